@@ -1,0 +1,77 @@
+"""Frozen configuration, whole and checked at birth.
+
+Knows bounds and units; knows nothing of models, tensors or where settings were read from.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from helmrec.errors import ConfigError
+
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+
+
+class Frozen(BaseModel):
+    """Base of every configuration value: immutable, no unknown keys, errors that name field and value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: ErrorDetails) -> str:
+    field = ".".join(str(part) for part in error["loc"]) or "configuration"
+    kind, value = error["type"], error.get("input")
+    if kind in _BOUNDS:
+        words, limit = _BOUNDS[kind]
+        return f"{field} must be {words} {error['ctx'][limit]}, got {value!r}"
+    if kind == "extra_forbidden":
+        return f"{field} is not a known setting, got {value!r}"
+    if kind == "missing":
+        return f"{field} is required"
+    return f"{field}: {error['msg'].removeprefix('Value error, ')}, got {value!r}"
+
+
+class EngineConfig(Frozen):
+    """Settings of one engine. Sizes take units: pool_bytes="24GiB"."""
+
+    pool_bytes: Annotated[ByteSize, Field(gt=0, description="memory both caches share")]
+    alpha: float = Field(0.4, ge=0, le=1, description="embedding share of the pool's pages at start")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the pool and the model live")
+    page_tokens: int | None = Field(
+        None, ge=1, description="history tokens a page holds; default 32 on cpu, 64 on cuda"
+    )
+
+    max_batch_tokens: int = Field(65_536, ge=1, description="tokens computed in one step, over all requests")
+    max_batch_requests: int = Field(32, ge=1, description="requests in one step")
+    max_history: int = Field(100_000, ge=1, description="most events a request may send")
+    queue_limit: int = Field(1_024, ge=1, description="requests that may wait")
+    deadline_ms: float | None = Field(None, gt=0, description="deadline of requests that name none")
+
+    row_order: Literal["lru", "frequency"] = Field("lru", description="which embedding rows are coldest")
+    row_admission: Literal["always", "second-touch"] = Field(
+        "second-touch", description="when a missed row earns a place; half of all rows are touched once"
+    )
+    kv_admission: Literal["always", "second-visit", "benefit"] = Field(
+        "second-visit", description="when a prefix earns its pages; one-time users must not flush returning ones"
+    )
+    kv_freshness: Literal["exact"] | Annotated[float, Field(gt=0)] = Field(
+        "exact", description="'exact', or seconds by which reused KV may lag behind row updates"
+    )
+    max_forks: int = Field(2, ge=1, description="different histories kept per user")
+    move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(64 << 20), description="pool bytes that may change owner between two steps"
+    )
+    audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
+    audit_tolerance: float = Field(1e-4, gt=0, description="largest score difference an audit accepts")

@@ -1,0 +1,1 @@
+"""The single-node engine: requests in, scores out, one step at a time."""

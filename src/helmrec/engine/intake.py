@@ -1,0 +1,193 @@
+"""From what a client sent to what the engine works on; every way a request can be wrong is told here.
+
+Pure: it reads the model's shape and touches no state, so a refused request leaves none behind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from helmrec.errors import RequestError
+from helmrec.memory.history import History, chain
+from helmrec.model.config import ITEM, ModelConfig, TableConfig
+from helmrec.model.window import gap_buckets, window_anchor
+from helmrec.types import Ids, IntArray, RankRequest
+
+_MAX_ID = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A valid request in arrays; rows are ids in the shared row space."""
+
+    history: History
+    actions: IntArray  # (events,) in the window
+    timestamps: IntArray  # (events,)
+    candidate_rows: IntArray  # (features, candidates)
+    candidate_gap: int  # time bucket of all candidates
+    request_rows: IntArray  # (request context,)
+    window_start: int
+    truncated_events: int
+    deadline_ms: float | None
+
+    @property
+    def num_candidates(self) -> int:
+        return self.candidate_rows.shape[1]
+
+    @property
+    def num_events(self) -> int:
+        return self.actions.size
+
+
+class Intake:
+    """Checks and converts requests for one model."""
+
+    def __init__(self, config: ModelConfig, version: int, max_history: int) -> None:
+        self._config = config
+        self._version = version
+        self._max_history = max_history
+
+    def prepare(self, request: RankRequest) -> Prepared:
+        """Raise RequestError, naming field and value, or return the request ready to plan."""
+        config = self._config
+        user_id = _scalar("user_id", request.user_id, _MAX_ID)
+        first_event = _scalar("first_event", request.first_event, _MAX_ID)
+        columns = self._columns(request)
+        num_events = columns.shape[1]
+        anchor = window_anchor(first_event, num_events, config.window)
+        columns = np.ascontiguousarray(columns[:, anchor - first_event :])
+        num_features = len(config.features)
+        user_rows, request_rows = self._context_rows(request.context)
+        timestamps = columns[num_features + 1]
+        seed = (user_id, self._version, anchor, *user_rows.tolist())
+        return Prepared(
+            history=History(user_id, user_rows, columns[:num_features], chain(seed, user_rows.size, columns)),
+            actions=columns[num_features],
+            timestamps=timestamps,
+            candidate_rows=self._candidate_rows(request),
+            candidate_gap=self._candidate_gap(request.request_time, timestamps),
+            request_rows=request_rows,
+            window_start=anchor,
+            truncated_events=anchor - first_event,
+            deadline_ms=_deadline(request.deadline_ms),
+        )
+
+    def _columns(self, request: RankRequest) -> IntArray:
+        """(features + 2, events): row ids, then actions, then timestamps."""
+        features = self._config.features
+        items = _ids("items", request.items)
+        if items.size > self._max_history:
+            raise RequestError("items", items.size, f"at most {self._max_history} events may be sent")
+        columns = np.empty((len(features) + 2, items.size), np.int64)
+        _check_names("features", request.features, {t.name for t in features[1:]})
+        for i, table in enumerate(features):
+            name = "items" if table.name == ITEM else f"features[{table.name!r}]"
+            ids = items if table.name == ITEM else _ids(name, request.features[table.name])
+            columns[i] = self._rows(name, _same_length(name, ids, items.size), table)
+        actions = _same_length("actions", _ids("actions", request.actions), items.size)
+        columns[-2] = _in_range("actions", actions, self._config.num_actions)
+        timestamps = _same_length("timestamps", _ids("timestamps", request.timestamps), items.size)
+        columns[-1] = _in_range("timestamps", timestamps, _MAX_ID)
+        _check_forward(columns[-1])
+        return columns
+
+    def _candidate_rows(self, request: RankRequest) -> IntArray:
+        features = self._config.features
+        candidates = _ids("candidates", request.candidates)
+        if not 1 <= candidates.size <= self._config.max_candidates:
+            problem = f"between 1 and {self._config.max_candidates} candidates are needed"
+            raise RequestError("candidates", candidates.size, problem)
+        _check_names("candidate_features", request.candidate_features, {t.name for t in features[1:]})
+        rows = np.empty((len(features), candidates.size), np.int64)
+        for i, table in enumerate(features):
+            name = "candidates" if table.name == ITEM else f"candidate_features[{table.name!r}]"
+            ids = candidates if table.name == ITEM else _ids(name, request.candidate_features[table.name])
+            rows[i] = self._rows(name, _same_length(name, ids, candidates.size), table)
+        return rows
+
+    def _context_rows(self, context: Mapping[str, int]) -> tuple[IntArray, IntArray]:
+        config = self._config
+        _check_names("context", context, {t.name for t in (*config.user_context, *config.request_context)})
+        user, request = (
+            np.array(
+                [
+                    _scalar(f"context[{t.name!r}]", context[t.name], t.num_rows - 1) + config.offsets[t.name]
+                    for t in tables
+                ],
+                np.int64,
+            )
+            for tables in (config.user_context, config.request_context)
+        )
+        return user, request
+
+    def _candidate_gap(self, request_time: int | None, timestamps: IntArray) -> int:
+        """Time since the last event, if the client says what time it is; else the bucket for no gap."""
+        if request_time is None:
+            return 0
+        now = _scalar("request_time", request_time, _MAX_ID)
+        if not timestamps.size:
+            return 0
+        if now < timestamps[-1]:
+            raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
+        return int(gap_buckets(np.array([now - timestamps[-1]]), self._config.time_buckets)[0])
+
+    def _rows(self, name: str, ids: IntArray, table: TableConfig) -> IntArray:
+        return _in_range(name, ids, table.num_rows) + self._config.offsets[table.name]
+
+
+def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:
+    """Ids of one table as rows of the shared space."""
+    by_name = {t.name: t for t in config.tables}
+    if table not in by_name:
+        raise RequestError("table", table, f"the model has no such table, only {', '.join(by_name)}")
+    return _in_range("ids", _ids("ids", ids), by_name[table].num_rows) + config.offsets[table]
+
+
+def _ids(field: str, values: Ids) -> IntArray:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise RequestError(field, array.shape, "a flat list of integers is needed")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and array.max() > _MAX_ID):
+        raise RequestError(field, array[0].item(), f"integers of 64 bits are needed, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _in_range(field: str, ids: IntArray, limit: int) -> IntArray:
+    if ids.size and (ids.min() < 0 or ids.max() >= limit):
+        at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+        raise RequestError(f"{field}[{at}]", int(ids[at]), f"ids run from 0 to {limit - 1}")
+    return ids
+
+
+def _same_length(field: str, ids: IntArray, length: int) -> IntArray:
+    if ids.size != length:
+        raise RequestError(field, ids.size, f"one value per item is needed, {length} in all")
+    return ids
+
+
+def _check_forward(timestamps: IntArray) -> None:
+    if (backwards := timestamps[1:] < timestamps[:-1]).any():
+        at = int(np.flatnonzero(backwards)[0]) + 1
+        raise RequestError(f"timestamps[{at}]", int(timestamps[at]), f"time runs backwards from {timestamps[at - 1]}")
+
+
+def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> None:
+    if unknown := given.keys() - wanted:
+        raise RequestError(field, sorted(unknown)[0], f"the model has no such table here, only {sorted(wanted)}")
+    if missing := wanted - given.keys():
+        raise RequestError(field, sorted(given), f"a value for {sorted(missing)[0]!r} is needed")
+
+
+def _scalar(field: str, value: object, limit: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= int(value) <= limit:
+        raise RequestError(field, value, f"an integer from 0 to {limit} is needed")
+    return int(value)
+
+
+def _deadline(deadline_ms: float | None) -> float | None:
+    if deadline_ms is not None and not deadline_ms > 0:
+        raise RequestError("deadline_ms", deadline_ms, "a positive number is needed")
+    return deadline_ms

@@ -1,0 +1,58 @@
+"""Everything a caller can cause, as one tree.
+
+HelmRecError
+├── ConfigError          a setting is out of bounds or unknown
+│   ├── PoolTooSmall     the pool cannot hold one request
+│   └── AlphaOutOfRange  the asked split leaves one cache without room to work
+├── ModelError           a model folder is missing, corrupt, truncated, mismatched or pickled
+├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
+├── Refused              the request is fine but cannot be served now
+│   ├── QueueFull
+│   └── DeadlineExceeded
+└── EngineClosed
+"""
+
+
+class HelmRecError(Exception):
+    """Root of all errors a caller can cause."""
+
+
+class ConfigError(HelmRecError, ValueError):
+    """A setting is out of bounds or unknown."""
+
+
+class PoolTooSmall(ConfigError):
+    """The pool cannot hold the pages of one request."""
+
+
+class AlphaOutOfRange(ConfigError):
+    """The asked split leaves one cache without room to work."""
+
+
+class ModelError(HelmRecError):
+    """A model folder cannot be loaded as it is."""
+
+
+class RequestError(HelmRecError, ValueError):
+    """One field of a request is wrong. The engine's state is untouched."""
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        super().__init__(f"{field}: {problem}, got {value!r}")
+        self.field = field
+        self.value = value
+
+
+class Refused(HelmRecError):
+    """The request is well formed but cannot be served now."""
+
+
+class QueueFull(Refused):
+    """The bounded queue has no room."""
+
+
+class DeadlineExceeded(Refused):
+    """The request's deadline has passed, or would before its scores are ready."""
+
+
+class EngineClosed(HelmRecError):
+    """The engine was closed."""

@@ -1,0 +1,63 @@
+"""The dense halves of an HSTU layer around attention: norm + projection, and gate + output.
+
+Two published forms exist and checkpoints need the right one: "gated" (SiLU on U, V, Q and K) and
+"concat" (SiLU on U alone, output from [U | O | U * norm(O)]). Nothing here knows pages or requests.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-6
+Form = Literal["gated", "concat"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One HSTU layer; GEMM weights are stored in x out, as published checkpoints store them."""
+
+    uvqk_weight: Tensor  # (dim, heads * (2 v + 2 qk)), columns [U | V | Q | K]
+    uvqk_beta: Tensor  # (heads * (2 v + 2 qk),)
+    input_norm_weight: Tensor  # (dim,)
+    input_norm_bias: Tensor
+    output_weight: Tensor  # gated: (heads * v, dim); concat: (3 * heads * v, dim), rows [U | O | U * norm(O)]
+    output_norm_weight: Tensor  # (heads * v,)
+    output_norm_bias: Tensor
+
+
+class Projected(NamedTuple):
+    """Views into one projection buffer."""
+
+    u: Tensor  # (tokens, heads * v)
+    v: Tensor  # (tokens, heads, v)
+    q: Tensor  # (tokens, heads, qk)
+    k: Tensor  # (tokens, heads, qk)
+
+
+def project(x: Tensor, weights: LayerWeights, form: Form, num_heads: int) -> Projected:
+    """[U | V | Q | K] = activation(norm(x) @ W + beta). x: (tokens, dim)."""
+    normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, NORM_EPS)
+    uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
+    width = weights.output_norm_weight.shape[0]  # heads * v
+    if form == "gated":
+        uvqk = F.silu(uvqk)
+    else:
+        uvqk[:, :width] = F.silu(uvqk[:, :width])
+    return split_projection(uvqk, width, num_heads)
+
+
+def split_projection(uvqk: Tensor, width: int, num_heads: int) -> Projected:
+    qk_width = (uvqk.shape[1] - 2 * width) // 2
+    u, v, q, k = uvqk.split([width, width, qk_width, qk_width], dim=1)
+    return Projected(u, *(t.unflatten(1, (num_heads, -1)) for t in (v, q, k)))
+
+
+def gate_output(x: Tensor, u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tensor:
+    """x + gate(u, norm(o)) @ W_o. x: (tokens, dim), u and o: (tokens, heads * v)."""
+    normed = F.layer_norm(o, o.shape[-1:], weights.output_norm_weight, weights.output_norm_bias, NORM_EPS)
+    gated = u * normed
+    y = gated if form == "gated" else torch.cat([u, o, gated], dim=1)
+    return torch.addmm(x, y, weights.output_weight)

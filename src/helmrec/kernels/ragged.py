@@ -1,0 +1,30 @@
+"""The ragged batch every kernel works on: flat tokens, per-sequence lengths, page tables.
+
+It does not know users, candidates' meaning, or who owns a page.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Token layout of one dense step.
+
+    Tokens of all sequences lie flat, one after another. Inside a sequence come its new history
+    tokens, then `num_context` per-request context tokens, then its candidates. History tokens
+    (resident and new) are read from pages; context and candidates only from the flat tensors.
+    """
+
+    cu_tokens: Tensor  # (sequences + 1,) int32, flat offset of each sequence
+    num_resident: Tensor  # (sequences,) int32, history tokens already in pages
+    num_new: Tensor  # (sequences,) int32, history tokens this step appends
+    page_table: Tensor  # (sequences, max_pages) int32, page of each run of history tokens
+    write_slots: Tensor  # (tokens,) int64, page * page_tokens + offset, or -1: not kept
+    num_context: int
+    page_tokens: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_new.shape[0]

@@ -1,0 +1,57 @@
+"""The pool's one tensor, seen through two typed views: KV pages and embedding rows.
+
+It copies what it is told to copy and knows neither owners nor users.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helmrec.memory.embedding_cache import Slots
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.kv_cache import PageCopy
+
+
+class Arena:
+    """`num_pages` pages on one device.
+
+    As KV, a page is, per layer, a K block (page_tokens, heads, qk) followed by a V block
+    (page_tokens, heads, v). As rows, it is `rows_per_page` records of `row_stride` bytes.
+    """
+
+    def __init__(
+        self, num_pages: int, geometry: PageGeometry, kv_dtype: torch.dtype, row_dtype: torch.dtype, device: str
+    ) -> None:
+        self._geometry = geometry
+        self._buffer = torch.zeros(num_pages * geometry.page_bytes, dtype=torch.uint8, device=device)
+        self.k_pages = self._kv_view(num_pages, kv_dtype, geometry.qk_dim, offset=0)
+        k_block = geometry.page_tokens * geometry.num_heads * geometry.qk_dim
+        self.v_pages = self._kv_view(num_pages, kv_dtype, geometry.v_dim, offset=k_block)
+        self.rows = self._buffer.view(row_dtype).as_strided(  # (slots, row_dim)
+            (num_pages * geometry.rows_per_page, geometry.row_dim), (geometry.row_stride // geometry.row_itemsize, 1)
+        )
+
+    def _kv_view(self, num_pages: int, dtype: torch.dtype, dim: int, offset: int) -> Tensor:
+        """(layers, pages, page_tokens, heads, dim)"""
+        g = self._geometry
+        layer = g.page_tokens * g.num_heads * (g.qk_dim + g.v_dim)
+        shape = (g.num_layers, num_pages, g.page_tokens, g.num_heads, dim)
+        strides = (layer, g.page_bytes // g.kv_itemsize, g.num_heads * dim, dim, 1)
+        return self._buffer.view(dtype).as_strided(shape, strides, offset)
+
+    def copy_rows(self, source: Slots, target: Slots) -> None:
+        """Move rows between slots; sources and targets are disjoint."""
+        if source.size:
+            self.rows[self._index(target)] = self.rows[self._index(source)]
+
+    def write_rows(self, slots: Slots, values: Tensor) -> None:
+        if slots.size:
+            self.rows[self._index(slots)] = values
+
+    def copy_tokens(self, copy: PageCopy) -> None:
+        """The first tokens of one page to another, in every layer."""
+        for pages in (self.k_pages, self.v_pages):
+            pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
+
+    def _index(self, slots: Slots) -> Tensor:
+        return torch.from_numpy(slots.astype(np.int64)).to(self._buffer.device)

@@ -1,0 +1,195 @@
+"""Which embedding rows are resident, and in which slot of which page.
+
+Bookkeeping only: it decides copies as values and never touches row data. Readers look rows up between
+writes; the caller lands data in the arena before it publishes an admission.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.memory.eviction import EvictionOrder
+from helmrec.memory.row_admission import RowAdmission
+
+ABSENT = -1  # value of the residency index for a row that is not in the pool
+Rows = NDArray[np.int64]
+Slots = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Rows that get a slot: copy `positions` of the gathered rows into `slots`, then publish."""
+
+    rows: Rows
+    slots: Slots
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Pages given up, and the surviving rows that must move first."""
+
+    pages: list[int]
+    source: Slots
+    target: Slots
+
+
+class EmbeddingCache:
+    """Residency index over all rows of all tables, in pages of `rows_per_page` slots.
+
+    Slot s lies in page s // rows_per_page, so slots address the arena's row view directly.
+    """
+
+    def __init__(
+        self, num_rows: int, num_pages: int, rows_per_page: int, order: EvictionOrder, admission: RowAdmission
+    ) -> None:
+        self._rows_per_page = rows_per_page
+        self._index = np.full(num_rows, ABSENT, np.int32)
+        self._row_of = np.full(num_pages * rows_per_page, ABSENT, np.int64)
+        self._used = np.zeros(num_pages, np.int32)  # rows resident per page
+        self._owned = np.zeros(num_pages, np.bool_)
+        self._free = np.empty(num_pages * rows_per_page, np.int32)  # stack of empty slots in owned pages
+        self._num_free = 0
+        self._order = order
+        self._admission = admission
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the id space."""
+        return self._index.size
+
+    @property
+    def capacity(self) -> int:
+        return int(self._owned.sum()) * self._rows_per_page
+
+    @property
+    def num_resident(self) -> int:
+        return int(self._used.sum())
+
+    @property
+    def index_bytes(self) -> int:
+        return self._index.nbytes
+
+    def resident_rows(self) -> Rows:
+        """All resident rows, in slot order."""
+        return self._row_of[self._row_of != ABSENT]
+
+    def lookup(self, rows: Rows) -> Slots:
+        """Slot of each row, or ABSENT; stamps the hits as read now."""
+        slots = self._index[rows]
+        hit = slots != ABSENT
+        num_hits = int(np.count_nonzero(hit))
+        self.hits += num_hits
+        self.misses += rows.size - num_hits
+        self._order.touch(slots if num_hits == rows.size else slots[hit])
+        return slots
+
+    def peek(self, rows: Rows) -> Slots:
+        """As `lookup`, without counting or stamping."""
+        return self._index[rows]
+
+    def admit(self, missed: Rows, positions: NDArray[np.int64]) -> Admission:
+        """Choose slots for those missed rows that earn one, evicting the coldest where none is empty.
+
+        `positions` says where each missed row lies in the gathered output. Not visible until published.
+        """
+        rows, first = np.unique(missed, return_index=True)
+        recent = np.argsort(first, kind="stable")  # in order of first touch, so the order stays exact
+        rows, where = rows[recent], positions[first[recent]]
+        absent = self._index[rows] == ABSENT
+        rows, where = rows[absent], where[absent]
+        worthy = self._admission.worthy(rows)
+        worthy[: self._num_free] = True  # empty slots cost nobody anything
+        rows, where = rows[worthy], where[worthy]
+        room = self.capacity
+        rows, where = rows[max(0, rows.size - room) :], where[max(0, where.size - room) :]
+        self._evict(rows.size - self._num_free)
+        return Admission(rows, self._pop_free(rows.size), where)
+
+    def publish(self, admission: Admission) -> None:
+        """The data of these rows is in place: let readers see them."""
+        self._index[admission.rows] = admission.slots
+        self._row_of[admission.slots] = admission.rows
+        np.add.at(self._used, admission.slots // self._rows_per_page, 1)
+        self._order.insert(admission.slots)
+
+    def withdraw(self, admission: Admission) -> None:
+        """The data of these rows did not arrive: give the slots back."""
+        self._push_free(admission.slots)
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        self._owned[list(pages)] = True
+        self._push_free(self._slots_of(np.asarray(pages, np.int32)))
+
+    def remove_pages(self, num: int) -> Shrink:
+        """Give up `num` pages and the globally coldest rows; survivors of those pages move elsewhere.
+
+        The emptiest pages go, so that few rows move. The caller copies `source` to `target` slots and then
+        calls `finish_shrink`; until then readers still find the survivors where they were.
+        """
+        assert num * self._rows_per_page <= self.capacity
+        self._evict(self.num_resident - (self.capacity - num * self._rows_per_page))
+        owned = np.flatnonzero(self._owned)
+        victims = owned[np.argsort(self._used[owned], kind="stable")[:num]]
+        self._owned[victims] = False
+        free = self._free[: self._num_free]
+        kept = free[self._owned[free // self._rows_per_page]]
+        self._free[: kept.size] = kept
+        self._num_free = kept.size
+        slots = self._slots_of(victims)
+        source = slots[self._row_of[slots] != ABSENT]
+        return Shrink(victims.tolist(), source, self._pop_free(source.size))
+
+    def finish_shrink(self, shrink: Shrink) -> None:
+        """The survivors' data has moved: readers find them in their new slots."""
+        rows = self._row_of[shrink.source]
+        self._index[rows] = shrink.target
+        self._row_of[shrink.source] = ABSENT
+        self._row_of[shrink.target] = rows
+        np.add.at(self._used, shrink.target // self._rows_per_page, 1)
+        self._used[shrink.pages] = 0
+        self._order.relocate(shrink.source, shrink.target)
+
+    def _evict(self, num: int) -> None:
+        if num <= 0:
+            return
+        slots = self._order.coldest(num)
+        self._order.remove(slots)
+        self._index[self._row_of[slots]] = ABSENT
+        self._row_of[slots] = ABSENT
+        np.subtract.at(self._used, slots // self._rows_per_page, 1)
+        self._push_free(slots)
+        self.evictions += slots.size
+
+    def _slots_of(self, pages: NDArray[np.integer]) -> Slots:
+        slots = pages[:, None] * self._rows_per_page + np.arange(self._rows_per_page)
+        return slots.ravel().astype(np.int32)
+
+    def _pop_free(self, num: int) -> Slots:
+        assert num <= self._num_free
+        self._num_free -= num
+        return self._free[self._num_free : self._num_free + num].copy()
+
+    def _push_free(self, slots: Slots) -> None:
+        self._free[self._num_free : self._num_free + slots.size] = slots
+        self._num_free += slots.size
+
+    def check(self) -> None:
+        slots = np.flatnonzero(self._row_of != ABSENT)
+        rows = self._row_of[slots]
+        assert np.array_equal(self._index[rows], slots), "index and slots disagree"
+        assert np.count_nonzero(self._index != ABSENT) == slots.size, "a row points to a slot that is not its own"
+        pages = slots // self._rows_per_page
+        assert np.array_equal(np.bincount(pages, minlength=self._used.size), self._used)
+        assert self._owned[pages].all(), "a row lives in a page the cache does not own"
+        free = self._free[: self._num_free]
+        assert np.unique(free).size == free.size, "a slot is free twice"
+        assert (self._row_of[free] == ABSENT).all(), "a free slot holds a row"
+        assert self._owned[free // self._rows_per_page].all(), "a free slot lies in a page the cache does not own"
+        assert slots.size + free.size == self.capacity, "a slot is lost"
+        assert np.array_equal(np.sort(self._order.coldest(slots.size)), slots), "the order lost a slot"

@@ -1,0 +1,165 @@
+"""Which cached rows are coldest: exact LRU, or frequency that decays.
+
+An order ranks slots and nothing else; it does not know rows, pages or tables. The array loops are Numba;
+`tests/memory` holds their plain twins.
+"""
+
+from typing import Protocol
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int32]
+Links = NDArray[np.int32]  # (2, slots + 1): previous and next; the last column holds the ends
+
+
+class EvictionOrder(Protocol):
+    """Ranks the slots in use from cold to hot."""
+
+    def touch(self, slots: Slots) -> None:
+        """These slots were read, in this order."""
+
+    def insert(self, slots: Slots) -> None:
+        """These slots were filled, the last one latest."""
+
+    def remove(self, slots: Slots) -> None: ...
+
+    def coldest(self, num: int) -> Slots:
+        """The `num` coldest slots, coldest first; they stay in the order."""
+
+    def relocate(self, source: Slots, target: Slots) -> None:
+        """The rows of `source` slots now live in `target` slots and keep their rank."""
+
+
+class LruOrder:
+    """Exact least-recently-used: a doubly linked list over slots, coldest at the head."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._links = np.full((2, num_slots + 1), num_slots, np.int32)
+
+    def touch(self, slots: Slots) -> None:
+        _relink(self._links, slots)
+
+    def insert(self, slots: Slots) -> None:
+        _link_last(self._links, slots)
+
+    def remove(self, slots: Slots) -> None:
+        _unlink(self._links, slots)
+
+    def coldest(self, num: int) -> Slots:
+        return _walk(self._links, num)
+
+    def relocate(self, source: Slots, target: Slots) -> None:
+        _replace(self._links, source, target)
+
+
+@numba.njit(cache=True)
+def _unlink(links: Links, slots: Slots) -> None:
+    for slot in slots:
+        before, after = links[0, slot], links[1, slot]
+        links[1, before] = after
+        links[0, after] = before
+
+
+@numba.njit(cache=True)
+def _link_last(links: Links, slots: Slots) -> None:
+    ends = links.shape[1] - 1
+    for slot in slots:
+        last = links[0, ends]
+        links[0, slot] = last
+        links[1, slot] = ends
+        links[1, last] = slot
+        links[0, ends] = slot
+
+
+@numba.njit(cache=True)
+def _relink(links: Links, slots: Slots) -> None:
+    ends = links.shape[1] - 1
+    for slot in slots:
+        before, after = links[0, slot], links[1, slot]
+        links[1, before] = after
+        links[0, after] = before
+        last = links[0, ends]
+        links[0, slot] = last
+        links[1, slot] = ends
+        links[1, last] = slot
+        links[0, ends] = slot
+
+
+@numba.njit(cache=True)
+def _walk(links: Links, num: int) -> Slots:
+    ends = links.shape[1] - 1
+    out = np.empty(num, np.int32)
+    slot = links[1, ends]
+    for i in range(num):
+        out[i] = slot
+        slot = links[1, slot]
+    return out
+
+
+@numba.njit(cache=True)
+def _replace(links: Links, source: Slots, target: Slots) -> None:
+    for i in range(source.size):
+        before, after = links[0, source[i]], links[1, source[i]]
+        links[0, target[i]] = before
+        links[1, target[i]] = after
+        links[1, before] = target[i]
+        links[0, after] = target[i]
+
+
+class DecayedFrequencyOrder:
+    """Least-frequently-used with exponential decay.
+
+    A slot's score is log2 of the sum of 2**(time / half_life) over its touches, so that scores only grow and
+    old touches fade without ever being visited. Time counts touches. Victims are found by one partial sort
+    for many evictions: a queue of the coldest is kept and an entry whose score has grown since is skipped.
+    """
+
+    def __init__(self, num_slots: int, half_life: int | None = None) -> None:
+        self._score = np.full(num_slots, np.inf, np.float64)  # inf: not in use
+        self._half_life = float(half_life or 8 * max(num_slots, 1))
+        self._time = 0.0
+        self._victims = np.empty(0, np.int32)
+        self._victim_scores = np.empty(0, np.float64)
+
+    def touch(self, slots: Slots) -> None:
+        self._time = _add_touches(self._score, slots, self._time, self._half_life)
+
+    def insert(self, slots: Slots) -> None:
+        self._score[slots] = self._time / self._half_life
+
+    def remove(self, slots: Slots) -> None:
+        self._score[slots] = np.inf
+
+    def coldest(self, num: int) -> Slots:
+        usable = self._victims[self._score[self._victims] == self._victim_scores]
+        if usable.size < num:
+            usable = self._select(max(num, self._score.size // 64))
+        return usable[:num]
+
+    def _select(self, num: int) -> Slots:
+        num = min(num, int(np.isfinite(self._score).sum()))
+        chosen = np.argpartition(self._score, num - 1)[:num] if num else np.empty(0, np.int64)
+        chosen = chosen[np.argsort(self._score[chosen], kind="stable")]
+        self._victims = chosen.astype(np.int32)
+        self._victim_scores = self._score[self._victims]
+        return self._victims
+
+    def relocate(self, source: Slots, target: Slots) -> None:
+        self._score[target] = self._score[source]
+        self._score[source] = np.inf
+
+
+@numba.njit(cache=True)
+def _add_touches(score: NDArray[np.float64], slots: Slots, time: float, half_life: float) -> float:
+    for slot in slots:
+        time += 1.0
+        now = time / half_life
+        high, low = max(score[slot], now), min(score[slot], now)
+        score[slot] = high + np.log2(1.0 + 2.0 ** (low - high))
+    return time
+
+
+def make_order(name: str, num_slots: int) -> EvictionOrder:
+    return LruOrder(num_slots) if name == "lru" else DecayedFrequencyOrder(num_slots)

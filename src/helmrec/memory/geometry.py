@@ -1,0 +1,50 @@
+"""How many tokens and rows a page holds, from the model's shapes alone."""
+
+import math
+from dataclasses import dataclass
+
+_ALIGN_ROW = 16
+_ALIGN_PAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    """Shapes that fix a page. A page is KV of `page_tokens` tokens for all layers, or `rows_per_page` rows."""
+
+    page_tokens: int
+    num_layers: int
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    kv_itemsize: int
+    row_dim: int
+    row_itemsize: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token over all layers."""
+        return self.num_layers * self.num_heads * (self.qk_dim + self.v_dim) * self.kv_itemsize
+
+    @property
+    def row_stride(self) -> int:
+        return _round_up(self.row_dim * self.row_itemsize, _ALIGN_ROW)
+
+    @property
+    def page_bytes(self) -> int:
+        return _round_up(self.page_tokens * self.token_bytes, math.lcm(self.row_stride, _ALIGN_PAGE))
+
+    @property
+    def rows_per_page(self) -> int:
+        return self.page_bytes // self.row_stride
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of a KV page that rounding leaves unused."""
+        return 1 - self.page_tokens * self.token_bytes / self.page_bytes
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

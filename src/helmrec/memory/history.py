@@ -1,0 +1,110 @@
+"""What a prefix is verified against: the chained hash of a windowed history, and the rows it was made from.
+
+The chain is seeded by everything constant (user, model, window anchor, context) and then folds in every
+feature, action and timestamp, so state i equals state j only if all that went before is equal too.
+"""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.types import IntArray
+
+States = NDArray[np.uint64]
+Epochs = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """The cacheable tokens of one request: user-context tokens, then the window's events."""
+
+    user_id: int
+    context_rows: IntArray  # (context,)
+    event_rows: IntArray  # (features, events)
+    states: States  # (context + events,) chain state after each token
+
+    @property
+    def num_tokens(self) -> int:
+        return self.states.size
+
+
+def chain(seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
+    """States after each of `num_context` context tokens and each event. columns: (fields, events)."""
+    return _chain(np.array(seed, np.int64), num_context, columns)
+
+
+@numba.njit(cache=True, inline="always")
+def _fold(state: np.uint64, word: int) -> np.uint64:
+    """One round: the word is mixed on its own, off the chain's critical path, then folded in."""
+    mixed = np.uint64(word) * np.uint64(0x87C37B91114253D5)
+    mixed = ((mixed << np.uint64(31)) | (mixed >> np.uint64(33))) * np.uint64(0x4CF5AD432745937F)
+    state ^= mixed
+    state = (state << np.uint64(27)) | (state >> np.uint64(37))
+    return state * np.uint64(5) + np.uint64(0x52DCE729)
+
+
+@numba.njit(cache=True)
+def _chain(seed: IntArray, num_context: int, columns: IntArray) -> States:
+    num_fields, num_events = columns.shape
+    states = np.empty(num_context + num_events, np.uint64)
+    state = np.uint64(0x9E3779B97F4A7C15)
+    for word in seed:
+        state = _fold(state, word)
+    for i in range(num_context):
+        state = _fold(state, i)
+        states[i] = state
+    for i in range(num_events):
+        for field in range(num_fields):
+            state = _fold(state, columns[field, i])
+        states[num_context + i] = state
+    return states
+
+
+def common_tokens(a: States, b: States) -> int:
+    """Tokens two chains share. Equal states imply equal pasts, so bisection finds the last equal one."""
+    low, high = 0, min(a.size, b.size)
+    if high and a[high - 1] == b[high - 1]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class RowEpochs:
+    """When each row last changed, so that KV made from an older value is never reused.
+
+    The array spans the id space but memory backs only the parts that were ever updated.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._changed = np.zeros(num_rows, np.uint32)
+        self.current = 0
+
+    def mark(self, rows: IntArray) -> None:
+        """These rows have new values from now on."""
+        self.current += 1
+        self._changed[rows] = self.current
+
+    def fresh_tokens(self, history: History, made_at: Epochs) -> int:
+        """Leading tokens of `history` none of whose rows changed after `made_at` (one epoch per token)."""
+        return int(_fresh(self._changed, history.context_rows, history.event_rows, made_at))
+
+
+@numba.njit(cache=True)
+def _fresh(changed: Epochs, context_rows: IntArray, event_rows: IntArray, made_at: Epochs) -> int:
+    num_context = context_rows.size
+    for token in range(made_at.size):
+        if token < num_context:
+            if changed[context_rows[token]] > made_at[token]:
+                return token
+        else:
+            for field in range(event_rows.shape[0]):
+                if changed[event_rows[field, token - num_context]] > made_at[token]:
+                    return token
+    return made_at.size

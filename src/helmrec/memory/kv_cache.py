@@ -1,0 +1,342 @@
+"""Per-user KV prefixes in pages: verified, shared, pinned while used, evicted from the tail of the coldest.
+
+Bookkeeping only. It hands out plans (which pages hold a history, which tokens are new, what to copy first)
+and never touches K/V. It does not know layers, heads or devices.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.memory.history import History, RowEpochs, States, common_tokens
+from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
+from helmrec.memory.ledger import Owner, PageLedger
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """One resident history of one user. The last page may be partial; only this prefix writes to it."""
+
+    user_id: int
+    states: States  # chain states; the first `num_tokens` are in pages
+    made_at: NDArray[np.uint32]  # row epoch each token was computed at
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    settled: int = 0  # tokens whose K/V were written by steps before the running one
+    pins: int = 0
+    last_use_s: float = 0.0
+    verified_s: float = 0.0  # when, and
+    verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `num_tokens` tokens of page `source` to page `target` before the step."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPlan:
+    """Where a request's history lies during one step."""
+
+    prefix: Prefix | None  # None: there is no history
+    num_resident: int
+    num_tokens: int
+    pages: list[int]
+    copy: PageCopy | None = None
+    donor: Prefix | None = None  # pinned too: its pages are shared or copied
+
+    @property
+    def num_new(self) -> int:
+        return self.num_tokens - self.num_resident
+
+
+class Match(NamedTuple):
+    """The best resident prefix for a history, and how many of its leading tokens may be reused."""
+
+    prefix: Prefix
+    num_tokens: int
+
+
+_NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
+
+
+@dataclass(frozen=True, slots=True)
+class KVLimits:
+    page_tokens: int
+    reserve_pages: int  # kept free for the next step, so that one-time users displace nobody
+    max_forks: int
+    lag_s: float  # how far reused KV may lag behind row updates; 0 is exact
+
+
+class KVCache:
+    """Resident prefixes by user, coldest first."""
+
+    def __init__(self, limits: KVLimits, ledger: PageLedger, epochs: RowEpochs, admission: KVAdmission) -> None:
+        self.limits = limits
+        self._ledger = ledger
+        self._epochs = epochs
+        self._admission = admission
+        self._visits = VisitLog()
+        self._users: dict[int, list[Prefix]] = {}
+        self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
+        self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
+        self._refs = np.zeros(ledger.num_pages, np.int32)
+        self.reused_tokens = 0
+        self.total_tokens = 0
+        self.evicted_pages = 0
+        self.stale_cuts = 0
+        self.refused_prefixes = 0
+        self.strangers = 0  # lookups of a resident user that matched nothing
+
+    @property
+    def num_users(self) -> int:
+        return len(self._users)
+
+    @property
+    def num_tokens(self) -> int:
+        """Resident tokens; those shared by two histories of a user count twice."""
+        return sum(prefix.num_tokens for prefix in self._order.values())
+
+    def plan(self, history: History, now: float) -> KVPlan | None:
+        """Find the longest verified prefix, and pages for the rest; None if pages are short for now.
+
+        The prefix and its donor stay pinned until `commit` or `abort`. Tokens planned by an earlier request
+        of the same step count as resident: every layer appends before it attends.
+        """
+        if not history.num_tokens:
+            return _NO_HISTORY
+        match = self._match(history, now)
+        if match is None:
+            plan = self._start(history, now)
+        elif match.num_tokens == history.num_tokens:
+            plan = self._reuse(match)
+        elif match.num_tokens == match.prefix.num_tokens:
+            plan = self._extend(match.prefix, history)
+        else:
+            plan = self._fork(match, history)
+        if plan is not None:
+            self.reused_tokens += plan.num_resident
+            self.total_tokens += plan.num_tokens
+        return plan
+
+    def resident_tokens(self, history: History) -> int:
+        """Tokens `plan` would at best find resident; changes nothing."""
+        found = self._longest(history)
+        return found.num_tokens if found else 0
+
+    def commit(self, plan: KVPlan, now: float) -> None:
+        """The step has ended: unpin, keep or drop the prefix, and restore the reserve."""
+        prefix = plan.prefix
+        if prefix is None:
+            return
+        seen = self._visits.record(prefix.user_id, now)
+        prefix.settled = max(prefix.settled, plan.num_tokens)
+        prefix.last_use_s = now
+        if id(prefix) in self._order:
+            self._order.move_to_end(id(prefix))
+        elif id(prefix) in self._running and self._admission.admits(self._visit(prefix, seen, now)):
+            self._adopt(prefix)
+        self._unpin(plan)
+        self.evict(self.limits.reserve_pages - self._ledger.num_free)
+
+    def abort(self, plan: KVPlan) -> None:
+        """The step failed: whatever it wrote is not there."""
+        if plan.prefix is not None:
+            self._truncate(plan.prefix, plan.prefix.settled)
+            self._unpin(plan)
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+        freed = 0
+        while freed < num_pages and (victim := self._coldest_idle()) is not None:
+            before = self._ledger.num_free
+            while victim.pages and self._ledger.num_free - before < num_pages - freed:
+                self._drop_pages(victim, len(victim.pages) - 1)
+            self._discard_if_empty(victim)
+            freed += self._ledger.num_free - before
+        self.evicted_pages += freed
+        return freed
+
+    def _coldest_idle(self) -> Prefix | None:
+        return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
+
+    # Matching.
+
+    def _match(self, history: History, now: float) -> Match | None:
+        """The prefix of this user that shares the most tokens with `history`, cut to what is fresh."""
+        found = self._longest(history)
+        if found is None:
+            self.strangers += history.user_id in self._users
+            return None
+        fresh = self._fresh_tokens(found.prefix, history, found.num_tokens, now)
+        return Match(found.prefix, fresh) if fresh else None
+
+    def _longest(self, history: History) -> Match | None:
+        running = (p for p in self._running.values() if p.user_id == history.user_id)
+        best = None
+        for prefix in (*self._users.get(history.user_id, ()), *running):
+            shared = min(common_tokens(prefix.states, history.states), prefix.num_tokens)
+            if shared > (best.num_tokens if best else 0):
+                best = Match(prefix, shared)
+        return best
+
+    def _fresh_tokens(self, prefix: Prefix, history: History, shared: int, now: float) -> int:
+        """Cut `shared` at the first token whose rows changed since; drop the stale tail if nobody reads it."""
+        if self._epochs.current == prefix.verified_epoch or now - prefix.verified_s < self.limits.lag_s:
+            return shared
+        fresh = self._epochs.fresh_tokens(history, prefix.made_at[:shared])
+        if fresh < shared:
+            self.stale_cuts += 1
+            if prefix.pins == 0:
+                self._truncate(prefix, fresh)
+                self._discard_if_empty(prefix)
+        if fresh >= prefix.num_tokens:
+            prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
+        return min(fresh, prefix.num_tokens)
+
+    # The four ways to serve a history.
+
+    def _reuse(self, match: Match) -> KVPlan:
+        match.prefix.pins += 1
+        pages = match.prefix.pages[: self._pages_for(match.num_tokens)]
+        return KVPlan(match.prefix, match.num_tokens, match.num_tokens, pages)
+
+    def _extend(self, prefix: Prefix, history: History) -> KVPlan | None:
+        resident = prefix.num_tokens
+        prefix.pins += 1
+        if not self._grow(prefix, history):
+            prefix.pins -= 1
+            return None
+        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages))
+
+    def _start(self, history: History, now: float) -> KVPlan | None:
+        prefix = Prefix(history.user_id, history.states, np.empty(0, np.uint32), pins=1)
+        prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
+        if not self._grow(prefix, history):
+            return None
+        self._running[id(prefix)] = prefix
+        return KVPlan(prefix, 0, history.num_tokens, list(prefix.pages))
+
+    def _fork(self, match: Match, history: History) -> KVPlan | None:
+        """A new prefix that shares the donor's full pages and copies what it needs of a partial one."""
+        donor, resident = match
+        page_tokens = self.limits.page_tokens
+        if resident > donor.settled:  # a page the running step still writes cannot be copied before that step
+            resident = max(resident - resident % page_tokens, donor.settled)
+        shared = donor.pages[: resident // page_tokens]
+        prefix = Prefix(history.user_id, history.states, donor.made_at[:resident], list(shared), resident, pins=1)
+        prefix.settled = min(resident, donor.settled)
+        prefix.verified_s, prefix.verified_epoch = donor.verified_s, donor.verified_epoch
+        donor.pins += 1
+        if not self._grow(prefix, history):
+            donor.pins -= 1
+            return None
+        self._refs[shared] += 1
+        self._running[id(prefix)] = prefix
+        partial = resident % page_tokens
+        copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
+        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor)
+
+    def _grow(self, prefix: Prefix, history: History) -> bool:
+        """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""
+        missing = self._pages_for(history.num_tokens) - len(prefix.pages)
+        if missing > self._ledger.num_free:
+            self.evict(missing - self._ledger.num_free)
+        if missing > self._ledger.num_free:
+            return False
+        pages = self._ledger.allocate(Owner.KV, missing)
+        self._refs[pages] = 1
+        prefix.pages.extend(pages)
+        made_now = np.full(history.num_tokens - prefix.num_tokens, self._epochs.current, np.uint32)
+        prefix.made_at = np.concatenate([prefix.made_at[: prefix.num_tokens], made_now])
+        prefix.states = history.states
+        prefix.num_tokens = history.num_tokens
+        return True
+
+    # Keeping and dropping.
+
+    def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
+        coldest = self._coldest_idle()
+        return Visit(
+            count=seen.count,
+            idle_s=None if seen.last_s is None else now - seen.last_s,
+            num_tokens=prefix.num_tokens,
+            room=self._ledger.num_free >= self.limits.reserve_pages,
+            coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
+        )
+
+    def _adopt(self, prefix: Prefix) -> None:
+        del self._running[id(prefix)]
+        self._order[id(prefix)] = prefix
+        mates = self._users.setdefault(prefix.user_id, [])
+        mates.append(prefix)
+        for old in [p for p in mates if p.pins == 0][: max(0, len(mates) - self.limits.max_forks)]:
+            self._truncate(old, 0)
+            self._discard_if_empty(old)
+
+    def _unpin(self, plan: KVPlan) -> None:
+        for prefix in (plan.prefix, plan.donor):
+            if prefix is None:
+                continue
+            prefix.pins -= 1
+            assert prefix.pins >= 0
+            if prefix.pins == 0 and id(prefix) in self._running:
+                self.refused_prefixes += 1
+                self._truncate(prefix, 0)
+            if prefix.pins == 0:
+                self._discard_if_empty(prefix)
+
+    def _discard_if_empty(self, prefix: Prefix) -> None:
+        if prefix.pages:
+            return
+        self._running.pop(id(prefix), None)
+        if self._order.pop(id(prefix), None) is not None:
+            mates = self._users[prefix.user_id]
+            mates.remove(prefix)
+            if not mates:
+                del self._users[prefix.user_id]
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.page_tokens)
+
+    def _truncate(self, prefix: Prefix, num_tokens: int) -> None:
+        """Keep the first tokens; whole pages only where a fork shares the page that would become partial."""
+        num_tokens = min(num_tokens, prefix.num_tokens)
+        partial = num_tokens % self.limits.page_tokens
+        if partial and self._refs[prefix.pages[num_tokens // self.limits.page_tokens]] > 1:
+            num_tokens -= partial
+        self._drop_pages(prefix, self._pages_for(num_tokens))
+        prefix.num_tokens = num_tokens
+        prefix.settled = min(prefix.settled, num_tokens)
+
+    def _drop_pages(self, prefix: Prefix, keep: int) -> None:
+        dropped = prefix.pages[keep:]
+        del prefix.pages[keep:]
+        self._refs[dropped] -= 1
+        self._ledger.free([page for page in dropped if self._refs[page] == 0])
+        prefix.num_tokens = min(prefix.num_tokens, keep * self.limits.page_tokens)
+        prefix.settled = min(prefix.settled, prefix.num_tokens)
+
+    def check(self) -> None:
+        prefixes = [*self._order.values(), *self._running.values()]
+        refs = np.zeros_like(self._refs)
+        for prefix in prefixes:
+            assert prefix.pages, "an empty prefix is kept"
+            assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
+            assert prefix.settled <= prefix.num_tokens <= min(prefix.states.size, prefix.made_at.size)
+            assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"
+            np.add.at(refs, prefix.pages, 1)
+        assert np.array_equal(refs, self._refs), "page references are off"
+        assert np.array_equal(refs > 0, self._ledger.owners() == Owner.KV), "a KV page is lost, or also EMB's"
+        kept = [prefix for mates in self._users.values() for prefix in mates]
+        assert len(kept) == len(self._order)
+        assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in line for eviction"
+        tails = [p.pages[-1] for p in prefixes if p.num_tokens % self.limits.page_tokens]
+        assert len(set(tails)) == len(tails), "two prefixes write one partial page"

@@ -1,0 +1,94 @@
+"""Who owns each page: free, emb, kv, or draining until running steps have ended.
+
+Pure bookkeeping over small arrays. It does not know what a page holds or why it moves.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+
+class Owner(IntEnum):
+    FREE = 0
+    EMB = 1
+    KV = 2
+    DRAINING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    epoch: int
+    pages: tuple[int, ...]
+
+
+class PageLedger:
+    """Owners of a fixed number of pages; `free + emb + kv + draining == total`, always."""
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 1
+        self._owner = np.zeros(num_pages, np.uint8)
+        self._counts = [num_pages, 0, 0, 0]
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._draining: deque[_Drain] = deque()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._owner)
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[Owner.FREE]
+
+    def count(self, owner: Owner) -> int:
+        return self._counts[owner]
+
+    def owners(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """A copy of every page's owner, for people to look at."""
+        return self._owner.copy()
+
+    def allocate(self, owner: Owner, num: int) -> list[int]:
+        """Give `num` free pages to `owner`. The caller has checked `num_free`."""
+        assert owner in (Owner.EMB, Owner.KV)
+        assert num <= self.num_free, f"asked for {num} pages, {self.num_free} are free"
+        split = len(self._free) - num
+        pages = self._free[split:]
+        del self._free[split:]
+        self._set(pages, Owner.FREE, owner)
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        """KV pages nobody reads any more are free at once (pins guard the running steps)."""
+        self._set(pages, Owner.KV, Owner.FREE)
+        self._free.extend(pages)
+
+    def drain(self, pages: Sequence[int], epoch: int) -> None:
+        """EMB pages become free once every step up to `epoch` has ended: a gather may still read them."""
+        if not pages:
+            return
+        assert not self._draining or self._draining[-1].epoch <= epoch
+        self._set(pages, Owner.EMB, Owner.DRAINING)
+        self._draining.append(_Drain(epoch, tuple(pages)))
+
+    def retire(self, ended_epoch: int) -> None:
+        """Free all pages drained at or before `ended_epoch`."""
+        while self._draining and self._draining[0].epoch <= ended_epoch:
+            pages = self._draining.popleft().pages
+            self._set(pages, Owner.DRAINING, Owner.FREE)
+            self._free.extend(pages)
+
+    def _set(self, pages: Sequence[int], old: Owner, new: Owner) -> None:
+        for page in pages:
+            assert self._owner[page] == old, f"page {page} is {Owner(self._owner[page]).name}, not {old.name}"
+            self._owner[page] = new
+        self._counts[old] -= len(pages)
+        self._counts[new] += len(pages)
+
+    def check(self) -> None:
+        counts = np.bincount(self._owner, minlength=4)
+        assert counts.tolist() == self._counts, f"{counts} != {self._counts}"
+        assert sorted(self._free) == np.flatnonzero(self._owner == Owner.FREE).tolist()
+        draining = sorted(page for drain in self._draining for page in drain.pages)
+        assert draining == np.flatnonzero(self._owner == Owner.DRAINING).tolist()

@@ -1,0 +1,177 @@
+"""One pool, two caches: the ledger, both caches and the boundary between them.
+
+The pool decides; whatever must move in memory goes through `RowMover`. No torch here, so the simulator runs
+the same pool as the engine.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from helmrec.config import EngineConfig
+from helmrec.errors import AlphaOutOfRange, PoolTooSmall
+from helmrec.memory.embedding_cache import EmbeddingCache, Slots
+from helmrec.memory.eviction import make_order
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.history import RowEpochs
+from helmrec.memory.kv_admission import make_kv_admission
+from helmrec.memory.kv_cache import KVCache, KVLimits
+from helmrec.memory.ledger import Owner, PageLedger
+from helmrec.memory.row_admission import make_row_admission
+from helmrec.memory.stats import PoolStats
+
+
+class RowMover(Protocol):
+    """Moves row data inside the pool."""
+
+    def copy_rows(self, source: Slots, target: Slots) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the pool must be able to serve at any time."""
+
+    num_rows: int  # rows in the id space of all tables
+    request_tokens: int  # cacheable tokens of the longest request
+    batch_tokens: int  # tokens of the largest step
+
+
+class Pool:
+    """Pages shared by embedding rows and KV prefixes."""
+
+    def __init__(self, config: EngineConfig, geometry: PageGeometry, demand: Demand, mover: RowMover) -> None:
+        num_pages = config.pool_bytes // geometry.page_bytes
+        self._request_pages = geometry.pages_for(demand.request_tokens)
+        if num_pages < self._request_pages + 1:
+            needed = (self._request_pages + 1) * geometry.page_bytes
+            raise PoolTooSmall(
+                f"pool_bytes must be at least {needed} for one request of {demand.request_tokens} tokens "
+                f"({self._request_pages} pages of {geometry.page_bytes} bytes, and one of rows), "
+                f"got {int(config.pool_bytes)}"
+            )
+        self.geometry = geometry
+        self.ledger = PageLedger(num_pages)
+        self.row_epochs = RowEpochs(demand.num_rows)
+        self.bytes_by_cause: Counter[str] = Counter()
+        self._mover = mover
+        self._target_pages = self._pages_at(config.alpha)
+        self.rows = self._make_rows(config, demand)
+        self.kv = self._make_kv(config, demand)
+        self.rows.add_pages(self.ledger.allocate(Owner.EMB, self._target_pages))
+
+    def _make_rows(self, config: EngineConfig, demand: Demand) -> EmbeddingCache:
+        per_page = self.geometry.rows_per_page
+        num_slots = self.ledger.num_pages * per_page
+        order = make_order(config.row_order, num_slots)
+        admission = make_row_admission(config.row_admission, num_slots)
+        return EmbeddingCache(demand.num_rows, self.ledger.num_pages, per_page, order, admission)
+
+    def _make_kv(self, config: EngineConfig, demand: Demand) -> KVCache:
+        # A quarter at most: on a small pool the reserve must not eat what it protects.
+        reserve = min(self.geometry.pages_for(demand.batch_tokens), (self.ledger.num_pages - self._target_pages) // 4)
+        limits = KVLimits(
+            page_tokens=self.geometry.page_tokens,
+            reserve_pages=max(reserve, 1),
+            max_forks=config.max_forks,
+            lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
+        )
+        return KVCache(limits, self.ledger, self.row_epochs, make_kv_admission(config.kv_admission))
+
+    @property
+    def alpha(self) -> float:
+        """The embedding share of the pool's pages, as it is."""
+        return self.ledger.count(Owner.EMB) / self.ledger.num_pages
+
+    @property
+    def alpha_target(self) -> float:
+        return self._target_pages / self.ledger.num_pages
+
+    @property
+    def alpha_max(self) -> float:
+        """Beyond this, KV could not hold one request."""
+        return 1 - self._request_pages / self.ledger.num_pages
+
+    def aim(self, alpha: float) -> None:
+        """Set where the boundary should go; `advance` moves it there in bounded steps."""
+        self._target_pages = self._pages_at(alpha)
+
+    def _pages_at(self, alpha: float) -> int:
+        if not 0 <= alpha <= 1:
+            raise AlphaOutOfRange(f"alpha must be between 0 and 1, got {alpha!r}")
+        pages = int(np.floor(alpha * self.ledger.num_pages + 0.5))
+        left = self.ledger.num_pages - pages
+        if left < self._request_pages:
+            raise AlphaOutOfRange(
+                f"alpha must be at most {self.alpha_max:.4f}, got {alpha!r}: it leaves {left} pages for KV "
+                f"and one request needs {self._request_pages}"
+            )
+        return pages
+
+    @property
+    def is_settled(self) -> bool:
+        """The boundary is where it should be and no page is between owners."""
+        return self._target_pages == self.ledger.count(Owner.EMB) and not self.ledger.count(Owner.DRAINING)
+
+    def advance(self, budget_bytes: int, epoch: int) -> None:
+        """Move the boundary towards its target by at most `budget_bytes` (at least a page).
+
+        `epoch` is the newest step that may still read rows; pages leaving EMB wait for it.
+        """
+        gap = self._target_pages - self.ledger.count(Owner.EMB)
+        step = min(abs(gap), max(1, budget_bytes // self.geometry.page_bytes))
+        if gap > 0:
+            self._grow(step)
+        elif gap < 0:
+            self._shrink(step, epoch)
+
+    def _grow(self, num: int) -> None:
+        if num > self.ledger.num_free:
+            self.kv.evict(num - self.ledger.num_free)
+        pages = self.ledger.allocate(Owner.EMB, min(num, self.ledger.num_free))
+        self.rows.add_pages(pages)
+        self.bytes_by_cause["boundary-grow"] += len(pages) * self.geometry.page_bytes
+
+    def _shrink(self, num: int, epoch: int) -> None:
+        shrink = self.rows.remove_pages(num)
+        self._mover.copy_rows(shrink.source, shrink.target)
+        self.rows.finish_shrink(shrink)
+        self.ledger.drain(shrink.pages, epoch)
+        self.bytes_by_cause["boundary-compact"] += shrink.source.size * self.geometry.row_stride
+
+    def stats(self) -> PoolStats:
+        count = self.ledger.count
+        return PoolStats(
+            alpha=self.alpha,
+            alpha_target=self.alpha_target,
+            alpha_min=0.0,
+            alpha_max=self.alpha_max,
+            num_pages=self.ledger.num_pages,
+            free_pages=count(Owner.FREE),
+            emb_pages=count(Owner.EMB),
+            kv_pages=count(Owner.KV),
+            draining_pages=count(Owner.DRAINING),
+            page_bytes=self.geometry.page_bytes,
+            row_hits=self.rows.hits,
+            row_misses=self.rows.misses,
+            row_evictions=self.rows.evictions,
+            resident_rows=self.rows.num_resident,
+            row_capacity=self.rows.capacity,
+            reused_tokens=self.kv.reused_tokens,
+            total_tokens=self.kv.total_tokens,
+            resident_tokens=self.kv.num_tokens,
+            resident_users=self.kv.num_users,
+            kv_evicted_pages=self.kv.evicted_pages,
+            kv_refused_prefixes=self.kv.refused_prefixes,
+            stale_cuts=self.kv.stale_cuts,
+            strangers=self.kv.strangers,
+            bytes_by_cause=dict(self.bytes_by_cause),
+        )
+
+    def check(self) -> None:
+        self.ledger.check()
+        self.rows.check()
+        self.kv.check()
+        owned = self.ledger.count(Owner.EMB) * self.geometry.rows_per_page
+        assert self.rows.capacity == owned, "the embedding cache and the ledger disagree"

@@ -1,0 +1,56 @@
+"""Which missed rows earn a slot. Half of all rows are touched once and must not push out warm ones."""
+
+from typing import Protocol
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+
+
+class RowAdmission(Protocol):
+    """Sees every missed row, off the request path, and says which are worth a slot."""
+
+    def worthy(self, rows: Rows) -> NDArray[np.bool_]: ...
+
+
+class AdmitAlways:
+    def worthy(self, rows: Rows) -> NDArray[np.bool_]:
+        return np.ones(rows.size, np.bool_)
+
+
+class SecondTouch:
+    """Admit a row that was missed before, lately: a two-hash counting sketch that halves itself as it ages."""
+
+    def __init__(self, num_slots: int) -> None:
+        size = 1 << max(10, (4 * num_slots - 1).bit_length())
+        self._counts = np.zeros((2, size), np.uint8)
+        self._seen = 0
+        self._age_after = 2 * size
+
+    def worthy(self, rows: Rows) -> NDArray[np.bool_]:
+        self._seen += rows.size
+        if self._seen >= self._age_after:
+            self._counts >>= 1
+            self._seen //= 2
+        return _count(self._counts, rows) >= 2
+
+
+@numba.njit(cache=True)
+def _count(counts: NDArray[np.uint8], rows: Rows) -> NDArray[np.uint8]:
+    """Add one to each row's counters; return its estimated number of touches."""
+    mask = np.uint64(counts.shape[1] - 1)
+    out = np.empty(rows.size, np.uint8)
+    for i in range(rows.size):
+        mixed = np.uint64(rows[i]) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        a, b = mixed & mask, (mixed >> np.uint64(32)) & mask
+        counts[0, a] = min(counts[0, a] + 1, 255)
+        counts[1, b] = min(counts[1, b] + 1, 255)
+        out[i] = min(counts[0, a], counts[1, b])
+    return out
+
+
+def make_row_admission(name: str, num_slots: int) -> RowAdmission:
+    return AdmitAlways() if name == "always" else SecondTouch(num_slots)

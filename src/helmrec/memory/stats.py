@@ -1,0 +1,44 @@
+"""What a controller, a dashboard or a person may see of a pool. Plain numbers, no references into it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One look at the pool. Counters only grow; take differences for rates."""
+
+    alpha: float
+    alpha_target: float
+    alpha_min: float
+    alpha_max: float
+    num_pages: int
+    free_pages: int
+    emb_pages: int
+    kv_pages: int
+    draining_pages: int
+    page_bytes: int
+
+    row_hits: int
+    row_misses: int
+    row_evictions: int
+    resident_rows: int
+    row_capacity: int
+
+    reused_tokens: int
+    total_tokens: int
+    resident_tokens: int
+    resident_users: int
+    kv_evicted_pages: int
+    kv_refused_prefixes: int
+    stale_cuts: int
+    strangers: int
+
+    bytes_by_cause: dict[str, int]
+
+    @property
+    def row_hit_rate(self) -> float:
+        return self.row_hits / max(1, self.row_hits + self.row_misses)
+
+    @property
+    def token_reuse_rate(self) -> float:
+        return self.reused_tokens / max(1, self.total_tokens)

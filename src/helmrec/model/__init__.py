@@ -1,0 +1,1 @@
+"""HSTU ranking models: their shape, their weights on disk, their arithmetic."""

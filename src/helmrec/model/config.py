@@ -1,0 +1,102 @@
+"""The shape of an HSTU ranking model, as stored in a model folder's config.json."""
+
+from collections import Counter
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from helmrec.config import Frozen
+
+ITEM = "item"
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class TableConfig(Frozen):
+    """One embedding table. Rows of all tables share one id space, in the order the model lists them."""
+
+    name: str = Field(min_length=1)
+    num_rows: int = Field(ge=1)
+
+
+class EncoderConfig(Frozen):
+    """An input MLP over the rows of one or more event tables, side by side or summed."""
+
+    name: str = Field(min_length=1)
+    tables: tuple[str, ...] = Field(min_length=1)
+    pooling: Literal["concat", "sum"] = "concat"
+
+
+class ModelConfig(Frozen):
+    """Everything that fixes a model's arithmetic.
+
+    An event token is the sum of its encoders' outputs, its action, its position (forward from the window's
+    anchor) and the bucket of its time gap. User-context tokens come first and are cached with the history;
+    request-context tokens come after it and are not.
+    """
+
+    format: Literal[1] = 1
+    name: str = Field(min_length=1)
+    form: Literal["gated", "concat"] = Field("concat", description="which published layer form the weights are for")
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    qk_dim: int = Field(ge=1, description="per head")
+    v_dim: int = Field(ge=1, description="per head")
+    dim: int = Field(ge=1)
+    hidden_dim: int = Field(512, ge=1, description="width inside the input and head MLPs")
+    normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
+    dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
+
+    window: int = Field(ge=4, description="most events the model looks at")
+    max_candidates: int = Field(ge=1)
+    num_actions: int = Field(ge=1)
+    num_tasks: int = Field(1, ge=1)
+    time_buckets: int = Field(64, ge=2)
+
+    row_dim: int = Field(ge=1)
+    row_dtype: Dtype = "float32"
+    features: tuple[TableConfig, ...] = Field(min_length=1, description="tables read per event and per candidate")
+    user_context: tuple[TableConfig, ...] = Field((), description="one token each, before the history")
+    request_context: tuple[TableConfig, ...] = Field((), description="one token each, after the history")
+    encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
+    candidate_encoder: EncoderConfig = Field(description="the item side of the head")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        names = Counter(table.name for table in self.tables)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"table names must be distinct, {repeated} repeat")
+        if self.features[0].name != ITEM:
+            raise ValueError(f"the first feature table must be named {ITEM!r}, not {self.features[0].name!r}")
+        known = {table.name for table in self.features}
+        for encoder in (*self.encoders, self.candidate_encoder):
+            if unknown := set(encoder.tables) - known:
+                raise ValueError(f"encoder {encoder.name!r} names unknown feature tables {sorted(unknown)}")
+        return self
+
+    @cached_property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """All tables, in id-space order."""
+        return (*self.features, *self.user_context, *self.request_context)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """First row id of each table."""
+        offsets, start = {}, 0
+        for table in self.tables:
+            offsets[table.name] = start
+            start += table.num_rows
+        return offsets
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables)
+
+    @property
+    def max_prefix_tokens(self) -> int:
+        """Cacheable tokens of the longest request."""
+        return len(self.user_context) + self.window
+
+    @property
+    def max_request_tokens(self) -> int:
+        return self.max_prefix_tokens + len(self.request_context) + self.max_candidates

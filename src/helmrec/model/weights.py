@@ -1,0 +1,222 @@
+"""Model folders: config.json, dense weights and tables in safetensors. Never pickle: a model must not run code.
+
+Layout: config.json (the model's shape, and size and checksum of every file), dense.safetensors,
+tables/NAME.safetensors with one tensor `rows` each, memory-mapped on load.
+"""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from helmrec.config import Frozen
+from helmrec.errors import ConfigError, ModelError
+from helmrec.model.config import ModelConfig
+from helmrec.model.hstu import dense_shapes
+
+DENSE = "dense.safetensors"
+VERIFY_BYTES = 256 << 20  # larger files are checksummed only when asked: reading them takes minutes
+_CHUNK_BYTES = 16 << 20
+_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+Progress = Callable[[int], None]  # told how many more bytes are done
+
+
+class FileRecord(Frozen):
+    """What a file must be for the model to be this model."""
+
+    bytes: int
+    blake2b: str
+
+
+class Manifest(Frozen):
+    """The content of config.json."""
+
+    model: ModelConfig
+    files: dict[str, FileRecord]
+
+    @property
+    def version(self) -> int:
+        """Fingerprint of shape and weights; KV of one version is never used with another."""
+        digest = hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    config: ModelConfig
+    version: int
+    dense: dict[str, Tensor]
+    tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
+
+
+def table_file(name: str) -> str:
+    return f"tables/{name}.safetensors"
+
+
+def save_model(folder: Path, config: ModelConfig, dense: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> None:
+    """Write a whole model; config.json comes last, so a broken save is never mistaken for a model."""
+    _make_empty(folder)
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
+    for name, rows in tables.items():
+        save_file({"rows": rows.contiguous()}, folder / table_file(name))
+    _write_manifest(folder, config, lambda _: None)
+
+
+def init_model(folder: Path, config: ModelConfig, seed: int = 0, progress: Progress = lambda _: None) -> None:
+    """Write a model with random weights, table by table in chunks, so that size is bounded by disk alone."""
+    _make_empty(folder)
+    generator = torch.Generator().manual_seed(seed)
+    save_file(random_dense(config, generator), folder / DENSE)
+    for table in config.tables:
+        _write_random_table(
+            folder / table_file(table.name), (table.num_rows, config.row_dim), config.row_dtype, generator, progress
+        )
+    _write_manifest(folder, config, progress)
+
+
+def total_table_bytes(config: ModelConfig) -> int:
+    return config.num_rows * config.row_dim * getattr(torch, config.row_dtype).itemsize
+
+
+def random_dense(config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Weights that keep activations near unit size; norms start at identity, biases small but not zero."""
+    dense = {}
+    for name, shape in dense_shapes(config).items():
+        is_norm = "norm" in name or (not name.startswith("layers.") and name.split(".")[-2] in {"1", "3"})
+        if is_norm:
+            values = 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("weight") else 0.0)
+        elif len(shape) == 1 or name.endswith("bias"):
+            values = 0.1 * torch.randn(shape, generator=generator)
+        else:
+            is_in_out = name.startswith(("layers.", "context."))
+            fan_in = 1 if "embedding" in name else shape[-2 if is_in_out else -1]
+            depth = 2 * config.num_layers if name.endswith("output_weight") else 1  # the residual stream stays near 1
+            values = torch.randn(shape, generator=generator) / math.sqrt(fan_in * depth)
+        dense[name] = values.to(getattr(torch, config.dtype))
+    return dense
+
+
+def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambda _: None) -> LoadedModel:
+    """Load and check a model folder. `verify` also checksums tables over 256 MiB."""
+    manifest = read_manifest(folder)
+    config = manifest.model
+    for name, record in manifest.files.items():
+        _check_file(folder / name, record, verify=verify or record.bytes <= VERIFY_BYTES, progress=progress)
+    expected = dense_shapes(config)
+    dense = _read_tensors(folder / DENSE, expected, config.dtype)
+    for name, tensor in dense.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"{folder / DENSE}: weight {name!r} holds values that are not finite")
+    tables = {
+        t.name: _read_tensors(folder / table_file(t.name), {"rows": (t.num_rows, config.row_dim)}, config.row_dtype)[
+            "rows"
+        ]
+        for t in config.tables
+    }
+    return LoadedModel(config, manifest.version, dense, tables)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / "config.json"
+    if not path.is_file():
+        pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
+        hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
+        raise ModelError(f"{folder} is not a model folder: no config.json{hint}")
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+    except (ConfigError, ValueError, TypeError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    wanted = {DENSE, *(table_file(table.name) for table in manifest.model.tables)}
+    if missing := wanted - manifest.files.keys():
+        raise ModelError(f"{path}: files lists no {sorted(missing)[0]!r}")
+    return manifest
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{folder} exists and is not empty")
+    (folder / "tables").mkdir(parents=True)
+
+
+def _write_manifest(folder: Path, config: ModelConfig, progress: Progress) -> None:
+    names = [DENSE, *(table_file(table.name) for table in config.tables)]
+    files = {
+        name: FileRecord(bytes=(folder / name).stat().st_size, blake2b=_checksum(folder / name, progress))
+        for name in names
+    }
+    manifest = Manifest(model=config, files=files)
+    (folder / "config.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+
+
+def _write_random_table(
+    path: Path, shape: tuple[int, int], dtype: str, generator: torch.Generator, progress: Progress
+) -> None:
+    """A safetensors file written in chunks; the library's own writer wants the whole table in memory."""
+    torch_dtype = getattr(torch, dtype)
+    row_bytes = shape[1] * torch_dtype.itemsize
+    entry = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
+    header = json.dumps({"rows": entry}).encode()
+    header += b" " * (-len(header) % 8)
+    chunk_rows = max(1, _CHUNK_BYTES // row_bytes)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for start in range(0, shape[0], chunk_rows):
+            rows = torch.randn((min(chunk_rows, shape[0] - start), shape[1]), generator=generator).to(torch_dtype)
+            file.write(rows.view(torch.uint8).numpy().tobytes())
+            progress(rows.nbytes)
+
+
+def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progress) -> None:
+    if not path.is_file():
+        raise ModelError(f"{path} is missing")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic[:1] == b"\x80" or magic == b"PK\x03\x04":
+        raise ModelError(f"{path} holds pickled weights; only safetensors are loaded, since a pickle can run code")
+    size = path.stat().st_size
+    if size != record.bytes:
+        raise ModelError(f"{path} is truncated or replaced: {record.bytes} bytes expected, got {size}")
+    if verify and (found := _checksum(path, progress)) != record.blake2b:
+        raise ModelError(f"{path} is corrupt: checksum {record.blake2b} expected, got {found}")
+
+
+def _checksum(path: Path, progress: Progress) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for chunk in _chunks(path):
+        digest.update(chunk)
+        progress(len(chunk))
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Tensor]:
+    """Exactly these tensors, memory-mapped privately: writing to one never reaches the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a valid safetensors file: {error}") from error
+    if missing := shapes.keys() - found.keys():
+        raise ModelError(f"{path}: weight {sorted(missing)[0]!r} is missing")
+    if unknown := found.keys() - shapes.keys():
+        raise ModelError(f"{path}: weight {sorted(unknown)[0]!r} is not part of this model")
+    for name, tensor in found.items():
+        if tuple(tensor.shape) != tuple(shapes[name]) or tensor.dtype != getattr(torch, dtype):
+            raise ModelError(
+                f"{path}: {name!r} must be {dtype} {tuple(shapes[name])}, "
+                f"got {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            )
+    return found

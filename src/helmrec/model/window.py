@@ -1,0 +1,39 @@
+"""Which events of a history the model sees: a window whose anchor advances in large steps.
+
+If the window slid by one event per event, no cached position would ever be right again. Time enters as gaps
+between events, for the same reason.
+"""
+
+import numba
+import numpy as np
+
+from helmrec.types import IntArray
+
+
+def window_anchor(first_event: int, num_events: int, window: int) -> int:
+    """Absolute index of the first event in the window, for events [first_event, first_event + num_events).
+
+    A function of absolute indices: while a history grows, the anchor stays put for a quarter of the window
+    and then jumps by that much. A client that sends fewer events than the window gets smaller jumps.
+    """
+    end = first_event + num_events
+    start = max(first_event, end - window)
+    if start == 0:
+        return 0
+    step = max(1, window // 4)
+    while step > max(1, (end - start) // 4):
+        step //= 2
+    return -(-start // step) * step
+
+
+@numba.njit(cache=True)
+def gap_buckets(gaps: IntArray, num_buckets: int) -> IntArray:
+    """Bucket of each non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
+    out = np.empty(gaps.size, np.int64)
+    for i in range(gaps.size):
+        gap, octave = gaps[i], 0
+        while gap >> (octave + 1):
+            octave += 1
+        half = (gap >> (octave - 1)) & 1 if octave else 0
+        out[i] = min(1 + 2 * octave + half, num_buckets - 1) if gap else 0
+    return out

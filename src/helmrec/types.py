@@ -1,0 +1,60 @@
+"""What users hand in and get back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = Sequence[int] | NDArray[np.integer]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """Rank `candidates` for a user with this history.
+
+    `items`, `actions`, `timestamps` and every entry of `features` have one value per event, oldest first.
+    A client that sends only the last events of a history says with `first_event` how many came before
+    them; without it every call would look like a new history. `context` holds one row id for each of the
+    model's context tables.
+    """
+
+    user_id: int
+    items: Ids
+    actions: Ids
+    timestamps: Ids
+    candidates: Ids
+    features: Mapping[str, Ids] = field(default_factory=dict)
+    candidate_features: Mapping[str, Ids] = field(default_factory=dict)
+    context: Mapping[str, int] = field(default_factory=dict)
+    first_event: int = 0
+    request_time: int | None = None
+    deadline_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went."""
+
+    queue_ms: float
+    plan_ms: float
+    compute_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.queue_ms + self.plan_ms + self.compute_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Scores (logits, one column per task) and what it took to make them."""
+
+    scores: NDArray[np.float32]  # (num_candidates, num_tasks)
+    reused_tokens: int
+    computed_tokens: int
+    row_hits: int
+    row_misses: int
+    window_start: int  # absolute index of the first event the model saw
+    truncated_events: int  # events sent that lie before the window
+    timing: Timing
