@@ -92,6 +92,10 @@ class Engine:
             self.step()
         return [future.result() for future in futures]
 
+    def validate(self, request: RankRequest) -> None:
+        """Raise RequestError if `rank` would."""
+        self._intake.prepare(request)
+
     def submit(self, request: RankRequest) -> "Future[RankResult]":
         """Queue one request; some thread must call `step`."""
         with self._lock:

@@ -6,6 +6,7 @@ Pure: it reads the model's shape and touches no state, so a refused request leav
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from helmrec.errors import RequestError
@@ -84,11 +85,9 @@ class Intake:
         for i, table in enumerate(features):
             name = "items" if table.name == ITEM else f"features[{table.name!r}]"
             ids = items if table.name == ITEM else _ids(name, request.features[table.name])
-            columns[i] = self._rows(name, _same_length(name, ids, items.size), table)
-        actions = _same_length("actions", _ids("actions", request.actions), items.size)
-        columns[-2] = _in_range("actions", actions, self._config.num_actions)
-        timestamps = _same_length("timestamps", _ids("timestamps", request.timestamps), items.size)
-        columns[-1] = _in_range("timestamps", timestamps, _MAX_ID)
+            self._put_rows(columns[i], name, ids, table)
+        _put(columns[-2], "actions", _ids("actions", request.actions), self._config.num_actions)
+        _put(columns[-1], "timestamps", _ids("timestamps", request.timestamps), _MAX_ID)
         _check_forward(columns[-1])
         return columns
 
@@ -103,7 +102,7 @@ class Intake:
         for i, table in enumerate(features):
             name = "candidates" if table.name == ITEM else f"candidate_features[{table.name!r}]"
             ids = candidates if table.name == ITEM else _ids(name, request.candidate_features[table.name])
-            rows[i] = self._rows(name, _same_length(name, ids, candidates.size), table)
+            self._put_rows(rows[i], name, ids, table)
         return rows
 
     def _context_rows(self, context: Mapping[str, int]) -> tuple[IntArray, IntArray]:
@@ -132,8 +131,8 @@ class Intake:
             raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
         return int(gap_buckets(np.array([now - timestamps[-1]]), self._config.time_buckets)[0])
 
-    def _rows(self, name: str, ids: IntArray, table: TableConfig) -> IntArray:
-        return _in_range(name, ids, table.num_rows) + self._config.offsets[table.name]
+    def _put_rows(self, target: IntArray, name: str, ids: IntArray, table: TableConfig) -> None:
+        _put(target, name, ids, table.num_rows, self._config.offsets[table.name])
 
 
 def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:
@@ -141,7 +140,10 @@ def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:
     by_name = {t.name: t for t in config.tables}
     if table not in by_name:
         raise RequestError("table", table, f"the model has no such table, only {', '.join(by_name)}")
-    return _in_range("ids", _ids("ids", ids), by_name[table].num_rows) + config.offsets[table]
+    given = _ids("ids", ids)
+    rows = np.empty_like(given)
+    _put(rows, "ids", given, by_name[table].num_rows, config.offsets[table])
+    return rows
 
 
 def _ids(field: str, values: Ids) -> IntArray:
@@ -152,25 +154,40 @@ def _ids(field: str, values: Ids) -> IntArray:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and array.max() > _MAX_ID):
         raise RequestError(field, array[0].item(), f"integers of 64 bits are needed, not {array.dtype}")
-    return array.astype(np.int64, copy=False)
+    return np.ascontiguousarray(array, np.int64)
 
 
-def _in_range(field: str, ids: IntArray, limit: int) -> IntArray:
-    if ids.size and (ids.min() < 0 or ids.max() >= limit):
-        at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
-        raise RequestError(f"{field}[{at}]", int(ids[at]), f"ids run from 0 to {limit - 1}")
-    return ids
+def _put(target: IntArray, field: str, ids: IntArray, limit: int, offset: int = 0) -> None:
+    """target = ids + offset, once they are known to be as many as needed and within [0, limit)."""
+    if ids.size != target.size:
+        raise RequestError(field, ids.size, f"one value per item is needed, {target.size} in all")
+    at = _copy_until_outside(ids, limit, offset, target)
+    if at < ids.size:
+        raise RequestError(f"{field}[{at}]", int(ids[at]), f"values run from 0 to {limit - 1}")
 
 
-def _same_length(field: str, ids: IntArray, length: int) -> IntArray:
-    if ids.size != length:
-        raise RequestError(field, ids.size, f"one value per item is needed, {length} in all")
-    return ids
+@numba.njit(cache=True)
+def _copy_until_outside(ids: IntArray, limit: int, offset: int, target: IntArray) -> int:
+    """One pass over the ids; returns the index of the first one out of range, or how many there are."""
+    for i in range(ids.size):
+        if ids[i] < 0 or ids[i] >= limit:
+            return i
+        target[i] = ids[i] + offset
+    return ids.size
+
+
+@numba.njit(cache=True)
+def _first_step_back(values: IntArray) -> int:
+    """Index of the first value smaller than the one before it, or how many there are."""
+    for i in range(1, values.size):
+        if values[i] < values[i - 1]:
+            return i
+    return values.size
 
 
 def _check_forward(timestamps: IntArray) -> None:
-    if (backwards := timestamps[1:] < timestamps[:-1]).any():
-        at = int(np.flatnonzero(backwards)[0]) + 1
+    at = _first_step_back(timestamps)
+    if at < timestamps.size:
         raise RequestError(f"timestamps[{at}]", int(timestamps[at]), f"time runs backwards from {timestamps[at - 1]}")
 
 

@@ -4,6 +4,8 @@ Every visible key adds its share to the output independently, so history, reques
 candidate itself are three plain sums. This module knows nothing of layers, weights or owners.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,38 +46,40 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     resident, new = batch.num_resident.tolist(), batch.num_new.tolist()
     for i in range(batch.num_sequences):
         span = slice(bounds[i], bounds[i + 1])
-        pages = batch.page_table[i].long()
-        out[span] = _attend_sequence(
-            (q[span], k[span], v[span]),
-            _history(k_pages, pages, resident[i] + new[i]),
-            _history(v_pages, pages, resident[i] + new[i]),
-            _visible(resident[i], new[i], batch.num_context, span.stop - span.start, q.device),
-            scale,
+        own = Own(*(t[span].transpose(0, 1) for t in (q, k, v)))
+        num_history, pages = resident[i] + new[i], batch.page_table[i]
+        seen = _from_history(
+            own, _history(k_pages, pages, num_history), _history(v_pages, pages, num_history), new[i], scale
         )
+        seen[:, new[i] :] += _from_own_tokens(Own(*(t[:, new[i] :] for t in own)), batch.num_context, scale)
+        out[span] = seen.transpose(0, 1)
     return out / normaliser
 
 
-def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (num_tokens, heads, dim)
+class Own(NamedTuple):
+    """One sequence's flat tokens, heads first: (heads, tokens, dim)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (heads, num_tokens, dim)
     used = -(-num_tokens // pages.shape[1])
-    return pages[table[:used]].flatten(0, 1)[:num_tokens]
+    return pages[table[:used].long()].flatten(0, 1)[:num_tokens].transpose(0, 1)
 
 
-def _visible(resident: int, new: int, context: int, length: int, device: torch.device) -> Tensor:
-    """Which of the history keys, then of the sequence's own flat keys, each query sees."""
-    query = torch.arange(length, device=device)[:, None]
-    own = torch.arange(length, device=device)[None, :]
-    history = torch.arange(resident + new, device=device)[None, :]
-    seen_history = (query >= new) | (history <= resident + query)
-    in_context = (own >= new) & (own < new + context) & (own <= query)
-    itself = (own == query) & (own >= new)
-    return torch.cat([seen_history, in_context | itself], dim=1)  # (length, history + length)
+def _from_history(own: Own, k_history: Tensor, v_history: Tensor, num_new: int, scale: float) -> Tensor:
+    """What every token takes from history: new history tokens up to themselves, all others everything."""
+    weights = F.silu(scale * (own.q @ k_history.to(own.k.dtype).transpose(1, 2)))
+    weights[:, :num_new].tril_(k_history.shape[1] - num_new)
+    return weights @ v_history.to(own.v.dtype)
 
 
-def _attend_sequence(
-    own: tuple[Tensor, Tensor, Tensor], k_history: Tensor, v_history: Tensor, mask: Tensor, scale: float
-) -> Tensor:
-    q, k, v = (t.transpose(0, 1) for t in own)  # (heads, length, dim)
-    keys = torch.cat([k_history.transpose(0, 1).to(k.dtype), k], dim=1)
-    values = torch.cat([v_history.transpose(0, 1).to(v.dtype), v], dim=1)
-    weights = F.silu(scale * (q @ keys.transpose(1, 2))) * mask
-    return (weights @ values).transpose(0, 1)
+def _from_own_tokens(own: Own, num_context: int, scale: float) -> Tensor:
+    """What context tokens and candidates take from the context, and each candidate from itself."""
+    weights = F.silu(scale * (own.q @ own.k[:, :num_context].transpose(1, 2))).tril_()
+    seen = weights @ own.v[:, :num_context]
+    itself = F.silu(scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v
+    seen[:, num_context:] += itself[:, num_context:]
+    return seen

@@ -50,6 +50,7 @@ class EmbeddingCache:
         self._row_of = np.full(num_pages * rows_per_page, ABSENT, np.int64)
         self._used = np.zeros(num_pages, np.int32)  # rows resident per page
         self._owned = np.zeros(num_pages, np.bool_)
+        self._num_owned = 0
         self._free = np.empty(num_pages * rows_per_page, np.int32)  # stack of empty slots in owned pages
         self._num_free = 0
         self._order = order
@@ -65,11 +66,11 @@ class EmbeddingCache:
 
     @property
     def capacity(self) -> int:
-        return int(self._owned.sum()) * self._rows_per_page
+        return self._num_owned * self._rows_per_page
 
     @property
     def num_resident(self) -> int:
-        return int(self._used.sum())
+        return self.capacity - self._num_free
 
     @property
     def index_bytes(self) -> int:
@@ -124,6 +125,7 @@ class EmbeddingCache:
 
     def add_pages(self, pages: Sequence[int]) -> None:
         self._owned[list(pages)] = True
+        self._num_owned += len(pages)
         self._push_free(self._slots_of(np.asarray(pages, np.int32)))
 
     def remove_pages(self, num: int) -> Shrink:
@@ -137,6 +139,7 @@ class EmbeddingCache:
         owned = np.flatnonzero(self._owned)
         victims = owned[np.argsort(self._used[owned], kind="stable")[:num]]
         self._owned[victims] = False
+        self._num_owned -= num
         free = self._free[: self._num_free]
         kept = free[self._owned[free // self._rows_per_page]]
         self._free[: kept.size] = kept
@@ -191,5 +194,6 @@ class EmbeddingCache:
         assert np.unique(free).size == free.size, "a slot is free twice"
         assert (self._row_of[free] == ABSENT).all(), "a free slot holds a row"
         assert self._owned[free // self._rows_per_page].all(), "a free slot lies in a page the cache does not own"
+        assert np.count_nonzero(self._owned) == self._num_owned
         assert slots.size + free.size == self.capacity, "a slot is lost"
         assert np.array_equal(np.sort(self._order.coldest(slots.size)), slots), "the order lost a slot"

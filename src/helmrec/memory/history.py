@@ -36,28 +36,34 @@ def chain(seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
 
 
 @numba.njit(cache=True, inline="always")
-def _fold(state: np.uint64, word: int) -> np.uint64:
-    """One round: the word is mixed on its own, off the chain's critical path, then folded in."""
-    mixed = np.uint64(word) * np.uint64(0x87C37B91114253D5)
-    mixed = ((mixed << np.uint64(31)) | (mixed >> np.uint64(33))) * np.uint64(0x4CF5AD432745937F)
-    state ^= mixed
-    state = (state << np.uint64(27)) | (state >> np.uint64(37))
-    return state * np.uint64(5) + np.uint64(0x52DCE729)
+def _mix(word: int, salt: int) -> np.uint64:
+    """Scatter one word; the salt tells apart fields that hold the same value."""
+    mixed = (np.uint64(word) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0x87C37B91114253D5)
+    return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x4CF5AD432745937F)
+
+
+@numba.njit(cache=True, inline="always")
+def _fold(state: np.uint64, mixed: np.uint64) -> np.uint64:
+    """Advance the chain. Only this is serial; the words of an event are mixed independently before it."""
+    state ^= mixed ^ (mixed >> np.uint64(29))
+    return ((state << np.uint64(27)) | (state >> np.uint64(37))) * np.uint64(5) + np.uint64(0x52DCE729)
 
 
 @numba.njit(cache=True)
 def _chain(seed: IntArray, num_context: int, columns: IntArray) -> States:
     num_fields, num_events = columns.shape
     states = np.empty(num_context + num_events, np.uint64)
-    state = np.uint64(0x9E3779B97F4A7C15)
-    for word in seed:
-        state = _fold(state, word)
+    state = np.uint64(0)
+    for i in range(seed.size):
+        state = _fold(state, _mix(seed[i], i))
     for i in range(num_context):
-        state = _fold(state, i)
+        state = _fold(state, _mix(i, seed.size))
         states[i] = state
     for i in range(num_events):
+        mixed = np.uint64(0)
         for field in range(num_fields):
-            state = _fold(state, columns[field, i])
+            mixed += _mix(columns[field, i], field)
+        state = _fold(state, mixed)
         states[num_context + i] = state
     return states
 

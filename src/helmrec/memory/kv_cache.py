@@ -99,11 +99,6 @@ class KVCache:
     def num_users(self) -> int:
         return len(self._users)
 
-    @property
-    def num_tokens(self) -> int:
-        """Resident tokens; those shared by two histories of a user count twice."""
-        return sum(prefix.num_tokens for prefix in self._order.values())
-
     def plan(self, history: History, now: float) -> KVPlan | None:
         """Find the longest verified prefix, and pages for the rest; None if pages are short for now.
 
@@ -120,7 +115,7 @@ class KVCache:
         elif match.num_tokens == match.prefix.num_tokens:
             plan = self._extend(match.prefix, history)
         else:
-            plan = self._fork(match, history)
+            plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
         if plan is not None:
             self.reused_tokens += plan.num_resident
             self.total_tokens += plan.num_tokens
@@ -157,10 +152,9 @@ class KVCache:
         freed = 0
         while freed < num_pages and (victim := self._coldest_idle()) is not None:
             before = self._ledger.num_free
-            while victim.pages and self._ledger.num_free - before < num_pages - freed:
-                self._drop_pages(victim, len(victim.pages) - 1)
+            self._drop_pages(victim, max(0, len(victim.pages) - (num_pages - freed)))
             self._discard_if_empty(victim)
-            freed += self._ledger.num_free - before
+            freed += self._ledger.num_free - before  # fewer than dropped, where a fork shares some
         self.evicted_pages += freed
         return freed
 
@@ -201,7 +195,7 @@ class KVCache:
             prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
         return min(fresh, prefix.num_tokens)
 
-    # The four ways to serve a history.
+    # The ways to serve a history.
 
     def _reuse(self, match: Match) -> KVPlan:
         match.prefix.pins += 1
@@ -243,6 +237,13 @@ class KVCache:
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
         return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor)
+
+    def _overwrite(self, prefix: Prefix, resident: int, history: History) -> KVPlan | None:
+        """Too few pages for a second history beside the first: the new one takes the old one's place."""
+        if prefix.pins:
+            return None
+        self._truncate(prefix, resident)
+        return self._extend(prefix, history)
 
     def _grow(self, prefix: Prefix, history: History) -> bool:
         """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""

@@ -80,9 +80,10 @@ class PageLedger:
             self._free.extend(pages)
 
     def _set(self, pages: Sequence[int], old: Owner, new: Owner) -> None:
-        for page in pages:
-            assert self._owner[page] == old, f"page {page} is {Owner(self._owner[page]).name}, not {old.name}"
-            self._owner[page] = new
+        index = np.fromiter(pages, np.int64, len(pages))
+        owners = self._owner[index]
+        assert (owners == old).all(), f"of pages {list(pages)} some are not {old.name} but {owners}"
+        self._owner[index] = new
         self._counts[old] -= len(pages)
         self._counts[new] += len(pages)
 

@@ -160,7 +160,6 @@ class Pool:
             row_capacity=self.rows.capacity,
             reused_tokens=self.kv.reused_tokens,
             total_tokens=self.kv.total_tokens,
-            resident_tokens=self.kv.num_tokens,
             resident_users=self.kv.num_users,
             kv_evicted_pages=self.kv.evicted_pages,
             kv_refused_prefixes=self.kv.refused_prefixes,

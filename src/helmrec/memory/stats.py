@@ -26,7 +26,6 @@ class PoolStats:
 
     reused_tokens: int
     total_tokens: int
-    resident_tokens: int
     resident_users: int
     kv_evicted_pages: int
     kv_refused_prefixes: int

@@ -1,0 +1,43 @@
+# The front door. `make demo` and `make test` do all set-up themselves; nothing else needs to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-slow check format measure gpu clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+demo: $(VENV)/ready  ## Watch two caches share a pool (half a minute, CPU)
+	$(BIN)/helmrec demo
+
+test: $(VENV)/ready  ## Run the tests (CPU, about two minutes)
+	$(BIN)/python -m pytest -q -m "not gpu and not slow"
+
+test-slow: $(VENV)/ready  ## Run the long tests too
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(VENV)/ready  ## The one gate: format, lint, types, then the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+format: $(VENV)/ready  ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/measurements
+	$(BIN)/python -m scripts.measure_host
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("HelmRec needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Measurements and generators; not part of the package."""

@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests: a clock that tests own, seeded chance, and an engine checked at teardown."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from helmrec.clock import ManualClock
+from helmrec.engine.engine import Engine
+from helmrec.model.weights import LoadedModel
+from tests.helpers import tiny_engine, tiny_model
+
+# Numba compiles inside the first example, so no deadline; the same tests run the same examples everywhere.
+settings.register_profile("helmrec", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("helmrec")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    """Shared: a test that updates rows builds its own."""
+    return tiny_model()
+
+
+@pytest.fixture
+def engine(model: LoadedModel, clock: ManualClock) -> Iterator[Engine]:
+    with tiny_engine(model, clock) as engine:
+        yield engine
+        engine.check()

@@ -1,0 +1,53 @@
+"""The engine on a card: cached equals uncached over a random stream with boundary moves."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import random_request, tiny_engine, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("form", ["concat", "gated"])
+def test_a_random_stream_scores_as_it_would_without_caches(dtype: str, form: str) -> None:
+    model = tiny_model(
+        dtype=dtype, form=form, num_layers=3, qk_dim=32, v_dim=32, dim=64, hidden_dim=64, window=256, normaliser=256
+    )
+    engine = tiny_engine(model, device="cuda", page_tokens=64, pool_bytes="2MiB", kv_admission="always")
+    rng = np.random.default_rng(0)
+    histories = {user: random_request(rng, model.config, user, 400) for user in range(12)}
+    worst = 0.0
+    for i in range(350):
+        if i % 40 == 0:
+            engine.move_alpha(float(rng.uniform(0.05, 0.7)))
+        requests = []
+        for user in rng.choice(12, 3):
+            whole = histories[int(user)]
+            length = int(rng.integers(0, 400))
+            requests.append(
+                random_request(
+                    rng,
+                    model.config,
+                    int(user),
+                    items=whole.items[:length],
+                    actions=whole.actions[:length],
+                    timestamps=whole.timestamps[:length],
+                    features={"category": whole.features["category"][:length]},
+                    context={**whole.context, "hour": i % 24},
+                )
+            )
+        for request, result in zip(requests, engine.rank(requests), strict=True):
+            plain = engine._runner.score_without_caches(engine._intake.prepare(request))
+            assert np.isfinite(result.scores).all()
+            worst = max(worst, float(np.abs(result.scores - plain).max()))
+        engine.check()
+    stats = engine.stats().pool
+    assert stats.reused_tokens > 0
+    assert stats.kv_evicted_pages > 0
+    assert worst <= TOLERANCE[dtype], worst

@@ -1,0 +1,108 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from helmrec.memory.arena import Arena
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.kv_cache import PageCopy
+
+NUM_PAGES = 3
+EVEN = PageGeometry(
+    page_tokens=4, num_layers=2, num_heads=2, qk_dim=8, v_dim=8, kv_itemsize=4, row_dim=16, row_itemsize=4
+)
+ODD = PageGeometry(
+    page_tokens=3, num_layers=3, num_heads=3, qk_dim=5, v_dim=7, kv_itemsize=2, row_dim=11, row_itemsize=2
+)
+MIXED = PageGeometry(
+    page_tokens=5, num_layers=1, num_heads=1, qk_dim=3, v_dim=1, kv_itemsize=4, row_dim=9, row_itemsize=2
+)
+DTYPE = {2: torch.float16, 4: torch.float32}
+
+
+def make_arena(geometry: PageGeometry) -> Arena:
+    return Arena(NUM_PAGES, geometry, DTYPE[geometry.kv_itemsize], DTYPE[geometry.row_itemsize], "cpu")
+
+
+@pytest.fixture(params=[EVEN, ODD, MIXED], ids=["even", "odd", "mixed"])
+def geometry(request: pytest.FixtureRequest) -> PageGeometry:
+    assert isinstance(request.param, PageGeometry)
+    return request.param
+
+
+def test_views_have_the_shapes_of_the_geometry(geometry: PageGeometry) -> None:
+    arena, g = make_arena(geometry), geometry
+    assert arena.k_pages.shape == (g.num_layers, NUM_PAGES, g.page_tokens, g.num_heads, g.qk_dim)
+    assert arena.v_pages.shape == (g.num_layers, NUM_PAGES, g.page_tokens, g.num_heads, g.v_dim)
+    assert arena.rows.shape == (NUM_PAGES * g.rows_per_page, g.row_dim)
+
+
+def test_no_two_kv_numbers_share_memory(geometry: PageGeometry) -> None:
+    arena = make_arena(geometry)
+    size = arena.k_pages.numel()
+    arena.k_pages[:] = torch.arange(size).view(arena.k_pages.shape).to(arena.k_pages.dtype)
+    arena.v_pages[:] = -torch.arange(1, arena.v_pages.numel() + 1).view(arena.v_pages.shape).to(arena.v_pages.dtype)
+    assert torch.equal(arena.k_pages.flatten().float(), torch.arange(size).to(arena.k_pages.dtype).float())
+    assert (arena.v_pages < 0).all()
+
+
+def test_no_two_rows_share_memory(geometry: PageGeometry) -> None:
+    arena = make_arena(geometry)
+    numbers = torch.arange(arena.rows.numel()).remainder(2_048).view(arena.rows.shape).to(arena.rows.dtype)
+    arena.rows[:] = numbers
+    assert torch.equal(arena.rows, numbers)
+
+
+def test_the_kv_of_a_page_covers_no_other_pages_rows(geometry: PageGeometry) -> None:
+    for page in range(NUM_PAGES):
+        arena = make_arena(geometry)
+        arena.k_pages[:, page] = 1
+        arena.v_pages[:, page] = 1
+        touched = arena.rows.ne(0).any(dim=1).nonzero().flatten() // geometry.rows_per_page
+        assert touched.unique().tolist() == [page]
+
+
+def test_the_rows_of_a_page_cover_no_other_pages_kv(geometry: PageGeometry) -> None:
+    for page in range(NUM_PAGES):
+        arena = make_arena(geometry)
+        arena.rows[page * geometry.rows_per_page : (page + 1) * geometry.rows_per_page] = 1
+        others = [other for other in range(NUM_PAGES) if other != page]
+        assert not arena.k_pages[:, others].any()
+        assert not arena.v_pages[:, others].any()
+        assert arena.k_pages[:, page].any()
+
+
+def test_writing_one_layer_leaves_the_others_alone(geometry: PageGeometry) -> None:
+    for layer, side in itertools.product(range(geometry.num_layers), ("k_pages", "v_pages")):
+        arena = make_arena(geometry)
+        getattr(arena, side)[layer] = 1
+        assert arena.k_pages.count_nonzero() + arena.v_pages.count_nonzero() == getattr(arena, side)[layer].numel()
+
+
+def test_written_rows_are_found_at_their_slots_and_move(geometry: PageGeometry) -> None:
+    arena = make_arena(geometry)
+    values = torch.arange(1, 1 + 2 * geometry.row_dim).view(2, -1).to(arena.rows.dtype)
+    arena.write_rows(np.array([1, 5], np.int32), values)
+    assert torch.equal(arena.rows[[1, 5]], values)
+    arena.copy_rows(np.array([1, 5], np.int32), np.array([6, 0], np.int32))
+    assert torch.equal(arena.rows[[6, 0]], values)
+
+
+def test_moving_no_rows_changes_nothing() -> None:
+    arena = make_arena(EVEN)
+    none = np.empty(0, np.int32)
+    arena.copy_rows(none, none)
+    arena.write_rows(none, torch.empty((0, EVEN.row_dim)))
+    assert not arena.rows.any()
+
+
+def test_copied_tokens_are_those_asked_for_in_every_layer(geometry: PageGeometry) -> None:
+    arena = make_arena(geometry)
+    for pages in (arena.k_pages, arena.v_pages):
+        pages[:, 0] = torch.arange(1, 1 + pages[:, 0].numel()).view(pages[:, 0].shape).to(pages.dtype)
+    arena.copy_tokens(PageCopy(source=0, target=2, num_tokens=2))
+    for pages in (arena.k_pages, arena.v_pages):
+        assert torch.equal(pages[:, 2, :2], pages[:, 0, :2])
+        assert not pages[:, 2, 2:].any()
+        assert not pages[:, 1].any()

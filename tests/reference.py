@@ -1,0 +1,154 @@
+"""HSTU ranking in plain float64 NumPy, written from the published description and not from the code under test.
+
+One request at a time, no pages, no batches, no caches: slow and obvious.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.model.config import EncoderConfig, ModelConfig
+from helmrec.types import RankRequest
+
+Array = NDArray[np.float64]
+Weights = Mapping[str, Array]
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    normaliser: float
+    form: str
+
+
+def visible(num_tokens: int, num_candidates: int) -> NDArray[np.bool_]:
+    """Causal; candidates come last and see everything before the first candidate, and themselves."""
+    mask = np.tril(np.ones((num_tokens, num_tokens), np.bool_))
+    first = num_tokens - num_candidates
+    mask[first:, first:] = np.eye(num_candidates, dtype=np.bool_)
+    return mask
+
+
+def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape) -> Array:
+    """One sequence through one layer. x: (tokens, dim)."""
+    normed = layer_norm(x, w["input_norm_weight"], w["input_norm_bias"], 1e-6)
+    mixed = normed @ w["uvqk_weight"] + w["uvqk_beta"]
+    width, qk_width = shape.num_heads * shape.v_dim, shape.num_heads * shape.qk_dim
+    u, v, q, k = np.split(mixed, np.cumsum([width, width, qk_width]), axis=1)
+    u = silu(u)
+    if shape.form == "gated":
+        v, q, k = silu(v), silu(q), silu(k)
+    out = np.empty_like(v)
+    mask = visible(len(x), num_candidates)
+    for head in range(shape.num_heads):
+        at_qk = slice(head * shape.qk_dim, (head + 1) * shape.qk_dim)
+        at_v = slice(head * shape.v_dim, (head + 1) * shape.v_dim)
+        logits = q[:, at_qk] @ k[:, at_qk].T / np.sqrt(shape.qk_dim)
+        out[:, at_v] = (silu(logits) / shape.normaliser * mask) @ v[:, at_v]
+    gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], 1e-6)
+    y = gated if shape.form == "gated" else np.concatenate([u, out, gated], axis=1)
+    return x + y @ w["output_weight"]
+
+
+def layer_weights(weights: Weights, i: int) -> dict[str, Array]:
+    start = f"layers.{i}."
+    return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+
+
+def time_bucket(gap: int, num_buckets: int) -> int:
+    """0 for no gap, then two buckets per octave."""
+    if gap == 0:
+        return 0
+    octave = gap.bit_length() - 1
+    return min(1 + 2 * octave + (1 if gap >= 1.5 * 2**octave else 0), num_buckets - 1)
+
+
+def anchor(first_event: int, num_events: int, window: int) -> int:
+    end = first_event + num_events
+    start = max(first_event, end - window)
+    if start == 0:
+        return 0
+    step = window // 4
+    while step > 1 and 4 * step > end - start:
+        step //= 2
+    return int(np.ceil(start / step)) * step
+
+
+class Reference:
+    """Scores of one model; rows can be replaced, as an online trainer would."""
+
+    def __init__(self, config: ModelConfig, dense: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+        self.config = config
+        self._dense: Weights = {name: value.double().numpy() for name, value in dense.items()}
+        self._tables = {name: value.double().numpy().copy() for name, value in tables.items()}
+
+    def update_rows(self, table: str, ids: Sequence[int], values: Array) -> None:
+        self._tables[table][list(ids)] = values
+
+    def scores(self, request: RankRequest) -> Array:
+        config, w = self.config, self._dense
+        skip = anchor(request.first_event, len(request.items), config.window) - request.first_event
+        times = [int(t) for t in request.timestamps][skip:]
+        gaps = [0, *(b - a for a, b in zip(times, times[1:], strict=False))][: len(times)]
+        num, num_candidates = len(times), len(request.candidates)
+        history = self._events(request.items, request.features, skip)
+        x_history = self._encode_all(history)
+        for i in range(num):
+            x_history[i] += w["action_embedding.weight"][int(request.actions[skip + i])]
+            x_history[i] += w["position_embedding.weight"][i]
+            x_history[i] += w["time_embedding.weight"][time_bucket(gaps[i], config.time_buckets)]
+        since = 0 if request.request_time is None or not times else request.request_time - times[-1]
+        candidates = self._events(request.candidates, request.candidate_features, 0)
+        x_candidates = self._encode_all(candidates) + w["action_embedding.weight"][config.num_actions]
+        x_candidates = x_candidates + w["position_embedding.weight"][num]
+        x_candidates = x_candidates + w["time_embedding.weight"][time_bucket(since, config.time_buckets)]
+        user, per_request = self._context(request)
+        x = np.concatenate([user, x_history, per_request, x_candidates])
+        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form)
+        for i in range(config.num_layers):
+            x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
+        top = layer_norm(x[len(x) - num_candidates :], w["output_norm.weight"], w["output_norm.bias"], 1e-5)
+        return self._mlp("head", top * self._encode("candidate_encoder", config.candidate_encoder, candidates))
+
+    def _events(self, items: Any, features: Mapping[str, Any], skip: int) -> dict[str, Array]:
+        return {
+            table.name: self._tables[table.name][np.asarray(items if i == 0 else features[table.name], np.int64)[skip:]]
+            for i, table in enumerate(self.config.features)
+        }
+
+    def _context(self, request: RankRequest) -> tuple[Array, Array]:
+        rows = []
+        for i, table in enumerate((*self.config.user_context, *self.config.request_context)):
+            row = self._tables[table.name][request.context[table.name]]
+            rows.append(row @ self._dense["context.weight"][i] + self._dense["context.bias"][i])
+        stacked = np.array(rows).reshape(-1, self.config.dim)
+        split = len(self.config.user_context)
+        return stacked[:split], stacked[split:]
+
+    def _encode_all(self, rows: Mapping[str, Array]) -> Array:
+        return np.sum([self._encode(f"encoders.{e.name}", e, rows) for e in self.config.encoders], axis=0)
+
+    def _encode(self, name: str, encoder: EncoderConfig, rows: Mapping[str, Array]) -> Array:
+        parts = [rows[table] for table in encoder.tables]
+        x = np.concatenate(parts, axis=1) if encoder.pooling == "concat" else np.sum(parts, axis=0)
+        return layer_norm(self._mlp(name, x), self._dense[f"{name}.3.weight"], self._dense[f"{name}.3.bias"], 1e-5)
+
+    def _mlp(self, name: str, x: Array) -> Array:
+        w = self._dense
+        hidden = x @ w[f"{name}.0.weight"].T + w[f"{name}.0.bias"]
+        gate = layer_norm(hidden, w[f"{name}.1.weight"], w[f"{name}.1.bias"], 1e-5)
+        return (hidden / (1 + np.exp(-gate))) @ w[f"{name}.2.weight"].T + w[f"{name}.2.bias"]

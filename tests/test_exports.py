@@ -1,0 +1,47 @@
+"""What users import is a promise: this list changes only on purpose."""
+
+import types
+
+import helmrec
+
+EXPORTS = [
+    "AlphaOutOfRange",
+    "ConfigError",
+    "DeadlineExceeded",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineStats",
+    "HelmRecError",
+    "ModelError",
+    "PoolStats",
+    "PoolTooSmall",
+    "QueueFull",
+    "RankRequest",
+    "RankResult",
+    "Refused",
+    "RequestError",
+    "Timing",
+    "__version__",
+]
+
+
+def test_the_export_list_is_the_promised_one() -> None:
+    assert sorted(helmrec.__all__) == EXPORTS
+
+
+def test_every_export_exists() -> None:
+    assert [name for name in EXPORTS if not hasattr(helmrec, name)] == []
+
+
+def test_nothing_else_leaks_out() -> None:
+    public = {name for name, value in vars(helmrec).items() if not isinstance(value, types.ModuleType)}
+    assert {name for name in public if not name.startswith("_")} == set(EXPORTS) - {"__version__"}
+
+
+def test_every_error_a_caller_can_cause_is_exported_and_has_one_root() -> None:
+    from helmrec import errors  # noqa: PLC0415 - the module itself is looked at
+
+    found = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert found <= set(EXPORTS)
+    assert all(issubclass(getattr(errors, name), helmrec.HelmRecError) for name in found)
