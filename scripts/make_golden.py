@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-
 from tests.reference import Shape, hstu_layer, layer_weights
 
 CASES = (
@@ -41,7 +40,12 @@ def main() -> None:
             for i in range(case["num_layers"]):
                 part = hstu_layer(part, candidates, layer_weights(tensors, i), shape)
             y.append(part)
-        tensors |= {"x": x, "y": np.concatenate(y), "lengths": np.array(LENGTHS), "num_candidates": np.array(NUM_CANDIDATES)}
+        tensors |= {
+            "x": x,
+            "y": np.concatenate(y),
+            "lengths": np.array(LENGTHS),
+            "num_candidates": np.array(NUM_CANDIDATES),
+        }
         path = Path("tests/data") / f"layers-{case['output_form']}.safetensors"
         save_file(tensors, path, {"case": json.dumps(case)})
         print(path)

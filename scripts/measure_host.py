@@ -41,7 +41,9 @@ class Host:
     def __init__(self, config: ModelConfig, num_users: int, num_events: int) -> None:
         geometry = PageGeometry(64, config.num_layers, config.num_heads, config.qk_dim, config.v_dim, 2, 512, 2)
         pages = (num_users + 16) * geometry.pages_for(num_events + 64)
-        engine = EngineConfig(pool_bytes=2 * pages * geometry.page_bytes, alpha=0.5, max_batch_requests=64, max_batch_tokens=1 << 22)
+        engine = EngineConfig(
+            pool_bytes=2 * pages * geometry.page_bytes, alpha=0.5, max_batch_requests=64, max_batch_tokens=1 << 22
+        )
         self.config = config
         self.pool = Pool(engine, geometry, Demand(config.num_rows, 1, 1), NoMover())
         self.scheduler = Scheduler(engine, self.pool.kv)
@@ -128,7 +130,12 @@ def first_visits(config: ModelConfig, num_events: int) -> dict[str, Any]:
         start_s = time.thread_time()
         host.batch(requests)
         times.append((time.thread_time() - start_s) * 1e3)
-    return {"events": num_events, "rows_per_token": len(config.features), "requests": 8, "cpu_ms_median": round(float(np.median(times)), 3)}
+    return {
+        "events": num_events,
+        "rows_per_token": len(config.features),
+        "requests": 8,
+        "cpu_ms_median": round(float(np.median(times)), 3),
+    }
 
 
 def reuse_ratio(folder: Path) -> dict[str, Any]:
@@ -167,7 +174,9 @@ def main() -> None:
     narrow, wide = profile("kuairand", 1_000), profile("dlrmv3", 1_000)
     narrow, wide = (config.model_copy(update={"window": 65_536}) for config in (narrow, wide))
     bookkeeping(narrow, 256, 2, 8)  # compiles the host loops
-    by_tokens = [bookkeeping(config, n, 8, 64) for config in (narrow, wide) for n in (1_024, 2_048, 4_096, 8_192, 16_384)]
+    by_tokens = [
+        bookkeeping(config, n, 8, 64) for config in (narrow, wide) for n in (1_024, 2_048, 4_096, 8_192, 16_384)
+    ]
     by_users = [bookkeeping(narrow, 4_096, 8, n) for n in (16, 128, 1_024)]
     by_requests = [bookkeeping(narrow, 4_096, n, 64) for n in (1, 8, 32)]
     cold = [first_visits(config, 4_096) for config in (narrow, wide)]

@@ -12,7 +12,9 @@ import torch
 
 
 def provenance() -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.machine()
+    )
     hardware: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()

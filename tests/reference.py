@@ -5,6 +5,7 @@ One request at a time, no pages, no batches, no caches: slow and obvious.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def anchor(first_event: int, num_events: int, window: int) -> int:
         return 0
     step = window // 4
     while step > 1 and 4 * step > end - start:
-        step //= 2
+        step = 1 if step % 2 else step // 2
     return int(np.ceil(start / step)) * step
 
 
@@ -103,7 +104,7 @@ class Reference:
         config, w = self.config, self._dense
         skip = anchor(request.first_event, len(request.items), config.window) - request.first_event
         times = [int(t) for t in request.timestamps][skip:]
-        gaps = [0, *(b - a for a, b in zip(times, times[1:], strict=False))][: len(times)]
+        gaps = [0, *(b - a for a, b in pairwise(times))][: len(times)]
         num, num_candidates = len(times), len(request.candidates)
         history = self._events(request.items, request.features, skip)
         x_history = self._encode_all(history)

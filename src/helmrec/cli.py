@@ -95,7 +95,7 @@ def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) ->
 
 
 @app.command()
-def rank(  # noqa: PLR0913 - one parameter per flag
+def rank(
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
     results: Annotated[Path | None, typer.Option("--out", help="Where results go; standard output by default.")] = None,
@@ -135,7 +135,9 @@ class _Line:
 def _rank_lines(engine: Engine, lines: TextIO, sink: TextIO) -> int:
     num_bad = 0
     numbered = enumerate(lines, start=1)
-    while chunk := [_parse(engine, number, line) for number, line in islice(numbered, engine.config.max_batch_requests)]:
+    while chunk := [
+        _parse(engine, number, line) for number, line in islice(numbered, engine.config.max_batch_requests)
+    ]:
         results = iter(engine.rank([line.request for line in chunk if line.request is not None]))
         for line in chunk:
             num_bad += line.request is None

@@ -36,6 +36,8 @@ def _explain(error: ErrorDetails) -> str:
     if kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
         return f"{field} must be {words} {error['ctx'][limit]}, got {value!r}"
+    if isinstance(inner := error.get("ctx", {}).get("error"), ConfigError):  # a nested value has said it all
+        return f"{field}.{inner}"
     if kind == "extra_forbidden":
         return f"{field} is not a known setting, got {value!r}"
     if kind == "missing":

@@ -1,5 +1,7 @@
 """Moving the boundary while requests run: nothing lost, nothing wrong."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def _hit_rate(engine: Engine, rng: np.random.Generator, num_requests: int) -> fl
 def test_after_a_shrink_the_hit_rate_is_that_of_a_cache_born_at_that_size(row_order: str) -> None:
     tables = ({"name": "item", "num_rows": 3_000}, {"name": "category", "num_rows": 20})
     model = tiny_model(features=tables, window=64, normaliser=64)
-    settings = {"pool_bytes": "256KiB", "row_order": row_order, "row_admission": "always"}
+    settings: dict[str, Any] = {"pool_bytes": "256KiB", "row_order": row_order, "row_admission": "always"}
     shrunk = tiny_engine(model, alpha=0.8, **settings)
     born = tiny_engine(model, alpha=0.2, **settings)
     for engine in (shrunk, born):

@@ -59,7 +59,6 @@ def test_a_full_queue_refuses_and_says_how_full(model: LoadedModel) -> None:
     engine.submit(request(engine, 2))
 
 
-@pytest.mark.xfail(strict=True, reason="rank leaves what it queued before the refusal in the queue, for nobody")
 def test_a_call_that_does_not_fit_the_queue_leaves_nothing_in_it(model: LoadedModel) -> None:
     engine = tiny_engine(model, queue_limit=2)
     with pytest.raises(QueueFull):
@@ -151,7 +150,6 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(
     assert (engine.stats().refused, engine.stats().queue_length) == (1, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="the estimate only learns from served requests, and none is served any more")
 def test_an_engine_that_was_slow_once_does_not_refuse_for_ever(
     engine: Engine, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +209,6 @@ def test_rank_raises_the_error_of_its_step(engine: Engine, monkeypatch: pytest.M
     assert engine.rank([request(engine)])[0].reused_tokens == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="commit sets the result of a cancelled future: the step dies, its mates stay pinned"
-)
 def test_a_cancelled_request_does_not_take_its_batch_mates_with_it(engine: Engine) -> None:
     cancelled, mate = engine.submit(request(engine, 1)), engine.submit(request(engine, 2))
     cancelled.cancel()

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from tests.helpers import random_request, tiny_engine, tiny_model
 
 pytestmark = [

@@ -109,7 +109,6 @@ def test_frequency_ranks_all_slots_as_plain_sums_do(steps: Operations) -> None:
         np.testing.assert_allclose(twin.weights(ranked), sorted(twin.weight.values()))
 
 
-@pytest.mark.xfail(strict=True, reason="the kept queue of victims goes stale: see the two tests below")
 @given(operations)
 def test_frequency_evicts_the_coldest_however_often_it_is_asked(steps: Operations) -> None:
     order, twin = DecayedFrequencyOrder(NUM_SLOTS, HALF_LIFE), PlainFrequency()
@@ -123,7 +122,6 @@ def test_frequency_evicts_the_coldest_however_often_it_is_asked(steps: Operation
                 del twin.weight[slot]
 
 
-@pytest.mark.xfail(strict=True, reason="the kept queue of victims does not see slots filled after it was made")
 def test_a_slot_filled_after_a_look_is_the_coldest_if_it_is() -> None:
     order = DecayedFrequencyOrder(4, HALF_LIFE)
     order.insert(slots_of([0, 1, 2]))
@@ -133,7 +131,6 @@ def test_a_slot_filled_after_a_look_is_the_coldest_if_it_is() -> None:
     assert order.coldest(1).tolist() == [3]
 
 
-@pytest.mark.xfail(strict=True, reason="the kept queue of victims loses slots that were relocated")
 def test_the_coldest_slot_stays_the_coldest_when_it_moves() -> None:
     order = DecayedFrequencyOrder(4, HALF_LIFE)
     order.insert(slots_of([0, 1, 2]))

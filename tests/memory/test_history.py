@@ -9,25 +9,28 @@ MASK = (1 << 64) - 1
 words = st.integers(0, 2**63 - 1)
 
 
-def plain_fold(state: int, word: int) -> int:
-    mixed = word * 0x87C37B91114253D5 & MASK
-    mixed = (mixed << 31 | mixed >> 33) & MASK
-    state ^= mixed * 0x4CF5AD432745937F & MASK
-    state = (state << 27 | state >> 37) & MASK
-    return (state * 5 + 0x52DCE729) & MASK
+def plain_mix(word: int, salt: int) -> int:
+    mixed = word + salt * 0x9E3779B97F4A7C15 & MASK
+    mixed = (mixed ^ mixed >> 32) * 0x87C37B91114253D5 & MASK
+    mixed = (mixed ^ mixed >> 29) * 0x4CF5AD432745937F & MASK
+    return mixed ^ mixed >> 32
+
+
+def plain_fold(state: int, mixed: int) -> int:
+    state ^= mixed
+    return ((state << 27 & MASK | state >> 37) * 5 + 0x52DCE729) & MASK
 
 
 def plain_chain(seed: tuple[int, ...], num_context: int, columns: list[list[int]]) -> list[int]:
     """The twin, in Python integers. columns: one list per event."""
-    state, states = 0x9E3779B97F4A7C15, []
-    for word in seed:
-        state = plain_fold(state, word)
+    state, states = 0, []
+    for i, word in enumerate(seed):
+        state = plain_fold(state, plain_mix(word, i))
     for token in range(num_context):
-        state = plain_fold(state, token)
+        state = plain_fold(state, plain_mix(token, len(seed)))
         states.append(state)
     for event in columns:
-        for word in event:
-            state = plain_fold(state, word)
+        state = plain_fold(state, sum(plain_mix(word, field) for field, word in enumerate(event)) & MASK)
         states.append(state)
     return states
 
@@ -70,6 +73,13 @@ def test_one_changed_seed_word_changes_every_state(history: list[tuple[int, int,
     before, after = (chain(tuple(s), 2, columns_of(history)) for s in (seed, changed))
     assert (before != after).all()
     assert common_tokens(before, after) == 0
+
+
+def test_no_two_events_collide_where_one_field_grows_as_another_shrinks() -> None:
+    """The same sum of item and time: 60,000 events whose 64-bit states must all differ."""
+    total = 1_700_000_000
+    states = {int(chain((1,), 0, np.array([[i], [0], [0], [total - i]]))[0]) for i in range(60_000)}
+    assert len(states) == 60_000
 
 
 def test_swapped_events_and_swapped_fields_are_other_histories() -> None:

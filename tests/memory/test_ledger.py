@@ -47,9 +47,9 @@ def test_drained_pages_wait_for_their_epoch() -> None:
 def test_kv_pages_cannot_be_drained_nor_emb_pages_freed() -> None:
     ledger = PageLedger(2)
     [emb], [kv] = ledger.allocate(Owner.EMB, 1), ledger.allocate(Owner.KV, 1)
-    with pytest.raises(AssertionError, match="is KV, not EMB"):
+    with pytest.raises(AssertionError, match="not EMB"):
         ledger.drain([kv], 0)
-    with pytest.raises(AssertionError, match="is EMB, not KV"):
+    with pytest.raises(AssertionError, match="not KV"):
         ledger.free([emb])
 
 

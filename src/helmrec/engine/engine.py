@@ -20,7 +20,7 @@ from helmrec.config import EngineConfig
 from helmrec.engine.intake import Intake, table_rows
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
-from helmrec.errors import ConfigError, EngineClosed, RequestError
+from helmrec.errors import ConfigError, EngineClosed, Refused, RequestError
 from helmrec.kernels import TWINS
 from helmrec.memory.arena import Arena
 from helmrec.memory.embedding_cache import ABSENT
@@ -86,8 +86,14 @@ class Engine:
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests. One bad request refuses the call, before anything ran."""
         with self._lock:
+            now = self._now()
+            futures: list[Future[RankResult]] = []
             prepared = [self._intake.prepare(request) for request in requests]
-            futures = [self._scheduler.submit(request, self._now()) for request in prepared]
+            try:
+                futures.extend(self._scheduler.submit(request, now) for request in prepared)
+            except Refused:
+                self._scheduler.withdraw(futures)
+                raise
         while not all(future.done() for future in futures):
             self.step()
         return [future.result() for future in futures]
@@ -168,14 +174,20 @@ class Engine:
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Replace rows of a table, between steps: master and resident copy together; KV made from them lapses."""
         rows = table_rows(self.model_config, table, ids)
-        array = np.asarray(values, np.float32)
+        try:
+            array = np.asarray(values, np.float32)
+        except (ValueError, TypeError) as error:
+            raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
         if array.shape != (rows.size, self.model_config.row_dim):
             raise RequestError("values", array.shape, f"shape {(rows.size, self.model_config.row_dim)} is needed")
-        if not np.isfinite(array).all():
-            raise RequestError("values", "not finite", "finite numbers are needed")
-        if np.unique(rows).size != rows.size:
-            raise RequestError("ids", rows.size, "ids must be distinct")
         new = torch.from_numpy(array).to(self._master.dtype)
+        if (wrong := np.argwhere(~torch.isfinite(new).numpy())).size:
+            at, dtype = wrong[0], self.model_config.row_dtype
+            raise RequestError(f"values[{at[0]}, {at[1]}]", float(array[*at]), f"numbers finite in {dtype} are needed")
+        unique, counts = np.unique(rows, return_counts=True)
+        if unique.size != rows.size:
+            twice = unique[counts > 1][0] - self.model_config.offsets[table]
+            raise RequestError("ids", int(twice), "each id may be given once")
         with self._lock:
             self._now()
             self._master.update(rows, new)

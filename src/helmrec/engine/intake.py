@@ -3,7 +3,7 @@
 Pure: it reads the model's shape and touches no state, so a refused request leaves none behind.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numba
@@ -53,7 +53,7 @@ class Intake:
         """Raise RequestError, naming field and value, or return the request ready to plan."""
         config = self._config
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
-        first_event = _scalar("first_event", request.first_event, _MAX_ID)
+        first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
         columns = self._columns(request)
         num_events = columns.shape[1]
         anchor = window_anchor(first_event, num_events, config.window)
@@ -147,14 +147,31 @@ def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:
 
 
 def _ids(field: str, values: Ids) -> IntArray:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise RequestError(field, array.shape, "a flat list of integers is needed")
-    if array.size == 0:
+    if not isinstance(values, np.ndarray):
+        values = _listed(field, values)
+    if values.ndim != 1:
+        raise RequestError(field, values.shape, "a flat list of integers is needed")
+    if values.size == 0:
         return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and array.max() > _MAX_ID):
-        raise RequestError(field, array[0].item(), f"integers of 64 bits are needed, not {array.dtype}")
-    return np.ascontiguousarray(array, np.int64)
+    if values.dtype.kind not in "iu":
+        raise RequestError(field, values[0].item(), f"integers of 64 bits are needed, not {values.dtype}")
+    if values.dtype == np.uint64 and values.max() > _MAX_ID:
+        raise RequestError(field, int(values.max()), "integers of 64 bits are needed")
+    return np.ascontiguousarray(values, np.int64)
+
+
+def _listed(field: str, values: object) -> IntArray:
+    """A list of plain integers as an array; NumPy alone would also take booleans and round floats."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError(field, values, "a flat list of integers is needed")
+    for kind in set(map(type, values)):
+        if kind is not int and not issubclass(kind, np.integer):
+            at, wrong = next((i, value) for i, value in enumerate(values) if type(value) is kind)
+            raise RequestError(f"{field}[{at}]", wrong, f"integers of 64 bits are needed, not {kind.__name__}")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise RequestError(field, max(values, key=abs), "integers of 64 bits are needed") from None
 
 
 def _put(target: IntArray, field: str, ids: IntArray, limit: int, offset: int = 0) -> None:
@@ -192,10 +209,12 @@ def _check_forward(timestamps: IntArray) -> None:
 
 
 def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise RequestError(field, given, "values by table name are needed")
     if unknown := given.keys() - wanted:
-        raise RequestError(field, sorted(unknown)[0], f"the model has no such table here, only {sorted(wanted)}")
+        raise RequestError(field, min(unknown, key=str), f"the model has no such table here, only {sorted(wanted)}")
     if missing := wanted - given.keys():
-        raise RequestError(field, sorted(given), f"a value for {sorted(missing)[0]!r} is needed")
+        raise RequestError(field, sorted(given), f"a value for {min(missing)!r} is needed")
 
 
 def _scalar(field: str, value: object, limit: int) -> int:
@@ -205,6 +224,6 @@ def _scalar(field: str, value: object, limit: int) -> int:
 
 
 def _deadline(deadline_ms: float | None) -> float | None:
-    if deadline_ms is not None and not deadline_ms > 0:
+    if deadline_ms is not None and not (isinstance(deadline_ms, int | float) and deadline_ms > 0):
         raise RequestError("deadline_ms", deadline_ms, "a positive number is needed")
     return deadline_ms

@@ -72,7 +72,11 @@ class Runner:
     def admit(self, missed: Missed) -> None:
         """Give missed rows that earn it a slot; off the request path."""
         admission = self._pool.rows.admit(missed.rows, np.arange(missed.rows.size))
-        self._arena.write_rows(admission.slots, missed.values[torch.from_numpy(admission.positions)])
+        try:
+            self._arena.write_rows(admission.slots, missed.values[torch.from_numpy(admission.positions)])
+        except BaseException:
+            self._pool.rows.withdraw(admission)
+            raise
         self._pool.rows.publish(admission)
 
     def score_without_caches(self, request: Prepared) -> NDArray[np.float32]:

@@ -75,7 +75,7 @@ class Scheduler:
             )
         deadline_ms = request.deadline_ms or self._config.deadline_ms
         expected_ms = self._ms_per_request * (len(self._queue) + 1)
-        if deadline_ms is not None and expected_ms > deadline_ms:
+        if self._queue and deadline_ms is not None and expected_ms > deadline_ms:  # an idle engine always tries
             self.refused += 1
             raise DeadlineExceeded(
                 f"a deadline of {deadline_ms:g} ms cannot be met: {len(self._queue)} requests wait, "
@@ -97,10 +97,16 @@ class Scheduler:
                 continue
             if members and self._expected_tokens(head.request) > budget:
                 break
+            if head.future.cancelled():
+                self._queue.popleft()
+                continue
             plan = self._kv.plan(head.request.history, now)
             if plan is None:
                 assert members, "one request must always fit an idle pool"
                 break
+            if not head.future.set_running_or_notify_cancel():
+                self._kv.abort(plan)
+                continue
             members.append(Scheduled(self._queue.popleft(), plan))
             budget -= members[-1].num_tokens
         return Batch(members, now) if members else None
@@ -127,6 +133,12 @@ class Scheduler:
         for member in batch.members:
             self._kv.abort(member.plan)
             member.waiting.future.set_exception(error)
+
+    def withdraw(self, futures: "list[Future[RankResult]]") -> None:
+        """Take back what was submitted and has not started."""
+        for future in futures:
+            future.cancel()
+        self._queue = deque(waiting for waiting in self._queue if not waiting.future.cancelled())
 
     def drain(self, error: HelmRecError) -> None:
         """Refuse everything that still waits."""

@@ -112,43 +112,53 @@ class DecayedFrequencyOrder:
     """Least-frequently-used with exponential decay.
 
     A slot's score is log2 of the sum of 2**(time / half_life) over its touches, so that scores only grow and
-    old touches fade without ever being visited. Time counts touches. Victims are found by one partial sort
-    for many evictions: a queue of the coldest is kept and an entry whose score has grown since is skipped.
+    old touches fade without ever being visited. Time counts touches. One partial sort serves many evictions:
+    the coldest slots are kept as a queue, and `bound` is the score that everything else is at or above.
     """
 
     def __init__(self, num_slots: int, half_life: int | None = None) -> None:
         self._score = np.full(num_slots, np.inf, np.float64)  # inf: not in use
         self._half_life = float(half_life or 8 * max(num_slots, 1))
         self._time = 0.0
-        self._victims = np.empty(0, np.int32)
-        self._victim_scores = np.empty(0, np.float64)
+        self._queue = np.empty(0, np.int32)
+        self._queued_score = np.empty(0, np.float64)
+        self._bound = -np.inf
 
     def touch(self, slots: Slots) -> None:
+        self._keep_queue_only_above_now()
         self._time = _add_touches(self._score, slots, self._time, self._half_life)
 
     def insert(self, slots: Slots) -> None:
+        self._keep_queue_only_above_now()
         self._score[slots] = self._time / self._half_life
 
     def remove(self, slots: Slots) -> None:
         self._score[slots] = np.inf
 
-    def coldest(self, num: int) -> Slots:
-        usable = self._victims[self._score[self._victims] == self._victim_scores]
-        if usable.size < num:
-            usable = self._select(max(num, self._score.size // 64))
-        return usable[:num]
-
-    def _select(self, num: int) -> Slots:
-        num = min(num, int(np.isfinite(self._score).sum()))
-        chosen = np.argpartition(self._score, num - 1)[:num] if num else np.empty(0, np.int64)
-        chosen = chosen[np.argsort(self._score[chosen], kind="stable")]
-        self._victims = chosen.astype(np.int32)
-        self._victim_scores = self._score[self._victims]
-        return self._victims
-
     def relocate(self, source: Slots, target: Slots) -> None:
         self._score[target] = self._score[source]
         self._score[source] = np.inf
+        self._bound = -np.inf
+
+    def coldest(self, num: int) -> Slots:
+        if self._bound > -np.inf:
+            unchanged = self._score[self._queue] == self._queued_score
+            self._queue, self._queued_score = self._queue[unchanged], self._queued_score[unchanged]
+        if self._bound == -np.inf or self._queue.size < num:
+            self._select(max(num, self._score.size // 64))
+        return self._queue[:num]
+
+    def _select(self, num: int) -> None:
+        num = min(num, int(np.isfinite(self._score).sum()))
+        chosen = np.argpartition(self._score, num - 1)[:num] if num else np.empty(0, np.int64)
+        self._queue = chosen[np.argsort(self._score[chosen], kind="stable")].astype(np.int32)
+        self._queued_score = self._score[self._queue]
+        self._bound = self._queued_score[-1] if num else -np.inf
+
+    def _keep_queue_only_above_now(self) -> None:
+        """A slot read or filled now scores at least `now`; below the bound it might belong into the queue."""
+        if self._time / self._half_life < self._bound:
+            self._bound = -np.inf
 
 
 @numba.njit(cache=True)

@@ -70,7 +70,6 @@ _NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 @dataclass(frozen=True, slots=True)
 class KVLimits:
     page_tokens: int
-    reserve_pages: int  # kept free for the next step, so that one-time users displace nobody
     max_forks: int
     lag_s: float  # how far reused KV may lag behind row updates; 0 is exact
 
@@ -80,6 +79,7 @@ class KVCache:
 
     def __init__(self, limits: KVLimits, ledger: PageLedger, epochs: RowEpochs, admission: KVAdmission) -> None:
         self.limits = limits
+        self.reserve_pages = 1  # kept free for the next step, so that one-time users displace nobody
         self._ledger = ledger
         self._epochs = epochs
         self._admission = admission
@@ -139,7 +139,8 @@ class KVCache:
         elif id(prefix) in self._running and self._admission.admits(self._visit(prefix, seen, now)):
             self._adopt(prefix)
         self._unpin(plan)
-        self.evict(self.limits.reserve_pages - self._ledger.num_free)
+        self._limit_forks(prefix.user_id)
+        self.evict(self.reserve_pages - self._ledger.num_free)
 
     def abort(self, plan: KVPlan) -> None:
         """The step failed: whatever it wrote is not there."""
@@ -243,7 +244,9 @@ class KVCache:
         if prefix.pins:
             return None
         self._truncate(prefix, resident)
-        return self._extend(prefix, history)
+        plan = self._extend(prefix, history)
+        self._discard_if_empty(prefix)
+        return plan
 
     def _grow(self, prefix: Prefix, history: History) -> bool:
         """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""
@@ -269,16 +272,19 @@ class KVCache:
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
             num_tokens=prefix.num_tokens,
-            room=self._ledger.num_free >= self.limits.reserve_pages,
+            room=self._ledger.num_free >= self.reserve_pages,
             coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
         )
 
     def _adopt(self, prefix: Prefix) -> None:
         del self._running[id(prefix)]
         self._order[id(prefix)] = prefix
-        mates = self._users.setdefault(prefix.user_id, [])
-        mates.append(prefix)
-        for old in [p for p in mates if p.pins == 0][: max(0, len(mates) - self.limits.max_forks)]:
+        self._users.setdefault(prefix.user_id, []).append(prefix)
+
+    def _limit_forks(self, user_id: int) -> None:
+        mates = self._users.get(user_id, [])
+        idle = sorted((p for p in mates if p.pins == 0), key=lambda prefix: prefix.last_use_s)
+        for old in idle[: max(0, len(mates) - self.limits.max_forks)]:
             self._truncate(old, 0)
             self._discard_if_empty(old)
 

@@ -56,9 +56,10 @@ class Pool:
         self.row_epochs = RowEpochs(demand.num_rows)
         self.bytes_by_cause: Counter[str] = Counter()
         self._mover = mover
-        self._target_pages = self._pages_at(config.alpha)
+        self._batch_pages = geometry.pages_for(demand.batch_tokens)
         self.rows = self._make_rows(config, demand)
-        self.kv = self._make_kv(config, demand)
+        self.kv = self._make_kv(config)
+        self.aim(config.alpha)
         self.rows.add_pages(self.ledger.allocate(Owner.EMB, self._target_pages))
 
     def _make_rows(self, config: EngineConfig, demand: Demand) -> EmbeddingCache:
@@ -68,12 +69,9 @@ class Pool:
         admission = make_row_admission(config.row_admission, num_slots)
         return EmbeddingCache(demand.num_rows, self.ledger.num_pages, per_page, order, admission)
 
-    def _make_kv(self, config: EngineConfig, demand: Demand) -> KVCache:
-        # A quarter at most: on a small pool the reserve must not eat what it protects.
-        reserve = min(self.geometry.pages_for(demand.batch_tokens), (self.ledger.num_pages - self._target_pages) // 4)
+    def _make_kv(self, config: EngineConfig) -> KVCache:
         limits = KVLimits(
             page_tokens=self.geometry.page_tokens,
-            reserve_pages=max(reserve, 1),
             max_forks=config.max_forks,
             lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
         )
@@ -96,9 +94,11 @@ class Pool:
     def aim(self, alpha: float) -> None:
         """Set where the boundary should go; `advance` moves it there in bounded steps."""
         self._target_pages = self._pages_at(alpha)
+        # A quarter at most: on a small pool the reserve must not eat what it protects.
+        self.kv.reserve_pages = max(1, min(self._batch_pages, (self.ledger.num_pages - self._target_pages) // 4))
 
     def _pages_at(self, alpha: float) -> int:
-        if not 0 <= alpha <= 1:
+        if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
             raise AlphaOutOfRange(f"alpha must be between 0 and 1, got {alpha!r}")
         pages = int(np.floor(alpha * self.ledger.num_pages + 0.5))
         left = self.ledger.num_pages - pages

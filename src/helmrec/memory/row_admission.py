@@ -24,10 +24,10 @@ class SecondTouch:
     """Admit a row that was missed before, lately: a two-hash counting sketch that halves itself as it ages."""
 
     def __init__(self, num_slots: int) -> None:
-        size = 1 << max(10, (4 * num_slots - 1).bit_length())
+        size = 1 << max(10, (8 * num_slots - 1).bit_length())
         self._counts = np.zeros((2, size), np.uint8)
         self._seen = 0
-        self._age_after = 2 * size
+        self._age_after = size // 4  # so few counters in use that two of one row rarely belong to others
 
     def worthy(self, rows: Rows) -> NDArray[np.bool_]:
         self._seen += rows.size

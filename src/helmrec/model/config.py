@@ -15,7 +15,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class TableConfig(Frozen):
     """One embedding table. Rows of all tables share one id space, in the order the model lists them."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", description="also a file name")
     num_rows: int = Field(ge=1)
 
 

@@ -177,15 +177,21 @@ def _write_random_table(
 def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progress) -> None:
     if not path.is_file():
         raise ModelError(f"{path} is missing")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic[:1] == b"\x80" or magic == b"PK\x03\x04":
-        raise ModelError(f"{path} holds pickled weights; only safetensors are loaded, since a pickle can run code")
     size = path.stat().st_size
+    if _looks_pickled(path, size):
+        raise ModelError(f"{path} holds pickled weights; only safetensors are loaded, since a pickle can run code")
     if size != record.bytes:
         raise ModelError(f"{path} is truncated or replaced: {record.bytes} bytes expected, got {size}")
     if verify and (found := _checksum(path, progress)) != record.blake2b:
         raise ModelError(f"{path} is corrupt: checksum {record.blake2b} expected, got {found}")
+
+
+def _looks_pickled(path: Path, size: int) -> bool:
+    """A pickle, or the zip that torch.save makes. Read as safetensors, either claims an absurd header length."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    has_magic = start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"
+    return has_magic and int.from_bytes(start, "little") > size
 
 
 def _checksum(path: Path, progress: Progress) -> str:

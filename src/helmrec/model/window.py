@@ -22,7 +22,7 @@ def window_anchor(first_event: int, num_events: int, window: int) -> int:
         return 0
     step = max(1, window // 4)
     while step > max(1, (end - start) // 4):
-        step //= 2
+        step = 1 if step % 2 else step // 2  # every step divides the larger ones: anchors never move back
     return -(-start // step) * step
 
 

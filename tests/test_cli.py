@@ -1,0 +1,115 @@
+"""The `helmrec` command, as a user types it."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from helmrec.cli import app
+from helmrec.demo import PHASES, run_demo
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "model"
+    result = runner.invoke(app, ["model", "init", "--profile", "demo", "--rows", "500", "--out", str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def request_line(**overrides: Any) -> str:
+    request = {
+        "user_id": 7,
+        "items": [1, 2, 3],
+        "actions": [0, 1, 2],
+        "timestamps": [10, 20, 30],
+        "features": {"category": [1, 1, 2]},
+        "candidates": [4, 5],
+        "candidate_features": {"category": [1, 2]},
+        "context": {"country": 3, "hour": 12},
+    }
+    return json.dumps(request | overrides)
+
+
+def rank(folder: Path, tmp_path: Path, *lines: str) -> tuple[int, list[dict[str, Any]]]:
+    (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "results.jsonl"
+    arguments = ["rank", str(folder), "--requests", str(tmp_path / "requests.jsonl"), "--out", str(out)]
+    result = runner.invoke(app, [*arguments, "--pool", "16MiB"])
+    return result.exit_code, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_info_shows_the_shape_of_a_model(folder: Path) -> None:
+    result = runner.invoke(app, ["model", "info", str(folder), "--verify"])
+    assert result.exit_code == 0
+    assert "demo" in result.output
+    assert "item (500)" in result.output
+
+
+def test_init_never_writes_over_a_model(folder: Path) -> None:
+    result = runner.invoke(app, ["model", "init", "--out", str(folder)])
+    assert result.exit_code == 2
+    assert "not empty" in result.output
+
+
+def test_init_names_the_profiles_it_knows(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["model", "init", "--profile", "huge", "--out", str(tmp_path / "m")])
+    assert result.exit_code == 2
+    assert "dlrmv3" in result.output
+    assert "'huge'" in result.output
+
+
+def test_rank_answers_every_line_in_order(folder: Path, tmp_path: Path) -> None:
+    code, answers = rank(
+        folder, tmp_path, request_line(), request_line(items=[], actions=[], timestamps=[], features={"category": []})
+    )
+    assert code == 0
+    assert [answer["line"] for answer in answers] == [1, 2]
+    assert len(answers[0]["scores"]) == 2
+    assert len(answers[0]["scores"][0]) == 2
+
+
+def test_a_bad_line_gets_its_error_and_the_rest_go_on(folder: Path, tmp_path: Path) -> None:
+    lines = ["{", request_line(items=[1, 2, 999]), request_line(shoes=1), "[]", request_line()]
+    code, answers = rank(folder, tmp_path, *lines)
+    assert code == 1
+    assert "items[2]" in answers[1]["error"]
+    assert "999" in answers[1]["error"]
+    assert "shoes" in answers[2]["error"]
+    assert ["error" in answer for answer in answers] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pool", "1KiB"], "pool_bytes must be at least"),
+        (["--alpha", "1.5"], "alpha must be at most 1"),
+        (["--device", "tpu"], "device"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "r.jsonl").write_text(request_line() + "\n")
+    result = runner.invoke(app, ["rank", str(folder), "--requests", str(tmp_path / "r.jsonl"), *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["model", "info", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "not a model folder" in " ".join(result.output.split())
+
+
+def test_the_demo_moves_the_boundary_and_every_audit_agrees() -> None:
+    console = Console(record=True, width=120, file=StringIO())
+    summaries = run_demo(console, seconds=3, seed=1)
+    assert [summary.name for summary in summaries] == [phase.name for phase in PHASES]
+    assert summaries[1].alpha > summaries[0].alpha + 0.1
+    assert "0 wrong" in console.export_text()
