@@ -1,10 +1,15 @@
 """Fixtures shared by all tests: a clock that tests own, seeded chance, and an engine checked at teardown."""
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from helmrec.clock import ManualClock
 from helmrec.engine.engine import Engine

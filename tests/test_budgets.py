@@ -14,7 +14,6 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
-    "kernels/__init__.py:Attend.__call__": "six tensors and two scalars are the operation",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "model/profiles.py:_plain": "the columns of the table of published shapes",

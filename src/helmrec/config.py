@@ -51,8 +51,12 @@ class EngineConfig(Frozen):
     pool_bytes: Annotated[ByteSize, Field(gt=0, description="memory both caches share")]
     alpha: float = Field(0.4, ge=0, le=1, description="embedding share of the pool's pages at start")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the pool and the model live")
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="auto: triton on cuda, torch on cpu; torch runs anywhere and is the reference"
+    )
+    cuda_graphs: bool = Field(True, description="replay steps as CUDA graphs, captured before the engine is ready")
     page_tokens: int | None = Field(
-        None, ge=1, description="history tokens a page holds; default 32 on cpu, 64 on cuda"
+        None, ge=1, description="history tokens a page holds; default 32 on cpu, 128 on cuda"
     )
 
     max_batch_tokens: int = Field(65_536, ge=1, description="tokens computed in one step, over all requests")

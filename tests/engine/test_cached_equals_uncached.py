@@ -246,4 +246,4 @@ def test_a_planted_bug_is_caught(
     else:
         monkeypatch.setattr(where, name, bug)
     with pytest.raises(AssertionError, match="off by"):
-        run(200, phases=(Phase.generate,), derandomize=True, report_multiple_bugs=False)
+        run(1_000, phases=(Phase.generate,), derandomize=True, report_multiple_bugs=False)

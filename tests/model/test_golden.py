@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from helmrec.kernels import TWINS
-from helmrec.kernels.layer import Form, LayerWeights
+from helmrec.kernels import layer_for
+from helmrec.kernels.layer import Form, LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 
 OWN = Path(__file__).parent.parent / "data"
@@ -45,11 +45,8 @@ def _run(tensors: dict[str, Tensor], case: dict[str, int], form: Form) -> Tensor
         weights = LayerWeights(*(get[f"layers.{i}.{name}"] for name in names))
         k_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["qk_dim"]), torch.nan, dtype=x.dtype)
         v_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["v_dim"]), torch.nan, dtype=x.dtype)
-        u, v, q, k = TWINS.project(x, weights, form, heads)
-        TWINS.append_kv(k, v, k_pages, v_pages, batch)
-        scale, normaliser = case["qk_dim"] ** -0.5, float(case["normaliser"])
-        o = TWINS.attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser)
-        x = TWINS.gate_output(x, u, o.flatten(1), weights, form)
+        shape = LayerShape(form, heads, case["qk_dim"] ** -0.5, float(case["normaliser"]))
+        x = layer_for("torch")(x, weights, shape, k_pages, v_pages, batch)
     return x
 
 

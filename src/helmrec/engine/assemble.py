@@ -31,12 +31,23 @@ class Assembly:
     context_rows: IntArray
     context_at: IntArray
     context_owner: IntArray
+    context_table: IntArray
     context_counts: tuple[int, ...]
     cu_tokens: NDArray[np.int32]
     num_resident: NDArray[np.int32]
     num_new: NDArray[np.int32]
     page_table: NDArray[np.int32]
     write_slots: IntArray
+
+    @property
+    def rows(self) -> IntArray:
+        """All rows the step reads: those of its events, table by table, then those of its context tokens."""
+        return np.concatenate([self.event_rows.ravel(), self.context_rows])
+
+    @property
+    def row_owners(self) -> IntArray:
+        """The request each of `rows` is read for."""
+        return np.concatenate([np.tile(self.event_owner, self.event_rows.shape[0]), self.context_owner])
 
 
 @dataclass(slots=True)
@@ -125,6 +136,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         context_rows=context[:, 1],
         context_at=context[:, 2],
         context_owner=context[:, 3],
+        context_table=context[:, 0],
         context_counts=tuple(np.bincount(context[:, 0], minlength=num_tables).tolist()),
         cu_tokens=np.array(bounds, np.int32),
         num_resident=np.array([plan.num_resident for _, plan in members], np.int32),

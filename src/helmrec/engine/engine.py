@@ -17,11 +17,14 @@ from numpy.typing import ArrayLike
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.config import EngineConfig
+from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
+from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.intake import Intake, table_rows
+from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
 from helmrec.errors import ConfigError, EngineClosed, Refused, RequestError
-from helmrec.kernels import TWINS
+from helmrec.kernels import layer_for
 from helmrec.memory.arena import Arena
 from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.geometry import PageGeometry
@@ -33,7 +36,7 @@ from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import Ids, RankRequest, RankResult, Timing
 
 log = logging.getLogger("helmrec.engine")
-_PAGE_TOKENS = {"cpu": 32, "cuda": 64}
+_PAGE_TOKENS = {"cpu": 32, "cuda": 128}
 _STRANGER_WARNING = 32
 
 
@@ -54,14 +57,21 @@ class EngineStats:
 class Engine:
     """Ranks candidates with an HSTU model whose rows and KV prefixes live in one pool."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """Ready when it returns: on a card, kernels are compiled and graphs captured (`progress` follows that)."""
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device: no CUDA device is available, got 'cuda'")
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
         dense = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
-        hstu = HstuModel(model.config, dense, TWINS)
+        hstu = HstuModel(model.config, dense, layer_for(_kernels(config)))
         self._master = RowMaster(model.tables)
         geometry = _geometry(model, config)
         self._arena = Arena(
@@ -69,7 +79,9 @@ class Engine:
         )
         demand = Demand(model.config.num_rows, model.config.max_prefix_tokens, config.max_batch_tokens)
         self._pool = Pool(config, geometry, demand, self._arena)
-        self._runner = Runner(hstu, self._arena, self._master, self._pool)
+        self._dense = _make_dense(hstu, self._arena, self._pool, config)
+        self._dense.warm_up(progress)
+        self._runner = Runner(hstu, self._dense, self._arena, self._master, self._pool)
         self._scheduler = Scheduler(config, self._pool.kv)
         self._intake = Intake(model.config, model.version, config.max_history)
         self._lock = threading.RLock()
@@ -77,11 +89,18 @@ class Engine:
         self._steps = self._served = self._audits = self._audit_mismatches = 0
         self._audit_max_error = 0.0
         self._has_warned = False
+        log.info("ready\n%s", self.report())
 
     @classmethod
-    def from_model(cls, folder: str | Path, config: EngineConfig, clock: Clock | None = None) -> "Engine":
+    def from_model(
+        cls,
+        folder: str | Path,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> "Engine":
         """Load a model folder and start an engine on it."""
-        return cls(load_model(Path(folder)), config, clock)
+        return cls(load_model(Path(folder)), config, clock, progress)
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests. One bad request refuses the call, before anything ran."""
@@ -209,6 +228,11 @@ class Engine:
                 audit_max_error=self._audit_max_error,
             )
 
+    def report(self) -> EngineReport:
+        """What the pool holds, and what is left of the card."""
+        with self._lock:
+            return make_report(self._pool, self._master.num_bytes, self._dense.num_graphs, self._dense.buffer_bytes)
+
     def check(self) -> None:
         """Assert every invariant of the pool and both caches."""
         with self._lock:
@@ -254,6 +278,24 @@ class Engine:
                 "clients that send only the last events must set first_event",
                 self._pool.kv.strangers,
             )
+
+
+def _kernels(config: EngineConfig) -> str:
+    return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
+
+
+def _make_dense(model: HstuModel, arena: Arena, pool: Pool, config: EngineConfig) -> Dense:
+    memory = Memory(arena.k_pages, arena.v_pages, arena.rows)
+    if not (config.device == "cuda" and config.cuda_graphs and _kernels(config) == "triton"):
+        return EagerDense(model, memory)
+    shape = model.config
+    limits = Limits(
+        num_events=max(config.max_batch_tokens, shape.max_request_tokens),
+        num_sequences=config.max_batch_requests,
+        num_candidates=min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens),
+        num_pages=pool.geometry.pages_for(shape.max_prefix_tokens),
+    )
+    return GraphedDense(model, memory, limits)
 
 
 def _geometry(model: LoadedModel, config: EngineConfig) -> PageGeometry:

@@ -28,6 +28,16 @@ class LayerWeights:
     output_norm_bias: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the weights do not tell."""
+
+    form: Form
+    num_heads: int
+    scale: float  # of q.k before its SiLU
+    normaliser: float  # the constant N
+
+
 class Projected(NamedTuple):
     """Views into one projection buffer."""
 

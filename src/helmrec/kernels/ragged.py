@@ -4,8 +4,12 @@ It does not know users, candidates' meaning, or who owns a page.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from helmrec.kernels.attention_plan import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class RaggedBatch:
     write_slots: Tensor  # (tokens,) int64, page * page_tokens + offset, or -1: not kept
     num_context: int
     page_tokens: int
+    plan: "AttentionPlan | None" = None  # the work list, where a step has planned one ahead
 
     @property
     def num_sequences(self) -> int:

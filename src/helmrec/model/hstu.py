@@ -5,15 +5,15 @@ a constant, time enters as gaps, so K/V of a token never depends on what follows
 owners or queues.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helmrec.kernels import Kernels
-from helmrec.kernels.layer import LayerWeights
+from helmrec.kernels import RunLayer
+from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig
 
@@ -33,7 +33,6 @@ class DenseInput:
     context_rows: Tensor  # (context tokens, row_dim), grouped by context table
     context_at: Tensor  # (context tokens,) flat position
     context_counts: tuple[int, ...]  # tokens of each context table
-    candidates: Tensor  # (candidates,) which of the events are candidates
     ragged: RaggedBatch
 
 
@@ -85,15 +84,16 @@ def _mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool
 
 
 class HstuModel:
-    """Dense weights on one device, and the arithmetic over them."""
+    """Dense weights on one device, and the arithmetic over them: embed, layers, head."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], run_layer: RunLayer) -> None:
         self.config = config
-        self._kernels = kernels
+        self._run_layer = run_layer
         self._weights = dict(weights)
         self._layers = [
             LayerWeights(*(weights[f"layers.{i}.{name}"] for name in _LAYER_FIELDS)) for i in range(config.num_layers)
         ]
+        self._shape = LayerShape(config.form, config.num_heads, config.qk_dim**-0.5, float(config.normaliser))
         self._feature = {table.name: i for i, table in enumerate(config.features)}
 
     @property
@@ -104,43 +104,60 @@ class HstuModel:
     def device(self) -> torch.device:
         return self._weights["output_norm.weight"].device
 
-    @torch.inference_mode()
-    def score(self, tokens: DenseInput, k_pages: Tensor, v_pages: Tensor) -> Tensor:  # (candidates, tasks) float32
-        """Logits of all candidates; K/V of new history tokens are left in their pages.
+    @property
+    def head_features(self) -> list[int]:
+        """Feature tables whose rows the head reads for each candidate."""
+        return [self._feature[table] for table in self.config.candidate_encoder.tables]
+
+    def embed(self, tokens: DenseInput, num_tokens: int) -> Tensor:  # (num_tokens, dim)
+        """Token embeddings in flat order; rows of x that no token claims are left as they come."""
+        w = self._weights
+        events = F.embedding(tokens.actions, w["action_embedding.weight"])
+        events = events + F.embedding(tokens.positions, w["position_embedding.weight"])
+        events = events + F.embedding(tokens.gaps, w["time_embedding.weight"])
+        for encoder in self.config.encoders:
+            rows = [tokens.event_rows[self._feature[table]] for table in encoder.tables]
+            events = events + self._encode(f"encoders.{encoder.name}", encoder, rows)
+        if not tokens.context_counts and num_tokens == events.shape[0]:
+            return events
+        x = events.new_empty((num_tokens, self.config.dim))
+        x[tokens.event_at] = events
+        if tokens.context_counts:
+            x[tokens.context_at] = self._embed_context(tokens)
+        return x
+
+    def layers(self, x: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
+        """All layers; K/V of new history tokens are left in their pages. x may be overwritten.
 
         k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
-        rows = tokens.event_rows.to(self.dtype)
-        x = self._embed(tokens, rows)
         for weights, k, v in zip(self._layers, k_pages, v_pages, strict=True):
-            x = self._layer(x, weights, k, v, tokens.ragged)
-        return self._head(x[tokens.event_at[tokens.candidates]], rows[:, tokens.candidates])
-
-    def _embed(self, tokens: DenseInput, rows: Tensor) -> Tensor:  # (tokens, dim)
-        w = self._weights
-        events = w["action_embedding.weight"][tokens.actions]
-        events = events + w["position_embedding.weight"][tokens.positions] + w["time_embedding.weight"][tokens.gaps]
-        for encoder in self.config.encoders:
-            events = events + self._encode(f"encoders.{encoder.name}", encoder, rows)
-        if not tokens.context_counts:
-            return events
-        x = events.new_empty((events.shape[0] + tokens.context_rows.shape[0], self.config.dim))
-        x[tokens.event_at] = events
-        x[tokens.context_at] = self._embed_context(tokens)
+            x = self._run_layer(x, weights, self._shape, k, v, batch)
         return x
+
+    def head(self, x: Tensor, rows: Sequence[Tensor]) -> Tensor:  # (candidates, tasks) float32
+        """Logits from the candidates' tokens and, per table of `head_features`, their rows (candidates, row_dim)."""
+        w, encoder = self._weights, self.config.candidate_encoder
+        user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], _MLP_EPS)
+        item = self._encode("candidate_encoder", encoder, rows)
+        return self._mlp("head", user * item).float()
 
     def _embed_context(self, tokens: DenseInput) -> Tensor:  # (context tokens, dim)
         weight, bias = self._weights["context.weight"], self._weights["context.bias"]
         groups = tokens.context_rows.to(self.dtype).split(list(tokens.context_counts))
         return torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
 
-    def _encode(self, name: str, encoder: EncoderConfig, rows: Tensor) -> Tensor:  # rows: (features, n, row_dim)
-        parts = [rows[self._feature[table]] for table in encoder.tables]
-        x = torch.cat(parts, dim=1) if encoder.pooling == "concat" else torch.stack(parts).sum(0)
-        y = self._mlp(name, x)
-        return F.layer_norm(
-            y, y.shape[-1:], self._weights[f"{name}.3.weight"], self._weights[f"{name}.3.bias"], _MLP_EPS
-        )
+    def _encode(self, name: str, encoder: EncoderConfig, rows: Sequence[Tensor]) -> Tensor:  # (n, dim)
+        """rows: one (n, row_dim) per table of the encoder."""
+        w = self._weights
+        if encoder.pooling == "concat":
+            x = torch.cat([part.to(self.dtype) for part in rows], dim=1)
+        else:
+            x = rows[0].to(self.dtype)
+            for part in rows[1:]:
+                x = x + part
+        y = self._mlp(name, x.to(self.dtype))
+        return F.layer_norm(y, y.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], _MLP_EPS)
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         """Linear, swish gated by the layer norm of its own input, linear."""
@@ -148,17 +165,3 @@ class HstuModel:
         hidden = F.linear(x, w[f"{name}.0.weight"], w[f"{name}.0.bias"])
         gate = F.layer_norm(hidden, hidden.shape[-1:], w[f"{name}.1.weight"], w[f"{name}.1.bias"], _MLP_EPS)
         return F.linear(hidden * gate.sigmoid(), w[f"{name}.2.weight"], w[f"{name}.2.bias"])
-
-    def _layer(self, x: Tensor, weights: LayerWeights, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:
-        config, kernels = self.config, self._kernels
-        u, v, q, k = kernels.project(x, weights, config.form, config.num_heads)
-        kernels.append_kv(k, v, k_pages, v_pages, batch)
-        scale = config.qk_dim**-0.5
-        o = kernels.attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=float(config.normaliser))
-        return kernels.gate_output(x, u, o.flatten(1), weights, config.form)
-
-    def _head(self, x: Tensor, rows: Tensor) -> Tensor:
-        w, encoder = self._weights, self.config.candidate_encoder
-        user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], _MLP_EPS)
-        item = self._encode("candidate_encoder", encoder, rows)
-        return self._mlp("head", user * item).float()

@@ -1,0 +1,61 @@
+"""What an engine holds once it is ready: for its first log line and for people who size a pool."""
+
+from dataclasses import dataclass
+
+import torch
+
+from helmrec.memory.pool import Pool
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Memory of one engine. Bytes on the device, except the index and the master, which are on the host."""
+
+    num_pages: int
+    page_bytes: int
+    page_tokens: int
+    rows_per_page: int
+    kv_waste: float
+    emb_pages: int
+    index_bytes: int
+    master_bytes: int
+    num_graphs: int
+    graph_buffer_bytes: int
+    reserved_bytes: int  # by this process, all told; 0 on a CPU
+    free_bytes: int  # left on the card; 0 on a CPU
+
+    def __str__(self) -> str:
+        kv_pages = self.num_pages - self.emb_pages
+        lines = [
+            f"pool: {self.num_pages:,} pages of {self.page_bytes:,} bytes "
+            f"({self.page_tokens} tokens or {self.rows_per_page} rows; {self.kv_waste:.1%} of a KV page is padding)",
+            f"  EMB {self.emb_pages:,} pages: {self.emb_pages * self.rows_per_page:,} rows",
+            f"  KV  {kv_pages:,} pages: {kv_pages * self.page_tokens:,} tokens",
+            f"host: residency index {self.index_bytes / _MIB:,.0f} MiB, tables {self.master_bytes / _MIB:,.0f} MiB",
+        ]
+        if self.reserved_bytes:
+            lines.append(
+                f"card: {self.num_graphs} graphs over {self.graph_buffer_bytes / _MIB:,.0f} MiB of buffers, "
+                f"{self.reserved_bytes / _MIB:,.0f} MiB reserved in all, {self.free_bytes / _MIB:,.0f} MiB left"
+            )
+        return "\n".join(lines)
+
+
+def make_report(pool: Pool, master_bytes: int, num_graphs: int, graph_buffer_bytes: int) -> EngineReport:
+    stats, on_card = pool.stats(), torch.cuda.is_available() and torch.cuda.is_initialized()
+    return EngineReport(
+        num_pages=stats.num_pages,
+        page_bytes=stats.page_bytes,
+        page_tokens=pool.geometry.page_tokens,
+        rows_per_page=pool.geometry.rows_per_page,
+        kv_waste=pool.geometry.kv_waste,
+        emb_pages=stats.emb_pages,
+        index_bytes=pool.rows.index_bytes,
+        master_bytes=master_bytes,
+        num_graphs=num_graphs,
+        graph_buffer_bytes=graph_buffer_bytes,
+        reserved_bytes=torch.cuda.memory_reserved() if on_card else 0,
+        free_bytes=torch.cuda.mem_get_info()[0] if on_card else 0,
+    )

@@ -1,0 +1,89 @@
+"""The plan of one batch's attention: its work list on the device, and the buffers the kernels share.
+
+It knows lengths and launch settings, not tensors of a model.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
+
+MAX_PARTS = 96  # parts of cut tiles in flight; bounds the workspace to 25 MB at 4 heads of 128
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """Tile and launch settings for one pair of head dims."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(dim: int) -> int:
+    """The power of two a tile of this dim is padded to; matrix units take no less than 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int) -> LaunchShape:
+    """Measured best on an H200. A block no longer than a page can be fetched in one piece."""
+    if dtype == torch.float32:  # twice the bytes in shared memory, and no hurry
+        return LaunchShape(32, 32, 4, 1)
+    block_n, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
+    if page_tokens in (16, 32, 64):
+        block_n = min(block_n, page_tokens)
+    return LaunchShape(128, block_n, 8, num_stages)
+
+
+class AttentionPlan:
+    """The work list of one batch and the buffers its attention needs, for all layers of a step.
+
+    Addresses never change, so a captured graph may hold them: `load` the next batch, then replay. One plan
+    serves one step at a time: the parts of a cut tile meet in its workspace.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int) -> None:
+        """For tensors of the shape, type and device of q and v; their first dimension is the most tokens of a step."""
+        max_tokens, num_heads, qk = q.shape
+        self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens)
+        block_m = self.launch.block_m
+        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS)
+        num_items = max_items(max_tokens, max_sequences, self.tiling)
+        # Row 0 holds the number of items, the items follow.
+        self.work = torch.zeros((1 + num_items, FIELDS), dtype=torch.int32, device=q.device)
+        self.state = torch.zeros(2, dtype=torch.int32, device=q.device)  # tickets taken, programs gone
+        self.arrivals = torch.zeros(MAX_PARTS * num_heads * 2, dtype=torch.int32, device=q.device)
+        self.partials = torch.empty(
+            MAX_PARTS * num_heads * block_m * padded(v.shape[2]), dtype=torch.float32, device=q.device
+        )
+        self._staging = torch.zeros(self.work.shape, dtype=torch.int32, pin_memory=q.is_cuda)
+
+    def load(self, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int) -> None:
+        """Plan a batch from its lengths. The copy is asynchronous: wait for it before the next load."""
+        work = build_work(cu_tokens, num_resident, num_new, num_context, self.tiling)
+        count = len(work)
+        staging = self._staging.numpy()
+        assert count < len(staging), f"{count} items do not fit a plan of {len(staging) - 1}"
+        staging[0, 0] = count
+        staging[1 : count + 1] = work
+        self.work[: count + 1].copy_(self._staging[: count + 1], non_blocking=True)
+
+
+def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
+    """A plan of exactly this batch. It reads lengths back from the device: for tests and one-off calls."""
+    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences)
+    cu_tokens, num_resident, num_new = (
+        np.ascontiguousarray(t.cpu().numpy(), np.int32) for t in (batch.cu_tokens, batch.num_resident, batch.num_new)
+    )
+    plan.load(cu_tokens, num_resident, num_new, batch.num_context)
+    return plan
+
+
+def _num_programs(device: torch.device) -> int:
+    """One per multiprocessor; elsewhere (the interpreter) two, so that tests see more than one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

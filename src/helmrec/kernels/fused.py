@@ -1,0 +1,24 @@
+"""One HSTU layer through the fused kernels: same contract as `plain.run_layer`, but x is updated in place."""
+
+from torch import Tensor
+
+from helmrec.kernels.layer import LayerShape, LayerWeights
+from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.triton_attention import append_kv, attend
+from helmrec.kernels.triton_layer import gate_output, joined_buffer, project
+
+
+def run_layer(
+    x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
+) -> Tensor:  # (tokens, dim)
+    u, v, q, k = project(x, weights, shape.form, shape.num_heads)
+    append_kv(k, v, k_pages, v_pages, batch)
+    scale, normaliser, plan = shape.scale, shape.normaliser, batch.plan
+    if shape.form == "gated":
+        o = attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan)
+        return gate_output(x, u, o.flatten(1), weights, shape.form)
+    joined = joined_buffer(x, weights)  # attention writes O where the gate would have to copy it to
+    o = joined[:, u.shape[1] : 2 * u.shape[1]]
+    out = o.unflatten(1, v.shape[1:])
+    attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan, out=out)
+    return gate_output(x, u, o, weights, shape.form, joined)

@@ -1,0 +1,353 @@
+"""HSTU attention over paged K/V in Triton, and the K/V append: fast twins of `attention.py`.
+
+One persistent kernel takes query tiles off a device-side work list. Resident keys come from pages, a
+tile at a time; the step's own keys come from the flat tensors, so nothing waits for the append.
+This module knows nothing of layers, weights or owners.
+"""
+
+# ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
+# Triton gives kernel arguments their types.
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from helmrec.kernels import hopper_attention
+from helmrec.kernels.attention_plan import AttentionPlan, padded, plan_for
+from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.work_list import FIELDS
+
+# One argument a line would bury the kernels.
+# fmt: off
+
+
+@triton.jit
+def _silu_of_twice(h, FAST_TANH: tl.constexpr):
+    """silu(2h) = h + h * tanh(h): one special-function instruction instead of an exponential and a division."""
+    if FAST_TANH:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=tl.float32, is_pure=True, pack=1)
+        active = h + h * t
+    else:
+        active = 2 * h * tl.sigmoid(2 * h)
+    return active
+
+
+@triton.jit
+def _load_flat(source, strides, row, row_end, head, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+               USE_TMA: tl.constexpr):
+    """ROWS rows of one head of a flat tensor; without TMA, rows from row_end on read as zero."""
+    if USE_TMA:
+        tile = source.load([row, head * DIM])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        dims = tl.arange(0, PADDED)
+        at = rows.to(tl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
+        tile = tl.load(source + at, mask=(rows < row_end)[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_paged(source, strides, table, token, num_tokens, head, PAGE_TOKENS: tl.constexpr, ROWS: tl.constexpr,
+                DIM: tl.constexpr, PADDED: tl.constexpr, USE_TMA: tl.constexpr):
+    """ROWS history tokens of one head; with TMA they must lie inside one page."""
+    if USE_TMA:
+        page = tl.load(table + token // PAGE_TOKENS)
+        tile = tl.reshape(source.load([page, token % PAGE_TOKENS, head * DIM]), (ROWS, PADDED))
+    else:
+        tokens = token + tl.arange(0, ROWS)
+        dims = tl.arange(0, PADDED)
+        live = tokens < num_tokens
+        pages = tl.load(table + tokens // PAGE_TOKENS, mask=live, other=0).to(tl.int64)
+        at = pages * strides[0] + (tokens % PAGE_TOKENS) * strides[1] + head * strides[2]
+        tile = tl.load(source + at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _add_block(acc, q, k, v, half_scale, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    weights = _silu_of_twice(scores * half_scale, FAST_TANH)
+    return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_masked_block(acc, q, k, v, visible, live, half_scale, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr):
+    """As `_add_block`; values of keys that are not live may be anything, and are cleared: 0 * NaN is NaN."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    weights = tl.where(visible, _silu_of_twice(scores * half_scale, FAST_TANH), 0.0)
+    v = tl.where(live[:, None], v, 0.0)
+    return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _store_rows(out, strides, values, row, row_end, head, first_dim, inv_normaliser, ROWS: tl.constexpr,
+                WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are others'."""
+    rows = row + tl.arange(0, ROWS)
+    dims = first_dim + tl.arange(0, WIDTH)
+    at = rows.to(tl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
+    live = (rows < row_end)[:, None] & (dims < DIM)[None, :]
+    tl.store(out + at, (values * inv_normaliser).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arrivals, inv_normaliser,
+                NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr):
+    """Publish this part of a cut tile; the last part to arrive adds all up, in their order, and stores the rows."""
+    part, parts, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    size: tl.constexpr = BLOCK_M * V_PADDED
+    rows = tl.arange(0, BLOCK_M)[:, None] * V_PADDED
+    base = partials + (slot * NUM_HEADS + head * parts).to(tl.int64) * size
+    tl.store(base + part * size + rows + tl.arange(0, V_PADDED)[None, :], acc)
+    tl.debug_barrier()  # every thread's stores come before the arrival that publishes them
+    counter = arrivals + slot * NUM_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+        tl.store(counter, 0)  # for the next launch
+        width: tl.constexpr = min(V_PADDED, 64)  # of a slice: few enough registers to keep its loads in flight
+        for first in range(0, V_PADDED, width):
+            total = tl.zeros((BLOCK_M, width), tl.float32)
+            at = base + first + rows + tl.arange(0, width)[None, :]
+            for i in range(parts):
+                total += tl.load(at + i * size, cache_modifier=".cg")  # L1 does not see other programs' stores
+            _store_rows(out, out_strides, total, row, row_end, head, first, inv_normaliser, BLOCK_M, width, V)
+
+
+@triton.jit
+def _attend_item(  # one tile from start to end: splitting it further would only hand the same locals around
+    item, head, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
+    v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
+    num_context, half_scale, inv_normaliser,
+    NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+):
+    sequence, row, lo, hi = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    start, end = tl.load(cu_tokens + sequence), tl.load(cu_tokens + sequence + 1)
+    resident = tl.load(num_resident + sequence)
+    shared = tl.load(num_new + sequence) + num_context  # own rows that later rows see
+    table = page_table + sequence.to(tl.int64) * table_stride
+
+    # Blocks are numbered: resident, then own blocks every row of the tile sees whole, then masked own ones.
+    paged = tl.cdiv(resident, BLOCK_N)
+    whole = tl.minimum(row + 1, shared) // BLOCK_N
+    seen = tl.cdiv(tl.minimum(row + BLOCK_M, shared), BLOCK_N)
+    skipped = tl.maximum(row // BLOCK_N - seen, 0)  # other candidates' blocks, between history and the diagonal
+
+    q = _load_flat(q_flat, q_strides, start + row, end, head, BLOCK_M, QK, QK_PADDED, USE_TMA)
+    acc = tl.zeros((BLOCK_M, V_PADDED), tl.float32)
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+
+    for block in tl.range(lo, tl.minimum(hi, resident // BLOCK_N)):
+        k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
+                        QK_PADDED, USE_TMA)
+        v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
+                        V_PADDED, USE_TMA)
+        acc = _add_block(acc, q, k, v, half_scale, FAST_TANH, PRECISION)
+    for block in tl.range(tl.maximum(lo, paged), tl.minimum(hi, paged + whole)):
+        at = start + (block - paged) * BLOCK_N
+        k = _load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
+        v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
+        acc = _add_block(acc, q, k, v, half_scale, FAST_TANH, PRECISION)
+    # At most one block: the page the resident tokens end in.
+    for block in tl.range(tl.maximum(lo, resident // BLOCK_N), tl.minimum(hi, paged), num_stages=1):
+        k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
+                        QK_PADDED, USE_TMA)
+        v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
+                        V_PADDED, USE_TMA)
+        live = block * BLOCK_N + columns < resident
+        acc = _add_masked_block(acc, q, k, v, live[None, :], live, half_scale, FAST_TANH, PRECISION)
+    # The diagonal. A candidate's own key is one of a block of them: that costs less than a loop of its own.
+    for block in tl.range(tl.maximum(lo, paged + whole), hi, num_stages=1):
+        own = block - paged
+        own += tl.where(own >= seen, skipped, 0)
+        at = start + own * BLOCK_N
+        k = _load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
+        v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
+        column = own * BLOCK_N + columns
+        visible = (column[None, :] <= tl.minimum(rows, shared - 1)[:, None]) | (column[None, :] == rows[:, None])
+        acc = _add_masked_block(acc, q, k, v, visible, start + column < end, half_scale, FAST_TANH, PRECISION)
+
+    if tl.load(item + 5) > 1:
+        _store_part(acc, item, head, out, out_strides, start + row, end, partials, arrivals, inv_normaliser, NUM_HEADS,
+                    BLOCK_M, V, V_PADDED)
+    else:
+        _store_rows(out, out_strides, acc, start + row, end, head, 0, inv_normaliser, BLOCK_M, V_PADDED, V)
+
+
+@triton.jit
+def _attention_kernel(
+    work, state, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
+    v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
+    num_context, half_scale, inv_normaliser,
+    FIELDS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr,
+    V_PADDED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Take (item, head) tickets until none is left; the last program to leave rewinds the counters."""
+    num_tickets = tl.load(work) * NUM_HEADS
+    ticket = tl.atomic_add(state, 1, sem="relaxed")
+    while ticket < num_tickets:
+        _attend_item(work + FIELDS * (1 + ticket // NUM_HEADS), ticket % NUM_HEADS, q_flat, k_flat, v_flat, k_pages,
+                     v_pages, out, q_strides, k_strides, v_strides, k_page_strides, v_page_strides, out_strides,
+                     cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals, num_context,
+                     half_scale, inv_normaliser, NUM_HEADS, QK, V, QK_PADDED, V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N,
+                     USE_TMA, FAST_TANH, PRECISION)
+        ticket = tl.atomic_add(state, 1, sem="relaxed")
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(state, 0)
+        tl.store(state + 1, 0)
+
+
+@triton.jit
+def _copy_rows(source, strides, pages, page_strides, rows, page, offset, kept, DIM: tl.constexpr, WIDTH: tl.constexpr,
+               PADDED: tl.constexpr):
+    """Copy whole token rows, all heads, to their slots."""
+    columns = tl.arange(0, PADDED)
+    head, dim = columns // DIM, columns % DIM
+    mask = kept[:, None] & (columns < WIDTH)[None, :]
+    taken = tl.load(source + (rows * strides[0])[:, None] + (head * strides[1] + dim)[None, :], mask=mask)
+    to = page * page_strides[0] + offset * page_strides[1]
+    tl.store(pages + to[:, None] + (head * page_strides[2] + dim)[None, :], taken, mask=mask)
+
+
+@triton.jit
+def _append_kernel(k, v, k_pages, v_pages, write_slots, k_strides, v_strides, k_page_strides, v_page_strides,
+                   num_tokens, PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
+                   QK_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Copy ROWS tokens to their slots; a slot below zero is not kept."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(write_slots + rows, mask=rows < num_tokens, other=-1)
+    page, offset, rows = slot // PAGE_TOKENS, slot % PAGE_TOKENS, rows.to(tl.int64)
+    _copy_rows(k, k_strides, k_pages, k_page_strides, rows, page, offset, slot >= 0, QK, NUM_HEADS * QK, QK_WIDTH)
+    _copy_rows(v, v_strides, v_pages, v_page_strides, rows, page, offset, slot >= 0, V, NUM_HEADS * V, V_WIDTH)
+
+
+# fmt: on
+
+
+def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
+    """Write the K/V of tokens that are kept into their pages. Shapes as in the twin; heads and dims contiguous."""
+    tokens, heads, qk = k.shape
+    qk_width, v_width = (triton.next_power_of_2(heads * dim) for dim in (qk, v.shape[2]))
+    rows = max(1, 4096 // max(qk_width, v_width))
+    _append_kernel[(triton.cdiv(tokens, rows),)](
+        k,
+        v,
+        k_pages,
+        v_pages,
+        batch.write_slots,
+        k.stride()[:2],
+        v.stride()[:2],
+        k_pages.stride()[:3],
+        v_pages.stride()[:3],
+        tokens,
+        PAGE_TOKENS=batch.page_tokens,
+        NUM_HEADS=heads,
+        QK=qk,
+        V=v.shape[2],
+        QK_WIDTH=qk_width,
+        V_WIDTH=v_width,
+        ROWS=rows,
+        num_warps=8,
+    )
+
+
+def attend(
+    q: Tensor,  # (tokens, heads, qk)
+    k: Tensor,  # (tokens, heads, qk)
+    v: Tensor,  # (tokens, heads, v)
+    k_pages: Tensor,  # (pages, page_tokens, heads, qk)
+    v_pages: Tensor,  # (pages, page_tokens, heads, v)
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    normaliser: float,
+    plan: AttentionPlan | None = None,
+    out: Tensor | None = None,  # (tokens, heads, v), any row and head stride
+) -> Tensor:
+    """Attention of every new token, context token and candidate of the batch, as the twin defines it.
+
+    New tokens are read from k and v, resident ones from pages. Rows of no sequence are left as they are in
+    out. Without a plan one is made, which waits for the device.
+    """
+    plan = plan_for(q, v, batch) if plan is None else plan
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    sources = (q, k, v, k_pages, v_pages)
+    if hopper_attention.supports(sources, plan.tiling):
+        hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
+    else:
+        _launch(sources, batch, out, plan, scale, normaliser)
+    return out
+
+
+def _launch(
+    sources: tuple[Tensor, ...], batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
+) -> None:
+    q, k, v, k_pages, v_pages = sources
+    tiling, launch = plan.tiling, plan.launch
+    qk_dim, v_dim = q.shape[2], v.shape[2]
+    half = q.dtype != torch.float32
+    use_tma = half and _tma_can_read(sources, tiling.block_n)
+    readers: tuple[Any, ...] = sources
+    if use_tma:
+        flat = (_rows_descriptor(t, n) for t, n in ((q, tiling.block_m), (k, tiling.block_n), (v, tiling.block_n)))
+        readers = (*flat, _pages_descriptor(k_pages, tiling.block_n), _pages_descriptor(v_pages, tiling.block_n))
+    _attention_kernel[(tiling.num_programs,)](
+        plan.work,
+        plan.state,
+        *readers,
+        out,
+        q.stride()[:2],
+        k.stride()[:2],
+        v.stride()[:2],
+        k_pages.stride()[:3],
+        v_pages.stride()[:3],
+        out.stride()[:2],
+        batch.cu_tokens,
+        batch.num_resident,
+        batch.num_new,
+        batch.page_table,
+        batch.page_table.stride(0),
+        plan.partials,
+        plan.arrivals,
+        batch.num_context,
+        scale / 2,
+        1 / normaliser,
+        FIELDS=FIELDS,
+        NUM_HEADS=tiling.num_heads,
+        QK=qk_dim,
+        V=v_dim,
+        QK_PADDED=padded(qk_dim),
+        V_PADDED=padded(v_dim),
+        PAGE_TOKENS=batch.page_tokens,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        USE_TMA=use_tma,
+        FAST_TANH=half and q.is_cuda,
+        PRECISION="tf32" if half else "ieee",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _tma_can_read(sources: tuple[Tensor, ...], block_n: int) -> bool:
+    """Whether tiles are boxes the copy engine can fetch: whole power-of-two heads, aligned, blocks inside a page."""
+    aligned = all(t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-2]) for t in sources)
+    packed = all(t.stride()[-2:] == (t.shape[-1], 1) and t.shape[-1] == padded(t.shape[-1]) for t in sources)
+    same = all(t.dtype == sources[0].dtype and t.numel() > 0 for t in sources)
+    return aligned and packed and same and sources[3].shape[1] % block_n == 0
+
+
+def _rows_descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(t, [t.shape[0], t.shape[1] * t.shape[2]], [t.stride(0), 1], [rows, t.shape[2]])
+
+
+def _pages_descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    shape, strides = [*t.shape[:2], t.shape[2] * t.shape[3]], [*t.stride()[:2], 1]
+    return TensorDescriptor(t, shape, strides, [1, rows, t.shape[3]])

@@ -1,0 +1,117 @@
+"""Random ragged batches over scattered pages, with NaN wherever a kernel has no business to look."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helmrec.kernels import attention
+from helmrec.kernels.ragged import RaggedBatch
+
+
+class Lengths(NamedTuple):
+    """One sequence: history already in pages, history this step appends, candidates."""
+
+    resident: int
+    new: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    num: int
+    qk: int
+    v: int
+
+
+class Case(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    batch: RaggedBatch
+
+    @property
+    def num_live(self) -> int:
+        """Rows that belong to a sequence; the rest is dead."""
+        return int(self.batch.cu_tokens[-1])
+
+    def append(self) -> None:
+        attention.append_kv(self.k, self.v, self.k_pages, self.v_pages, self.batch)
+
+    def reference(self, scale: float, normaliser: float) -> Tensor:
+        """The twin in float64; needs the new tokens in their pages."""
+        q, k, v, k_pages, v_pages = (t.double() for t in self[:5])
+        out = attention.attend(q, k, v, k_pages, v_pages, self.batch, scale=scale, normaliser=normaliser)
+        return out[: self.num_live]
+
+
+def layout(
+    lengths: list[Lengths], page_tokens: int, num_context: int, num_dead: int, rng: np.random.Generator
+) -> RaggedBatch:
+    """Pages are dealt in random order; a sequence without history and candidates has no context either."""
+    num_pages = [-(-(n.resident + n.new) // page_tokens) for n in lengths]
+    rows = [n.new + n.candidates + (num_context if sum(n) else 0) for n in lengths]
+    cu_tokens = np.concatenate([[0], np.cumsum(rows)])
+    pages = iter(rng.permutation(sum(num_pages) + 1)[1:])
+    table = np.zeros((len(lengths), max(num_pages) + 1), np.int32)
+    slots = np.full(cu_tokens[-1] + num_dead, -1, np.int64)
+    for i, n in enumerate(lengths):
+        table[i, : num_pages[i]] = [next(pages) for _ in range(num_pages[i])]
+        tokens = np.arange(n.resident, n.resident + n.new)
+        slots[cu_tokens[i] : cu_tokens[i] + n.new] = (
+            table[i, tokens // page_tokens].astype(np.int64) * page_tokens + tokens % page_tokens
+        )
+    return RaggedBatch(
+        cu_tokens=torch.tensor(cu_tokens, dtype=torch.int32),
+        num_resident=torch.tensor([n.resident for n in lengths], dtype=torch.int32),
+        num_new=torch.tensor([n.new for n in lengths], dtype=torch.int32),
+        page_table=torch.tensor(table),
+        write_slots=torch.tensor(slots),
+        num_context=num_context,
+        page_tokens=page_tokens,
+    )
+
+
+def on(device: str, batch: RaggedBatch) -> RaggedBatch:
+    names = ("cu_tokens", "num_resident", "num_new", "page_table", "write_slots")
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
+
+
+def random_case(  # noqa: PLR0917 - a batch has this many free choices
+    rng: np.random.Generator,
+    lengths: list[Lengths],
+    heads: Heads,
+    page_tokens: int,
+    dtype: torch.dtype,
+    num_context: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """q, k and v are views into one projection, as the engine has them; resident K/V lies in its pages."""
+    batch = on(device, layout(lengths, page_tokens, num_context, 7, rng))
+    generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    widths = [heads.num * dim for dim in (heads.v, heads.qk, heads.qk)]
+    projection = noise(len(batch.write_slots), sum(widths))
+    projection[-7:] = torch.nan
+    v, q, k = (t.unflatten(1, (heads.num, -1)) for t in projection.split(widths, dim=1))
+    num_pages = int(batch.page_table.max()) + 2
+    k_pages = torch.full((num_pages, page_tokens, heads.num, heads.qk), torch.nan, dtype=dtype, device=device)
+    v_pages = torch.full((num_pages, page_tokens, heads.num, heads.v), torch.nan, dtype=dtype, device=device)
+    for i, n in enumerate(lengths):
+        tokens = torch.arange(n.resident, device=device)
+        pages, offsets = batch.page_table[i].long()[tokens // page_tokens], tokens % page_tokens
+        k_pages[pages, offsets] = noise(n.resident, heads.num, heads.qk)
+        v_pages[pages, offsets] = noise(n.resident, heads.num, heads.v)
+    return Case(q, k, v, k_pages, v_pages, batch)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """NaN in `out` gives NaN, which no bound passes."""
+    return float((out.double() - expected).norm() / expected.norm())

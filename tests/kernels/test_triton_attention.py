@@ -1,0 +1,89 @@
+"""The portable attention kernel and the append against their twins, in Triton's interpreter.
+
+The interpreter multiplies no bfloat16; that type, and the Hopper kernel, are tested on a card.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU, tests/gpu runs the same kernels compiled", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is imported, so before that
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from helmrec.kernels import attention, triton_attention
+from helmrec.kernels.attention_plan import plan_for
+from tests.kernels.ragged_cases import Heads, Lengths, random_case, relative_error
+
+# NaN in unowned rows and pages is the point of these cases; NumPy, under the interpreter, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LENGTHS = [
+    Lengths(0, 130, 5),
+    Lengths(100, 40, 0),
+    Lengths(0, 0, 0),
+    Lengths(64, 1, 3),
+    Lengths(5, 0, 140),
+    Lengths(0, 0, 2),
+]
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("heads", "page_tokens", "num_context"),
+    [(Heads(2, 8, 24), 8, 0), (Heads(1, 32, 32), 64, 2), (Heads(2, 16, 16), 128, 0)],
+)
+def test_attention_matches_the_twin(
+    dtype: torch.dtype, heads: Heads, page_tokens: int, num_context: int, rng: np.random.Generator
+) -> None:
+    case = random_case(rng, LENGTHS, heads, page_tokens, dtype, num_context)
+    case.append()
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
+    assert relative_error(out, case.reference(0.3, 50.0)) < BOUNDS[dtype]
+
+
+def test_new_tokens_need_no_append(rng: np.random.Generator) -> None:
+    case = random_case(rng, LENGTHS, Heads(1, 16, 16), 16, torch.float32)
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
+    case.append()
+    assert relative_error(out, case.reference(0.3, 50.0)) < 1e-5
+
+
+def test_cut_tiles_add_up_and_leave_the_plan_ready_for_the_next_layer(rng: np.random.Generator) -> None:
+    case = random_case(rng, [Lengths(700, 40, 9)], Heads(2, 16, 24), 32, torch.float32)
+    case.append()
+    plan = plan_for(case.q, case.v, case.batch)
+    plan.tiling = plan.tiling._replace(num_programs=32)  # more programs than tiles: the tiles must be cut
+    batch = case.batch
+    plan.load(batch.cu_tokens.numpy(), batch.num_resident.numpy(), batch.num_new.numpy(), 0)
+    assert int(plan.work[:, 5].max()) > 1
+    first, second = (triton_attention.attend(*case, scale=0.3, normaliser=50.0, plan=plan) for _ in range(2))
+    assert torch.equal(first[: case.num_live], second[: case.num_live])
+    assert relative_error(first[: case.num_live], case.reference(0.3, 50.0)) < 1e-5
+    assert not plan.state.any()
+    assert not plan.arrivals.any()
+
+
+def test_attention_writes_into_a_view_and_nowhere_else(rng: np.random.Generator) -> None:
+    case = random_case(rng, LENGTHS[:2], Heads(2, 8, 24), 16, torch.float32)
+    case.append()
+    joined = torch.full((len(case.v), 3, 2, 24), 7.0)
+    triton_attention.attend(*case, scale=0.3, normaliser=50.0, out=joined[:, 1])
+    assert relative_error(joined[: case.num_live, 1], case.reference(0.3, 50.0)) < 1e-5
+    assert (joined[:, [0, 2]] == 7).all()
+    assert (joined[case.num_live :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [Heads(2, 8, 24), Heads(3, 16, 16)])
+def test_append_writes_kept_tokens_and_nothing_else(dtype: torch.dtype, heads: Heads, rng: np.random.Generator) -> None:
+    case = random_case(rng, LENGTHS, heads, 16, dtype)
+    k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
+    attention.append_kv(case.k, case.v, k_pages, v_pages, case.batch)
+    triton_attention.append_kv(*case[1:])
+    for pages, expected in ((case.k_pages, k_pages), (case.v_pages, v_pages)):
+        assert torch.equal(pages.nan_to_num(9.0), expected.nan_to_num(9.0))

@@ -1,0 +1,57 @@
+"""The work list covers every row and every key block once, and fits its buffers."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from helmrec.kernels.work_list import Lengths as Int32s
+from helmrec.kernels.work_list import Tiling, build_work, max_items
+
+
+def lengths_of(rng: np.random.Generator, sequences: int, longest: int) -> tuple[Int32s, Int32s, Int32s]:
+    resident, new, candidates = (rng.integers(0, longest, sequences) for _ in range(3))
+    rows = np.where(rng.random(sequences) < 0.2, 0, new + candidates)
+    new = np.minimum(new, rows)
+    return (
+        np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+        resident.astype(np.int32),
+        new.astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_tile_is_there_once_and_its_parts_meet(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tiling = Tiling(128, int(rng.choice([64, 128])), 4, int(rng.integers(1, 200)), int(rng.integers(0, 100)))
+    cu_tokens, resident, new = lengths_of(rng, int(rng.integers(1, 12)), int(rng.integers(1, 5000)))
+    work = build_work(cu_tokens, resident, new, 0, tiling)
+    rows = np.diff(cu_tokens)
+    expected = {(i, row) for i, n in enumerate(rows) for row in range(0, n, 128)}
+    tiles: dict[tuple[int, int], list[Int32s]] = {}
+    for item in work:
+        tiles.setdefault((int(item[0]), int(item[1])), []).append(item)
+    assert tiles.keys() == expected
+    for parts in tiles.values():
+        assert [int(p[4]) for p in parts] == list(range(len(parts)))
+        assert all(p[5] == len(parts) and p[2] < p[3] for p in parts)
+        assert parts[0][2] == 0
+        assert all(a[3] == b[2] for a, b in pairwise(parts))
+    cut = work[work[:, 5] > 1]
+    assert len(cut) <= tiling.max_parts
+    assert sorted((cut[:, 6] + cut[:, 4]).tolist()) == list(range(len(cut)))
+    assert len(work) <= max_items(int(cu_tokens[-1]), len(rows), tiling)
+
+
+def test_blocks_of_a_tile_are_those_its_rows_see() -> None:
+    tiling = Tiling(block_m=128, block_n=64, num_heads=1, num_programs=1, max_parts=0)
+    # 100 resident, 130 new, 300 candidates: 2 blocks resident, 3 own ones in front of the candidates.
+    cu_tokens = np.array([0, 430], np.int32)
+    work = build_work(cu_tokens, np.array([100], np.int32), np.array([130], np.int32), 0, tiling)
+    blocks = {int(item[1]): int(item[3]) for item in work}
+    assert blocks == {0: 2 + 2, 128: 2 + 3 + 1, 256: 2 + 3 + 2, 384: 2 + 3 + 1}
+
+
+def test_no_rows_no_work() -> None:
+    empty = np.zeros(3, np.int32)
+    assert len(build_work(np.zeros(4, np.int32), empty, empty, 0, Tiling(128, 128, 4, 132, 96))) == 0
