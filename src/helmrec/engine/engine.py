@@ -212,7 +212,7 @@ class Engine:
             self._master.update(rows, new)
             slots = self._pool.rows.peek(rows)
             resident = slots != ABSENT
-            self._arena.write_rows(slots[resident], new[torch.from_numpy(resident)].to(self.config.device))
+            self._arena.write_rows(slots[resident], new[torch.from_numpy(resident)])
             self._pool.row_epochs.mark(rows)
 
     def stats(self) -> EngineStats:

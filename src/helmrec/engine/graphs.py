@@ -118,8 +118,10 @@ class GraphedDense:
         captured = self._heads[next(size for size in self._head_sizes if size >= num)]
         host = captured.staging.host
         host["at"][:num] = step.event_at[step.candidates]
+        host["at"][num:] = 0
         for i, feature in enumerate(self._model.head_features):
             host["rows"][i, :num] = feature * size + step.candidates
+        host["rows"][:, num:] = 0
         captured.staging.send()
         self.last_head = captured
         captured.graphs[0].replay()
@@ -158,18 +160,24 @@ class GraphedDense:
         return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences)
 
     def _load_step(self, captured: Captured, step: Assembly, rows: StepRows) -> None:
-        """Fill the staging block; everything beyond the step points to the last row, which nobody reads."""
+        """Fill the staging block, all of it: sizes share their memory, and what one left behind is no index for another.
+
+        Everything beyond the step reads row 0 and writes to the last token's row, which nobody reads.
+        """
         host, num_events, num_sequences = captured.staging.host, step.event_rows.shape[1], len(step.num_new)
         nowhere = self._num_tokens(captured.size) - 1
         for name in ("event_at", "actions", "positions", "gaps"):
             host[name][:num_events] = getattr(step, name)
-        host["event_at"][num_events:] = nowhere
+            host[name][num_events:] = nowhere if name == "event_at" else 0
         context = self._context_places(step)
         host["context_at"][:] = nowhere
         host["context_at"][context] = step.context_at
         of_events, of_context = np.split(rows.slots, [step.event_rows.size])
         split = len(step.event_rows) * captured.size
-        host["slots"][:split].reshape(-1, captured.size)[:, :num_events] = of_events.reshape(-1, num_events)
+        by_feature = host["slots"][:split].reshape(-1, captured.size)
+        by_feature[:, :num_events] = of_events.reshape(-1, num_events)
+        by_feature[:, num_events:] = 0
+        host["slots"][split:] = 0
         host["slots"][split + context] = of_context
         host["write_slots"][: step.write_slots.size] = step.write_slots
         host["write_slots"][step.write_slots.size :] = -1

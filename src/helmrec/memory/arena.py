@@ -46,7 +46,7 @@ class Arena:
 
     def write_rows(self, slots: Slots, values: Tensor) -> None:
         if slots.size:
-            self.rows[self._index(slots)] = values
+            self.rows[self._index(slots)] = values.to(self._buffer.device)
 
     def copy_tokens(self, copy: PageCopy) -> None:
         """The first tokens of one page to another, in every layer."""
