@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.model.window import gap_buckets, window_anchor
+from helmrec.model.window import gap_bucket, window_anchor
 
 windows = st.integers(4, 200)
 lengths = st.integers(0, 2_000)
@@ -74,13 +74,13 @@ def test_a_growing_tail_never_moves_its_anchor_back_for_odd_quarters_either() ->
 
 
 def test_gap_buckets_are_two_per_octave_and_the_last_is_open() -> None:
-    gaps = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 2**40])
-    assert gap_buckets(gaps, 64).tolist() == [0, 1, 3, 4, 5, 5, 6, 6, 7, 7, 8, 64 - 1]
-    assert gap_buckets(gaps, 4).max() == 3
+    gaps = [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 2**40]
+    assert [gap_bucket(gap, 64) for gap in gaps] == [0, 1, 3, 4, 5, 5, 6, 6, 7, 7, 8, 64 - 1]
+    assert max(gap_bucket(gap, 4) for gap in gaps) == 3
 
 
 @given(st.lists(st.integers(0, 2**62), max_size=20), st.integers(2, 200))
 def test_gap_buckets_grow_with_the_gap_and_stay_in_range(gaps: list[int], num_buckets: int) -> None:
-    buckets = gap_buckets(np.array(sorted(gaps), np.int64), num_buckets)
-    assert (np.diff(buckets) >= 0).all()
+    buckets = [gap_bucket(gap, num_buckets) for gap in sorted(gaps)]
+    assert buckets == sorted(buckets)
     assert all(0 <= bucket < num_buckets for bucket in buckets)

@@ -4,15 +4,17 @@ Pure NumPy; the runner moves the result to the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.engine.intake import Prepared
 from helmrec.memory.kv_cache import KVPlan
 from helmrec.model.config import ModelConfig
-from helmrec.model.window import gap_buckets
+from helmrec.model.window import gap_bucket
 from helmrec.types import IntArray
 
 
@@ -44,94 +46,63 @@ class Assembly:
         """All rows the step reads: those of its events, table by table, then those of its context tokens."""
         return np.concatenate([self.event_rows.ravel(), self.context_rows])
 
-    @property
-    def row_owners(self) -> IntArray:
-        """The request each of `rows` is read for."""
-        return np.concatenate([np.tile(self.event_owner, self.event_rows.shape[0]), self.context_owner])
-
-
-@dataclass(slots=True)
-class _Builder:
-    config: ModelConfig
-    page_tokens: int
-    num_tokens: int = 0
-    num_events: int = 0
-    columns: list[IntArray] = field(default_factory=list)  # (5 + features, events): see `add_events`
-    candidates: list[IntArray] = field(default_factory=list)
-    context: list[tuple[int, int, int, int]] = field(default_factory=list)  # table, row, position, owner
-    slots: list[IntArray] = field(default_factory=list)
-
-    def add(self, owner: int, request: Prepared, plan: KVPlan) -> None:
-        num_user = request.history.context_rows.size
-        first_event = max(0, plan.num_resident - num_user)
-        for i in range(min(plan.num_resident, num_user), num_user):
-            self.add_context(i, int(request.history.context_rows[i]), owner)
-        self.add_events(owner, request, first_event)
-        for i, row in enumerate(request.request_rows.tolist()):
-            self.add_context(num_user + i, row, owner)
-        self.add_candidates(owner, request)
-        kept = np.arange(plan.num_resident, plan.num_tokens)
-        pages = np.array(plan.pages, np.int64)
-        slots = np.full(self.num_tokens - sum(s.size for s in self.slots), -1, np.int64)
-        slots[: kept.size] = pages[kept // self.page_tokens] * self.page_tokens + kept % self.page_tokens
-        self.slots.append(slots)
-
-    def add_context(self, table: int, row: int, owner: int) -> None:
-        self.context.append((table, row, self.num_tokens, owner))
-        self.num_tokens += 1
-
-    def add_events(self, owner: int, request: Prepared, first: int) -> None:
-        times = request.timestamps
-        gaps = np.diff(times[max(first - 1, 0) :])
-        if first == 0 and times.size:  # the anchor event's gap would reach outside the window
-            gaps = np.concatenate([[0], gaps])
-        self._add(
-            owner,
-            request.history.event_rows[:, first:],
-            request.actions[first:],
-            np.arange(first, times.size),
-            gap_buckets(gaps, self.config.time_buckets),
+    def count_rows(self) -> IntArray:  # (requests,)
+        """How many of `rows` are read for each request."""
+        num_features = self.event_rows.shape[0]
+        return num_features * np.bincount(self.event_owner, minlength=len(self.num_new)) + np.bincount(
+            self.context_owner, minlength=len(self.num_new)
         )
 
-    def add_candidates(self, owner: int, request: Prepared) -> None:
-        num = request.num_candidates
-        self.candidates.append(np.arange(self.num_events, self.num_events + num))
-        placeholder, position = self.config.num_actions, request.num_events
-        self._add(owner, request.candidate_rows, placeholder, position, request.candidate_gap)
+    def count_by_request(self, positions: IntArray) -> IntArray:  # (requests,)
+        """How many of these positions in `rows` belong to each request."""
+        split, num_events = self.event_rows.size, self.event_rows.shape[1]
+        of_events = self.event_owner[positions[positions < split] % num_events]
+        of_context = self.context_owner[positions[positions >= split] - split]
+        return np.bincount(np.concatenate([of_events, of_context]), minlength=len(self.num_new))
 
-    def _add(self, owner: int, rows: IntArray, *columns: IntArray | int) -> None:
-        num_features, num = rows.shape
-        block = np.empty((5 + num_features, num), np.int64)
-        block[0] = owner
-        block[1] = np.arange(self.num_tokens, self.num_tokens + num)
-        for i, column in enumerate(columns):
-            block[2 + i] = column
-        block[5:] = rows
-        self.columns.append(block)
-        self.num_tokens += num
-        self.num_events += num
+
+class _Place(NamedTuple):
+    """Where one request's tokens go, and what the compiled loop must know of it."""
+
+    owner: int
+    first_event: int  # column of its first event in the batch
+    first_token: int  # flat position of its first token
+    new_context: int  # user-context tokens to compute
+    skipped: int  # events whose K/V are resident
+    num_resident: int
+    num_tokens: int
+    request_context: int
+    candidate_gap: int
+    page_tokens: int
+    placeholder: int  # the action of a candidate
+    num_buckets: int
+
+
+_FIXED = 5  # lines of the event block before the rows: owner, flat position, action, position, gap
 
 
 def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> Assembly:
-    builder = _Builder(config, page_tokens)
-    bounds = [0]
-    for owner, (request, plan) in enumerate(members):
-        builder.add(owner, request, plan)
-        bounds.append(builder.num_tokens)
-    columns = np.concatenate(builder.columns, axis=1)
-    num_tables = len(config.user_context) + len(config.request_context)
-    context = np.array(sorted(builder.context), np.int64).reshape(-1, 4)
-    table = np.zeros((len(members), max(1, *(len(plan.pages) for _, plan in members))), np.int32)
-    for i, (_, plan) in enumerate(members):
+    places = _places(members, config, page_tokens)
+    num_features = len(config.features)
+    num_events = sum(_num_events(request, place) for (request, _), place in zip(members, places, strict=True))
+    bounds = [*(place.first_token for place in places), places[-1].first_token + _num_tokens(*members[-1])]
+    block = np.empty((_FIXED + num_features, num_events), np.int64)
+    write_slots = np.empty(bounds[-1], np.int64)
+    width = max(1, *(len(plan.pages) for _, plan in members))
+    table = np.zeros((len(members), width), np.int32)
+    for i, (request, plan) in enumerate(members):
         table[i, : len(plan.pages)] = plan.pages
+        _lay_out(block, write_slots, request.columns, request.candidate_rows, table[i], places[i])
+    context = _context(members, places)
+    num_tables = len(config.user_context) + len(config.request_context)
     return Assembly(
-        event_rows=columns[5:],
-        event_at=columns[1],
-        actions=columns[2],
-        positions=columns[3],
-        gaps=columns[4],
-        event_owner=columns[0],
-        candidates=np.concatenate(builder.candidates),
+        event_rows=block[_FIXED:],
+        event_at=block[1],
+        actions=block[2],
+        positions=block[3],
+        gaps=block[4],
+        event_owner=block[0],
+        candidates=np.flatnonzero(block[2] == config.num_actions),
         num_candidates=[request.num_candidates for request, _ in members],
         context_rows=context[:, 1],
         context_at=context[:, 2],
@@ -142,5 +113,84 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         num_resident=np.array([plan.num_resident for _, plan in members], np.int32),
         num_new=np.array([plan.num_new for _, plan in members], np.int32),
         page_table=table,
-        write_slots=np.concatenate(builder.slots),
+        write_slots=write_slots,
     )
+
+
+def _num_tokens(request: Prepared, plan: KVPlan) -> int:
+    return plan.num_new + request.request_rows.size + request.num_candidates
+
+
+def _num_events(request: Prepared, place: _Place) -> int:
+    return request.num_events - place.skipped + request.num_candidates
+
+
+def _places(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> list[_Place]:
+    places, first_event, first_token = [], 0, 0
+    num_user = len(config.user_context)
+    for owner, (request, plan) in enumerate(members):
+        place = _Place(
+            owner=owner,
+            first_event=first_event,
+            first_token=first_token,
+            new_context=max(0, num_user - plan.num_resident),
+            skipped=max(0, plan.num_resident - num_user),
+            num_resident=plan.num_resident,
+            num_tokens=plan.num_tokens,
+            request_context=request.request_rows.size,
+            candidate_gap=request.candidate_gap,
+            page_tokens=page_tokens,
+            placeholder=config.num_actions,
+            num_buckets=config.time_buckets,
+        )
+        places.append(place)
+        first_event += _num_events(request, place)
+        first_token += _num_tokens(request, plan)
+    return places
+
+
+def _context(members: Sequence[tuple[Prepared, KVPlan]], places: Sequence[_Place]) -> IntArray:
+    """(context tokens, 4): table, row, flat position, owner; by table."""
+    found: list[tuple[int, int, int, int]] = []
+    for (request, _), place in zip(members, places, strict=True):
+        rows = request.history.context_rows.tolist()
+        start = len(rows) - place.new_context
+        found += [(i, rows[i], place.first_token + i - start, place.owner) for i in range(start, len(rows))]
+        after = place.first_token + place.num_tokens - place.num_resident
+        asked = enumerate(request.request_rows.tolist())
+        found += [(len(rows) + i, row, after + i, place.owner) for i, row in asked]
+    return np.array(sorted(found), np.int64).reshape(-1, 4)
+
+
+@numba.njit(cache=True)
+def _lay_out(
+    block: IntArray, slots: IntArray, columns: IntArray, candidates: IntArray, pages: NDArray[np.int32], place: _Place
+) -> None:
+    """Write one request's lines of the event block and its write slots."""
+    num_features, at, token = candidates.shape[0], place.first_event, place.first_token + place.new_context
+    for event in range(place.skipped, columns.shape[1]):
+        # The first event of a window has no gap: it would reach outside the window.
+        gap = columns[num_features + 1, event] - columns[num_features + 1, event - 1] if event else 0
+        block[0, at] = place.owner
+        block[1, at] = token
+        block[2, at] = columns[num_features, event]
+        block[3, at] = event
+        block[4, at] = gap_bucket(gap, place.num_buckets)
+        for feature in range(num_features):
+            block[_FIXED + feature, at] = columns[feature, event]
+        at, token = at + 1, token + 1
+    token += place.request_context
+    for candidate in range(candidates.shape[1]):
+        block[0, at] = place.owner
+        block[1, at] = token
+        block[2, at] = place.placeholder
+        block[3, at] = columns.shape[1]
+        block[4, at] = place.candidate_gap
+        for feature in range(num_features):
+            block[_FIXED + feature, at] = candidates[feature, candidate]
+        at, token = at + 1, token + 1
+    kept = place.first_token
+    for i in range(place.num_resident, place.num_tokens):
+        slots[kept] = np.int64(pages[i // place.page_tokens]) * place.page_tokens + i % place.page_tokens
+        kept += 1
+    slots[kept:token] = -1

@@ -160,7 +160,7 @@ class GraphedDense:
         return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences)
 
     def _load_step(self, captured: Captured, step: Assembly, rows: StepRows) -> None:
-        """Fill the staging block, all of it: sizes share their memory, and what one left behind is no index for another.
+        """Fill the staging block, all of it: sizes share their memory, and what one left is no index for another.
 
         Everything beyond the step reads row 0 and writes to the last token's row, which nobody reads.
         """

@@ -11,8 +11,8 @@ import numpy as np
 
 from helmrec.errors import RequestError
 from helmrec.memory.history import History, chain
-from helmrec.model.config import ITEM, ModelConfig, TableConfig
-from helmrec.model.window import gap_buckets, window_anchor
+from helmrec.model.config import ITEM, ModelConfig
+from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
@@ -23,8 +23,7 @@ class Prepared:
     """A valid request in arrays; rows are ids in the shared row space."""
 
     history: History
-    actions: IntArray  # (events,) in the window
-    timestamps: IntArray  # (events,)
+    columns: IntArray  # (features + 2, events) of the window: rows, then actions, then timestamps
     candidate_rows: IntArray  # (features, candidates)
     candidate_gap: int  # time bucket of all candidates
     request_rows: IntArray  # (request context,)
@@ -38,7 +37,7 @@ class Prepared:
 
     @property
     def num_events(self) -> int:
-        return self.actions.size
+        return self.columns.shape[1]
 
 
 class Intake:
@@ -48,6 +47,8 @@ class Intake:
         self._config = config
         self._version = version
         self._max_history = max_history
+        self._extra_features = {table.name for table in config.features[1:]}
+        self._context_tables = {table.name for table in (*config.user_context, *config.request_context)}
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Raise RequestError, naming field and value, or return the request ready to plan."""
@@ -60,14 +61,12 @@ class Intake:
         columns = np.ascontiguousarray(columns[:, anchor - first_event :])
         num_features = len(config.features)
         user_rows, request_rows = self._context_rows(request.context)
-        timestamps = columns[num_features + 1]
         seed = (user_id, self._version, anchor, *user_rows.tolist())
         return Prepared(
             history=History(user_id, user_rows, columns[:num_features], chain(seed, user_rows.size, columns)),
-            actions=columns[num_features],
-            timestamps=timestamps,
+            columns=columns,
             candidate_rows=self._candidate_rows(request),
-            candidate_gap=self._candidate_gap(request.request_time, timestamps),
+            candidate_gap=self._candidate_gap(request.request_time, columns[-1]),
             request_rows=request_rows,
             window_start=anchor,
             truncated_events=anchor - first_event,
@@ -81,11 +80,7 @@ class Intake:
         if items.size > self._max_history:
             raise RequestError("items", items.size, f"at most {self._max_history} events may be sent")
         columns = np.empty((len(features) + 2, items.size), np.int64)
-        _check_names("features", request.features, {t.name for t in features[1:]})
-        for i, table in enumerate(features):
-            name = "items" if table.name == ITEM else f"features[{table.name!r}]"
-            ids = items if table.name == ITEM else _ids(name, request.features[table.name])
-            self._put_rows(columns[i], name, ids, table)
+        self._put_features(columns, ("items", items), ("features", request.features))
         _put(columns[-2], "actions", _ids("actions", request.actions), self._config.num_actions)
         _put(columns[-1], "timestamps", _ids("timestamps", request.timestamps), _MAX_ID)
         _check_forward(columns[-1])
@@ -97,17 +92,27 @@ class Intake:
         if not 1 <= candidates.size <= self._config.max_candidates:
             problem = f"between 1 and {self._config.max_candidates} candidates are needed"
             raise RequestError("candidates", candidates.size, problem)
-        _check_names("candidate_features", request.candidate_features, {t.name for t in features[1:]})
         rows = np.empty((len(features), candidates.size), np.int64)
-        for i, table in enumerate(features):
-            name = "candidates" if table.name == ITEM else f"candidate_features[{table.name!r}]"
-            ids = candidates if table.name == ITEM else _ids(name, request.candidate_features[table.name])
-            self._put_rows(rows[i], name, ids, table)
+        self._put_features(rows, ("candidates", candidates), ("candidate_features", request.candidate_features))
         return rows
+
+    def _put_features(
+        self, target: IntArray, items: tuple[str, IntArray], extra: tuple[str, Mapping[str, Ids]]
+    ) -> None:
+        """Rows of every feature table, one line of `target` each; both arguments come with their field's name."""
+        config, (field, given) = self._config, extra
+        _check_names(field, given, self._extra_features)
+        for line, table in zip(target, config.features, strict=False):
+            offset = config.offsets[table.name]
+            if table.name == ITEM:
+                _put(line, items[0], items[1], table.num_rows, offset)
+            else:
+                name = f"{field}[{table.name!r}]"
+                _put(line, name, _ids(name, given[table.name]), table.num_rows, offset)
 
     def _context_rows(self, context: Mapping[str, int]) -> tuple[IntArray, IntArray]:
         config = self._config
-        _check_names("context", context, {t.name for t in (*config.user_context, *config.request_context)})
+        _check_names("context", context, self._context_tables)
         user, request = (
             np.array(
                 [
@@ -129,10 +134,7 @@ class Intake:
             return 0
         if now < timestamps[-1]:
             raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
-        return int(gap_buckets(np.array([now - timestamps[-1]]), self._config.time_buckets)[0])
-
-    def _put_rows(self, target: IntArray, name: str, ids: IntArray, table: TableConfig) -> None:
-        _put(target, name, ids, table.num_rows, self._config.offsets[table.name])
+        return int(gap_bucket(now - int(timestamps[-1]), self._config.time_buckets))
 
 
 def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:

@@ -59,18 +59,20 @@ class Runner:
                 self._arena.copy_tokens(member.plan.copy)
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
-        rows, owners = step.rows, step.row_owners
+        rows = step.rows
         slots = self._pool.rows.lookup(rows)
         absent = np.flatnonzero(slots == ABSENT)
         missed = Missed(rows[absent], self._master.gather(rows[absent]))
         slots[absent] = 0
         scores = self._dense.score(step, StepRows(slots, absent, missed.values)).cpu()
-        row_misses = np.bincount(owners[absent], minlength=len(members))
-        row_hits = np.bincount(owners, minlength=len(members)) - row_misses
+        row_misses = step.count_by_request(absent)
+        row_hits = step.count_rows() - row_misses
         return StepOutput(_split(scores, step.num_candidates), row_hits, row_misses, missed)
 
     def admit(self, missed: Missed) -> None:
         """Give missed rows that earn it a slot; off the request path."""
+        if not missed.rows.size:
+            return
         admission = self._pool.rows.admit(missed.rows, np.arange(missed.rows.size))
         try:
             self._arena.write_rows(admission.slots, missed.values[torch.from_numpy(admission.positions)])

@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from helmrec.memory.history import History, RowEpochs, States, common_tokens
+from helmrec.memory.history import Epochs, History, RowEpochs, States, common_tokens
 from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
 from helmrec.memory.ledger import Owner, PageLedger
+
+
+class Made(NamedTuple):
+    """Tokens from `first` on were computed at this row epoch; epochs change rarely, so runs are few and long."""
+
+    first: int
+    epoch: int
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +28,7 @@ class Prefix:
 
     user_id: int
     states: States  # chain states; the first `num_tokens` are in pages
-    made_at: NDArray[np.uint32]  # row epoch each token was computed at
+    made_at: list[Made]  # the row epochs its tokens were computed at
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps before the running one
@@ -87,7 +93,7 @@ class KVCache:
         self._users: dict[int, list[Prefix]] = {}
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
-        self._refs = np.zeros(ledger.num_pages, np.int32)
+        self._refs = [0] * ledger.num_pages
         self.reused_tokens = 0
         self.total_tokens = 0
         self.evicted_pages = 0
@@ -186,7 +192,7 @@ class KVCache:
         """Cut `shared` at the first token whose rows changed since; drop the stale tail if nobody reads it."""
         if self._epochs.current == prefix.verified_epoch or now - prefix.verified_s < self.limits.lag_s:
             return shared
-        fresh = self._epochs.fresh_tokens(history, prefix.made_at[:shared])
+        fresh = self._epochs.fresh_tokens(history, _made_at(prefix.made_at, shared))
         if fresh < shared:
             self.stale_cuts += 1
             if prefix.pins == 0:
@@ -212,7 +218,7 @@ class KVCache:
         return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages))
 
     def _start(self, history: History, now: float) -> KVPlan | None:
-        prefix = Prefix(history.user_id, history.states, np.empty(0, np.uint32), pins=1)
+        prefix = Prefix(history.user_id, history.states, [], pins=1)
         prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
         if not self._grow(prefix, history):
             return None
@@ -226,14 +232,15 @@ class KVCache:
         if resident > donor.settled:  # a page the running step still writes cannot be copied before that step
             resident = max(resident - resident % page_tokens, donor.settled)
         shared = donor.pages[: resident // page_tokens]
-        prefix = Prefix(history.user_id, history.states, donor.made_at[:resident], list(shared), resident, pins=1)
+        prefix = Prefix(history.user_id, history.states, list(donor.made_at), list(shared), resident, pins=1)
         prefix.settled = min(resident, donor.settled)
         prefix.verified_s, prefix.verified_epoch = donor.verified_s, donor.verified_epoch
         donor.pins += 1
         if not self._grow(prefix, history):
             donor.pins -= 1
             return None
-        self._refs[shared] += 1
+        for page in shared:
+            self._refs[page] += 1
         self._running[id(prefix)] = prefix
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
@@ -256,10 +263,13 @@ class KVCache:
         if missing > self._ledger.num_free:
             return False
         pages = self._ledger.allocate(Owner.KV, missing)
-        self._refs[pages] = 1
+        for page in pages:
+            self._refs[page] = 1
         prefix.pages.extend(pages)
-        made_now = np.full(history.num_tokens - prefix.num_tokens, self._epochs.current, np.uint32)
-        prefix.made_at = np.concatenate([prefix.made_at[: prefix.num_tokens], made_now])
+        while prefix.made_at and prefix.made_at[-1].first >= prefix.num_tokens:
+            prefix.made_at.pop()
+        if not prefix.made_at or prefix.made_at[-1].epoch != self._epochs.current:
+            prefix.made_at.append(Made(prefix.num_tokens, self._epochs.current))
         prefix.states = history.states
         prefix.num_tokens = history.num_tokens
         return True
@@ -326,24 +336,34 @@ class KVCache:
     def _drop_pages(self, prefix: Prefix, keep: int) -> None:
         dropped = prefix.pages[keep:]
         del prefix.pages[keep:]
-        self._refs[dropped] -= 1
+        for page in dropped:
+            self._refs[page] -= 1
         self._ledger.free([page for page in dropped if self._refs[page] == 0])
         prefix.num_tokens = min(prefix.num_tokens, keep * self.limits.page_tokens)
         prefix.settled = min(prefix.settled, prefix.num_tokens)
 
     def check(self) -> None:
         prefixes = [*self._order.values(), *self._running.values()]
-        refs = np.zeros_like(self._refs)
+        refs = np.zeros(len(self._refs), np.int64)
         for prefix in prefixes:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
-            assert prefix.settled <= prefix.num_tokens <= min(prefix.states.size, prefix.made_at.size)
+            assert prefix.settled <= prefix.num_tokens <= prefix.states.size
+            assert prefix.made_at[0].first == 0, "a token was made at no epoch"
             assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"
             np.add.at(refs, prefix.pages, 1)
-        assert np.array_equal(refs, self._refs), "page references are off"
+        assert refs.tolist() == self._refs, "page references are off"
         assert np.array_equal(refs > 0, self._ledger.owners() == Owner.KV), "a KV page is lost, or also EMB's"
         kept = [prefix for mates in self._users.values() for prefix in mates]
         assert len(kept) == len(self._order)
         assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in line for eviction"
         tails = [p.pages[-1] for p in prefixes if p.num_tokens % self.limits.page_tokens]
         assert len(set(tails)) == len(tails), "two prefixes write one partial page"
+
+
+def _made_at(runs: list[Made], num_tokens: int) -> Epochs:  # (num_tokens,)
+    """The epoch of each of the first tokens."""
+    epochs = np.empty(num_tokens, np.uint32)
+    for first, epoch in runs:
+        epochs[first:] = epoch
+    return epochs

@@ -5,9 +5,6 @@ between events, for the same reason.
 """
 
 import numba
-import numpy as np
-
-from helmrec.types import IntArray
 
 
 def window_anchor(first_event: int, num_events: int, window: int) -> int:
@@ -27,13 +24,12 @@ def window_anchor(first_event: int, num_events: int, window: int) -> int:
 
 
 @numba.njit(cache=True)
-def gap_buckets(gaps: IntArray, num_buckets: int) -> IntArray:
-    """Bucket of each non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
-    out = np.empty(gaps.size, np.int64)
-    for i in range(gaps.size):
-        gap, octave = gaps[i], 0
-        while gap >> (octave + 1):
-            octave += 1
-        half = (gap >> (octave - 1)) & 1 if octave else 0
-        out[i] = min(1 + 2 * octave + half, num_buckets - 1) if gap else 0
-    return out
+def gap_bucket(gap: int, num_buckets: int) -> int:
+    """Bucket of a non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
+    if gap == 0:
+        return 0
+    octave = 0
+    while gap >> (octave + 1):
+        octave += 1
+    half = (gap >> (octave - 1)) & 1 if octave else 0
+    return min(1 + 2 * octave + half, num_buckets - 1)
