@@ -30,6 +30,7 @@ class Assembly:
     event_owner: IntArray  # (events,) request of each event
     candidates: IntArray
     num_candidates: list[int]
+    num_rows: IntArray  # (requests,) how many of `rows` are read for each
     context_rows: IntArray
     context_at: IntArray
     context_owner: IntArray
@@ -46,19 +47,14 @@ class Assembly:
         """All rows the step reads: those of its events, table by table, then those of its context tokens."""
         return np.concatenate([self.event_rows.ravel(), self.context_rows])
 
-    def count_rows(self) -> IntArray:  # (requests,)
-        """How many of `rows` are read for each request."""
-        num_features = self.event_rows.shape[0]
-        return num_features * np.bincount(self.event_owner, minlength=len(self.num_new)) + np.bincount(
-            self.context_owner, minlength=len(self.num_new)
-        )
-
     def count_by_request(self, positions: IntArray) -> IntArray:  # (requests,)
         """How many of these positions in `rows` belong to each request."""
+        if not positions.size:
+            return np.zeros(len(self.num_rows), np.int64)
         split, num_events = self.event_rows.size, self.event_rows.shape[1]
         of_events = self.event_owner[positions[positions < split] % num_events]
         of_context = self.context_owner[positions[positions >= split] - split]
-        return np.bincount(np.concatenate([of_events, of_context]), minlength=len(self.num_new))
+        return np.bincount(np.concatenate([of_events, of_context]), minlength=len(self.num_rows))
 
 
 class _Place(NamedTuple):
@@ -104,6 +100,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         event_owner=block[0],
         candidates=np.flatnonzero(block[2] == config.num_actions),
         num_candidates=[request.num_candidates for request, _ in members],
+        num_rows=np.array([_num_rows(request, p) for (request, _), p in zip(members, places, strict=True)]),
         context_rows=context[:, 1],
         context_at=context[:, 2],
         context_owner=context[:, 3],
@@ -123,6 +120,11 @@ def _num_tokens(request: Prepared, plan: KVPlan) -> int:
 
 def _num_events(request: Prepared, place: _Place) -> int:
     return request.num_events - place.skipped + request.num_candidates
+
+
+def _num_rows(request: Prepared, place: _Place) -> int:
+    num_features = request.candidate_rows.shape[0]
+    return num_features * _num_events(request, place) + place.new_context + place.request_context
 
 
 def _places(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> list[_Place]:

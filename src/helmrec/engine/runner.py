@@ -66,7 +66,7 @@ class Runner:
         slots[absent] = 0
         scores = self._dense.score(step, StepRows(slots, absent, missed.values)).cpu()
         row_misses = step.count_by_request(absent)
-        row_hits = step.count_rows() - row_misses
+        row_hits = step.num_rows - row_misses
         return StepOutput(_split(scores, step.num_candidates), row_hits, row_misses, missed)
 
     def admit(self, missed: Missed) -> None:
@@ -99,4 +99,4 @@ class Runner:
 
 
 def _split(scores: Tensor, counts: list[int]) -> list[NDArray[np.float32]]:
-    return [part.numpy() for part in scores.split(counts)]
+    return np.split(scores.numpy(), np.cumsum(counts[:-1]))

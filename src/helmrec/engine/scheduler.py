@@ -95,7 +95,7 @@ class Scheduler:
             if head.deadline_s is not None and now > head.deadline_s:
                 self._expire(self._queue.popleft(), now)
                 continue
-            if members and self._expected_tokens(head.request) > budget:
+            if members and not self._fits(head.request, budget):
                 break
             if head.future.cancelled():
                 self._queue.popleft()
@@ -111,9 +111,10 @@ class Scheduler:
             budget -= members[-1].num_tokens
         return Batch(members, now) if members else None
 
-    def _expected_tokens(self, request: Prepared) -> int:
-        new = request.history.num_tokens - self._kv.resident_tokens(request.history)
-        return new + request.request_rows.size + request.num_candidates
+    def _fits(self, request: Prepared, budget: int) -> bool:
+        """Looks for resident tokens only if the request would not fit without any."""
+        most = request.history.num_tokens + request.request_rows.size + request.num_candidates
+        return most <= budget or most - self._kv.resident_tokens(request.history) <= budget
 
     def _expire(self, waiting: Waiting, now: float) -> None:
         self.refused += 1

@@ -293,8 +293,11 @@ class KVCache:
 
     def _limit_forks(self, user_id: int) -> None:
         mates = self._users.get(user_id, [])
+        surplus = len(mates) - self.limits.max_forks
+        if surplus <= 0:
+            return
         idle = sorted((p for p in mates if p.pins == 0), key=lambda prefix: prefix.last_use_s)
-        for old in idle[: max(0, len(mates) - self.limits.max_forks)]:
+        for old in idle[:surplus]:
             self._truncate(old, 0)
             self._discard_if_empty(old)
 
