@@ -76,6 +76,15 @@ class EngineConfig(Frozen):
         "exact", description="'exact', or seconds by which reused KV may lag behind row updates"
     )
     max_forks: int = Field(2, ge=1, description="different histories kept per user")
+    host_kv_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(0), description="host memory that keeps evicted KV pages; 0 is off"
+    )
+    kv_reload: Literal["measured", "always", "never"] = Field(
+        "measured", description="take a page back from the host if that beats computing it, always, or never"
+    )
+    save_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(16 << 20), description="KV bytes that may be copied to the host between two steps"
+    )
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(64 << 20), description="pool bytes that may change owner between two steps"
     )

@@ -2,7 +2,7 @@ import numpy as np
 
 from helmrec.engine.assemble import assemble
 from helmrec.engine.intake import Intake, Prepared
-from helmrec.memory.kv_cache import KVPlan
+from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
 from helmrec.types import RankRequest
 from tests.helpers import tiny_config

@@ -19,9 +19,11 @@ from helmrec.clock import ManualClock
 from helmrec.engine import intake
 from helmrec.memory.arena import Arena
 from helmrec.memory.history import History, RowEpochs
-from helmrec.memory.kv_cache import KVCache, KVPlan, Match
+from helmrec.memory.host_pages import HostPages
+from helmrec.memory.kv_cache import KVCache
+from helmrec.memory.prefix import KVPlan, Match
 from helmrec.types import RankRequest
-from tests.helpers import tiny_engine, tiny_model
+from tests.helpers import tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
 
 TOLERANCE = 1e-5
@@ -38,13 +40,17 @@ class Streams(RuleBasedStateMachine):
         row_order=st.sampled_from(["lru", "frequency"]),
         row_admission=st.sampled_from(["always", "second-touch"]),
         kv_admission=st.sampled_from(["always", "second-visit", "benefit"]),
+        kv_reload=st.sampled_from(["measured", "always"]),
+        alpha=st.sampled_from([0.1, 0.4]),
+        host_pages=st.sampled_from([0, 6, 40]),
         v_dim=st.sampled_from([8, 12]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, form: str, v_dim: int, seed: int, **policies: str) -> None:
+    def start(self, form: str, v_dim: int, seed: int, host_pages: int, **policies: Any) -> None:
         self.rng = np.random.default_rng(seed)
         model = tiny_model(seed=seed % 3, form=form, v_dim=v_dim)
         self.clock = ManualClock()
+        policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config).page_bytes
         self.engine = tiny_engine(model, self.clock, max_batch_requests=3, move_bytes_per_step=4_096, **policies)
         self.reference = Reference(model.config, model.dense, model.tables)
         self.config = model.config
@@ -139,6 +145,8 @@ class Streams(RuleBasedStateMachine):
             seen["kv evictions"] += pool.kv_evicted_pages
             seen["stale cuts"] += pool.stale_cuts
             seen["boundary moves"] += sum(pool.bytes_by_cause.values())
+            seen["host reloads"] += pool.host_reloaded_pages
+            seen["host evictions"] += pool.host_evicted_pages
 
     def _event(self, timestamp: int) -> Event:
         rng = self.rng
@@ -185,6 +193,7 @@ def run(num_streams: int, **extra: Any) -> None:
 def assert_streams_went_everywhere() -> None:
     """A stream that never evicts or moves proves nothing."""
     places = ("reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves")
+    places += ("host reloads", "host evictions")
     assert all(seen[place] for place in places), dict(seen)
 
 
@@ -223,6 +232,15 @@ def trust_the_user_id(a: Any, b: Any) -> int:
     return min(a.size, b.size)
 
 
+def reload_nothing(self: HostPages, loads: Any) -> None:
+    """A reload that never arrives."""
+
+
+def reload_without_looking_at_updates(self: RowEpochs, history: History, made_at: Any) -> int:
+    """A page from the host is taken as it was saved."""
+    return int(made_at.size)
+
+
 def move_rows_without_their_data(self: Arena, source: Any, target: Any) -> None:
     """A shrink that moves index entries only."""
 
@@ -234,6 +252,8 @@ PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (Arena, "copy_tokens", fork_without_copying),
     ("helmrec.memory.kv_cache", "common_tokens", trust_the_user_id),
     (Arena, "copy_rows", move_rows_without_their_data),
+    (RowEpochs, "fresh_tokens", reload_without_looking_at_updates),
+    (HostPages, "load", reload_nothing),
 ]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.kv_cache import PageCopy
+from helmrec.memory.prefix import PageCopy
 
 NUM_PAGES = 3
 EVEN = PageGeometry(

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from helmrec.memory.history import History, RowEpochs, chain
 from helmrec.memory.kv_admission import AdmitAlways, KVAdmission, SecondVisit
-from helmrec.memory.kv_cache import KVCache, KVLimits, KVPlan, PageCopy
+from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.ledger import Owner, PageLedger
+from helmrec.memory.prefix import KVPlan, PageCopy
 
 PAGE_TOKENS = 4
 NUM_ROWS = 100

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.engine.intake import Prepared
-from helmrec.memory.kv_cache import KVPlan
+from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
 from helmrec.model.window import gap_bucket
 from helmrec.types import IntArray

@@ -133,6 +133,7 @@ class Engine:
             if batch is not None:
                 output = self._run(batch)
                 self._runner.admit(output.missed)
+                self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
                 self._audit(batch, output)
             self._pool.advance(self.config.move_bytes_per_step, self._steps)
             self._pool.ledger.retire(self._steps)
@@ -159,11 +160,18 @@ class Engine:
             )
             for i, member in enumerate(batch.members)
         ]
+        self._learn_costs(batch, ended_s - planned_s)
         self._steps += 1
         self._served += len(results)
         self._scheduler.commit(batch, results, ended_s)
         self._warn_of_strangers()
         return output
+
+    def _learn_costs(self, batch: Batch, seconds: float) -> None:
+        if self._pool.expander.num_slots:
+            tokens = sum(member.num_tokens for member in batch.members)
+            pairs = sum(member.num_pairs for member in batch.members)
+            self._pool.expander.costs.steps.observe(tokens, pairs, seconds)
 
     def _result(self, member: Scheduled, output: StepOutput, i: int, timing: Timing) -> RankResult:
         return RankResult(

@@ -4,6 +4,7 @@ With `dense.py` and `graphs.py` the only part of the engine that touches tensors
 planned, rows are admitted by the cache's own rules.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,11 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.scheduler import Batch
 from helmrec.memory.arena import Arena
 from helmrec.memory.embedding_cache import ABSENT
+from helmrec.memory.expander import PageSave
+from helmrec.memory.host_pages import HostPages
 from helmrec.memory.host_tier import RowMaster
-from helmrec.memory.kv_cache import KVPlan
 from helmrec.memory.pool import Pool
+from helmrec.memory.prefix import KVPlan
 from helmrec.model.hstu import HstuModel
 from helmrec.types import IntArray
 
@@ -51,12 +54,11 @@ class Runner:
         self._arena = arena
         self._master = master
         self._pool = pool
+        self._host = HostPages(pool.expander, arena.pages)
 
     def run(self, batch: Batch) -> StepOutput:
         """Score a planned batch; K/V of new tokens land in the planned pages."""
-        for member in batch.members:
-            if member.plan.copy is not None:
-                self._arena.copy_tokens(member.plan.copy)
+        self._prepare_pages([member.plan for member in batch.members])
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
         rows = step.rows
@@ -68,6 +70,19 @@ class Runner:
         row_misses = step.count_by_request(absent)
         row_hits = step.num_rows - row_misses
         return StepOutput(_split(scores, step.num_candidates), row_hits, row_misses, missed)
+
+    def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
+        """Bring back pages from the host and make copies, in the order the plans were made."""
+        self._host.wait_for_saves()
+        for plan in plans:
+            if plan.loads:
+                self._host.load(plan.loads)
+            if plan.copy is not None:
+                self._arena.copy_tokens(plan.copy)
+
+    def save_pages(self, saves: Sequence[PageSave]) -> None:
+        """Copy sealed pages to the host; off the request path."""
+        self._host.save(saves)
 
     def admit(self, missed: Missed) -> None:
         """Give missed rows that earn it a slot; off the request path."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import Prepared
 from helmrec.errors import DeadlineExceeded, HelmRecError, QueueFull
-from helmrec.memory.kv_cache import KVCache, KVPlan
+from helmrec.memory.kv_cache import KVCache
+from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
 
 _SMOOTHING = 0.1
@@ -42,6 +43,13 @@ class Scheduled:
     def num_tokens(self) -> int:
         """Tokens this request computes."""
         return self.plan.num_new + self.request.request_rows.size + self.request.num_candidates
+
+    @property
+    def num_pairs(self) -> float:
+        """Token pairs its attention looks at."""
+        plan = self.plan
+        others = self.num_tokens - plan.num_new
+        return plan.num_new * (plan.num_resident + plan.num_new / 2) + others * plan.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

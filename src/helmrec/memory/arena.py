@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helmrec.memory.embedding_cache import Slots
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.kv_cache import PageCopy
+from helmrec.memory.prefix import PageCopy
 
 
 class Arena:
@@ -24,6 +24,7 @@ class Arena:
     ) -> None:
         self._geometry = geometry
         self._buffer = torch.zeros(num_pages * geometry.page_bytes, dtype=torch.uint8, device=device)
+        self.pages = self._buffer.view(num_pages, geometry.page_bytes)
         self.k_pages = self._kv_view(num_pages, kv_dtype, geometry.qk_dim, offset=0)
         k_block = geometry.page_tokens * geometry.num_heads * geometry.qk_dim
         self.v_pages = self._kv_view(num_pages, kv_dtype, geometry.v_dim, offset=k_block)

@@ -1,23 +1,102 @@
 """The master copy of every embedding row, in host memory; rows of all tables share one id space.
 
-Tables may be memory-mapped files; updates then live in private pages and never reach the file.
+For a CPU the tables stay where they are, which may be memory-mapped files: updates then live in private pages and
+never reach the file. For a card they are copied into one locked buffer that its kernels read over the bus.
 """
 
-from collections.abc import Mapping
+import contextlib
+import mmap
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helmrec.errors import ConfigError
+
+Progress = Callable[[int, int], None]  # told how many bytes of how many are done
+
+_HUGE_PAGE = 2 << 20
+_CHUNK_BYTES = 256 << 20
+_ALIGN_ROW = 16  # a card reads 16 bytes at a time
+_MAPPED = 2  # cudaHostRegisterMapped
+
+
+class LockedBuffer:
+    """Anonymous host memory in huge pages. Fill `data`, then `lock` it: from then on a card reads it over the bus."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"no room in host memory for {num_bytes} bytes of tables: {error}") from error
+        with contextlib.suppress(OSError):  # without huge pages everything works, only slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork would have to copy what is locked
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self.data = whole[start : start + num_bytes]
+        self._unlock: weakref.finalize[[int], LockedBuffer] | None = None
+
+    @property
+    def is_locked(self) -> bool:
+        return self._unlock is not None and self._unlock.alive
+
+    def lock(self) -> None:
+        runtime, address = _cuda_runtime(), self.data.data_ptr()
+        if error := int(runtime.cudaHostRegister(address, self.data.nbytes, _MAPPED)):
+            raise ConfigError(
+                f"{self.data.nbytes} bytes of tables cannot be locked in host memory for the card "
+                f"(CUDA error {error}); free memory, or allow more locked memory (ulimit -l)"
+            )
+        self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+
+    def close(self) -> None:
+        """Unlock; the memory itself goes with the last tensor that views it."""
+        if self._unlock is not None:
+            self._unlock()
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
+
 
 class RowMaster:
     """Every row of every table, by table offset."""
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
+        """Over the tables as they are; an update writes them."""
         self._tables = list(tables.values())
         sizes = [table.shape[0] for table in self._tables]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._buffer: LockedBuffer | None = None
+
+    @classmethod
+    def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
+        """Over a copy of the tables that a card can read, until `close`."""
+        first = next(iter(tables.values()))
+        stride = -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW
+        buffer = LockedBuffer(sum(table.shape[0] for table in tables.values()) * stride)
+        rows = buffer.data.view(first.dtype).view(-1, stride // first.itemsize)[:, : first.shape[1]]
+        copies = dict(zip(tables, rows.split([table.shape[0] for table in tables.values()]), strict=True))
+        _copy(tables, copies, progress)
+        buffer.lock()
+        master = cls(copies)
+        master._buffer = buffer
+        master._rows = rows
+        return master
+
+    _rows: Tensor
+
+    @property
+    def rows(self) -> Tensor:  # (rows, row_dim) on the host, strided
+        """All rows of a locked master, as a kernel reads them."""
+        assert self._buffer is not None, "only a locked master is one buffer"
+        return self._rows
 
     @property
     def num_rows(self) -> int:
@@ -42,10 +121,26 @@ class RowMaster:
         return out
 
     def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
+        """No step may be running: a card reads what this writes."""
         for table, start, where in self._by_table(rows):
             table[torch.from_numpy(rows[where] - start)] = values[where]
+
+    def close(self) -> None:
+        """A card may not read the rows any more; `gather` and `update` still work."""
+        if self._buffer is not None:
+            self._buffer.close()
 
     def _by_table(self, rows: NDArray[np.int64]) -> list[tuple[Tensor, int, NDArray[np.int64]]]:
         owner = np.searchsorted(self._starts, rows, side="right") - 1
         found = np.unique(owner).tolist()
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
+
+
+def _copy(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
+    done, total = 0, sum(table.nbytes for table in tables.values())
+    for name, table in tables.items():
+        chunk_rows = max(1, _CHUNK_BYTES // (table.shape[1] * table.itemsize))
+        for source, target in zip(table.split(chunk_rows), copies[name].split(chunk_rows), strict=True):
+            target.copy_(source)
+            done += source.nbytes
+            progress(done, total)

@@ -4,71 +4,16 @@ Bookkeeping only. It hands out plans (which pages hold a history, which tokens a
 and never touches K/V. It does not know layers, heads or devices.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from helmrec.memory.history import Epochs, History, RowEpochs, States, common_tokens
+from helmrec.memory.expander import Expander, PageKey, PageSave
+from helmrec.memory.history import History, RowEpochs, common_tokens
 from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
 from helmrec.memory.ledger import Owner, PageLedger
-
-
-class Made(NamedTuple):
-    """Tokens from `first` on were computed at this row epoch; epochs change rarely, so runs are few and long."""
-
-    first: int
-    epoch: int
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """One resident history of one user. The last page may be partial; only this prefix writes to it."""
-
-    user_id: int
-    states: States  # chain states; the first `num_tokens` are in pages
-    made_at: list[Made]  # the row epochs its tokens were computed at
-    pages: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    settled: int = 0  # tokens whose K/V were written by steps before the running one
-    pins: int = 0
-    last_use_s: float = 0.0
-    verified_s: float = 0.0  # when, and
-    verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Copy the first `num_tokens` tokens of page `source` to page `target` before the step."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KVPlan:
-    """Where a request's history lies during one step."""
-
-    prefix: Prefix | None  # None: there is no history
-    num_resident: int
-    num_tokens: int
-    pages: list[int]
-    copy: PageCopy | None = None
-    donor: Prefix | None = None  # pinned too: its pages are shared or copied
-
-    @property
-    def num_new(self) -> int:
-        return self.num_tokens - self.num_resident
-
-
-class Match(NamedTuple):
-    """The best resident prefix for a history, and how many of its leading tokens may be reused."""
-
-    prefix: Prefix
-    num_tokens: int
-
+from helmrec.memory.prefix import KVPlan, Made, Match, PageCopy, PageLoad, Prefix, epoch_per_token
 
 _NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 
@@ -83,8 +28,16 @@ class KVLimits:
 class KVCache:
     """Resident prefixes by user, coldest first."""
 
-    def __init__(self, limits: KVLimits, ledger: PageLedger, epochs: RowEpochs, admission: KVAdmission) -> None:
+    def __init__(
+        self,
+        limits: KVLimits,
+        ledger: PageLedger,
+        epochs: RowEpochs,
+        admission: KVAdmission,
+        expander: Expander | None = None,
+    ) -> None:
         self.limits = limits
+        self._expander = expander or Expander(num_slots=0)
         self.reserve_pages = 1  # kept free for the next step, so that one-time users displace nobody
         self._ledger = ledger
         self._epochs = epochs
@@ -94,6 +47,7 @@ class KVCache:
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
         self._refs = [0] * ledger.num_pages
+        self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
         self.reused_tokens = 0
         self.total_tokens = 0
         self.evicted_pages = 0
@@ -122,10 +76,49 @@ class KVCache:
             plan = self._extend(match.prefix, history)
         else:
             plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
-        if plan is not None:
-            self.reused_tokens += plan.num_resident
-            self.total_tokens += plan.num_tokens
+        if plan is None:
+            return None
+        plan = self._reload(plan, history)
+        self.reused_tokens += plan.num_resident
+        self.total_tokens += plan.num_tokens
         return plan
+
+    def _reload(self, plan: KVPlan, history: History) -> KVPlan:
+        """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
+        page_tokens, prefix = self.limits.page_tokens, plan.prefix
+        first = plan.num_resident // page_tokens
+        found = self._expander.find(history.states, first, page_tokens)
+        if not found or prefix is None:
+            return plan
+        end = (first + len(found)) * page_tokens
+        made_at = np.repeat(np.array([page.epoch for page in found], np.uint32), page_tokens)
+        epochs = np.concatenate([np.full(first * page_tokens, self._epochs.current, np.uint32), made_at])
+        end = self._epochs.fresh_tokens(history, epochs[:end]) // page_tokens * page_tokens
+        num_pages = end // page_tokens - first
+        if end <= plan.num_resident or not self._expander.is_worth_it(plan.num_resident, end, num_pages):
+            return plan
+        loads = tuple(PageLoad(page.slot, prefix.pages[first + i]) for i, page in enumerate(found[:num_pages]))
+        self._expander.reloaded_pages += len(loads)
+        return replace(plan, num_resident=end, copy=None, loads=loads)
+
+    def next_saves(self, limit: int) -> list[PageSave]:
+        """Up to `limit` sealed pages that the host tier should copy now, oldest first."""
+        saves: list[PageSave] = []
+        page_tokens = self.limits.page_tokens
+        while self._unsaved and len(saves) < limit:
+            prefix, i = self._unsaved.popleft()
+            end = (i + 1) * page_tokens
+            if end > prefix.settled:  # evicted or cut since
+                continue
+            epoch = int(epoch_per_token(prefix.made_at, end)[i * page_tokens :].min())
+            save = self._expander.save(PageKey(int(prefix.states[end - 1]), prefix.pages[i], epoch))
+            if save is not None:
+                saves.append(save)
+        return saves
+
+    def _note_unsaved(self, plan: KVPlan, prefix: Prefix) -> None:
+        first, end = plan.num_resident // self.limits.page_tokens, plan.num_tokens // self.limits.page_tokens
+        self._unsaved.extend((prefix, i) for i in range(first, end))
 
     def resident_tokens(self, history: History) -> int:
         """Tokens `plan` would at best find resident; changes nothing."""
@@ -144,6 +137,8 @@ class KVCache:
             self._order.move_to_end(id(prefix))
         elif id(prefix) in self._running and self._admission.admits(self._visit(prefix, seen, now)):
             self._adopt(prefix)
+        if self._expander.num_slots and id(prefix) in self._order:
+            self._note_unsaved(plan, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
         self.evict(self.reserve_pages - self._ledger.num_free)
@@ -192,7 +187,7 @@ class KVCache:
         """Cut `shared` at the first token whose rows changed since; drop the stale tail if nobody reads it."""
         if self._epochs.current == prefix.verified_epoch or now - prefix.verified_s < self.limits.lag_s:
             return shared
-        fresh = self._epochs.fresh_tokens(history, _made_at(prefix.made_at, shared))
+        fresh = self._epochs.fresh_tokens(history, epoch_per_token(prefix.made_at, shared))
         if fresh < shared:
             self.stale_cuts += 1
             if prefix.pins == 0:
@@ -244,7 +239,7 @@ class KVCache:
         self._running[id(prefix)] = prefix
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
-        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor)
+        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor=donor)
 
     def _overwrite(self, prefix: Prefix, resident: int, history: History) -> KVPlan | None:
         """Too few pages for a second history beside the first: the new one takes the old one's place."""
@@ -362,11 +357,3 @@ class KVCache:
         assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in line for eviction"
         tails = [p.pages[-1] for p in prefixes if p.num_tokens % self.limits.page_tokens]
         assert len(set(tails)) == len(tails), "two prefixes write one partial page"
-
-
-def _made_at(runs: list[Made], num_tokens: int) -> Epochs:  # (num_tokens,)
-    """The epoch of each of the first tokens."""
-    epochs = np.empty(num_tokens, np.uint32)
-    for first, epoch in runs:
-        epochs[first:] = epoch
-    return epochs

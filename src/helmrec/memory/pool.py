@@ -14,6 +14,7 @@ from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, PoolTooSmall
 from helmrec.memory.embedding_cache import EmbeddingCache, Slots
 from helmrec.memory.eviction import make_order
+from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import RowEpochs
 from helmrec.memory.kv_admission import make_kv_admission
@@ -58,6 +59,7 @@ class Pool:
         self._mover = mover
         self._batch_pages = geometry.pages_for(demand.batch_tokens)
         self.rows = self._make_rows(config, demand)
+        self.expander = Expander(config.host_kv_bytes // geometry.page_bytes, config.kv_reload)
         self.kv = self._make_kv(config)
         self.aim(config.alpha)
         self.rows.add_pages(self.ledger.allocate(Owner.EMB, self._target_pages))
@@ -75,7 +77,8 @@ class Pool:
             max_forks=config.max_forks,
             lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
         )
-        return KVCache(limits, self.ledger, self.row_epochs, make_kv_admission(config.kv_admission))
+        admission = make_kv_admission(config.kv_admission)
+        return KVCache(limits, self.ledger, self.row_epochs, admission, self.expander)
 
     @property
     def alpha(self) -> float:
@@ -108,6 +111,12 @@ class Pool:
                 f"and one request needs {self._request_pages}"
             )
         return pages
+
+    def next_saves(self, budget_bytes: int) -> list[PageSave]:
+        """Sealed KV pages to copy to the host now, at most `budget_bytes` (at least a page)."""
+        saves = self.kv.next_saves(max(1, budget_bytes // self.geometry.page_bytes))
+        self.bytes_by_cause["kv-save"] += len(saves) * self.geometry.page_bytes
+        return saves
 
     @property
     def is_settled(self) -> bool:
@@ -165,6 +174,10 @@ class Pool:
             kv_refused_prefixes=self.kv.refused_prefixes,
             stale_cuts=self.kv.stale_cuts,
             strangers=self.kv.strangers,
+            host_pages=self.expander.num_pages,
+            host_saved_pages=self.expander.saved_pages,
+            host_reloaded_pages=self.expander.reloaded_pages,
+            host_evicted_pages=self.expander.evicted_pages,
             bytes_by_cause=dict(self.bytes_by_cause),
         )
 
@@ -172,5 +185,6 @@ class Pool:
         self.ledger.check()
         self.rows.check()
         self.kv.check()
+        self.expander.check()
         owned = self.ledger.count(Owner.EMB) * self.geometry.rows_per_page
         assert self.rows.capacity == owned, "the embedding cache and the ledger disagree"

@@ -32,6 +32,11 @@ class PoolStats:
     stale_cuts: int
     strangers: int
 
+    host_pages: int
+    host_saved_pages: int
+    host_reloaded_pages: int
+    host_evicted_pages: int
+
     bytes_by_cause: dict[str, int]
 
     @property

@@ -1,0 +1,139 @@
+"""The host tier for KV: sealed pages kept in DRAM, found by the chain state at their end.
+
+A page's state vouches for everything before it, so one lookup per page verifies it, whoever asks. Bookkeeping
+only: which host slot holds which page, which page leaves when the tier is full, and whether taking a page back
+beats computing it again. It does not know users, tensors or devices.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from helmrec.memory.history import States
+
+
+class HostPage(NamedTuple):
+    slot: int
+    epoch: int  # the oldest row epoch its tokens were computed at
+
+
+class PageKey(NamedTuple):
+    """A sealed page in the pool that may be saved."""
+
+    state: int  # the chain state at its end
+    page: int
+    epoch: int
+
+
+class PageSave(NamedTuple):
+    """Copy page `page` to host slot `slot`."""
+
+    page: int
+    slot: int
+
+
+class StepCosts:
+    """Seconds a step takes, as a linear function of tokens and token pairs, learned from the steps that ran.
+
+    Least squares whose memory fades; the ridge keeps it sane before it has seen enough.
+    """
+
+    _FADE = 0.99
+    _SCALE = np.array([1.0, 1e3, 1e6])  # so that the three terms are of one size
+
+    def __init__(self) -> None:
+        self._moments = 1e-6 * np.eye(3)
+        self._target = np.zeros(3)
+        self._weights: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+
+    def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        x = np.array([1.0, num_tokens, num_pairs]) / self._SCALE
+        self._moments = self._FADE * self._moments + np.outer(x, x)
+        self._target = self._FADE * self._target + seconds * x
+        self._weights = None
+
+    def seconds(self, num_tokens: int, num_pairs: float) -> float:
+        """Of that many tokens and pairs, the floor of a step left out: what adding them to a step costs."""
+        if self._weights is None:
+            self._weights = np.maximum(np.linalg.solve(self._moments, self._target), 0.0)
+        return float(self._weights[1:] @ (np.array([num_tokens, num_pairs]) / self._SCALE[1:]))
+
+
+@dataclass(slots=True)
+class ReloadCosts:
+    """What taking pages back costs against computing them."""
+
+    steps: StepCosts
+    page_s: float = 0.0  # of one page from the host, timed before the first request
+
+    def prefers_reload(self, start: int, end: int, num_pages: int) -> bool:
+        """Whether `num_pages` pages are cheaper than computing tokens [start, end) of a history."""
+        pairs = (end - start) * (start + end) / 2
+        return num_pages * self.page_s < self.steps.seconds(end - start, pairs)
+
+
+class Expander:
+    """`num_slots` host pages, the least recently wanted leaving first."""
+
+    def __init__(self, num_slots: int, policy: str = "measured") -> None:
+        self.costs = ReloadCosts(StepCosts())
+        self._policy = policy
+        self._pages: OrderedDict[int, HostPage] = OrderedDict()  # state -> page, coldest first
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._num_slots = num_slots
+        self.saved_pages = 0
+        self.reloaded_pages = 0
+        self.evicted_pages = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    def find(self, states: States, first: int, page_tokens: int) -> list[HostPage]:
+        """The run of held pages from page `first` of a history on."""
+        found: list[HostPage] = []
+        if not self._pages:
+            return found
+        for end in range((first + 1) * page_tokens, states.size + 1, page_tokens):
+            state = int(states[end - 1])
+            page = self._pages.get(state)
+            if page is None:
+                break
+            self._pages.move_to_end(state)
+            found.append(page)
+        return found
+
+    def is_worth_it(self, start: int, end: int, num_pages: int) -> bool:
+        """Whether to take back these pages, which hold tokens [start, end) of a history, or to compute them."""
+        return self._policy == "always" or (
+            self._policy == "measured" and self.costs.prefers_reload(start, end, num_pages)
+        )
+
+    def save(self, key: PageKey) -> PageSave | None:
+        """Give a page a host slot; None if it is held already, computed no earlier, or there is no tier."""
+        if not self._num_slots:
+            return None
+        held = self._pages.get(key.state)
+        if held is not None and held.epoch >= key.epoch:
+            return None
+        slot = held.slot if held is not None else self._take_slot()
+        self._pages[key.state] = HostPage(slot, key.epoch)
+        self._pages.move_to_end(key.state)
+        self.saved_pages += 1
+        return PageSave(key.page, slot)
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self.evicted_pages += 1
+        return self._pages.popitem(last=False)[1].slot
+
+    def check(self) -> None:
+        slots = [*self._free, *(page.slot for page in self._pages.values())]
+        assert sorted(slots) == list(range(self._num_slots)), "a host slot is lost or held twice"

@@ -1,0 +1,68 @@
+"""The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from helmrec.memory.expander import Expander, PageSave
+from helmrec.memory.prefix import PageLoad
+
+_TIMED_PAGES = 8
+
+
+class HostPages:
+    """The expander's slots as host memory beside an arena, pinned where the arena is on a card.
+
+    On a card, saves run on a stream of their own and return at once; the next step waits for them on the card,
+    not on the host (`wait_for_saves`), since it may overwrite the pages.
+    """
+
+    def __init__(self, expander: Expander, arena_pages: Tensor) -> None:
+        """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages."""
+        self._arena = arena_pages
+        is_card = arena_pages.is_cuda
+        shape = (expander.num_slots, arena_pages.shape[1])
+        self._host = torch.zeros(shape, dtype=torch.uint8, pin_memory=is_card and expander.num_slots > 0)
+        self._stream = torch.cuda.Stream(arena_pages.device) if is_card else None
+        if expander.num_slots:
+            expander.costs.page_s = self._time_a_page()
+
+    def save(self, saves: Sequence[PageSave]) -> None:
+        if not saves:
+            return
+        if self._stream is None:
+            self._copy_out(saves)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._copy_out(saves)
+
+    def wait_for_saves(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def load(self, loads: Sequence[PageLoad]) -> None:
+        """In the order of the caller's stream, so that what follows sees the pages."""
+        for load in loads:
+            self._arena[load.page].copy_(self._host[load.slot], non_blocking=True)
+
+    def _copy_out(self, saves: Sequence[PageSave]) -> None:
+        for save in saves:
+            self._host[save.slot].copy_(self._arena[save.page], non_blocking=True)
+
+    def _time_a_page(self) -> float:
+        """Seconds of one page from host to arena, over pages nobody owns yet; the second pass counts."""
+        num = min(_TIMED_PAGES, len(self._host), len(self._arena))
+        for _ in range(2):
+            self._wait()
+            start_s = time.perf_counter()
+            self.load([PageLoad(i, i) for i in range(num)])
+            self._wait()
+            took_s = time.perf_counter() - start_s
+        return took_s / num
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.synchronize()

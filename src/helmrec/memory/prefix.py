@@ -1,0 +1,79 @@
+"""The values KV bookkeeping deals in: a resident prefix, and the plan of one request's step."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from helmrec.memory.history import Epochs, States
+
+
+class Made(NamedTuple):
+    """Tokens from `first` on were computed at this row epoch; epochs change rarely, so runs are few and long."""
+
+    first: int
+    epoch: int
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """One resident history of one user. The last page may be partial; only this prefix writes to it."""
+
+    user_id: int
+    states: States  # chain states; the first `num_tokens` are in pages
+    made_at: list[Made]  # the row epochs its tokens were computed at
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    settled: int = 0  # tokens whose K/V were written by steps before the running one
+    pins: int = 0
+    last_use_s: float = 0.0
+    verified_s: float = 0.0  # when, and
+    verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `num_tokens` tokens of page `source` to page `target` before the step."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class PageLoad(NamedTuple):
+    """Copy host slot `slot` into page `page` before the step."""
+
+    slot: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPlan:
+    """Where a request's history lies during one step."""
+
+    prefix: Prefix | None  # None: there is no history
+    num_resident: int
+    num_tokens: int
+    pages: list[int]
+    copy: PageCopy | None = None
+    loads: tuple[PageLoad, ...] = ()  # of those resident, pages that must come from the host first
+    donor: Prefix | None = None  # pinned too: its pages are shared or copied
+
+    @property
+    def num_new(self) -> int:
+        return self.num_tokens - self.num_resident
+
+
+class Match(NamedTuple):
+    """The best resident prefix for a history, and how many of its leading tokens may be reused."""
+
+    prefix: Prefix
+    num_tokens: int
+
+
+def epoch_per_token(runs: list[Made], num_tokens: int) -> Epochs:  # (num_tokens,)
+    """The epoch of each of the first tokens."""
+    epochs = np.empty(num_tokens, np.uint32)
+    for first, epoch in runs:
+        epochs[first:] = epoch
+    return epochs
