@@ -32,8 +32,9 @@ format: $(VENV)/ready  ## Format and fix what can be fixed
 measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/measurements
 	$(BIN)/python -m scripts.measure_host
 
-gpu:  ## On a machine with a card: check every kernel, time the dense path; writes docs/measurements
+gpu:  ## On a machine with a card: check every kernel, time the dense path and row reads; writes docs/measurements
 	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_rows
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

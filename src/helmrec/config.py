@@ -89,4 +89,6 @@ class EngineConfig(Frozen):
         ByteSize(64 << 20), description="pool bytes that may change owner between two steps"
     )
     audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
-    audit_tolerance: float = Field(1e-4, gt=0, description="largest score difference an audit accepts")
+    audit_tolerance: float | None = Field(
+        None, gt=0, description="largest score difference an audit accepts; by default what the model's dtype allows"
+    )

@@ -190,8 +190,7 @@ def test_a_failed_step_fails_its_requests_and_the_next_serves_right(
     futures = [engine.submit(r) for r in (long, request(engine, 2), long)]
     with monkeypatch.context() as patch:
         fail_once(patch)
-        with pytest.raises(RuntimeError, match="the model failed"):
-            engine.step()
+        assert engine.step()
     assert [str(future.exception()) for future in futures] == ["the model failed"] * 3
     engine.check()
     assert (engine.stats().pool.free_pages, engine.stats().served) == (free, 1)

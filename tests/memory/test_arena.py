@@ -89,11 +89,20 @@ def test_written_rows_are_found_at_their_slots_and_move(geometry: PageGeometry) 
     assert torch.equal(arena.rows[[6, 0]], values)
 
 
+def test_rows_a_step_has_read_are_kept_at_their_slots(geometry: PageGeometry) -> None:
+    arena = make_arena(geometry)
+    gathered = torch.arange(1, 1 + 4 * geometry.row_dim).view(4, -1).to(arena.rows.dtype)
+    arena.keep_rows(np.array([1, 5], np.int32), gathered, np.array([3, 0]))
+    assert torch.equal(arena.rows[[1, 5]], gathered[[3, 0]])
+    assert not arena.rows[[0, 2, 3, 4]].any()
+
+
 def test_moving_no_rows_changes_nothing() -> None:
     arena = make_arena(EVEN)
     none = np.empty(0, np.int32)
     arena.copy_rows(none, none)
     arena.write_rows(none, torch.empty((0, EVEN.row_dim)))
+    arena.keep_rows(none, torch.empty((0, EVEN.row_dim)), np.empty(0, np.int64))
     assert not arena.rows.any()
 
 

@@ -54,6 +54,8 @@ class Bench:
         for plan in plans:
             self.cache.commit(plan, self.now)
             self.cache.check()
+        self.cache.restore_reserve()
+        self.cache.check()
 
     def serve(self, user_id: int, events: Sequence[int], context: Sequence[int] = ()) -> KVPlan:
         plan = self.plan(user_id, events, context)

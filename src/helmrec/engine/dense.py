@@ -11,6 +11,8 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.memory.embedding_cache import ABSENT
+from helmrec.memory.host_tier import RowMaster
 from helmrec.model.hstu import DenseInput, HstuModel
 from helmrec.types import IntArray
 
@@ -19,11 +21,28 @@ Progress = Callable[[int, int], None]  # told how many of how many are done
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """Where the rows of a step are, in the order of `Assembly.rows`: in the arena, or read from the host."""
+    """The rows of a step, in the order of `Assembly.rows`, and where they are."""
 
-    slots: NDArray[np.int32]  # arena slot of each row; anything where it is absent
+    rows: IntArray
+    slots: NDArray[np.int32]  # arena slot of each row, or ABSENT
     absent: IntArray  # which of them are absent
-    values: Tensor  # (absent, row_dim) on the host
+
+    @classmethod
+    def find(cls, rows: IntArray, slots: NDArray[np.int32]) -> "StepRows":
+        return cls(rows, slots, np.flatnonzero(slots == ABSENT))
+
+    @property
+    def missed(self) -> IntArray:
+        return self.rows[self.absent]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What a step left on the device, until the next one."""
+
+    logits: Tensor  # (candidates, tasks) float32
+    rows: Tensor  # (any, row_dim) rows it read
+    absent_at: IntArray  # where in them its absent rows lie
 
 
 class Dense(Protocol):
@@ -36,8 +55,8 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory it keeps for itself."""
 
-    def score(self, step: Assembly, rows: StepRows) -> Tensor:
-        """Logits of all candidates, (candidates, tasks) float32."""
+    def score(self, step: Assembly, rows: StepRows) -> Scored:
+        """Logits of all candidates; K/V of new tokens land in their pages."""
 
     def warm_up(self, progress: Progress) -> None:
         """Do everything that must not happen during the first request."""
@@ -50,6 +69,7 @@ class Memory:
     k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
     v_pages: Tensor
     rows: Tensor  # (slots, row_dim)
+    master: RowMaster
 
 
 class EagerDense:
@@ -66,19 +86,20 @@ class EagerDense:
         """Nothing to prepare: kernels compile when they first run."""
 
     @torch.inference_mode()
-    def score(self, step: Assembly, rows: StepRows) -> Tensor:
-        model = self._model
-        tokens = self._input(step, self._gather(rows))
+    def score(self, step: Assembly, rows: StepRows) -> Scored:
+        model, values = self._model, self._gather(rows)
+        tokens = self._input(step, values)
         x = model.embed(tokens, int(step.cu_tokens[-1]))
         x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
-        return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
+        logits = model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
+        return Scored(logits, values, rows.absent)
 
     def _gather(self, rows: StepRows) -> Tensor:  # (rows, row_dim) on the device
-        missed = rows.values.to(self._model.device)
+        missed = self._memory.master.gather(rows.missed).to(self._model.device)
         if rows.absent.size == rows.slots.size:
             return missed
-        values = self._memory.rows.index_select(0, self._put(rows.slots))
+        values = self._memory.rows.index_select(0, self._put(np.maximum(rows.slots, 0)))
         values[self._put(rows.absent)] = missed
         return values
 

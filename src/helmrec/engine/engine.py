@@ -23,7 +23,7 @@ from helmrec.engine.intake import Intake, table_rows
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
-from helmrec.errors import ConfigError, EngineClosed, Refused, RequestError
+from helmrec.errors import ConfigError, EngineClosed, RequestError
 from helmrec.kernels import layer_for
 from helmrec.memory.arena import Arena
 from helmrec.memory.embedding_cache import ABSENT
@@ -38,6 +38,7 @@ from helmrec.types import Ids, RankRequest, RankResult, Timing
 log = logging.getLogger("helmrec.engine")
 _PAGE_TOKENS = {"cpu": 32, "cuda": 128}
 _STRANGER_WARNING = 32
+_AUDIT_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,24 @@ class EngineStats:
     audits: int
     audit_mismatches: int
     audit_max_error: float
+    background_failures: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """How a step ended: its output, and what each request gets."""
+
+    output: StepOutput | None  # None: it failed
+    results: "Sequence[RankResult | Exception]"
+    row_epoch: int  # the row values it was computed from
+
+
+def _hand_out(batch: Batch, outcome: Outcome) -> None:
+    for member, result in zip(batch.members, outcome.results, strict=True):
+        if isinstance(result, Exception):
+            member.waiting.future.set_exception(result)
+        else:
+            member.waiting.future.set_result(result)
 
 
 class Engine:
@@ -64,29 +83,33 @@ class Engine:
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """Ready when it returns: on a card, kernels are compiled and graphs captured (`progress` follows that)."""
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device: no CUDA device is available, got 'cuda'")
+        """Ready when it returns: on a card, tables are copied to locked memory and graphs captured.
+
+        `progress` follows the bytes copied, then the graphs.
+        """
+        _check_device(config)
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
         dense = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
         hstu = HstuModel(model.config, dense, layer_for(_kernels(config)))
-        self._master = RowMaster(model.tables)
+        self._master = _make_master(model, config, progress)
         geometry = _geometry(model, config)
         self._arena = Arena(
             config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, self._master.dtype, config.device
         )
         demand = Demand(model.config.num_rows, model.config.max_prefix_tokens, config.max_batch_tokens)
         self._pool = Pool(config, geometry, demand, self._arena)
-        self._dense = _make_dense(hstu, self._arena, self._pool, config)
+        memory = Memory(self._arena.k_pages, self._arena.v_pages, self._arena.rows, self._master)
+        self._dense = _make_dense(hstu, memory, self._pool, config)
         self._dense.warm_up(progress)
         self._runner = Runner(hstu, self._dense, self._arena, self._master, self._pool)
         self._scheduler = Scheduler(config, self._pool.kv)
         self._intake = Intake(model.config, model.version, config.max_history)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._steps = self._served = self._audits = self._audit_mismatches = 0
+        self._steps = self._served = self._audits = self._audit_mismatches = self._unaudited = 0
+        self._background_failures = 0
         self._audit_max_error = 0.0
         self._has_warned = False
         log.info("ready\n%s", self.report())
@@ -103,19 +126,21 @@ class Engine:
         return cls(load_model(Path(folder)), config, clock, progress)
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
-        """Score all requests. One bad request refuses the call, before anything ran."""
-        with self._lock:
-            now = self._now()
-            futures: list[Future[RankResult]] = []
-            prepared = [self._intake.prepare(request) for request in requests]
-            try:
-                futures.extend(self._scheduler.submit(request, now) for request in prepared)
-            except Refused:
-                self._scheduler.withdraw(futures)
-                raise
-        while not all(future.done() for future in futures):
-            self.step()
-        return [future.result() for future in futures]
+        """Score all requests, driving the engine in this thread until they are done.
+
+        One bad request refuses the call before anything ran; a refusal or failure later on is raised for the
+        whole call. Background work of the last step is done before it returns.
+        """
+        now = self._now()
+        prepared = [self._intake.prepare(request) for request in requests]
+        futures: list[Future[RankResult]] = []
+        try:
+            futures.extend(self._scheduler.submit(request, now) for request in prepared)
+            while not all(future.done() for future in futures):
+                self.step()
+            return [future.result() for future in futures]
+        finally:
+            self._scheduler.withdraw([future for future in futures if not future.done()])
 
     def validate(self, request: RankRequest) -> None:
         """Raise RequestError if `rank` would."""
@@ -123,28 +148,43 @@ class Engine:
 
     def submit(self, request: RankRequest) -> "Future[RankResult]":
         """Queue one request; some thread must call `step`."""
-        with self._lock:
-            return self._scheduler.submit(self._intake.prepare(request), self._now())
+        now = self._now()
+        return self._scheduler.submit(self._intake.prepare(request), now)
 
     def step(self) -> bool:
-        """Run the next batch, if any; then the background work that must not delay a request."""
+        """Run the next batch, if any, hand out its results, then do what must not delay them."""
         with self._lock:
             batch = self._scheduler.next_batch(self._now())
-            if batch is not None:
-                output = self._run(batch)
-                self._runner.admit(output.missed)
-                self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
-                self._audit(batch, output)
-            self._pool.advance(self.config.move_bytes_per_step, self._steps)
-            self._pool.ledger.retire(self._steps)
-            return batch is not None
+            outcome = self._run(batch) if batch is not None else None
+        if batch is not None and outcome is not None:
+            _hand_out(batch, outcome)  # without the lock: a client's callback may call the engine
+        with self._lock:
+            self._work_in_background(batch, outcome)
+        return batch is not None
 
-    def _run(self, batch: Batch) -> StepOutput:
-        planned_s = self._clock.now()
+    def _work_in_background(self, batch: Batch | None, outcome: "Outcome | None") -> None:
+        """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
+        try:
+            if batch is not None and outcome is not None and outcome.output is not None:
+                if outcome.row_epoch == self._pool.row_epochs.current:  # else what was read is out of date
+                    self._runner.admit(outcome.output.missed)
+                    self._audit(batch, outcome.output)
+                self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
+            self._pool.ledger.retire(self._steps - 1)
+            self._pool.advance(self.config.move_bytes_per_step, self._steps)
+        except Exception:
+            self._background_failures += 1
+            log.exception("background work failed")
+
+    def _run(self, batch: Batch) -> "Outcome":
+        planned_s, epoch = self._clock.now(), self._pool.row_epochs.current
         try:
             output = self._runner.run(batch)
-        except BaseException as error:
-            self._scheduler.fail(batch, error)
+        except Exception as error:
+            self._scheduler.abort(batch)
+            return Outcome(None, [error] * len(batch.members), epoch)
+        except BaseException:
+            self._scheduler.abort(batch)
             raise
         ended_s = self._clock.now()
         results = [
@@ -163,9 +203,9 @@ class Engine:
         self._learn_costs(batch, ended_s - planned_s)
         self._steps += 1
         self._served += len(results)
-        self._scheduler.commit(batch, results, ended_s)
+        self._scheduler.commit(batch, ended_s)
         self._warn_of_strangers()
-        return output
+        return Outcome(output, results, epoch)
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
         if self._pool.expander.num_slots:
@@ -217,11 +257,11 @@ class Engine:
             raise RequestError("ids", int(twice), "each id may be given once")
         with self._lock:
             self._now()
+            self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
             self._master.update(rows, new)
             slots = self._pool.rows.peek(rows)
             resident = slots != ABSENT
             self._arena.write_rows(slots[resident], new[torch.from_numpy(resident)])
-            self._pool.row_epochs.mark(rows)
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -234,6 +274,7 @@ class Engine:
                 audits=self._audits,
                 audit_mismatches=self._audit_mismatches,
                 audit_max_error=self._audit_max_error,
+                background_failures=self._background_failures,
             )
 
     def report(self) -> EngineReport:
@@ -242,15 +283,18 @@ class Engine:
             return make_report(self._pool, self._master.num_bytes, self._dense.num_graphs, self._dense.buffer_bytes)
 
     def check(self) -> None:
-        """Assert every invariant of the pool and both caches."""
+        """Assert every invariant of the pool, both caches and the queue."""
         with self._lock:
             self._pool.check()
+            self._scheduler.check()
+            assert self._pool.kv.is_idle, "a pin outlived its step"
 
     def close(self) -> None:
-        """Refuse what waits and everything after."""
+        """Refuse what waits and everything after; unlock the host memory."""
         with self._lock:
             self._is_closed = True
             self._scheduler.drain(EngineClosed("the engine was closed"))
+            self._master.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -266,41 +310,57 @@ class Engine:
     def _audit(self, batch: Batch, output: StepOutput) -> None:
         """Score one request in N again without caches, after its result was handed out."""
         every = self.config.audit_every
-        if not every or self._served // every == (self._served - len(batch.members)) // every:
-            return
-        which = -1 - self._served % every  # the request that made the count a multiple of N
-        plain = self._runner.score_without_caches(batch.members[which].request)
-        error = float(np.abs(plain - output.scores[which]).max())
-        self._audits += 1
-        self._audit_max_error = max(self._audit_max_error, error)
-        if not error <= self.config.audit_tolerance:
-            self._audit_mismatches += 1
-            user_id = batch.members[which].request.history.user_id
-            log.error("audit: scores of user %d differ by %.3g from an uncached run", user_id, error)
+        tolerance = self.config.audit_tolerance or _AUDIT_TOLERANCE[self.model_config.dtype]
+        for member, scores in zip(batch.members, output.scores, strict=True) if every else ():
+            self._unaudited += 1
+            if self._unaudited < every:
+                continue
+            self._unaudited = 0
+            error = float(np.abs(self._runner.score_without_caches(member.request) - scores).max())
+            self._audits += 1
+            self._audit_max_error = max(self._audit_max_error, error)
+            if not error <= tolerance:
+                self._audit_mismatches += 1
+                user_id = member.request.history.user_id
+                log.error("audit: scores of user %d differ by %.3g from an uncached run", user_id, error)
 
     def _warn_of_strangers(self) -> None:
-        if not self._has_warned and self._pool.kv.strangers >= _STRANGER_WARNING:
+        kv = self._pool.kv
+        if not self._has_warned and kv.strangers >= _STRANGER_WARNING and 2 * kv.strangers > kv.returns:
             self._has_warned = True
             log.warning(
-                "%d histories of known users matched nothing in their cached prefix; "
+                "%d of %d histories of known users matched nothing in their cached prefix; "
                 "clients that send only the last events must set first_event",
-                self._pool.kv.strangers,
+                kv.strangers,
+                kv.returns,
             )
+
+
+def _check_device(config: EngineConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: no CUDA device is available, got 'cuda'")
+    if config.device == "cpu" and config.kernels == "triton":
+        raise ConfigError("kernels: triton needs device 'cuda', got 'triton' with device 'cpu'")
 
 
 def _kernels(config: EngineConfig) -> str:
     return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
 
 
-def _make_dense(model: HstuModel, arena: Arena, pool: Pool, config: EngineConfig) -> Dense:
-    memory = Memory(arena.k_pages, arena.v_pages, arena.rows)
+def _make_master(model: LoadedModel, config: EngineConfig, progress: Progress) -> RowMaster:
+    return RowMaster.locked(model.tables, progress) if config.device == "cuda" else RowMaster(model.tables)
+
+
+def _make_dense(model: HstuModel, memory: Memory, pool: Pool, config: EngineConfig) -> Dense:
     if not (config.device == "cuda" and config.cuda_graphs and _kernels(config) == "triton"):
         return EagerDense(model, memory)
     shape = model.config
     limits = Limits(
         num_events=max(config.max_batch_tokens, shape.max_request_tokens),
         num_sequences=config.max_batch_requests,
-        num_candidates=min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens),
+        num_candidates=max(
+            shape.max_candidates, min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
+        ),
         num_pages=pool.geometry.pages_for(shape.max_prefix_tokens),
     )
     return GraphedDense(model, memory, limits)

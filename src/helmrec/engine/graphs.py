@@ -1,7 +1,7 @@
 """The dense stage as CUDA graphs: one per geometric size, so that launches cost nothing and shapes stay few.
 
-A step is padded to the next size. Padding tokens belong to no sequence, are written to a row nobody reads and keep
-no K/V, so they cost arithmetic only. All graphs share one memory pool and run one at a time.
+A step is padded to the next size. Padding tokens belong to no sequence, read no rows, are written to a row nobody
+reads and keep no K/V, so they cost arithmetic only. All graphs share one memory pool and run one at a time.
 """
 
 from collections.abc import Callable
@@ -10,19 +10,22 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
-from helmrec.engine.dense import EagerDense, Memory, Progress, StepRows
+from helmrec.engine.dense import EagerDense, Memory, Progress, Scored, StepRows
 from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.row_gather import SKIP
 from helmrec.model.hstu import DenseInput, HstuModel
 from helmrec.types import IntArray
 
 _GROWTH = 1.125  # at most an eighth of a step is padding
 _SMALLEST = 128
 _MULTIPLE = 16
+_ORDER_FROM = 8_192  # misses of a step from which sorting them costs less than it saves on the bus
 
 
 def bucket_sizes(largest: int) -> list[int]:
@@ -52,10 +55,11 @@ class Captured:
     size: int
     staging: Staging
     graphs: tuple[torch.cuda.CUDAGraph, ...]
+    gathers: tuple[torch.cuda.CUDAGraph, ...] = ()  # of a step: rows as they come, and in order of address
 
 
 class GraphedDense:
-    """Embed and layers by number of events, head by number of candidates."""
+    """Gather, embed and layers by number of events, head by number of candidates."""
 
     def __init__(self, model: HstuModel, memory: Memory, limits: Limits) -> None:
         config, device = model.config, model.device
@@ -80,7 +84,8 @@ class GraphedDense:
 
     @property
     def num_graphs(self) -> int:
-        return sum(len(captured.graphs) for captured in (*self._steps.values(), *self._heads.values()))
+        captured = (*self._steps.values(), *self._heads.values())
+        return sum(len(one.graphs) + len(one.gathers) for one in captured)
 
     @property
     def buffer_bytes(self) -> int:
@@ -90,7 +95,7 @@ class GraphedDense:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
-        total = 2 * len(self._event_sizes) + len(self._head_sizes)
+        total = 4 * len(self._event_sizes) + len(self._head_sizes)
         for size in reversed(self._event_sizes):
             self._steps[size] = self._capture_step(size)
             progress(self.num_graphs, total)
@@ -100,18 +105,19 @@ class GraphedDense:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def score(self, step: Assembly, rows: StepRows) -> Tensor:
+    def score(self, step: Assembly, rows: StepRows) -> Scored:
         """As `EagerDense.score`, to which a step beyond the limits falls back."""
         num_events, num_sequences = step.event_rows.shape[1], len(step.num_new)
         if num_events > self._event_sizes[-1] or num_sequences > self._limits.num_sequences:
             return self._eager.score(step, rows)
         captured = self._steps[next(size for size in self._event_sizes if size >= num_events)]
         self._load_step(captured, step, rows)
-        self._gather(captured, step, rows)
         self.last_step = captured
-        for graph in captured.graphs:
+        as_they_come, in_order = captured.gathers
+        for graph in (in_order if rows.absent.size >= _ORDER_FROM else as_they_come, *captured.graphs):
             graph.replay()
-        return self._score_candidates(step, captured.size)
+        logits = self._score_candidates(step, captured.size)
+        return Scored(logits, self._rows, self._places(step, captured.size, rows.absent))
 
     def _score_candidates(self, step: Assembly, size: int) -> Tensor:
         num = step.candidates.size
@@ -138,7 +144,7 @@ class GraphedDense:
         per_event = [Field(name, (size,), torch.int64) for name in ("event_at", "actions", "positions", "gaps")]
         return [
             *per_event,
-            Field("slots", (len(self._model.config.features) * size + self._num_context,), torch.int32),
+            Field("sources", (len(self._model.config.features) * size + self._num_context,), torch.int32),
             Field("context_at", (self._num_context,), torch.int64),
             Field("write_slots", (self._num_tokens(size),), torch.int64),
             Field("cu_tokens", (sequences + 1,), torch.int32),
@@ -162,7 +168,7 @@ class GraphedDense:
     def _load_step(self, captured: Captured, step: Assembly, rows: StepRows) -> None:
         """Fill the staging block, all of it: sizes share their memory, and what one left is no index for another.
 
-        Everything beyond the step reads row 0 and writes to the last token's row, which nobody reads.
+        Everything beyond the step reads no row and writes to the last token's, which nobody reads.
         """
         host, num_events, num_sequences = captured.staging.host, step.event_rows.shape[1], len(step.num_new)
         nowhere = self._num_tokens(captured.size) - 1
@@ -172,13 +178,13 @@ class GraphedDense:
         context = self._context_places(step)
         host["context_at"][:] = nowhere
         host["context_at"][context] = step.context_at
-        of_events, of_context = np.split(rows.slots, [step.event_rows.size])
+        of_events, of_context = np.split(_sources(rows), [step.event_rows.size])
         split = len(step.event_rows) * captured.size
-        by_feature = host["slots"][:split].reshape(-1, captured.size)
+        by_feature = host["sources"][:split].reshape(-1, captured.size)
         by_feature[:, :num_events] = of_events.reshape(-1, num_events)
-        by_feature[:, num_events:] = 0
-        host["slots"][split:] = 0
-        host["slots"][split + context] = of_context
+        by_feature[:, num_events:] = SKIP
+        host["sources"][split:] = SKIP
+        host["sources"][split + context] = of_context
         host["write_slots"][: step.write_slots.size] = step.write_slots
         host["write_slots"][step.write_slots.size :] = -1
         host["cu_tokens"][: num_sequences + 1] = step.cu_tokens
@@ -194,17 +200,13 @@ class GraphedDense:
         """Each context table has one place per sequence."""
         return step.context_table * self._limits.num_sequences + step.context_owner
 
-    def _gather(self, captured: Captured, step: Assembly, rows: StepRows) -> None:
-        """Resident rows from the arena in one launch; then those the host had to read."""
-        target = self._rows_of(captured.size)
-        torch.index_select(self._memory.rows, 0, captured.staging.device["slots"], out=target)
-        if rows.absent.size:
-            num_events, split = step.event_rows.shape[1], step.event_rows.size
-            of_events, of_context = rows.absent[rows.absent < split], rows.absent[rows.absent >= split] - split
-            feature, event = np.divmod(of_events, num_events)
-            context = len(step.event_rows) * captured.size + self._context_places(step)[of_context]
-            where = torch.from_numpy(np.concatenate([feature * captured.size + event, context]))
-            target.index_copy_(0, where.to(target.device), rows.values.to(target.device))
+    def _places(self, step: Assembly, size: int, positions: IntArray) -> IntArray:
+        """Where these positions of `Assembly.rows` lie in the rows of a step of this size."""
+        num_events, split = step.event_rows.shape[1], step.event_rows.size
+        of_events, of_context = positions[positions < split], positions[positions >= split] - split
+        feature, event = np.divmod(of_events, max(1, num_events))
+        context = len(step.event_rows) * size + self._context_places(step)[of_context]
+        return np.concatenate([feature * size + event, context])
 
     # Capture.
 
@@ -219,7 +221,15 @@ class GraphedDense:
             self._capture(partial(self._embed_into, x, tokens)),
             self._capture(partial(self._run_layers, x, tokens.ragged)),
         )
-        return Captured(size, staging, graphs)
+        return Captured(size, staging, graphs, self._capture_gathers(staging, size))
+
+    def _capture_gathers(self, staging: Staging, size: int) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """Resident rows from the arena, the others from the host, in one launch."""
+        from helmrec.kernels import triton_row_gather  # noqa: PLC0415 - triton is not on every machine
+
+        rows = (self._memory.rows, self._memory.master.rows, staging.device["sources"], self._rows_of(size))
+        gathers = (triton_row_gather.gather_rows, triton_row_gather.gather_in_order)
+        return tuple(self._capture(partial(gather, *rows)) for gather in gathers)
 
     def _capture_head(self, size: int) -> Captured:
         staging = Staging(self._head_fields(size), self._head_blocks)
@@ -272,6 +282,13 @@ class GraphedDense:
         )
 
 
+def _sources(rows: StepRows) -> NDArray[np.int32]:
+    """What the gather kernel takes: the slot, or ~row of an absent row."""
+    sources = rows.slots.copy()
+    sources[rows.absent] = ~rows.missed
+    return sources
+
+
 def _make_empty(staging: Staging, nowhere: int) -> None:
     """A step of no sequences, safe to run while compiling and capturing."""
     for array in staging.host.values():
@@ -279,4 +296,5 @@ def _make_empty(staging: Staging, nowhere: int) -> None:
     for name in ("event_at", "context_at"):
         staging.host[name][:] = nowhere
     staging.host["write_slots"][:] = -1
+    staging.host["sources"][:] = SKIP
     staging.send()

@@ -29,10 +29,11 @@ from helmrec.types import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Missed:
-    """Rows that were read from the host."""
+    """Rows that were read from the host, and where the step left them on the device."""
 
     rows: IntArray
-    values: Tensor
+    gathered: Tensor
+    positions: IntArray  # of each row in `gathered`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,22 +55,23 @@ class Runner:
         self._arena = arena
         self._master = master
         self._pool = pool
+        self._latest: Missed | None = None  # of the latest step, while its rows are where it left them
         self._host = HostPages(pool.expander, arena.pages)
 
     def run(self, batch: Batch) -> StepOutput:
         """Score a planned batch; K/V of new tokens land in the planned pages."""
+        self._latest = None
         self._prepare_pages([member.plan for member in batch.members])
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
-        rows = step.rows
-        slots = self._pool.rows.lookup(rows)
-        absent = np.flatnonzero(slots == ABSENT)
-        missed = Missed(rows[absent], self._master.gather(rows[absent]))
-        slots[absent] = 0
-        scores = self._dense.score(step, StepRows(slots, absent, missed.values)).cpu()
-        row_misses = step.count_by_request(absent)
+        all_rows = step.rows
+        rows = StepRows.find(all_rows, self._pool.rows.lookup(all_rows))
+        scored = self._dense.score(step, rows)
+        scores = _split(scored.logits.cpu(), step.num_candidates)
+        row_misses = step.count_by_request(rows.absent)
         row_hits = step.num_rows - row_misses
-        return StepOutput(_split(scores, step.num_candidates), row_hits, row_misses, missed)
+        self._latest = Missed(rows.missed, scored.rows, scored.absent_at)
+        return StepOutput(scores, row_hits, row_misses, self._latest)
 
     def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
         """Bring back pages from the host and make copies, in the order the plans were made."""
@@ -85,12 +87,15 @@ class Runner:
         self._host.save(saves)
 
     def admit(self, missed: Missed) -> None:
-        """Give missed rows that earn it a slot; off the request path."""
-        if not missed.rows.size:
+        """Give missed rows that earn it a slot; off the request path, and without a second trip over the bus.
+
+        Does nothing once another step has run: it may have read its own rows into the same place.
+        """
+        if missed is not self._latest or not missed.rows.size:
             return
-        admission = self._pool.rows.admit(missed.rows, np.arange(missed.rows.size))
+        admission = self._pool.rows.admit(missed.rows, missed.positions)
         try:
-            self._arena.write_rows(admission.slots, missed.values[torch.from_numpy(admission.positions)])
+            self._arena.keep_rows(admission.slots, missed.gathered, admission.positions)
         except BaseException:
             self._pool.rows.withdraw(admission)
             raise
@@ -107,10 +112,9 @@ class Runner:
         k_pages, v_pages = (
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
-        dense = EagerDense(model, Memory(k_pages, v_pages, self._arena.rows))
-        rows = step.rows
-        absent = StepRows(np.zeros(rows.size, np.int32), np.arange(rows.size), self._master.gather(rows))
-        return _split(dense.score(step, absent).cpu(), step.num_candidates)[0]
+        dense = EagerDense(model, Memory(k_pages, v_pages, self._arena.rows, self._master))
+        absent = StepRows.find(step.rows, np.full(step.rows.size, ABSENT, np.int32))
+        return _split(dense.score(step, absent).logits.cpu(), step.num_candidates)[0]
 
 
 def _split(scores: Tensor, counts: list[int]) -> list[NDArray[np.float32]]:

@@ -4,7 +4,9 @@ Pure bookkeeping: time comes in as an argument and scores as values. It takes wh
 for a fuller batch.
 """
 
+import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -26,6 +28,10 @@ class Waiting:
     future: "Future[RankResult]"
     arrived_s: float
     deadline_s: float | None
+
+    def claim(self) -> bool:
+        """Take the request for good; False if its client has cancelled it. A claimed one cannot be cancelled."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +67,13 @@ class Batch:
 
 
 class Scheduler:
-    """First come, first served."""
+    """First come, first served. The queue has a lock of its own: submitting never waits for a running step."""
 
     def __init__(self, config: EngineConfig, kv: KVCache) -> None:
         self._config = config
         self._kv = kv
         self._queue: deque[Waiting] = deque()
+        self._lock = threading.Lock()
         self._ms_per_request = 0.0
         self.refused = 0
 
@@ -76,80 +83,99 @@ class Scheduler:
 
     def submit(self, request: Prepared, now: float) -> "Future[RankResult]":
         """Queue a request, or refuse it at once if it has no chance."""
-        if len(self._queue) >= self._config.queue_limit:
+        with self._lock:
+            self._refuse_if_hopeless(request)
+            deadline_ms = request.deadline_ms or self._config.deadline_ms
+            deadline_s = None if deadline_ms is None else now + deadline_ms / 1e3
+            waiting = Waiting(request, Future(), now, deadline_s)
+            self._queue.append(waiting)
+            return waiting.future
+
+    def _refuse_if_hopeless(self, request: Prepared) -> None:
+        num, limit = len(self._queue), self._config.queue_limit
+        if num >= limit:
             self.refused += 1
-            raise QueueFull(
-                f"the queue is full: {len(self._queue)} requests wait, the limit is {self._config.queue_limit}"
-            )
+            raise QueueFull(f"the queue is full: {num} requests wait, the limit is {limit}")
         deadline_ms = request.deadline_ms or self._config.deadline_ms
-        expected_ms = self._ms_per_request * (len(self._queue) + 1)
-        if self._queue and deadline_ms is not None and expected_ms > deadline_ms:  # an idle engine always tries
+        expected_ms = self._ms_per_request * (num + 1)
+        if num and deadline_ms is not None and expected_ms > deadline_ms:  # an idle engine always tries
             self.refused += 1
             raise DeadlineExceeded(
-                f"a deadline of {deadline_ms:g} ms cannot be met: {len(self._queue)} requests wait, "
-                f"about {expected_ms:.1f} ms"
+                f"a deadline of {deadline_ms:g} ms cannot be met: {num} requests wait, about {expected_ms:.1f} ms"
             )
-        deadline_s = None if deadline_ms is None else now + deadline_ms / 1e3
-        waiting = Waiting(request, Future(), now, deadline_s)
-        self._queue.append(waiting)
-        return waiting.future
 
     def next_batch(self, now: float) -> Batch | None:
         """The oldest requests that fit one step, planned and pinned; None if nothing waits."""
         members: list[Scheduled] = []
         budget = self._config.max_batch_tokens
-        while self._queue and len(members) < self._config.max_batch_requests:
-            head = self._queue[0]
-            if head.deadline_s is not None and now > head.deadline_s:
-                self._expire(self._queue.popleft(), now)
-                continue
-            if members and not self._fits(head.request, budget):
-                break
-            if head.future.cancelled():
+        with self._lock:
+            while self._queue and len(members) < self._config.max_batch_requests:
+                if not self._is_live(self._queue[0], now):
+                    self._queue.popleft()
+                    continue
+                member = self._plan(self._queue[0], budget if members else None, now)
+                if member is None:
+                    assert members, "one request must always fit an idle pool"
+                    break
                 self._queue.popleft()
-                continue
-            plan = self._kv.plan(head.request.history, now)
-            if plan is None:
-                assert members, "one request must always fit an idle pool"
-                break
-            if not head.future.set_running_or_notify_cancel():
-                self._kv.abort(plan)
-                continue
-            members.append(Scheduled(self._queue.popleft(), plan))
-            budget -= members[-1].num_tokens
+                members.append(member)
+                budget -= member.num_tokens
         return Batch(members, now) if members else None
 
-    def _fits(self, request: Prepared, budget: int) -> bool:
-        """Looks for resident tokens only if the request would not fit without any."""
-        most = request.history.num_tokens + request.request_rows.size + request.num_candidates
-        return most <= budget or most - self._kv.resident_tokens(request.history) <= budget
-
-    def _expire(self, waiting: Waiting, now: float) -> None:
+    def _is_live(self, waiting: Waiting, now: float) -> bool:
+        if not waiting.claim():
+            return False
+        if waiting.deadline_s is None or now <= waiting.deadline_s:
+            return True
         self.refused += 1
         late_ms = (now - waiting.arrived_s) * 1e3
         waiting.future.set_exception(DeadlineExceeded(f"the deadline passed after {late_ms:.1f} ms in the queue"))
+        return False
 
-    def commit(self, batch: Batch, results: list[RankResult], now: float) -> None:
-        """The step has ended: settle its pages and hand out the results."""
-        for member, result in zip(batch.members, results, strict=True):
+    def _plan(self, waiting: Waiting, budget: int | None, now: float) -> Scheduled | None:
+        """Pin a request's pages if it fits the budget; the first of a batch has none."""
+        history = waiting.request.history
+        others = waiting.request.request_rows.size + waiting.request.num_candidates
+        if budget is not None and history.num_tokens - self._kv.resident_tokens(history) + others > budget:
+            return None
+        plan = self._kv.plan(history, now)
+        if plan is None:
+            return None
+        member = Scheduled(waiting, plan)
+        if budget is not None and member.num_tokens > budget:  # less was fresh than was resident
+            self._kv.abort(plan)
+            return None
+        return member
+
+    def commit(self, batch: Batch, now: float) -> None:
+        """The step has ended: settle its pages."""
+        for member in batch.members:
             self._kv.commit(member.plan, now)
-            member.waiting.future.set_result(result)
+        self._kv.restore_reserve()
         took_ms = (now - batch.started_s) * 1e3 / len(batch.members)
         self._ms_per_request += _SMOOTHING * (took_ms - self._ms_per_request)
 
-    def fail(self, batch: Batch, error: BaseException) -> None:
-        """The step failed: nothing it wrote counts, and each of its requests hears why."""
+    def abort(self, batch: Batch) -> None:
+        """The step failed: nothing it wrote counts."""
         for member in batch.members:
             self._kv.abort(member.plan)
-            member.waiting.future.set_exception(error)
 
-    def withdraw(self, futures: "list[Future[RankResult]]") -> None:
+    def withdraw(self, futures: "Sequence[Future[RankResult]]") -> None:
         """Take back what was submitted and has not started."""
-        for future in futures:
-            future.cancel()
-        self._queue = deque(waiting for waiting in self._queue if not waiting.future.cancelled())
+        with self._lock:
+            for future in futures:
+                future.cancel()
+            self._queue = deque(waiting for waiting in self._queue if not waiting.future.cancelled())
 
     def drain(self, error: HelmRecError) -> None:
         """Refuse everything that still waits."""
-        while self._queue:
-            self._queue.popleft().future.set_exception(error)
+        with self._lock:
+            while self._queue:
+                waiting = self._queue.popleft()
+                if waiting.claim():
+                    waiting.future.set_exception(error)
+
+    def check(self) -> None:
+        assert len(self._queue) <= self._config.queue_limit
+        done = [waiting for waiting in self._queue if waiting.future.done() and not waiting.future.cancelled()]
+        assert not done, "a request waits that has been answered"

@@ -5,8 +5,10 @@ It copies what it is told to copy and knows neither owners nor users.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from helmrec.errors import ConfigError
 from helmrec.memory.embedding_cache import Slots
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
@@ -23,7 +25,7 @@ class Arena:
         self, num_pages: int, geometry: PageGeometry, kv_dtype: torch.dtype, row_dtype: torch.dtype, device: str
     ) -> None:
         self._geometry = geometry
-        self._buffer = torch.zeros(num_pages * geometry.page_bytes, dtype=torch.uint8, device=device)
+        self._buffer = _allocate(num_pages * geometry.page_bytes, device)
         self.pages = self._buffer.view(num_pages, geometry.page_bytes)
         self.k_pages = self._kv_view(num_pages, kv_dtype, geometry.qk_dim, offset=0)
         k_block = geometry.page_tokens * geometry.num_heads * geometry.qk_dim
@@ -49,10 +51,23 @@ class Arena:
         if slots.size:
             self.rows[self._index(slots)] = values.to(self._buffer.device)
 
+    def keep_rows(self, slots: Slots, gathered: Tensor, positions: NDArray[np.int64]) -> None:
+        """Copy rows that a step has on the device already; they do not cross the bus again."""
+        if slots.size:
+            self.rows[self._index(slots)] = gathered[self._index(positions)]
+
     def copy_tokens(self, copy: PageCopy) -> None:
         """The first tokens of one page to another, in every layer."""
         for pages in (self.k_pages, self.v_pages):
             pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
 
-    def _index(self, slots: Slots) -> Tensor:
-        return torch.from_numpy(slots.astype(np.int64)).to(self._buffer.device)
+    def _index(self, where: Slots | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(where.astype(np.int64)).to(self._buffer.device)
+
+
+def _allocate(num_bytes: int, device: str) -> Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"pool_bytes: {num_bytes} bytes cannot be had on {device!r} ({reason})") from None

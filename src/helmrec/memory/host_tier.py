@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.errors import ConfigError
+from helmrec.kernels.row_gather import MAX_ROWS
 
 Progress = Callable[[int, int], None]  # told how many bytes of how many are done
 
@@ -46,6 +47,10 @@ class LockedBuffer:
     def is_locked(self) -> bool:
         return self._unlock is not None and self._unlock.alive
 
+    def rows(self, row_dim: int, stride: int, dtype: torch.dtype) -> Tensor:  # (rows, row_dim)
+        """The buffer as records of `stride` bytes."""
+        return self.data.view(dtype).view(-1, stride // dtype.itemsize)[:, :row_dim]
+
     def lock(self) -> None:
         runtime, address = _cuda_runtime(), self.data.data_ptr()
         if error := int(runtime.cudaHostRegister(address, self.data.nbytes, _MAPPED)):
@@ -68,35 +73,32 @@ def _cuda_runtime() -> Any:
 class RowMaster:
     """Every row of every table, by table offset."""
 
-    def __init__(self, tables: Mapping[str, Tensor]) -> None:
-        """Over the tables as they are; an update writes them."""
+    def __init__(self, tables: Mapping[str, Tensor], buffer: LockedBuffer | None = None) -> None:
+        """Over the tables as they are, which fill the buffer if there is one; an update writes them."""
         self._tables = list(tables.values())
         sizes = [table.shape[0] for table in self._tables]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._buffer: LockedBuffer | None = None
+        self._buffer = buffer
 
     @classmethod
     def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Over a copy of the tables that a card can read, until `close`."""
-        first = next(iter(tables.values()))
+        """Over a copy of the tables that a card can read until `close`."""
+        sizes, first = [table.shape[0] for table in tables.values()], next(iter(tables.values()))
+        if sum(sizes) > MAX_ROWS:
+            raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {sum(sizes)}")
         stride = -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW
-        buffer = LockedBuffer(sum(table.shape[0] for table in tables.values()) * stride)
-        rows = buffer.data.view(first.dtype).view(-1, stride // first.itemsize)[:, : first.shape[1]]
-        copies = dict(zip(tables, rows.split([table.shape[0] for table in tables.values()]), strict=True))
+        buffer = LockedBuffer(sum(sizes) * stride)
+        rows = buffer.rows(first.shape[1], stride, first.dtype)
+        copies = dict(zip(tables, rows.split(sizes), strict=True))
         _copy(tables, copies, progress)
         buffer.lock()
-        master = cls(copies)
-        master._buffer = buffer
-        master._rows = rows
-        return master
-
-    _rows: Tensor
+        return cls(copies, buffer)
 
     @property
-    def rows(self) -> Tensor:  # (rows, row_dim) on the host, strided
-        """All rows of a locked master, as a kernel reads them."""
+    def rows(self) -> Tensor:  # (rows, row_dim) on the host
+        """All rows of a locked master in one strided view, as kernels read them."""
         assert self._buffer is not None, "only a locked master is one buffer"
-        return self._rows
+        return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
 
     @property
     def num_rows(self) -> int:

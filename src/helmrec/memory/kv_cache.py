@@ -4,7 +4,7 @@ Bookkeeping only. It hands out plans (which pages hold a history, which tokens a
 and never touches K/V. It does not know layers, heads or devices.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,7 +53,8 @@ class KVCache:
         self.evicted_pages = 0
         self.stale_cuts = 0
         self.refused_prefixes = 0
-        self.strangers = 0  # lookups of a resident user that matched nothing
+        self.returns = 0  # lookups of a resident user,
+        self.strangers = 0  # and how many of them matched nothing
 
     @property
     def num_users(self) -> int:
@@ -78,10 +79,7 @@ class KVCache:
             plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
         if plan is None:
             return None
-        plan = self._reload(plan, history)
-        self.reused_tokens += plan.num_resident
-        self.total_tokens += plan.num_tokens
-        return plan
+        return self._reload(plan, history)
 
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
         """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
@@ -126,10 +124,12 @@ class KVCache:
         return found.num_tokens if found else 0
 
     def commit(self, plan: KVPlan, now: float) -> None:
-        """The step has ended: unpin, keep or drop the prefix, and restore the reserve."""
+        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`."""
         prefix = plan.prefix
         if prefix is None:
             return
+        self.reused_tokens += plan.num_resident
+        self.total_tokens += plan.num_tokens
         seen = self._visits.record(prefix.user_id, now)
         prefix.settled = max(prefix.settled, plan.num_tokens)
         prefix.last_use_s = now
@@ -141,13 +141,25 @@ class KVCache:
             self._note_unsaved(plan, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
+
+    def restore_reserve(self) -> None:
+        """Evict until the pages the next step may need are free."""
         self.evict(self.reserve_pages - self._ledger.num_free)
 
     def abort(self, plan: KVPlan) -> None:
-        """The step failed: whatever it wrote is not there."""
+        """The step failed or did without this plan: what only it would have written is not there.
+
+        Plans of one step are aborted in the order they were made, or the last one alone.
+        """
         if plan.prefix is not None:
-            self._truncate(plan.prefix, plan.prefix.settled)
+            loaded = len(plan.loads) * self.limits.page_tokens
+            self._truncate(plan.prefix, plan.num_resident - loaded)
             self._unpin(plan)
+
+    @property
+    def is_idle(self) -> bool:
+        """No step holds a pin."""
+        return not self._running and all(prefix.pins == 0 for prefix in self._order.values())
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
@@ -160,6 +172,19 @@ class KVCache:
         self.evicted_pages += freed
         return freed
 
+    def _can_free(self, num_pages: int) -> bool:
+        """Whether idle prefixes hold that many pages that nobody else shares; asked before anything is evicted."""
+        idle: Counter[int] = Counter()
+        freeable = 0
+        for prefix in self._order.values():
+            if prefix.pins:
+                continue
+            idle.update(prefix.pages)
+            freeable += sum(idle[page] == self._refs[page] for page in prefix.pages)
+            if freeable >= num_pages:
+                return True
+        return False
+
     def _coldest_idle(self) -> Prefix | None:
         return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
 
@@ -168,8 +193,10 @@ class KVCache:
     def _match(self, history: History, now: float) -> Match | None:
         """The prefix of this user that shares the most tokens with `history`, cut to what is fresh."""
         found = self._longest(history)
+        if history.user_id in self._users:
+            self.returns += 1
+            self.strangers += found is None
         if found is None:
-            self.strangers += history.user_id in self._users
             return None
         fresh = self._fresh_tokens(found.prefix, history, found.num_tokens, now)
         return Match(found.prefix, fresh) if fresh else None
@@ -253,10 +280,10 @@ class KVCache:
     def _grow(self, prefix: Prefix, history: History) -> bool:
         """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""
         missing = self._pages_for(history.num_tokens) - len(prefix.pages)
-        if missing > self._ledger.num_free:
-            self.evict(missing - self._ledger.num_free)
-        if missing > self._ledger.num_free:
+        short = missing - self._ledger.num_free
+        if short > 0 and not self._can_free(short):
             return False
+        self.evict(short)
         pages = self._ledger.allocate(Owner.KV, missing)
         for page in pages:
             self._refs[page] = 1
@@ -273,11 +300,12 @@ class KVCache:
 
     def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
         coldest = self._coldest_idle()
+        undecided = sum(len(mate.pages) for mate in self._running.values() if mate is not prefix)
         return Visit(
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
             num_tokens=prefix.num_tokens,
-            room=self._ledger.num_free >= self.reserve_pages,
+            room=self._ledger.num_free + undecided >= self.reserve_pages,
             coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
         )
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from helmrec.config import EngineConfig
-from helmrec.errors import AlphaOutOfRange, PoolTooSmall
+from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.embedding_cache import EmbeddingCache, Slots
 from helmrec.memory.eviction import make_order
 from helmrec.memory.expander import Expander, PageSave
@@ -52,6 +52,8 @@ class Pool:
                 f"({self._request_pages} pages of {geometry.page_bytes} bytes, and one of rows), "
                 f"got {int(config.pool_bytes)}"
             )
+        if num_pages * geometry.rows_per_page >= 1 << 31:
+            raise ConfigError(f"pool_bytes must hold fewer than 2^31 rows, got {num_pages * geometry.rows_per_page}")
         self.geometry = geometry
         self.ledger = PageLedger(num_pages)
         self.row_epochs = RowEpochs(demand.num_rows)

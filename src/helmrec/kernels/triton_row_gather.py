@@ -1,0 +1,140 @@
+"""Read embedding rows from where they are in one launch: hits from HBM, misses over the bus. Twin: `row_gather.py`.
+
+The master is host memory registered with the driver, which a kernel reads like its own. Programs are persistent: a
+few of them with long loops keep the bus busy beside compute, a full grid is for a gather that runs alone.
+"""
+
+# ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
+# Triton gives kernel arguments their types.
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from helmrec.kernels.row_gather import SKIP
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How many programs run, and how much each has in flight."""
+
+    programs: int | None  # None: as many as the card holds at once
+    tile_bytes: int
+    num_warps: int
+
+
+ALONE = Launch(None, 16 << 10, 8)
+IN_ORDER = Launch(32, 64 << 10, 8)  # more programs would lose the order again
+BESIDE_COMPUTE = Launch(4, 64 << 10, 8)  # each takes a multiprocessor from compute
+_VECTOR = 16  # bytes of the widest load
+_WARPS_PER_MULTIPROCESSOR = 64
+_WORDS = (torch.int32, torch.int16, torch.uint8)
+
+# One argument a line would bury the kernels.
+# fmt: off
+
+
+@triton.jit
+def _gather_kernel(arena, master, sources, places, out, num_entries, ARENA_STRIDE: tl.constexpr,
+                   MASTER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+                   ROWS: tl.constexpr, ALIGN: tl.constexpr, SKIPPED: tl.constexpr, HAS_PLACES: tl.constexpr):
+    """Strides are constants so that the compiler sees their alignment and moves 16 bytes at a time."""
+    columns = tl.arange(0, PADDED)
+    step = tl.num_programs(0) * ROWS
+    entries = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(sources + entries, mask=entries < num_entries, other=SKIPPED)
+    for _ in range(tl.program_id(0) * ROWS, num_entries, step):
+        upcoming = tl.load(sources + entries + step, mask=entries + step < num_entries, other=SKIPPED)
+        wide = source.to(tl.int64)
+        start = tl.where(wide >= 0, arena + wide * ARENA_STRIDE, master + (-1 - wide) * MASTER_STRIDE)
+        start = tl.multiple_of(start, ALIGN)  # which the compiler loses sight of where two pointers meet
+        live = (source != SKIPPED)[:, None] & (columns < WIDTH)[None, :]
+        values = tl.load(start[:, None] + columns[None, :], mask=live)
+        place = entries.to(tl.int64)
+        if HAS_PLACES:
+            place = tl.load(places + entries, mask=source != SKIPPED, other=0)
+        tl.store(out + place[:, None] * OUT_STRIDE + columns[None, :], values, mask=live)
+        entries += step
+        source = upcoming
+
+
+# fmt: on
+
+
+def gather_in_order(
+    arena_rows: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch = IN_ORDER
+) -> None:
+    """As `gather_rows`, but neighbours are read one after the other.
+
+    Short rows scattered over many gigabytes then cross the bus half as fast again; the sort pays for itself from some
+    thousands of them.
+    """
+    ordered, places = sources.sort()
+    gather_rows(arena_rows, master, ordered, out, launch, places)
+
+
+def gather_rows(
+    arena_rows: Tensor,
+    master: Tensor,
+    sources: Tensor,
+    out: Tensor,
+    launch: Launch = ALONE,
+    places: Tensor | None = None,
+) -> None:
+    """out[i] = arena_rows[s] if s >= 0 else master[~s], where s = sources[i] is not SKIP.
+
+    Shapes as the twin's; with `places`, (entries,) int64, out[places[i]] takes the place of out[i]. master's memory
+    must be registered with the driver for as long as this runs. The host is never waited for, and every address is
+    fixed by the arguments, so that a graph may capture it. Rows move 16 bytes at a time where their size is a
+    multiple of 16, and as far as their size allows elsewhere.
+    """
+    arena_rows, master, out = _as_words(arena_rows, master, out)
+    num_entries, width = out.shape
+    if not num_entries:
+        return
+    padded = triton.next_power_of_2(width)
+    rows = max(1, launch.tile_bytes // (padded * out.element_size()))
+    programs = min(triton.cdiv(num_entries, rows), launch.programs or _full_grid(out.device, launch.num_warps))
+    _gather_kernel[(programs,)](
+        arena_rows,
+        master,
+        sources,
+        sources if places is None else places,
+        out,
+        num_entries,
+        ARENA_STRIDE=arena_rows.stride(0),
+        MASTER_STRIDE=master.stride(0),
+        OUT_STRIDE=out.stride(0),
+        WIDTH=width,
+        PADDED=padded,
+        ROWS=rows,
+        ALIGN=math.gcd(_VECTOR, *(part for t in (arena_rows, master) for part in (t.data_ptr(), _row_stride(t)))),
+        SKIPPED=SKIP,
+        HAS_PLACES=places is not None,
+        num_warps=launch.num_warps,
+    )
+
+
+def _as_words(*tensors: Tensor) -> list[Tensor]:
+    """The same rows in the widest words that every row and stride is a multiple of."""
+    row_bytes = [t.shape[1] * t.element_size() for t in tensors]
+    sizes = (*row_bytes, *(_row_stride(t) for t in tensors))
+    word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))
+    return [t.view(word) for t in tensors]
+
+
+def _row_stride(rows: Tensor) -> int:
+    """In bytes."""
+    return rows.stride(0) * rows.element_size()
+
+
+def _full_grid(device: torch.device, num_warps: int) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter runs programs one after the other
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count * (_WARPS_PER_MULTIPROCESSOR // num_warps)

@@ -1,0 +1,120 @@
+"""What happens around a step: who waits for whom, who hears of a failure, what a callback may do."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.engine.engine import Engine
+from helmrec.engine.runner import Runner, StepOutput
+from helmrec.engine.scheduler import Batch
+from helmrec.errors import ConfigError
+from helmrec.types import RankResult
+from tests.helpers import random_request, tiny_engine, tiny_model
+
+
+def test_a_callback_may_update_rows_and_no_old_value_is_admitted_after_it() -> None:
+    model = tiny_model()
+    engine = tiny_engine(model, row_admission="always")
+    request = random_request(np.random.default_rng(0), model.config, num_events=6)
+    item = int(request.items[0])
+
+    def update(_: "Future[RankResult]") -> None:
+        engine.update_rows("item", [item], np.full((1, model.config.row_dim), 2.0))
+
+    future = engine.submit(request)
+    future.add_done_callback(update)
+    engine.step()
+    [again] = engine.rank([request])
+    plain = engine._runner.score_without_caches(engine._intake.prepare(request))
+    assert np.abs(again.scores - plain).max() <= 1e-5
+    assert np.abs(again.scores - future.result().scores).max() > 1e-3
+
+
+def test_strangers_in_one_batch_displace_no_returning_user() -> None:
+    model = tiny_model()
+    engine = tiny_engine(model, kv_admission="second-visit", max_batch_tokens=40, pool_bytes="80KiB", alpha=0.1)
+    rng = np.random.default_rng(0)
+    regulars = [random_request(rng, model.config, user, 8) for user in range(6)]
+    for _ in range(2):
+        for request in regulars:
+            engine.rank([request])
+    evicted = engine.stats().pool.kv_evicted_pages
+    for first in range(100, 140, 4):
+        engine.rank([random_request(rng, model.config, user, 8) for user in range(first, first + 4)])
+    assert [result.reused_tokens for result in engine.rank(regulars)] == [9] * 6
+    assert engine.stats().pool.kv_evicted_pages == evicted
+
+
+def test_submitting_does_not_wait_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    engine = tiny_engine(model, MonotonicClock())
+    requests = [random_request(np.random.default_rng(user), model.config, user) for user in range(2)]
+    engine.rank(requests)
+    run, started = Runner.run, threading.Event()
+
+    def slow(self: Runner, batch: Batch) -> StepOutput:
+        started.set()
+        time.sleep(0.5)
+        return run(self, batch)
+
+    monkeypatch.setattr(Runner, "run", slow)
+    engine.submit(requests[0])
+    stepping = threading.Thread(target=engine.step)
+    stepping.start()
+    started.wait()
+    began = time.monotonic()
+    waiting = engine.submit(requests[1])
+    assert time.monotonic() - began < 0.25
+    stepping.join()
+    engine.step()
+    assert waiting.result().timing.queue_ms > 100
+
+
+def test_a_failure_of_background_work_fails_nobodys_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(Runner, "admit", fail)
+    request = random_request(np.random.default_rng(0), engine.model_config, user_id=77)
+    assert engine.rank([request])[0].scores.shape == (3, 2)
+    assert engine.stats().background_failures == 1
+    assert "background work failed" in caplog.text
+
+
+def test_one_clients_failing_step_does_not_reach_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, failures = Runner.run, [RuntimeError("first batch")]
+
+    def fail_first(self: Runner, batch: Batch) -> StepOutput:
+        if failures:
+            raise failures.pop()
+        return run(self, batch)
+
+    rng = np.random.default_rng(0)
+    others = [engine.submit(random_request(rng, engine.model_config, user)) for user in range(32)]  # a whole batch
+    monkeypatch.setattr(Runner, "run", fail_first)
+    [mine] = engine.rank([random_request(rng, engine.model_config, 99)])
+    assert mine.scores.shape == (3, 2)
+    assert str(others[0].exception()) == "first batch"
+
+
+def test_every_request_is_audited_if_asked_for() -> None:
+    engine = tiny_engine(audit_every=1)
+    rng = np.random.default_rng(0)
+    engine.rank([random_request(rng, engine.model_config, user) for user in range(5)])
+    assert engine.stats().audits == 5
+
+
+def test_triton_without_a_card_is_a_named_error() -> None:
+    with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
+        tiny_engine(kernels="triton")
+
+
+def test_a_pool_that_cannot_be_had_is_a_named_error() -> None:
+    with pytest.raises(ConfigError, match="pool_bytes"):
+        tiny_engine(pool_bytes="500TiB")

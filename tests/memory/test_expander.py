@@ -1,0 +1,88 @@
+"""The host tier's bookkeeping: which page is held, which leaves, and when taking one back pays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmrec.memory.expander import Expander, HostPage, PageKey, PageSave, StepCosts
+from helmrec.memory.history import chain
+
+STATES = chain((1,), 0, np.arange(24).reshape(1, -1))
+PAGE_TOKENS = 4
+
+
+def key(page: int, epoch: int = 0) -> PageKey:
+    return PageKey(int(STATES[(page + 1) * PAGE_TOKENS - 1]), page=100 + page, epoch=epoch)
+
+
+def test_a_run_of_held_pages_is_found_and_ends_at_the_first_gap() -> None:
+    tier = Expander(num_slots=8)
+    for page in (0, 1, 3):
+        assert tier.save(key(page)) is not None
+    assert len(tier.find(STATES, 0, PAGE_TOKENS)) == 2
+    assert len(tier.find(STATES, 3, PAGE_TOKENS)) == 1
+    assert tier.find(STATES, 2, PAGE_TOKENS) == []
+    assert len(tier.find(STATES[:7], 0, PAGE_TOKENS)) == 1, "a page the history does not fill"
+
+
+def test_another_history_finds_nothing() -> None:
+    tier = Expander(num_slots=8)
+    tier.save(key(0))
+    assert tier.find(chain((2,), 0, np.arange(24).reshape(1, -1)), 0, PAGE_TOKENS) == []
+
+
+def test_a_held_page_is_not_copied_twice_but_a_newer_one_replaces_it() -> None:
+    tier = Expander(num_slots=4)
+    first = tier.save(key(0, epoch=3))
+    assert first is not None
+    assert tier.save(key(0, epoch=3)) is None
+    assert tier.save(key(0, epoch=5)) == PageSave(page=100, slot=first.slot)
+    assert tier.find(STATES, 0, PAGE_TOKENS) == [HostPage(first.slot, 5)]
+    tier.check()
+
+
+def test_the_least_recently_wanted_page_leaves_first() -> None:
+    tier = Expander(num_slots=2)
+    tier.save(key(0))
+    tier.save(key(1))
+    tier.find(STATES[:4], 0, PAGE_TOKENS)
+    tier.save(key(2))
+    assert len(tier.find(STATES, 0, PAGE_TOKENS)) == 1
+    assert tier.evicted_pages == 1
+    tier.check()
+
+
+def test_no_tier_holds_nothing() -> None:
+    tier = Expander(num_slots=0)
+    assert tier.save(key(0)) is None
+    assert tier.find(STATES, 0, PAGE_TOKENS) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40), st.integers(0, 4))
+def test_no_slot_is_ever_lost(saves: list[tuple[int, int]], num_slots: int) -> None:
+    tier = Expander(num_slots)
+    for page, epoch in saves:
+        tier.save(key(page, epoch))
+        tier.check()
+        assert tier.num_pages <= num_slots
+
+
+def test_step_costs_are_learned_from_the_steps_that_ran() -> None:
+    costs, rng = StepCosts(), np.random.default_rng(0)
+    for _ in range(200):
+        tokens = int(rng.integers(1, 5_000))
+        pairs = tokens * float(rng.integers(1, 5_000))
+        costs.observe(tokens, pairs, 1e-3 + 2e-6 * tokens + 3e-10 * pairs)
+    assert costs.seconds(1_000, 1e6) == pytest.approx(2e-3 + 3e-4, rel=0.02)
+
+
+@pytest.mark.parametrize(("page_s", "is_worth_it"), [(1e-6, True), (1.0, False)])
+def test_pages_are_taken_back_where_that_is_cheaper(page_s: float, is_worth_it: bool) -> None:
+    tier = Expander(num_slots=4)
+    tier.costs.page_s = page_s
+    for tokens in (100, 200, 400, 800):
+        tier.costs.steps.observe(tokens, tokens**2 / 2, 1e-5 * tokens)
+    assert tier.is_worth_it(0, 400, 4) == is_worth_it
+    assert Expander(4, "always").is_worth_it(0, 400, 4)
+    assert not Expander(4, "never").is_worth_it(0, 400, 4)
