@@ -267,7 +267,9 @@ def main() -> None:
     if not arguments.skip_checks:
         run_checks()
     ceiling = gemm_ceiling()
-    results, host, reports = {}, [], {}
+    results: dict[str, dict[str, Any]] = {}
+    host: list[dict[str, Any]] = []
+    reports: dict[str, dict[str, Any]] = {}
     for name in ("nvidia-bench", "dlrmv3"):
         started = time.perf_counter()
         engine = make_engine(name)

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 from tests.reference import Shape, hstu_layer, layer_weights
 
-CASES = (
+CASES: tuple[dict[str, Any], ...] = (
     {"num_layers": 2, "dim": 24, "num_heads": 2, "qk_dim": 8, "v_dim": 12, "normaliser": 32, "output_form": "concat"},
     {"num_layers": 2, "dim": 24, "num_heads": 2, "qk_dim": 8, "v_dim": 12, "normaliser": 32, "output_form": "gated"},
 )

@@ -7,6 +7,7 @@ reuse as a ratio of interleaved runs.
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from helmrec.memory.pool import Demand, Pool
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.types import RankResult, Timing
 from scripts.provenance import write_measurement
 
 REPEATS = 40
@@ -57,8 +57,7 @@ class Host:
         assert batch is not None
         members = [(member.request, member.plan) for member in batch.members]
         assemble(members, self.config, self.pool.geometry.page_tokens)
-        done = RankResult(np.empty((0, 1), np.float32), 0, 0, 0, 0, 0, 0, Timing(0, 0, 0))
-        self.scheduler.commit(batch, [done] * len(members), 0.0)
+        self.scheduler.commit(batch, 0.0)
         self.pool.stats()
         return sum(plan.num_resident for _, plan in members)
 
@@ -149,9 +148,9 @@ def reuse_ratio(folder: Path) -> dict[str, Any]:
     for user in range(REPEATS + 1):
         whole = users.request(user, 2_000)
         warm.rank([users.request(user, 1_800)])
-        cached.append(_timed(lambda whole=whole: warm.rank([whole])))
+        cached.append(_timed(partial(warm.rank, [whole])))
         prepared = warm._intake.prepare(whole)
-        uncached.append(_timed(lambda prepared=prepared: warm._runner.score_without_caches(prepared)))
+        uncached.append(_timed(partial(warm._runner.score_without_caches, prepared)))
     assert warm.stats().pool.reused_tokens >= 1_800 * REPEATS
     ratios = np.array(cached[1:]) / np.array(uncached[1:])
     return {
