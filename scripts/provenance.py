@@ -33,7 +33,7 @@ def _cpu_info() -> list[str]:
 
 def _commit() -> str:
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("HELMREC_COMMIT", "unknown")
     return done.stdout.strip()

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from helmrec.clock import MonotonicClock
+from helmrec.clock import ManualClock, MonotonicClock
 from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch
-from helmrec.errors import ConfigError
+from helmrec.errors import ConfigError, DeadlineExceeded
 from helmrec.types import RankResult
 from tests.helpers import random_request, tiny_engine, tiny_model
 
@@ -32,6 +32,21 @@ def test_a_callback_may_update_rows_and_no_old_value_is_admitted_after_it() -> N
     plain = engine._runner.score_without_caches(engine._intake.prepare(request))
     assert np.abs(again.scores - plain).max() <= 1e-5
     assert np.abs(again.scores - future.result().scores).max() > 1e-3
+
+
+def test_a_callback_of_an_expired_request_may_submit_again() -> None:
+    clock = ManualClock()
+    engine = tiny_engine(clock=clock)
+    request = random_request(np.random.default_rng(0), engine.model_config)
+    retries: list[Future[RankResult]] = []
+    future = engine.submit(random_request(np.random.default_rng(0), engine.model_config, deadline_ms=10))
+    future.add_done_callback(lambda _: retries.append(engine.submit(request)))
+    clock.advance(1)
+    while engine.step():
+        pass
+    assert isinstance(future.exception(), DeadlineExceeded)
+    engine.step()
+    assert retries[0].result(timeout=0).scores.shape == (3, 2)
 
 
 def test_strangers_in_one_batch_displace_no_returning_user() -> None:

@@ -155,9 +155,12 @@ class Engine:
         """Run the next batch, if any, hand out its results, then do what must not delay them."""
         with self._lock:
             batch = self._scheduler.next_batch(self._now())
+            expired = self._scheduler.take_expired()
             outcome = self._run(batch) if batch is not None else None
+        for future, error in expired:  # these and the results without the lock: a callback may call the engine
+            future.set_exception(error)
         if batch is not None and outcome is not None:
-            _hand_out(batch, outcome)  # without the lock: a client's callback may call the engine
+            _hand_out(batch, outcome)
         with self._lock:
             self._work_in_background(batch, outcome)
         return batch is not None
@@ -293,8 +296,8 @@ class Engine:
         """Refuse what waits and everything after; unlock the host memory."""
         with self._lock:
             self._is_closed = True
-            self._scheduler.drain(EngineClosed("the engine was closed"))
             self._master.close()
+        self._scheduler.drain(EngineClosed("the engine was closed"))
 
     def __enter__(self) -> "Engine":
         return self

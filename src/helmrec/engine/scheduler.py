@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import Prepared
@@ -66,6 +67,13 @@ class Batch:
     started_s: float
 
 
+class Expired(NamedTuple):
+    """A request that waited too long, and what it is to be told."""
+
+    future: "Future[RankResult]"
+    error: DeadlineExceeded
+
+
 class Scheduler:
     """First come, first served. The queue has a lock of its own: submitting never waits for a running step."""
 
@@ -74,6 +82,7 @@ class Scheduler:
         self._kv = kv
         self._queue: deque[Waiting] = deque()
         self._lock = threading.Lock()
+        self._expired: list[Expired] = []
         self._ms_per_request = 0.0
         self.refused = 0
 
@@ -129,14 +138,21 @@ class Scheduler:
             return True
         self.refused += 1
         late_ms = (now - waiting.arrived_s) * 1e3
-        waiting.future.set_exception(DeadlineExceeded(f"the deadline passed after {late_ms:.1f} ms in the queue"))
+        error = DeadlineExceeded(f"the deadline passed after {late_ms:.1f} ms in the queue")
+        self._expired.append(Expired(waiting.future, error))
         return False
+
+    def take_expired(self) -> "list[Expired]":
+        """Requests that ran out of time since the last call; the caller tells them, with no lock held."""
+        expired, self._expired = self._expired, []
+        return expired
 
     def _plan(self, waiting: Waiting, budget: int | None, now: float) -> Scheduled | None:
         """Pin a request's pages if it fits the budget; the first of a batch has none."""
         history = waiting.request.history
         others = waiting.request.request_rows.size + waiting.request.num_candidates
-        if budget is not None and history.num_tokens - self._kv.resident_tokens(history) + others > budget:
+        most = history.num_tokens + others
+        if budget is not None and most > budget and most - self._kv.resident_tokens(history) > budget:
             return None
         plan = self._kv.plan(history, now)
         if plan is None:
@@ -170,10 +186,10 @@ class Scheduler:
     def drain(self, error: HelmRecError) -> None:
         """Refuse everything that still waits."""
         with self._lock:
-            while self._queue:
-                waiting = self._queue.popleft()
-                if waiting.claim():
-                    waiting.future.set_exception(error)
+            waiting, self._queue = self._queue, deque()
+        for each in waiting:
+            if each.claim():
+                each.future.set_exception(error)
 
     def check(self) -> None:
         assert len(self._queue) <= self._config.queue_limit
