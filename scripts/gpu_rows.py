@@ -199,10 +199,11 @@ def measure(words: Tensor, arena: Tensor) -> list[dict[str, Any]]:
     for row_bytes in (1024, 4096):
         master, slots = words.view(-1, row_bytes // 8), arena.view(-1, row_bytes // 8)
         work = Work(slots, master, READ_BYTES // row_bytes, hits=False)
-        for way in plain + in_order:
-            results.append({**describe("miss alone", row_bytes, way), **measure_alone(work, way)})
-        for compute, way in itertools.product(computes, [*plain, in_order[1], *more]):
-            results.append({**describe("miss beside compute", row_bytes, way), **measure_beside(work, way, compute)})
+        results += [{**describe("miss alone", row_bytes, way), **measure_alone(work, way)} for way in plain + in_order]
+        results += [
+            {**describe("miss beside compute", row_bytes, way), **measure_beside(work, way, compute)}
+            for compute, way in itertools.product(computes, [*plain, in_order[1], *more])
+        ]
     work = Work(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
     results += [{**describe("hit alone", 1024, way), **measure_alone(work, way)} for way in plain]
     return results

@@ -139,7 +139,7 @@ def test_closing_a_plain_master_does_nothing() -> None:
 
 def test_memory_that_cannot_be_locked_is_named(runtime: FakeRuntime) -> None:
     runtime.error = 2
-    with pytest.raises(ConfigError, match=r"9824 bytes of tables cannot be locked .*CUDA error 2.*ulimit -l"):
+    with pytest.raises(ConfigError, match=r"9824 bytes cannot be locked .*CUDA error 2.*ulimit -l"):
         RowMaster.locked(odd_tables())
 
 

@@ -296,7 +296,7 @@ class Engine:
         """Refuse what waits and everything after; unlock the host memory."""
         with self._lock:
             self._is_closed = True
-            self._master.close()
+            self._runner.close()
         self._scheduler.drain(EngineClosed("the engine was closed"))
 
     def __enter__(self) -> "Engine":

@@ -82,6 +82,11 @@ class Runner:
             if plan.copy is not None:
                 self._arena.copy_tokens(plan.copy)
 
+    def close(self) -> None:
+        """Unlock the host's memory."""
+        self._host.close()
+        self._master.close()
+
     def save_pages(self, saves: Sequence[PageSave]) -> None:
         """Copy sealed pages to the host; off the request path."""
         self._host.save(saves)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from helmrec.memory.expander import Expander, PageSave
+from helmrec.memory.host_tier import LockedBuffer
 from helmrec.memory.prefix import PageLoad
 
 _TIMED_PAGES = 8
 
 
 class HostPages:
-    """The expander's slots as host memory beside an arena, pinned where the arena is on a card.
+    """The expander's slots as host memory beside an arena, locked where the arena is on a card.
 
     On a card, saves run on a stream of their own and return at once; the next step waits for them on the card,
     not on the host (`wait_for_saves`), since it may overwrite the pages.
@@ -22,12 +23,16 @@ class HostPages:
     def __init__(self, expander: Expander, arena_pages: Tensor) -> None:
         """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages."""
         self._arena = arena_pages
-        is_card = arena_pages.is_cuda
-        shape = (expander.num_slots, arena_pages.shape[1])
-        self._host = torch.zeros(shape, dtype=torch.uint8, pin_memory=is_card and expander.num_slots > 0)
-        self._stream = torch.cuda.Stream(arena_pages.device) if is_card else None
+        self._stream = torch.cuda.Stream(arena_pages.device) if arena_pages.is_cuda else None
+        self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
+        self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
         if expander.num_slots:
+            if self._stream is not None:
+                self._buffer.lock()
             expander.costs.page_s = self._time_a_page()
+
+    def close(self) -> None:
+        self._buffer.close()
 
     def save(self, saves: Sequence[PageSave]) -> None:
         if not saves:

@@ -34,7 +34,7 @@ class LockedBuffer:
         try:
             memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"no room in host memory for {num_bytes} bytes of tables: {error}") from error
+            raise ConfigError(f"no room in host memory for {num_bytes} bytes: {error}") from error
         with contextlib.suppress(OSError):  # without huge pages everything works, only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(mmap.MADV_DONTFORK)  # a fork would have to copy what is locked
@@ -55,7 +55,7 @@ class LockedBuffer:
         runtime, address = _cuda_runtime(), self.data.data_ptr()
         if error := int(runtime.cudaHostRegister(address, self.data.nbytes, _MAPPED)):
             raise ConfigError(
-                f"{self.data.nbytes} bytes of tables cannot be locked in host memory for the card "
+                f"{self.data.nbytes} bytes cannot be locked in host memory for the card "
                 f"(CUDA error {error}); free memory, or allow more locked memory (ulimit -l)"
             )
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
