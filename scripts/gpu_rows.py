@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,30 +115,22 @@ class Beside(NamedTuple):
     gather_ms: float | None  # of one replay, over those that ran while compute did
 
 
-@dataclass(frozen=True)
 class Compute:
-    """Products of (m, k) and (k, n) in bf16, as a graph that runs for about COMPUTE_MS."""
+    """Products of (m, k) and (k, n) in bf16, as many as take about COMPUTE_MS."""
 
-    name: str
-    graph: torch.cuda.CUDAGraph
-
-    @classmethod
-    def capture(cls, name: str, products: list[tuple[int, int, int]]) -> "Compute":
-        pairs = [
+    def __init__(self, name: str, products: list[tuple[int, int, int]]) -> None:
+        self.name = name
+        self._operands = [
             tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (k, n), (m, n)))
             for m, k, n in products
         ]
+        self._repeats = 1
+        self._repeats = int(COMPUTE_MS / statistics.median(times_ms(self.run)))
 
-        def multiply() -> None:
-            for a, b, c in pairs:
+    def run(self) -> None:
+        for _ in range(self._repeats):
+            for a, b, c in self._operands:
                 torch.mm(a, b, out=c)
-
-        num = int(COMPUTE_MS / statistics.median(times_ms(multiply)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(num):
-                multiply()
-        return cls(name, graph)
 
 
 def run_beside(compute: Compute, gather: torch.cuda.CUDAGraph, num_gathers: int) -> Beside:
@@ -154,12 +146,12 @@ def run_beside(compute: Compute, gather: torch.cuda.CUDAGraph, num_gathers: int)
             mark.record()
     with torch.cuda.stream(high):
         start.record()
-        compute.graph.replay()
+        compute.run()
         end.record()
     torch.cuda.synchronize()
     compute_ms = start.elapsed_time(end)
     at = [start.elapsed_time(mark) for mark in marks]
-    assert not num_gathers or at[-1] > compute_ms, "too few gathers to cover the compute"
+    assert num_gathers < 2 or at[-1] > compute_ms, "too few gathers to cover the compute"
     inside = [time for time in at if 0 < time < compute_ms]
     return Beside(compute_ms, (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 1 else None)
 
@@ -167,8 +159,13 @@ def run_beside(compute: Compute, gather: torch.cuda.CUDAGraph, num_gathers: int)
 def measure_beside(work: Work, way: Way, compute: Compute) -> dict[str, Any]:
     """Gather and compute at the same time, and compute alone before and after, each several times."""
     gather = work.capture(way)
-    run_beside(compute, gather, 0)  # warms up
-    enough = int(2.5 * COMPUTE_MS / statistics.median(times_ms(gather.replay))) + 2
+    run_beside(compute, gather, 1)  # warms up
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    gather.replay()
+    end.record()
+    torch.cuda.synchronize()
+    enough = int(2.5 * COMPUTE_MS / start.elapsed_time(end)) + 2
     before, *together, after = (run_beside(compute, gather, num) for num in (0, enough, enough, enough, 0))
     alone_ms = (before.compute_ms + after.compute_ms) / 2
     compute_ms = statistics.median(run.compute_ms for run in together)
@@ -189,37 +186,36 @@ def describe(name: str, row_bytes: int, way: Way) -> dict[str, Any]:
     return {"work": name, "row_bytes": row_bytes, **way.describe(), **asked}
 
 
-def measure(words: Tensor, arena: Tensor) -> list[dict[str, Any]]:
+def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     """words: the locked table; arena: as much of the same in HBM as hits are drawn from."""
     plain = [Way(gather_rows, launch) for launch in (ALONE, BESIDE_COMPUTE)]
     in_order = [Way(gather_in_order, launch) for launch in (IN_ORDER, BESIDE_COMPUTE)]
     more = [Way(gather, Launch(8, 64 << 10, 8)) for gather in (gather_rows, gather_in_order)]
-    computes = [Compute.capture(name, products) for name, products in COMPUTES.items()]
-    results = []
+    hits = Work(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
+    for way in plain:
+        yield {**describe("hit alone", 1024, way), **measure_alone(hits, way)}
+    computes = [Compute(name, products) for name, products in COMPUTES.items()]
     for row_bytes in (1024, 4096):
         master, slots = words.view(-1, row_bytes // 8), arena.view(-1, row_bytes // 8)
-        work = Work(slots, master, READ_BYTES // row_bytes, hits=False)
-        results += [{**describe("miss alone", row_bytes, way), **measure_alone(work, way)} for way in plain + in_order]
-        results += [
-            {**describe("miss beside compute", row_bytes, way), **measure_beside(work, way, compute)}
-            for compute, way in itertools.product(computes, [*plain, in_order[1], *more])
-        ]
-    work = Work(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
-    results += [{**describe("hit alone", 1024, way), **measure_alone(work, way)} for way in plain]
-    return results
+        misses = Work(slots, master, READ_BYTES // row_bytes, hits=False)
+        for way in plain + in_order:
+            yield {**describe("miss alone", row_bytes, way), **measure_alone(misses, way)}
+        for compute, way in itertools.product(computes, [plain[1], in_order[1], *more]):
+            yield {**describe("miss beside compute", row_bytes, way), **measure_beside(misses, way, compute)}
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    columns = (
-        f"{'work':<21}{'row':>6}{'order':>14}{'programs':>11}{'ms':>9}{'GB/s':>9}{'least':>7}{'aim':>7}{'slowdown':>10}"
+def print_heading() -> None:
+    columns = f"{'work':<21}{'row':>6}{'order':>14}{'programs':>11}{'ms':>9}{'GB/s':>9}{'least':>7}{'aim':>7}"
+    print(f"\n{columns}{'slowdown':>10}")
+
+
+def print_row(r: dict[str, Any]) -> None:
+    slowdown = f"{r['compute_slowdown']:.1%}" if "compute_slowdown" in r else "-"
+    print(
+        f"{r['work']:<21}{r['row_bytes']:>6}{r['order']:>14}{r['programs']:>11}{r['ms']:>9.3f}{r['gb_per_s']:>9.1f}"
+        f"{r.get('at_least', '-'):>7}{r.get('aim', '-'):>7}{slowdown:>10}  {r.get('compute', '')}",
+        flush=True,
     )
-    print(f"\n{columns}")
-    for r in results:
-        slowdown = f"{r['compute_slowdown']:.1%}" if "compute_slowdown" in r else "-"
-        print(
-            f"{r['work']:<21}{r['row_bytes']:>6}{r['order']:>14}{r['programs']:>11}{r['ms']:>9.3f}{r['gb_per_s']:>9.1f}"
-            f"{r.get('at_least', '-'):>7}{r.get('aim', '-'):>7}{slowdown:>10}  {r.get('compute', '')}"
-        )
 
 
 def huge_bytes() -> int:
@@ -256,10 +252,13 @@ def main() -> None:
     }
     print(host, flush=True)
     arena = torch.arange(ARENA_BYTES // 8, device="cuda")
-    results = measure(words, arena)
+    results = []
+    print_heading()
+    for result in measure(words, arena):
+        results.append(result)
+        print_row(result)
     buffer.close()
     write_measurement(arguments.out, {"host": host, "read_bytes": READ_BYTES, "rows": results})
-    print_table(results)
 
 
 if __name__ == "__main__":

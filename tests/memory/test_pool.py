@@ -178,6 +178,20 @@ def test_prefixes_are_reused_after_a_move_as_in_a_pool_born_there() -> None:
     assert reused == [17, 17]
 
 
+def test_a_boundary_that_turns_round_leaves_room_for_a_request_while_pages_drain() -> None:
+    pool = make_pool(num_pages=20, alpha=0.7)
+    pool.aim(0.0)
+    pool.advance(budget_bytes=6 * PAGE, epoch=1)
+    pool.aim(0.7)
+    pool.advance(budget_bytes=20 * PAGE, epoch=1)
+    assert pool.ledger.count(Owner.DRAINING) == 6
+    assert serve(pool, 1, range(17)) == 0, "the longest request still fits"
+    pool.ledger.retire(1)
+    pool.advance(budget_bytes=20 * PAGE, epoch=1)
+    assert pool.is_settled
+    pool.check()
+
+
 def test_stats_show_the_pool_as_it_is() -> None:
     pool = make_pool(num_pages=20, alpha=0.4)
     serve(pool, 1, range(6))

@@ -138,6 +138,10 @@ class Pool:
             self._shrink(step, epoch)
 
     def _grow(self, num: int) -> None:
+        # Pages still draining belong to nobody: until they are free, KV keeps what one request needs.
+        num = min(num, self.ledger.num_free + self.ledger.count(Owner.KV) - self._request_pages)
+        if num <= 0:
+            return
         if num > self.ledger.num_free:
             self.kv.evict(num - self.ledger.num_free)
         pages = self.ledger.allocate(Owner.EMB, min(num, self.ledger.num_free))
