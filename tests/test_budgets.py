@@ -14,6 +14,7 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
+    "cli.py:rank": "one parameter per flag",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "model/profiles.py:_plain": "the columns of the table of published shapes",

@@ -75,6 +75,14 @@ def test_rank_answers_every_line_in_order(folder: Path, tmp_path: Path) -> None:
     assert len(answers[0]["scores"][0]) == 2
 
 
+def test_rank_says_what_the_pool_holds_if_asked(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(request_line() + "\n")
+    result = runner.invoke(app, ["rank", str(folder), "--requests", str(tmp_path / "r.jsonl"), "--verbose"])
+    assert result.exit_code == 0
+    assert "tokens or" in result.stderr
+    assert json.loads(result.stdout)["line"] == 1
+
+
 def test_a_bad_line_gets_its_error_and_the_rest_go_on(folder: Path, tmp_path: Path) -> None:
     lines = ["{", request_line(items=[1, 2, 999]), request_line(shoes=1), "[]", request_line()]
     code, answers = rank(folder, tmp_path, *lines)

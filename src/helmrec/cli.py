@@ -95,20 +95,29 @@ def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) ->
 
 
 @app.command()
-def rank(
+def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
     results: Annotated[Path | None, typer.Option("--out", help="Where results go; standard output by default.")] = None,
     pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what the pool holds once it is ready.")] = False,
 ) -> None:
     """Rank the requests of a file, in order; a bad line gets an error in its place and the rest go on."""
     with _told_plainly():
         if not requests.is_file():
             raise RequestError("--requests", str(requests), "no such file")
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
-        engine = Engine.from_model(folder, EngineConfig(**settings))
+        with Progress(console=err, transient=True) as bar:
+            task = bar.add_task("getting ready", total=None)
+            engine = Engine.from_model(
+                folder,
+                EngineConfig(**settings),
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        if verbose:
+            err.print(str(engine.report()), highlight=False, soft_wrap=True)
         with requests.open() as lines, _writer(results) as sink:
             num_bad = _rank_lines(engine, lines, sink)
     if num_bad:
