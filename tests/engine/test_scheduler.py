@@ -246,8 +246,8 @@ def test_an_audit_scores_one_request_in_n_again_and_agrees() -> None:
 
 
 def test_an_audit_tells_of_wrong_scores(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    engine = tiny_engine(tiny_model(), audit_every=1)
     monkeypatch.setattr(Runner, "score_without_caches", lambda *_: np.full((3, 2), 100.0, np.float32))
+    engine = tiny_engine(tiny_model(), audit_every=1)
     engine.rank([request(engine, 5)])
     assert engine.stats().audit_mismatches == 1
     assert "scores of user 5 differ" in caplog.text

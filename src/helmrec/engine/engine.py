@@ -11,34 +11,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.config import EngineConfig
-from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
-from helmrec.engine.graphs import GraphedDense, Limits
-from helmrec.engine.intake import Intake, table_rows
+from helmrec.engine.audit import TOLERANCE, Auditor
+from helmrec.engine.dense import Progress
+from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
-from helmrec.errors import ConfigError, EngineClosed, RequestError
-from helmrec.kernels import layer_for
-from helmrec.memory.arena import Arena
+from helmrec.engine.setup import build
+from helmrec.errors import EngineClosed
 from helmrec.memory.embedding_cache import ABSENT
-from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.host_tier import RowMaster
-from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.stats import PoolStats
-from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import Ids, RankRequest, RankResult, Timing
 
 log = logging.getLogger("helmrec.engine")
-_PAGE_TOKENS = {"cpu": 32, "cuda": 128}
 _STRANGER_WARNING = 32
-_AUDIT_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +53,13 @@ class Outcome:
     """How a step ended: its output, and what each request gets."""
 
     output: StepOutput | None  # None: it failed
-    results: "Sequence[RankResult | Exception]"
+    results: "Sequence[RankResult | BaseException]"
     row_epoch: int  # the row values it was computed from
 
 
 def _hand_out(batch: Batch, outcome: Outcome) -> None:
     for member, result in zip(batch.members, outcome.results, strict=True):
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             member.waiting.future.set_exception(result)
         else:
             member.waiting.future.set_result(result)
@@ -87,30 +79,18 @@ class Engine:
 
         `progress` follows the bytes copied, then the graphs.
         """
-        _check_device(config)
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
-        dense = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
-        hstu = HstuModel(model.config, dense, layer_for(_kernels(config)))
-        self._master = _make_master(model, config, progress)
-        geometry = _geometry(model, config)
-        self._arena = Arena(
-            config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, self._master.dtype, config.device
-        )
-        demand = Demand(model.config.num_rows, model.config.max_prefix_tokens, config.max_batch_tokens)
-        self._pool = Pool(config, geometry, demand, self._arena)
-        memory = Memory(self._arena.k_pages, self._arena.v_pages, self._arena.rows, self._master)
-        self._dense = _make_dense(hstu, memory, self._pool, config)
-        self._dense.warm_up(progress)
+        hstu, self._master, self._arena, self._pool, self._dense = build(model, config, progress)
         self._runner = Runner(hstu, self._dense, self._arena, self._master, self._pool)
+        tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
+        self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)
         self._intake = Intake(model.config, model.version, config.max_history)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._steps = self._served = self._audits = self._audit_mismatches = self._unaudited = 0
-        self._background_failures = 0
-        self._audit_max_error = 0.0
+        self._steps = self._served = self._background_failures = 0
         self._has_warned = False
         log.info("ready\n%s", self.report())
 
@@ -171,7 +151,7 @@ class Engine:
             if batch is not None and outcome is not None and outcome.output is not None:
                 if outcome.row_epoch == self._pool.row_epochs.current:  # else what was read is out of date
                     self._runner.admit(outcome.output.missed)
-                    self._audit(batch, outcome.output)
+                    self._auditor.look_at([member.request for member in batch.members], outcome.output.scores)
                 self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
             self._pool.ledger.retire(self._steps - 1)
             self._pool.advance(self.config.move_bytes_per_step, self._steps)
@@ -183,11 +163,12 @@ class Engine:
         planned_s, epoch = self._clock.now(), self._pool.row_epochs.current
         try:
             output = self._runner.run(batch)
-        except Exception as error:
+        except BaseException as error:
             self._scheduler.abort(batch)
-            return Outcome(None, [error] * len(batch.members), epoch)
-        except BaseException:
-            self._scheduler.abort(batch)
+            failed = Outcome(None, [error] * len(batch.members), epoch)
+            if isinstance(error, Exception):
+                return failed
+            _hand_out(batch, failed)  # the process is going down: nobody may wait for ever
             raise
         ended_s = self._clock.now()
         results = [
@@ -243,21 +224,8 @@ class Engine:
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Replace rows of a table, between steps: master and resident copy together; KV made from them lapses."""
-        rows = table_rows(self.model_config, table, ids)
-        try:
-            array = np.asarray(values, np.float32)
-        except (ValueError, TypeError) as error:
-            raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
-        if array.shape != (rows.size, self.model_config.row_dim):
-            raise RequestError("values", array.shape, f"shape {(rows.size, self.model_config.row_dim)} is needed")
-        new = torch.from_numpy(array).to(self._master.dtype)
-        if (wrong := np.argwhere(~torch.isfinite(new).numpy())).size:
-            at, dtype = wrong[0], self.model_config.row_dtype
-            raise RequestError(f"values[{at[0]}, {at[1]}]", float(array[*at]), f"numbers finite in {dtype} are needed")
-        unique, counts = np.unique(rows, return_counts=True)
-        if unique.size != rows.size:
-            twice = unique[counts > 1][0] - self.model_config.offsets[table]
-            raise RequestError("ids", int(twice), "each id may be given once")
+        update = prepare_rows(self.model_config, table, ids, values)
+        rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
         with self._lock:
             self._now()
             self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
@@ -274,9 +242,9 @@ class Engine:
                 steps=self._steps,
                 served=self._served,
                 refused=self._scheduler.refused,
-                audits=self._audits,
-                audit_mismatches=self._audit_mismatches,
-                audit_max_error=self._audit_max_error,
+                audits=self._auditor.audits,
+                audit_mismatches=self._auditor.mismatches,
+                audit_max_error=self._auditor.max_error,
                 background_failures=self._background_failures,
             )
 
@@ -310,23 +278,6 @@ class Engine:
             raise EngineClosed("the engine was closed")
         return self._clock.now()
 
-    def _audit(self, batch: Batch, output: StepOutput) -> None:
-        """Score one request in N again without caches, after its result was handed out."""
-        every = self.config.audit_every
-        tolerance = self.config.audit_tolerance or _AUDIT_TOLERANCE[self.model_config.dtype]
-        for member, scores in zip(batch.members, output.scores, strict=True) if every else ():
-            self._unaudited += 1
-            if self._unaudited < every:
-                continue
-            self._unaudited = 0
-            error = float(np.abs(self._runner.score_without_caches(member.request) - scores).max())
-            self._audits += 1
-            self._audit_max_error = max(self._audit_max_error, error)
-            if not error <= tolerance:
-                self._audit_mismatches += 1
-                user_id = member.request.history.user_id
-                log.error("audit: scores of user %d differ by %.3g from an uncached run", user_id, error)
-
     def _warn_of_strangers(self) -> None:
         kv = self._pool.kv
         if not self._has_warned and kv.strangers >= _STRANGER_WARNING and 2 * kv.strangers > kv.returns:
@@ -337,47 +288,3 @@ class Engine:
                 kv.strangers,
                 kv.returns,
             )
-
-
-def _check_device(config: EngineConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: no CUDA device is available, got 'cuda'")
-    if config.device == "cpu" and config.kernels == "triton":
-        raise ConfigError("kernels: triton needs device 'cuda', got 'triton' with device 'cpu'")
-
-
-def _kernels(config: EngineConfig) -> str:
-    return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
-
-
-def _make_master(model: LoadedModel, config: EngineConfig, progress: Progress) -> RowMaster:
-    return RowMaster.locked(model.tables, progress) if config.device == "cuda" else RowMaster(model.tables)
-
-
-def _make_dense(model: HstuModel, memory: Memory, pool: Pool, config: EngineConfig) -> Dense:
-    if not (config.device == "cuda" and config.cuda_graphs and _kernels(config) == "triton"):
-        return EagerDense(model, memory)
-    shape = model.config
-    limits = Limits(
-        num_events=max(config.max_batch_tokens, shape.max_request_tokens),
-        num_sequences=config.max_batch_requests,
-        num_candidates=max(
-            shape.max_candidates, min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
-        ),
-        num_pages=pool.geometry.pages_for(shape.max_prefix_tokens),
-    )
-    return GraphedDense(model, memory, limits)
-
-
-def _geometry(model: LoadedModel, config: EngineConfig) -> PageGeometry:
-    shape = model.config
-    return PageGeometry(
-        page_tokens=config.page_tokens or _PAGE_TOKENS[config.device],
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        qk_dim=shape.qk_dim,
-        v_dim=shape.v_dim,
-        kv_itemsize=getattr(torch, shape.dtype).itemsize,
-        row_dim=shape.row_dim,
-        row_itemsize=getattr(torch, shape.row_dtype).itemsize,
-    )

@@ -5,9 +5,11 @@ Pure: it reads the model's shape and touches no state, so a refused request leav
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from helmrec.errors import RequestError
 from helmrec.memory.history import History, chain
@@ -137,15 +139,40 @@ class Intake:
         return int(gap_bucket(now - int(timestamps[-1]), self._config.time_buckets))
 
 
-def table_rows(config: ModelConfig, table: str, ids: Ids) -> IntArray:
-    """Ids of one table as rows of the shared space."""
+class RowUpdate(NamedTuple):
+    """New values of some rows, known to be good."""
+
+    rows: IntArray  # ids in the shared row space, distinct
+    values: NDArray[np.float32]  # (rows, row_dim)
+
+
+def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -> RowUpdate:
+    """Raise RequestError, naming field and value, or return the update ready to apply."""
     by_name = {t.name: t for t in config.tables}
     if table not in by_name:
         raise RequestError("table", table, f"the model has no such table, only {', '.join(by_name)}")
     given = _ids("ids", ids)
     rows = np.empty_like(given)
     _put(rows, "ids", given, by_name[table].num_rows, config.offsets[table])
-    return rows
+    unique, counts = np.unique(given, return_counts=True)
+    if unique.size != given.size:
+        raise RequestError("ids", int(unique[counts > 1][0]), "each id may be given once")
+    return RowUpdate(rows, _row_values(values, (rows.size, config.row_dim), config.row_dtype))
+
+
+def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArray[np.float32]:
+    try:
+        array = np.asarray(values, np.float32)
+    except (ValueError, TypeError) as error:
+        raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
+    if array.shape != shape:
+        raise RequestError("values", array.shape, f"shape {shape} is needed")
+    with np.errstate(over="ignore"):  # bfloat16 reaches as far as float32; float16 does not
+        stored = array.astype(np.float16) if dtype == "float16" else array
+    if (wrong := np.argwhere(~np.isfinite(stored))).size:
+        at = wrong[0]
+        raise RequestError(f"values[{at[0]}, {at[1]}]", float(array[*at]), f"numbers finite in {dtype} are needed")
+    return array
 
 
 def _ids(field: str, values: Ids) -> IntArray:

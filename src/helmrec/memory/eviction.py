@@ -54,37 +54,40 @@ class LruOrder:
         _replace(self._links, source, target)
 
 
+@numba.njit(cache=True, inline="always")
+def _take_out(links: Links, slot: int) -> None:
+    before, after = links[0, slot], links[1, slot]
+    links[1, before] = after
+    links[0, after] = before
+
+
+@numba.njit(cache=True, inline="always")
+def _put_last(links: Links, slot: int) -> None:
+    ends = links.shape[1] - 1
+    last = links[0, ends]
+    links[0, slot] = last
+    links[1, slot] = ends
+    links[1, last] = slot
+    links[0, ends] = slot
+
+
 @numba.njit(cache=True)
 def _unlink(links: Links, slots: Slots) -> None:
     for slot in slots:
-        before, after = links[0, slot], links[1, slot]
-        links[1, before] = after
-        links[0, after] = before
+        _take_out(links, slot)
 
 
 @numba.njit(cache=True)
 def _link_last(links: Links, slots: Slots) -> None:
-    ends = links.shape[1] - 1
     for slot in slots:
-        last = links[0, ends]
-        links[0, slot] = last
-        links[1, slot] = ends
-        links[1, last] = slot
-        links[0, ends] = slot
+        _put_last(links, slot)
 
 
 @numba.njit(cache=True)
 def _relink(links: Links, slots: Slots) -> None:
-    ends = links.shape[1] - 1
     for slot in slots:
-        before, after = links[0, slot], links[1, slot]
-        links[1, before] = after
-        links[0, after] = before
-        last = links[0, ends]
-        links[0, slot] = last
-        links[1, slot] = ends
-        links[1, last] = slot
-        links[0, ends] = slot
+        _take_out(links, slot)
+        _put_last(links, slot)
 
 
 @numba.njit(cache=True)
