@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
-    """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses, and updates, the tables as they are."""
+    """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses and updates the tables themselves."""
     _check_device(config)
     shape, on_card = model.config, config.device == "cuda"
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
