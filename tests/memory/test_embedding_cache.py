@@ -218,3 +218,37 @@ def test_no_slot_is_lost_whatever_happens(order: str, operations: list[Operation
         cache.check()
         assert cache.capacity == 4 * len(owned)
         assert cache.num_resident == len(resident(cache)) <= cache.capacity
+
+
+@pytest.mark.parametrize("name", ["lru", "frequency"])
+def test_a_cache_that_grows_back_takes_the_hottest_absent_rows_and_holds_them_cold(name: str) -> None:
+    cache = EmbeddingCache(100, 4, 4, make_order(name, 16), AdmitAlways())
+    cache.add_pages([0, 1, 2, 3])
+    for row in range(16):  # row 15 is the hottest
+        cache.publish(cache.admit(np.array([row]), np.array([0])))
+        cache.lookup(np.array([row]))
+    shrink = cache.remove_pages(2)
+    cache.finish_shrink(shrink)
+    assert sorted(cache.resident_rows()) == list(range(8, 16))
+    cache.add_pages(shrink.pages)
+    refill = cache.refill(3)
+    assert refill.rows.tolist() == [7, 6, 5], "the hottest of those that went, hottest first"
+    cache.publish(refill, is_cold=True)
+    cache.check()
+    rest = cache.refill(100)
+    assert rest.rows.tolist() == [4, 3, 2, 1, 0]
+    cache.publish(rest, is_cold=True)
+    assert cache.refill(100).rows.size == 0
+    cache.admit(np.array([50, 51]), np.array([0, 1]))
+    assert sorted(set(range(16)) - set(cache.resident_rows().tolist())) == [0, 1], (
+        "the coldest of the refilled go first"
+    )
+
+
+def test_rows_that_came_back_on_demand_are_not_refilled() -> None:
+    cache = EmbeddingCache(100, 2, 4, make_order("lru", 8), AdmitAlways())
+    cache.add_pages([0])
+    for row in (1, 2, 3, 4, 5, 1):  # 1 is evicted for 5 and comes back, for which 2 goes
+        cache.publish(cache.admit(np.array([row]), np.array([0])))
+    cache.add_pages([1])
+    assert cache.refill(8).rows.tolist() == [2]

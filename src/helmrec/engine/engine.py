@@ -153,6 +153,8 @@ class Engine:
                     self._runner.admit(outcome.output.missed)
                     self._auditor.look_at([member.request for member in batch.members], outcome.output.scores)
                 self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
+            demand_bytes = outcome.output.missed_bytes if outcome is not None and outcome.output is not None else 0
+            self._runner.refill(self._pool.next_refill(self.config.refill_bytes_per_step - demand_bytes))
             self._pool.ledger.retire(self._steps - 1)
             self._pool.advance(self.config.move_bytes_per_step, self._steps)
         except Exception:

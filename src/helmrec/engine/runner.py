@@ -17,7 +17,7 @@ from helmrec.engine.dense import Dense, EagerDense, Memory, StepRows
 from helmrec.engine.intake import Prepared
 from helmrec.engine.scheduler import Batch
 from helmrec.memory.arena import Arena
-from helmrec.memory.embedding_cache import ABSENT
+from helmrec.memory.embedding_cache import ABSENT, Admission
 from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.host_tier import RowMaster
@@ -44,6 +44,7 @@ class StepOutput:
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
     missed: Missed
+    missed_bytes: int  # that crossed the bus for it
 
 
 class Runner:
@@ -71,7 +72,9 @@ class Runner:
         row_misses = step.count_by_request(rows.absent)
         row_hits = step.num_rows - row_misses
         self._latest = Missed(rows.missed, scored.rows, scored.absent_at)
-        return StepOutput(scores, row_hits, row_misses, self._latest)
+        missed_bytes = rows.absent.size * self._pool.geometry.row_stride
+        self._pool.bytes_by_cause["row-miss"] += missed_bytes
+        return StepOutput(scores, row_hits, row_misses, self._latest, missed_bytes)
 
     def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
         """Bring back pages from the host and make copies, in the order the plans were made."""
@@ -79,6 +82,7 @@ class Runner:
         for plan in plans:
             if plan.loads:
                 self._host.load(plan.loads)
+                self._pool.bytes_by_cause["kv-reload"] += len(plan.loads) * self._pool.geometry.page_bytes
             if plan.copy is not None:
                 self._arena.copy_tokens(plan.copy)
 
@@ -90,6 +94,15 @@ class Runner:
     def save_pages(self, saves: Sequence[PageSave]) -> None:
         """Copy sealed pages to the host; off the request path."""
         self._host.save(saves)
+
+    def refill(self, refill: Admission) -> None:
+        """Read rows ahead of demand into empty slots; off the request path."""
+        try:
+            self._arena.write_rows(refill.slots, self._master.gather(refill.rows))
+        except BaseException:
+            self._pool.rows.withdraw(refill)
+            raise
+        self._pool.rows.publish(refill, is_cold=True)
 
     def admit(self, missed: Missed) -> None:
         """Give missed rows that earn it a slot; off the request path, and without a second trip over the bus.

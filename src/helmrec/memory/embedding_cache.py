@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.memory.eviction import EvictionOrder
+from helmrec.memory.ghost import GhostRows
 from helmrec.memory.row_admission import RowAdmission
 
 ABSENT = -1  # value of the residency index for a row that is not in the pool
@@ -53,11 +54,13 @@ class EmbeddingCache:
         self._num_owned = 0
         self._free = np.empty(num_pages * rows_per_page, np.int32)  # stack of empty slots in owned pages
         self._num_free = 0
+        self._ghosts = GhostRows(num_pages * rows_per_page)
         self._order = order
         self._admission = admission
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        self.refills = 0
 
     @property
     def num_rows(self) -> int:
@@ -112,12 +115,26 @@ class EmbeddingCache:
         self._evict(rows.size - self._num_free)
         return Admission(rows, self._pop_free(rows.size), where)
 
-    def publish(self, admission: Admission) -> None:
+    def refill(self, limit: int) -> Admission:
+        """Choose empty slots for up to `limit` of the hottest absent rows; publish them as cold, nobody asked yet."""
+        limit = min(limit, self._num_free)
+        chosen = np.empty(0, np.int64)
+        while chosen.size < limit and len(self._ghosts):
+            ghosts = self._ghosts.pop(limit - chosen.size)
+            ghosts = ghosts[(self._index[ghosts] == ABSENT) & ~np.isin(ghosts, chosen)]
+            chosen = np.concatenate([chosen, ghosts[np.sort(np.unique(ghosts, return_index=True)[1])]])
+        self.refills += chosen.size
+        return Admission(chosen, self._pop_free(chosen.size), np.arange(chosen.size))
+
+    def publish(self, admission: Admission, *, is_cold: bool = False) -> None:
         """The data of these rows is in place: let readers see them."""
         self._index[admission.rows] = admission.slots
         self._row_of[admission.slots] = admission.rows
         np.add.at(self._used, admission.slots // self._rows_per_page, 1)
-        self._order.insert(admission.slots)
+        if is_cold:
+            self._order.insert_coldest(admission.slots)
+        else:
+            self._order.insert(admission.slots)
 
     def withdraw(self, admission: Admission) -> None:
         """The data of these rows did not arrive: give the slots back."""
@@ -163,6 +180,7 @@ class EmbeddingCache:
             return
         slots = self._order.coldest(num)
         self._order.remove(slots)
+        self._ghosts.push(self._row_of[slots])
         self._index[self._row_of[slots]] = ABSENT
         self._row_of[slots] = ABSENT
         np.subtract.at(self._used, slots // self._rows_per_page, 1)

@@ -23,6 +23,9 @@ class EvictionOrder(Protocol):
     def insert(self, slots: Slots) -> None:
         """These slots were filled, the last one latest."""
 
+    def insert_coldest(self, slots: Slots) -> None:
+        """These slots were filled ahead of any demand; the first is the hottest of them."""
+
     def remove(self, slots: Slots) -> None: ...
 
     def coldest(self, num: int) -> Slots:
@@ -43,6 +46,9 @@ class LruOrder:
 
     def insert(self, slots: Slots) -> None:
         _link_last(self._links, slots)
+
+    def insert_coldest(self, slots: Slots) -> None:
+        _link_first(self._links, slots)
 
     def remove(self, slots: Slots) -> None:
         _unlink(self._links, slots)
@@ -84,6 +90,17 @@ def _link_last(links: Links, slots: Slots) -> None:
 
 
 @numba.njit(cache=True)
+def _link_first(links: Links, slots: Slots) -> None:
+    ends = links.shape[1] - 1
+    for slot in slots:
+        first = links[1, ends]
+        links[0, slot] = ends
+        links[1, slot] = first
+        links[0, first] = slot
+        links[1, ends] = slot
+
+
+@numba.njit(cache=True)
 def _relink(links: Links, slots: Slots) -> None:
     for slot in slots:
         _take_out(links, slot)
@@ -111,6 +128,9 @@ def _replace(links: Links, source: Slots, target: Slots) -> None:
         links[0, after] = target[i]
 
 
+_NUDGE = 1e-9  # in half-lives: enough to order slots that nothing else tells apart
+
+
 class DecayedFrequencyOrder:
     """Least-frequently-used with exponential decay.
 
@@ -134,6 +154,11 @@ class DecayedFrequencyOrder:
     def insert(self, slots: Slots) -> None:
         self._keep_queue_only_above_now()
         self._score[slots] = self._time / self._half_life
+
+    def insert_coldest(self, slots: Slots) -> None:
+        lowest = min(float(self._score.min()), self._time / self._half_life)
+        self._score[slots] = lowest - np.arange(1, slots.size + 1) * _NUDGE
+        self._bound = -np.inf
 
     def remove(self, slots: Slots) -> None:
         self._score[slots] = np.inf

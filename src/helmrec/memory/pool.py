@@ -12,7 +12,7 @@ import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
-from helmrec.memory.embedding_cache import EmbeddingCache, Slots
+from helmrec.memory.embedding_cache import Admission, EmbeddingCache, Slots
 from helmrec.memory.eviction import make_order
 from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.geometry import PageGeometry
@@ -114,6 +114,12 @@ class Pool:
             )
         return pages
 
+    def next_refill(self, budget_bytes: int) -> Admission:
+        """Hottest absent rows for empty slots, at most `budget_bytes`; what a boundary that grew takes back."""
+        refill = self.rows.refill(max(0, budget_bytes) // self.geometry.row_stride)
+        self.bytes_by_cause["row-refill"] += refill.rows.size * self.geometry.row_stride
+        return refill
+
     def next_saves(self, budget_bytes: int) -> list[PageSave]:
         """Sealed KV pages to copy to the host now, at most `budget_bytes` (at least a page)."""
         saves = self.kv.next_saves(max(1, budget_bytes // self.geometry.page_bytes))
@@ -171,6 +177,7 @@ class Pool:
             row_hits=self.rows.hits,
             row_misses=self.rows.misses,
             row_evictions=self.rows.evictions,
+            row_refills=self.rows.refills,
             resident_rows=self.rows.num_resident,
             row_capacity=self.rows.capacity,
             reused_tokens=self.kv.reused_tokens,

@@ -21,6 +21,7 @@ class PoolStats:
     row_hits: int
     row_misses: int
     row_evictions: int
+    row_refills: int
     resident_rows: int
     row_capacity: int
 
