@@ -107,10 +107,9 @@ class GraphedDense:
     @torch.inference_mode()
     def score(self, step: Assembly, rows: StepRows) -> Scored:
         """As `EagerDense.score`, to which a step beyond the limits falls back."""
-        num_events, num_sequences = step.event_rows.shape[1], len(step.num_new)
-        if num_events > self._event_sizes[-1] or num_sequences > self._limits.num_sequences:
+        if not self._is_within_limits(step):
             return self._eager.score(step, rows)
-        captured = self._steps[next(size for size in self._event_sizes if size >= num_events)]
+        captured = self._steps[next(size for size in self._event_sizes if size >= step.event_rows.shape[1])]
         self._load_step(captured, step, rows)
         self.last_step = captured
         as_they_come, in_order = captured.gathers
@@ -119,9 +118,16 @@ class GraphedDense:
         logits = self._score_candidates(step, captured.size)
         return Scored(logits, self._rows, self._places(step, captured.size, rows.absent))
 
+    def _is_within_limits(self, step: Assembly) -> bool:
+        return (
+            step.event_rows.shape[1] <= self._event_sizes[-1]
+            and step.candidates.size <= self._head_sizes[-1]
+            and len(step.num_new) <= self._limits.num_sequences
+        )
+
     def _score_candidates(self, step: Assembly, size: int) -> Tensor:
         num = step.candidates.size
-        captured = self._heads[next(size for size in self._head_sizes if size >= num)]
+        captured = self._heads[next(fitting for fitting in self._head_sizes if fitting >= num)]
         host = captured.staging.host
         host["at"][:num] = step.event_at[step.candidates]
         host["at"][num:] = 0
