@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,3 +134,23 @@ def test_triton_without_a_card_is_a_named_error() -> None:
 def test_a_pool_that_cannot_be_had_is_a_named_error() -> None:
     with pytest.raises(ConfigError, match="pool_bytes"):
         tiny_engine(pool_bytes="500TiB")
+
+
+def test_a_host_page_made_from_an_old_row_is_not_used_once_that_row_was_computed_anew() -> None:
+    """The short request recomputes the changed event; the long one must not go on with pages made before it changed."""
+    model = tiny_model()
+    engine = tiny_engine(model, host_kv_bytes="64KiB", kv_reload="always", kv_admission="always")
+    whole = random_request(np.random.default_rng(0), model.config, num_events=15)
+    short = replace(
+        whole,
+        items=whole.items[:5],
+        actions=whole.actions[:5],
+        timestamps=whole.timestamps[:5],
+        features={"category": whole.features["category"][:5]},
+    )
+    engine.rank([whole])
+    engine._pool.kv.evict(100)
+    engine.update_rows("item", [int(whole.items[2])], np.full((1, model.config.row_dim), 2.0))
+    for request, result in zip((short, whole), engine.rank([short, whole]), strict=True):
+        plain = engine._runner.score_without_caches(engine._intake.prepare(request))
+        assert np.abs(result.scores - plain).max() <= 1e-5

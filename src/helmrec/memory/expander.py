@@ -16,7 +16,7 @@ from helmrec.memory.history import States
 
 class HostPage(NamedTuple):
     slot: int
-    epoch: int  # the oldest row epoch its tokens were computed at
+    epoch: int  # the oldest row epoch among its tokens and all before them: it was computed from those too
 
 
 class PageKey(NamedTuple):

@@ -89,9 +89,10 @@ class KVCache:
         if not found or prefix is None:
             return plan
         end = (first + len(found)) * page_tokens
-        made_at = np.repeat(np.array([page.epoch for page in found], np.uint32), page_tokens)
-        epochs = np.concatenate([np.full(first * page_tokens, self._epochs.current, np.uint32), made_at])
-        end = self._epochs.fresh_tokens(history, epochs[:end]) // page_tokens * page_tokens
+        # A page was computed on top of everything before it: no row of the whole history may have changed since,
+        # even one whose token has been computed anew.
+        oldest = np.full(end, min(page.epoch for page in found), np.uint32)
+        end = self._epochs.fresh_tokens(history, oldest) // page_tokens * page_tokens
         num_pages = end // page_tokens - first
         if end <= plan.num_resident or not self._expander.is_worth_it(plan.num_resident, end, num_pages):
             return plan
@@ -108,7 +109,7 @@ class KVCache:
             end = (i + 1) * page_tokens
             if end > prefix.settled:  # evicted or cut since
                 continue
-            epoch = int(epoch_per_token(prefix.made_at, end)[i * page_tokens :].min())
+            epoch = int(epoch_per_token(prefix.made_at, end).min())  # of all that the page was computed from
             save = self._expander.save(PageKey(int(prefix.states[end - 1]), prefix.pages[i], epoch))
             if save is not None:
                 saves.append(save)
