@@ -242,7 +242,8 @@ def test_a_hundred_streams_never_return_a_wrong_score() -> None:
 
 @pytest.mark.slow
 def test_a_thousand_streams_never_return_a_wrong_score() -> None:
-    run(1_000)
+    """Other streams each time: fixed ones once missed a bug that the next seeds found."""
+    run(1_000, derandomize=False)
     assert_streams_went_everywhere()
 
 
@@ -303,5 +304,5 @@ def test_a_planted_bug_is_caught(
         monkeypatch.setattr(f"{where}.{name}", bug)
     else:
         monkeypatch.setattr(where, name, bug)
-    with pytest.raises(AssertionError):  # a wrong score, or an invariant that check() holds
+    with pytest.raises(AssertionError, match="off by"):
         run(1_000, phases=(Phase.generate,), derandomize=True, report_multiple_bugs=False)

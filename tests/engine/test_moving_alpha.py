@@ -47,11 +47,12 @@ def _hit_rate(engine: Engine, rng: np.random.Generator, num_requests: int) -> fl
     return hits / (hits + after.row_misses - before.row_misses)
 
 
+@pytest.mark.parametrize("row_admission", ["always", "second-touch"])
 @pytest.mark.parametrize("row_order", ["lru", "frequency"])
-def test_after_a_shrink_the_hit_rate_is_that_of_a_cache_born_at_that_size(row_order: str) -> None:
+def test_after_a_shrink_the_hit_rate_is_that_of_a_cache_born_at_that_size(row_order: str, row_admission: str) -> None:
     tables = ({"name": "item", "num_rows": 3_000}, {"name": "category", "num_rows": 20})
     model = tiny_model(features=tables, window=64, normaliser=64)
-    settings: dict[str, Any] = {"pool_bytes": "256KiB", "row_order": row_order, "row_admission": "always"}
+    settings: dict[str, Any] = {"pool_bytes": "256KiB", "row_order": row_order, "row_admission": row_admission}
     shrunk = tiny_engine(model, alpha=0.8, **settings)
     born = tiny_engine(model, alpha=0.2, **settings)
     for engine in (shrunk, born):

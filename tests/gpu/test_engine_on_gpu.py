@@ -14,14 +14,32 @@ pytestmark = [
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
+@pytest.mark.parametrize(("head_dim", "page_tokens"), [(32, 64), (64, 128)], ids=["portable kernel", "hopper kernel"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", ["concat", "gated"])
-def test_a_random_stream_scores_as_it_would_without_caches(dtype: str, form: str) -> None:
+def test_a_random_stream_scores_as_it_would_without_caches(
+    dtype: str, form: str, head_dim: int, page_tokens: int
+) -> None:
     model = tiny_model(
-        dtype=dtype, form=form, num_layers=3, qk_dim=32, v_dim=32, dim=64, hidden_dim=64, window=256, normaliser=256
+        dtype=dtype,
+        form=form,
+        num_layers=3,
+        qk_dim=head_dim,
+        v_dim=head_dim,
+        dim=64,
+        hidden_dim=64,
+        window=256,
+        normaliser=256,
     )
-    host: dict[str, Any] = {"host_kv_bytes": "1MiB", "kv_reload": "always"}
-    engine = tiny_engine(model, device="cuda", page_tokens=64, pool_bytes="2MiB", kv_admission="always", **host)
+    host: dict[str, Any] = {"host_kv_bytes": "4MiB", "kv_reload": "always"}
+    engine = tiny_engine(
+        model,
+        device="cuda",
+        page_tokens=page_tokens,
+        pool_bytes="8MiB" if head_dim == 64 else "2MiB",
+        kv_admission="always",
+        **host,
+    )
     rng = np.random.default_rng(0)
     histories = {user: random_request(rng, model.config, user, 400) for user in range(12)}
     worst = 0.0
