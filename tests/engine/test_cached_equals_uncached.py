@@ -173,7 +173,7 @@ class Streams(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check()
-            assert self.engine.stats().background_failures == 0
+            assert self.engine.stats().background_failures == 0, "background work failed"
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -304,5 +304,6 @@ def test_a_planted_bug_is_caught(
         monkeypatch.setattr(f"{where}.{name}", bug)
     else:
         monkeypatch.setattr(where, name, bug)
-    with pytest.raises(AssertionError, match="off by"):
+    # Mostly a wrong score; the shared tail may also break the cache's own books, which check() sees first.
+    with pytest.raises(AssertionError, match=r"off by|settled than held|background work failed"):
         run(1_000, phases=(Phase.generate,), derandomize=True, report_multiple_bugs=False)

@@ -375,7 +375,8 @@ class KVCache:
         for prefix in prefixes:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
-            assert prefix.settled <= prefix.num_tokens <= prefix.states.size
+            assert prefix.settled <= prefix.num_tokens, "more tokens are settled than held"
+            assert prefix.num_tokens <= prefix.states.size, "tokens are held that no state vouches for"
             assert prefix.made_at[0].first == 0, "a token was made at no epoch"
             assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"
             np.add.at(refs, prefix.pages, 1)
