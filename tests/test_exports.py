@@ -22,6 +22,7 @@ EXPORTS = [
     "Refused",
     "RequestError",
     "Timing",
+    "TraceError",
     "__version__",
 ]
 

@@ -13,6 +13,7 @@ from helmrec.errors import (
     QueueFull,
     Refused,
     RequestError,
+    TraceError,
 )
 from helmrec.memory.stats import PoolStats
 from helmrec.types import RankRequest, RankResult, Timing
@@ -37,5 +38,6 @@ __all__ = [
     "Refused",
     "RequestError",
     "Timing",
+    "TraceError",
     "__version__",
 ]

@@ -5,6 +5,7 @@ HelmRecError
 │   ├── PoolTooSmall     the pool cannot hold one request
 │   └── AlphaOutOfRange  the asked split leaves one cache without room to work
 ├── ModelError           a model folder is missing, corrupt, truncated, mismatched or pickled
+├── TraceError           a trace, or a file a trace is made from, is not what it should be
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
@@ -31,6 +32,10 @@ class AlphaOutOfRange(ConfigError):
 
 class ModelError(HelmRecError):
     """A model folder cannot be loaded as it is."""
+
+
+class TraceError(HelmRecError):
+    """A trace, or a file a trace is made from, is not what it should be."""
 
 
 class RequestError(HelmRecError, ValueError):

@@ -1,0 +1,205 @@
+"""Deriving items from words: which item a hash draws under a catalogue's popularity.
+
+Counter-based: any event of any backlog and any candidate can be had alone, in any order, always the same. Knows
+nothing of models or rows.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.sim.trace import Catalogue, EmpiricalLaw, Law, ZipfLaw
+from helmrec.types import IntArray
+
+_MAX_REDRAWS = 16  # per candidate; only a nearly exhausted lane needs more, and then a repeat is let through
+
+
+class Draws(NamedTuple):
+    """A catalogue's popularity in the form compiled code wants: one alias table per law, one line per epoch."""
+
+    num_lanes: int
+    num_blocks: int
+    num_actions: int
+    seed: int
+    keep: NDArray[np.float64]  # (laws, blocks) chance that a cell keeps its draw
+    other: NDArray[np.int32]  # (laws, blocks) where the rest goes
+    law: IntArray  # (epochs,)
+    drift_blocks: IntArray  # (epochs,)
+    flash_share: NDArray[np.float64]  # (epochs,)
+    flash_first: IntArray  # (epochs,)
+    flash_blocks: IntArray  # (epochs,)
+
+
+def prepare_draws(catalogue: Catalogue) -> Draws:
+    tables = [_alias_table(block_mass(law, catalogue)) for law in catalogue.laws]
+    epochs = catalogue.epochs
+    return Draws(
+        num_lanes=catalogue.num_lanes,
+        num_blocks=catalogue.num_blocks,
+        num_actions=catalogue.num_actions,
+        seed=catalogue.seed,
+        keep=np.stack([keep for keep, _ in tables]),
+        other=np.stack([other for _, other in tables]),
+        law=np.array([e.law for e in epochs], np.int64),
+        drift_blocks=np.array([e.drift_blocks % catalogue.num_blocks for e in epochs], np.int64),
+        flash_share=np.array([e.flash_share for e in epochs], np.float64),
+        flash_first=np.array([e.flash_first for e in epochs], np.int64),
+        flash_blocks=np.array([e.flash_blocks for e in epochs], np.int64),
+    )
+
+
+def block_mass(law: Law, catalogue: Catalogue) -> NDArray[np.float64]:
+    """Share of draws that goes to each block; the items of one block are equally popular."""
+    ends = np.arange(catalogue.num_blocks + 1) * catalogue.num_lanes
+    total = _cumulative(law, ends.astype(np.float64))
+    mass = np.diff(total)
+    return mass / mass.sum()
+
+
+def _cumulative(law: Law, ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weight of all ranks below each of `ranks`, up to a constant factor."""
+    if isinstance(law, EmpiricalLaw):
+        return np.interp(ranks, np.array((0, *law.ends)), np.cumsum((0.0, *law.mass)))
+    return _zipf_integral(law, ranks)
+
+
+def _zipf_integral(law: ZipfLaw, ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+    x, power = ranks + law.shift, 1 - law.exponent
+    return np.log(x) if power == 0 else x**power / power
+
+
+@numba.njit(cache=True)
+def _alias_table(mass: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Vose's method: a draw is one cell and one coin, however many blocks there are."""
+    n = mass.size
+    keep, other = mass * n, np.arange(n).astype(np.int32)
+    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
+    num_small = num_large = 0
+    for i in range(n):
+        if keep[i] < 1.0:
+            small[num_small] = i
+            num_small += 1
+        else:
+            large[num_large] = i
+            num_large += 1
+    while num_small and num_large:
+        num_small -= 1
+        low, high = small[num_small], large[num_large - 1]
+        other[low] = high
+        keep[high] -= 1.0 - keep[low]
+        if keep[high] < 1.0:
+            num_large -= 1
+            small[num_small] = high
+            num_small += 1
+    for i in range(num_small):  # what rounding has left over
+        keep[small[i]] = 1.0
+    for i in range(num_large):
+        keep[large[i]] = 1.0
+    return keep, other
+
+
+@numba.njit(cache=True, inline="always")
+def mix(word: int, salt: int) -> np.uint64:
+    """Scatter (word, salt) over 64 bits."""
+    mixed = np.uint64(word) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+@numba.njit(cache=True, inline="always")
+def scale(word: np.uint64, limit: int) -> int:
+    """A number in [0, limit) from the upper half of a word; limit up to 2^32."""
+    return np.int64(((word >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
+
+
+@numba.njit(cache=True, inline="always")
+def coin(word: np.uint64) -> float:
+    """A number in [0, 1) from the lower half of a word."""
+    return np.float64(word & np.uint64(0xFFFFFFFF)) * 2.0**-32
+
+
+@numba.njit(cache=True, inline="always")
+def draw_block(draws: Draws, epoch: int, word: np.uint64) -> int:
+    """The block a word draws at an epoch. Fresh items come in at the top and age downwards."""
+    if draws.flash_share[epoch] > 0.0:
+        flash = mix(word, 0xF1A5)
+        if coin(flash) < draws.flash_share[epoch]:
+            return (draws.flash_first[epoch] + scale(flash, draws.flash_blocks[epoch])) % draws.num_blocks
+    law = draws.law[epoch]
+    cell = scale(word, draws.num_blocks)
+    if coin(word) >= draws.keep[law, cell]:
+        cell = np.int64(draws.other[law, cell])
+    cell -= draws.drift_blocks[epoch]  # less than num_blocks
+    return cell if cell >= 0 else cell + draws.num_blocks
+
+
+@numba.njit(cache=True, inline="always")
+def user_word(draws: Draws, user: int) -> np.uint64:
+    """What all events of a user are derived from; also says in which lane its history starts."""
+    return mix(user, draws.seed + 1)
+
+
+@numba.njit(cache=True, inline="always")
+def lane_of(draws: Draws, word: np.uint64, index: int) -> int:
+    """Histories and candidate sets visit the lanes in turn, from a start of their own."""
+    return np.int64((word + np.uint64(index)) & np.uint64(draws.num_lanes - 1))
+
+
+@numba.njit(cache=True, inline="always")
+def draw_event(draws: Draws, epoch: int, word: np.uint64, index: int) -> int:
+    """Item of event `index` of the user behind `word`."""
+    return draw_block(draws, epoch, mix(index, word)) * draws.num_lanes + lane_of(draws, word, index)
+
+
+@numba.njit(cache=True, inline="always")
+def draw_action(draws: Draws, word: np.uint64, index: int) -> int:
+    """Action k is half as frequent as action k - 1: views, clicks, carts, purchases."""
+    bits, action = mix(index, word + np.uint64(0xAC7)), 0
+    while action < draws.num_actions - 1 and bits & np.uint64(1):
+        bits >>= np.uint64(1)
+        action += 1
+    return action
+
+
+@numba.njit(cache=True, inline="always")
+def draw_lane_candidates(
+    draws: Draws, epoch: int, seed: np.uint64, num_candidates: int, lane: int, blocks: IntArray
+) -> int:
+    """Blocks of a candidate set's items in one lane, all different; returns how many.
+
+    The i-th of them is candidate first + i * num_lanes of the set, where `first` is the set's first in this lane.
+    """
+    first = (lane - lane_of(draws, seed, 0)) & (draws.num_lanes - 1)
+    count = 0
+    for index in range(first, num_candidates, draws.num_lanes):
+        for attempt in range(_MAX_REDRAWS):
+            block = draw_block(draws, epoch, mix(index + (attempt << 32), seed))
+            is_new = True
+            for i in range(count):
+                is_new &= blocks[i] != block
+            if is_new:
+                break
+        blocks[count] = block
+        count += 1
+    return count
+
+
+@numba.njit(cache=True)
+def draw_candidates(draws: Draws, epoch: int, seed: np.uint64, items: IntArray) -> None:
+    """Fill `items` with the candidate set of a seed."""
+    blocks = np.empty(items.size // draws.num_lanes + 1, np.int64)
+    for lane in range(draws.num_lanes):
+        first = (lane - lane_of(draws, seed, 0)) & (draws.num_lanes - 1)
+        for i in range(draw_lane_candidates(draws, epoch, seed, items.size, lane, blocks)):
+            items[first + i * draws.num_lanes] = blocks[i] * draws.num_lanes + lane
+
+
+@numba.njit(cache=True)
+def draw_events(draws: Draws, epoch: int, user: int, first: int, items: IntArray) -> None:
+    """Fill `items` with the user's events from index `first` on, as drawn at one epoch."""
+    word = user_word(draws, user)
+    for i in range(items.size):
+        items[i] = draw_event(draws, epoch, word, first + i)
