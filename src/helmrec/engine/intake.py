@@ -3,7 +3,7 @@
 Pure: it reads the model's shape and touches no state, so a refused request leaves none behind.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,11 +13,26 @@ from numpy.typing import ArrayLike, NDArray
 
 from helmrec.errors import RequestError
 from helmrec.memory.history import History, chain
-from helmrec.model.config import ITEM, ModelConfig
+from helmrec.model.config import ModelConfig
 from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
+
+
+class _Lines(NamedTuple):
+    """What the lines of a block of ids are: their names in messages, how far ids run, where their rows start."""
+
+    names: tuple[str, ...]
+    limits: IntArray  # (lines,) ids are smaller
+    offsets: IntArray  # (lines,) first row of each table
+
+
+class _ContextTable(NamedTuple):
+    field: str  # its name in messages
+    name: str
+    num_rows: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +64,24 @@ class Intake:
         self._config = config
         self._version = version
         self._max_history = max_history
-        self._extra_features = {table.name for table in config.features[1:]}
+        self._extra = [table.name for table in config.features[1:]]
         self._context_tables = {table.name for table in (*config.user_context, *config.request_context)}
+        self._user_context, self._request_context = (
+            [_ContextTable(f"context[{t.name!r}]", t.name, t.num_rows, config.offsets[t.name]) for t in tables]
+            for tables in (config.user_context, config.request_context)
+        )
+        limits = [table.num_rows for table in config.features]
+        offsets = [config.offsets[table.name] for table in config.features]
+        self._event_lines = _Lines(
+            ("items", *(f"features[{name!r}]" for name in self._extra), "actions", "timestamps"),
+            np.array([*limits, config.num_actions, _MAX_ID]),
+            np.array([*offsets, 0, 0]),
+        )
+        self._candidate_lines = _Lines(
+            ("candidates", *(f"candidate_features[{name!r}]" for name in self._extra)),
+            np.array(limits),
+            np.array(offsets),
+        )
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Raise RequestError, naming field and value, or return the request ready to plan."""
@@ -58,14 +89,14 @@ class Intake:
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
         first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
         columns = self._columns(request)
-        num_events = columns.shape[1]
-        anchor = window_anchor(first_event, num_events, config.window)
+        anchor = window_anchor(first_event, columns.shape[1], config.window)
         columns = np.ascontiguousarray(columns[:, anchor - first_event :])
-        num_features = len(config.features)
-        user_rows, request_rows = self._context_rows(request.context)
+        _check_names("context", request.context, self._context_tables)
+        user_rows = _context_rows(self._user_context, request.context)
+        request_rows = _context_rows(self._request_context, request.context)
         seed = (user_id, self._version, anchor, *user_rows.tolist())
         return Prepared(
-            history=History(user_id, user_rows, columns[:num_features], chain(seed, user_rows.size, columns)),
+            history=History(user_id, user_rows, columns[:-2], chain(seed, user_rows.size, columns)),
             columns=columns,
             candidate_rows=self._candidate_rows(request),
             candidate_gap=self._candidate_gap(request.request_time, columns[-1]),
@@ -77,55 +108,26 @@ class Intake:
 
     def _columns(self, request: RankRequest) -> IntArray:
         """(features + 2, events): row ids, then actions, then timestamps."""
-        features = self._config.features
         items = _ids("items", request.items)
         if items.size > self._max_history:
             raise RequestError("items", items.size, f"at most {self._max_history} events may be sent")
-        columns = np.empty((len(features) + 2, items.size), np.int64)
-        self._put_features(columns, ("items", items), ("features", request.features))
-        _put(columns[-2], "actions", _ids("actions", request.actions), self._config.num_actions)
-        _put(columns[-1], "timestamps", _ids("timestamps", request.timestamps), _MAX_ID)
+        extra = self._extra_ids("features", request.features)
+        columns = _take(self._event_lines, [items, *extra, request.actions, request.timestamps])
         _check_forward(columns[-1])
         return columns
 
     def _candidate_rows(self, request: RankRequest) -> IntArray:
-        features = self._config.features
         candidates = _ids("candidates", request.candidates)
         if not 1 <= candidates.size <= self._config.max_candidates:
             problem = f"between 1 and {self._config.max_candidates} candidates are needed"
             raise RequestError("candidates", candidates.size, problem)
-        rows = np.empty((len(features), candidates.size), np.int64)
-        self._put_features(rows, ("candidates", candidates), ("candidate_features", request.candidate_features))
-        return rows
+        extra = self._extra_ids("candidate_features", request.candidate_features)
+        return _take(self._candidate_lines, [candidates, *extra])
 
-    def _put_features(
-        self, target: IntArray, items: tuple[str, IntArray], extra: tuple[str, Mapping[str, Ids]]
-    ) -> None:
-        """Rows of every feature table, one line of `target` each; both arguments come with their field's name."""
-        config, (field, given) = self._config, extra
-        _check_names(field, given, self._extra_features)
-        for line, table in zip(target, config.features, strict=False):
-            offset = config.offsets[table.name]
-            if table.name == ITEM:
-                _put(line, items[0], items[1], table.num_rows, offset)
-            else:
-                name = f"{field}[{table.name!r}]"
-                _put(line, name, _ids(name, given[table.name]), table.num_rows, offset)
-
-    def _context_rows(self, context: Mapping[str, int]) -> tuple[IntArray, IntArray]:
-        config = self._config
-        _check_names("context", context, self._context_tables)
-        user, request = (
-            np.array(
-                [
-                    _scalar(f"context[{t.name!r}]", context[t.name], t.num_rows - 1) + config.offsets[t.name]
-                    for t in tables
-                ],
-                np.int64,
-            )
-            for tables in (config.user_context, config.request_context)
-        )
-        return user, request
+    def _extra_ids(self, field: str, given: Mapping[str, Ids]) -> list[Ids]:
+        """Ids of every feature table but the items', in the model's order."""
+        _check_names(field, given, self._extra)
+        return [given[name] for name in self._extra]
 
     def _candidate_gap(self, request_time: int | None, timestamps: IntArray) -> int:
         """Time since the last event, if the client says what time it is; else the bucket for no gap."""
@@ -151,12 +153,11 @@ def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -
     by_name = {t.name: t for t in config.tables}
     if table not in by_name:
         raise RequestError("table", table, f"the model has no such table, only {', '.join(by_name)}")
-    given = _ids("ids", ids)
-    rows = np.empty_like(given)
-    _put(rows, "ids", given, by_name[table].num_rows, config.offsets[table])
-    unique, counts = np.unique(given, return_counts=True)
-    if unique.size != given.size:
-        raise RequestError("ids", int(unique[counts > 1][0]), "each id may be given once")
+    offset = config.offsets[table]
+    (rows,) = _take(_Lines(("ids",), np.array([by_name[table].num_rows]), np.array([offset])), [ids])
+    unique, counts = np.unique(rows, return_counts=True)
+    if unique.size != rows.size:
+        raise RequestError("ids", int(unique[counts > 1][0]) - offset, "each id may be given once")
     return RowUpdate(rows, _row_values(values, (rows.size, config.row_dim), config.row_dtype))
 
 
@@ -175,18 +176,24 @@ def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArra
     return array
 
 
-def _ids(field: str, values: Ids) -> IntArray:
+def _context_rows(tables: Sequence[_ContextTable], context: Mapping[str, int]) -> IntArray:
+    rows = [_scalar(t.field, context[t.name], t.num_rows - 1) + t.offset for t in tables]
+    return np.array(rows, np.int64)
+
+
+def _ids(field: str, values: Ids) -> NDArray[np.integer]:
+    """The ids as a flat array of integers that fit 64 bits with a sign."""
     if not isinstance(values, np.ndarray):
         values = _listed(field, values)
     if values.ndim != 1:
         raise RequestError(field, values.shape, "a flat list of integers is needed")
-    if values.size == 0:
-        return np.empty(0, np.int64)
+    if values.dtype == np.int64 or values.size == 0:
+        return values
     if values.dtype.kind not in "iu":
         raise RequestError(field, values[0].item(), f"integers of 64 bits are needed, not {values.dtype}")
     if values.dtype == np.uint64 and values.max() > _MAX_ID:
         raise RequestError(field, int(values.max()), "integers of 64 bits are needed")
-    return np.ascontiguousarray(values, np.int64)
+    return values
 
 
 def _listed(field: str, values: object) -> IntArray:
@@ -203,32 +210,50 @@ def _listed(field: str, values: object) -> IntArray:
         raise RequestError(field, max(values, key=abs), "integers of 64 bits are needed") from None
 
 
-def _put(target: IntArray, field: str, ids: IntArray, limit: int, offset: int = 0) -> None:
-    """target = ids + offset, once they are known to be as many as needed and within [0, limit)."""
-    if ids.size != target.size:
-        raise RequestError(field, ids.size, f"one value per item is needed, {target.size} in all")
-    at = _copy_until_outside(ids, limit, offset, target)
-    if at < ids.size:
-        raise RequestError(f"{field}[{at}]", int(ids[at]), f"values run from 0 to {limit - 1}")
+def _take(lines: _Lines, given: Sequence[Ids]) -> IntArray:  # (lines, ids)
+    """Rows of the given ids, one line each, once they are known to be equally many and in range.
+
+    The ids are copied before they are looked at: a client may reuse its arrays meanwhile.
+    """
+    ids = [_ids(name, values) for name, values in zip(lines.names, given, strict=True)]
+    num = ids[0].size
+    for name, line in zip(lines.names, ids, strict=True):
+        if line.size != num:
+            raise RequestError(name, line.size, f"one value per item is needed, {num} in all")
+    block: IntArray = np.concatenate(ids, dtype=np.int64, casting="unsafe").reshape(len(ids), num)
+    outside = _shift_until_outside(block, lines.limits, lines.offsets)
+    if outside < block.size:
+        at_line, at = divmod(outside, num)
+        problem = f"values run from 0 to {lines.limits[at_line] - 1}"
+        raise RequestError(f"{lines.names[at_line]}[{at}]", int(block[at_line, at]), problem)
+    return block
 
 
 @numba.njit(cache=True)
-def _copy_until_outside(ids: IntArray, limit: int, offset: int, target: IntArray) -> int:
-    """One pass over the ids; returns the index of the first one out of range, or how many there are."""
-    for i in range(ids.size):
-        if ids[i] < 0 or ids[i] >= limit:
-            return i
-        target[i] = ids[i] + offset
-    return ids.size
+def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -> int:
+    """Add each line's offset to its ids, line by line up to the first that holds an id outside [0, limit).
+
+    Returns the flat index of that id, or how many there are. A line is looked at as a whole, without a way
+    out in between, because only such loops become vector instructions.
+    """
+    for line in range(block.shape[0]):
+        ids, limit = block[line], np.uint64(limits[line])
+        is_outside = False
+        for i in range(ids.size):
+            is_outside |= bool(np.uint64(ids[i]) >= limit)  # a negative id is a large one
+        if is_outside:
+            return line * ids.size + int(np.argmax((ids < 0) | (ids >= limits[line])))
+        ids += offsets[line]
+    return block.size
 
 
 @numba.njit(cache=True)
 def _first_step_back(values: IntArray) -> int:
     """Index of the first value smaller than the one before it, or how many there are."""
+    steps_back = False
     for i in range(1, values.size):
-        if values[i] < values[i - 1]:
-            return i
-    return values.size
+        steps_back |= bool(values[i] < values[i - 1])
+    return 1 + int(np.argmax(values[1:] < values[:-1])) if steps_back else values.size
 
 
 def _check_forward(timestamps: IntArray) -> None:
@@ -237,9 +262,10 @@ def _check_forward(timestamps: IntArray) -> None:
         raise RequestError(f"timestamps[{at}]", int(timestamps[at]), f"time runs backwards from {timestamps[at - 1]}")
 
 
-def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> None:
+def _check_names(field: str, given: Mapping[str, object], wanted: Collection[str]) -> None:
     if not isinstance(given, Mapping):
         raise RequestError(field, given, "values by table name are needed")
+    wanted = set(wanted)
     if unknown := given.keys() - wanted:
         raise RequestError(field, min(unknown, key=str), f"the model has no such table here, only {sorted(wanted)}")
     if missing := wanted - given.keys():

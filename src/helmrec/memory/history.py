@@ -58,19 +58,20 @@ def _fold(state: np.uint64, mixed: np.uint64) -> np.uint64:
 @numba.njit(cache=True)
 def _chain(seed: IntArray, num_context: int, columns: IntArray) -> States:
     num_fields, num_events = columns.shape
-    states = np.empty(num_context + num_events, np.uint64)
+    states = np.zeros(num_context + num_events, np.uint64)
     state = np.uint64(0)
     for i in range(seed.size):
         state = _fold(state, _mix(seed[i], i))
     for i in range(num_context):
         state = _fold(state, _mix(i, seed.size))
         states[i] = state
+    of_events = states[num_context:]
+    for field in range(num_fields):  # field by field: these loops become vector instructions
+        for i in range(num_events):
+            of_events[i] += _mix(columns[field, i], field)
     for i in range(num_events):
-        mixed = np.uint64(0)
-        for field in range(num_fields):
-            mixed += _mix(columns[field, i], field)
-        state = _fold(state, mixed)
-        states[num_context + i] = state
+        state = _fold(state, of_events[i])
+        of_events[i] = state
     return states
 
 

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmrec.engine.intake import Intake, _first_step_back, _shift_until_outside
+from helmrec.types import RankRequest
+from tests.helpers import tiny_config
+
+near_zero = st.integers(-2, 6)
+blocks = st.tuples(st.integers(1, 3), st.integers(0, 9)).flatmap(
+    lambda shape: st.lists(
+        st.lists(near_zero, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0]
+    )
+)
+
+
+def plain_shift(block: list[list[int]], limits: list[int], offsets: list[int]) -> tuple[int, list[list[int]]]:
+    """The twin: the flat index of the first id outside its line's range, and the lines before it shifted."""
+    shifted = [list(line) for line in block]
+    for i, line in enumerate(block):
+        for at, value in enumerate(line):
+            if not 0 <= value < limits[i]:
+                return i * len(line) + at, shifted
+        shifted[i] = [value + offsets[i] for value in line]
+    return sum(map(len, block)), shifted
+
+
+@given(blocks, st.lists(st.integers(1, 7), min_size=3, max_size=3))
+def test_ids_are_checked_and_shifted_as_by_the_plain_twin(block: list[list[int]], limits: list[int]) -> None:
+    offsets = [0, 100, 2**40]
+    array = np.array(block, np.int64).reshape(len(block), -1)
+    outside = _shift_until_outside(array, np.array(limits[: len(block)]), np.array(offsets[: len(block)]))
+    assert (outside, array.tolist()) == plain_shift(block, limits, offsets)
+
+
+@given(st.lists(near_zero, max_size=40))
+def test_the_first_step_back_is_that_of_its_plain_twin(values: list[int]) -> None:
+    expected = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), len(values))
+    assert _first_step_back(np.array(values, np.int64)) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint64])
+def test_ids_of_any_integer_type_and_stride_are_copied_not_kept(dtype: type[np.integer]) -> None:
+    values = np.zeros((5, 2), dtype)
+    values[:, 0] = [3, 1, 4, 1, 5]
+    ids = values[:, 0]  # not contiguous
+    frozen = np.ones(5, dtype)
+    frozen.setflags(write=False)
+    request = RankRequest(
+        user_id=1,
+        items=ids,
+        actions=frozen,
+        timestamps=frozen,
+        candidates=ids,
+        features={"category": ids},
+        candidate_features={"category": ids},
+        context={"country": 3, "hour": 7},
+    )
+    prepared = Intake(tiny_config(), version=1, max_history=10).prepare(request)
+    ids[:] = 0
+    assert prepared.columns[0].tolist() == [3, 1, 4, 1, 5]
+    assert prepared.columns[1].tolist() == [303, 301, 304, 301, 305]
+    assert prepared.columns[2:].tolist() == [[1] * 5, [1] * 5]
+    assert prepared.candidate_rows.tolist() == [[3, 1, 4, 1, 5], [303, 301, 304, 301, 305]]
