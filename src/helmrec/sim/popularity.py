@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from helmrec.sim.trace import Catalogue, EmpiricalLaw, Law, ZipfLaw
 from helmrec.types import IntArray
 
+Word = int | np.integer
+Index = int | np.integer
+
 _MAX_REDRAWS = 16  # per candidate; only a nearly exhausted lane needs more, and then a repeat is let through
 
 
@@ -23,6 +26,8 @@ class Draws(NamedTuple):
     num_blocks: int
     num_actions: int
     seed: int
+    start_time_s: int
+    backlog_gap_s: int
     keep: NDArray[np.float64]  # (laws, blocks) chance that a cell keeps its draw
     other: NDArray[np.int32]  # (laws, blocks) where the rest goes
     law: IntArray  # (epochs,)
@@ -40,6 +45,8 @@ def prepare_draws(catalogue: Catalogue) -> Draws:
         num_blocks=catalogue.num_blocks,
         num_actions=catalogue.num_actions,
         seed=catalogue.seed,
+        start_time_s=catalogue.start_time_s,
+        backlog_gap_s=catalogue.backlog_gap_s,
         keep=np.stack([keep for keep, _ in tables]),
         other=np.stack([other for _, other in tables]),
         law=np.array([e.law for e in epochs], np.int64),
@@ -101,7 +108,7 @@ def _alias_table(mass: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
 
 
 @numba.njit(cache=True, inline="always")
-def mix(word: int, salt: int) -> np.uint64:
+def mix(word: Word, salt: Word) -> np.uint64:
     """Scatter (word, salt) over 64 bits."""
     mixed = np.uint64(word) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -110,7 +117,7 @@ def mix(word: int, salt: int) -> np.uint64:
 
 
 @numba.njit(cache=True, inline="always")
-def scale(word: np.uint64, limit: int) -> int:
+def scale(word: np.uint64, limit: int) -> np.int64:
     """A number in [0, limit) from the upper half of a word; limit up to 2^32."""
     return np.int64(((word >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
 
@@ -122,7 +129,7 @@ def coin(word: np.uint64) -> float:
 
 
 @numba.njit(cache=True, inline="always")
-def draw_block(draws: Draws, epoch: int, word: np.uint64) -> int:
+def draw_block(draws: Draws, epoch: Index, word: np.uint64) -> np.int64:
     """The block a word draws at an epoch. Fresh items come in at the top and age downwards."""
     if draws.flash_share[epoch] > 0.0:
         flash = mix(word, 0xF1A5)
@@ -143,13 +150,13 @@ def user_word(draws: Draws, user: int) -> np.uint64:
 
 
 @numba.njit(cache=True, inline="always")
-def lane_of(draws: Draws, word: np.uint64, index: int) -> int:
+def lane_of(draws: Draws, word: np.uint64, index: int) -> np.int64:
     """Histories and candidate sets visit the lanes in turn, from a start of their own."""
     return np.int64((word + np.uint64(index)) & np.uint64(draws.num_lanes - 1))
 
 
 @numba.njit(cache=True, inline="always")
-def draw_event(draws: Draws, epoch: int, word: np.uint64, index: int) -> int:
+def draw_event(draws: Draws, epoch: int, word: np.uint64, index: int) -> np.int64:
     """Item of event `index` of the user behind `word`."""
     return draw_block(draws, epoch, mix(index, word)) * draws.num_lanes + lane_of(draws, word, index)
 
@@ -198,8 +205,16 @@ def draw_candidates(draws: Draws, epoch: int, seed: np.uint64, items: IntArray) 
 
 
 @numba.njit(cache=True)
-def draw_events(draws: Draws, epoch: int, user: int, first: int, items: IntArray) -> None:
-    """Fill `items` with the user's events from index `first` on, as drawn at one epoch."""
+def draw_backlog(draws: Draws, user: int, backlog: int, first: int, events: IntArray) -> None:
+    """Fill `events` (3, n) with items, actions and timestamps of a user's backlog of `backlog`, from `first` on.
+
+    A backlog is drawn at epoch 0 and ends before the trace starts.
+    """
     word = user_word(draws, user)
-    for i in range(items.size):
-        items[i] = draw_event(draws, epoch, word, first + i)
+    for i in range(events.shape[1]):
+        index = first + i
+        gap = scale(mix(index, word + np.uint64(0x6A9)), draws.backlog_gap_s)
+        events[0, i] = draw_event(draws, 0, word, index)
+        events[1, i] = draw_action(draws, word, index)
+        time_s = draws.start_time_s - (backlog - index) * draws.backlog_gap_s + gap
+        events[2, i] = time_s if time_s > 0 else 0

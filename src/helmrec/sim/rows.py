@@ -7,7 +7,8 @@ kept events of a history of n are found in n·m/L steps, without looking at the 
 
 Kept rows are numbered densely from 0 (`num_kept_rows` in all), so that a simulator can use plain arrays instead of
 hash maps. Capacities scale by `rate`. Hot rows make the *number* of kept reads noisy for real data: scale misses by
-1/rate and take totals from token counts, which are exact (this is what SHARDS-adj does).
+1/rate and take totals from token counts, which are exact (this is what SHARDS-adj does). What comes out here is a
+sample already: a miss curve fed with it keeps every row and scales by `rate`.
 
 Tables with fewer rows than lanes are left out: they are read by every event and are always resident. Rows of
 request-context tables are left out for the same reason. `num_hidden_tables` says how many reads per event that is.
@@ -23,6 +24,7 @@ from helmrec.errors import TraceError
 from helmrec.model.config import ModelConfig
 from helmrec.sim.popularity import (
     Draws,
+    Index,
     draw_block,
     draw_lane_candidates,
     lane_of,
@@ -206,7 +208,7 @@ def context_rows(reads: RowReads, request: int, out: IntArray) -> int:
 
 
 @numba.njit(cache=True, inline="always")
-def put_rows(space: RowSpace, block: int, lane: int, out: IntArray, count: int) -> int:
+def put_rows(space: RowSpace, block: Index, lane: int, out: IntArray, count: int) -> int:
     """Append the kept rows of an item of a kept lane, one per event table; returns the new count."""
     item, slot, num_kept = block * space.num_lanes + lane, space.slot[lane], space.lanes.size
     out[count] = block * num_kept + slot
@@ -216,8 +218,8 @@ def put_rows(space: RowSpace, block: int, lane: int, out: IntArray, count: int) 
     return count + space.num_event_tables
 
 
-@numba.njit(cache=True)
-def feature_row(item: int, table: int, num_rows: int, num_lanes: int) -> int:
+@numba.njit(cache=True, inline="always")
+def feature_row(item: int, table: int, num_rows: int, num_lanes: int) -> np.int64:
     """Row of an item in the event table at place `table` > 0 of the model's list."""
     word = mix(item, table)
     if num_rows < num_lanes:
@@ -225,17 +227,12 @@ def feature_row(item: int, table: int, num_rows: int, num_lanes: int) -> int:
     return scale(word, num_rows // num_lanes) * num_lanes + item % num_lanes
 
 
-def feature_rows(items: IntArray, table: int, num_rows: int, num_lanes: int) -> IntArray:
-    """`feature_row` of many items."""
-    return _feature_rows(items, table, num_rows, num_lanes)
-
-
 @numba.njit(cache=True)
-def _feature_rows(items: IntArray, table: int, num_rows: int, num_lanes: int) -> IntArray:
-    rows = np.empty(items.size, np.int64)
-    for i in range(items.size):
-        rows[i] = feature_row(items[i], table, num_rows, num_lanes)
-    return rows
+def put_feature_rows(table_rows: IntArray, num_lanes: int, columns: IntArray) -> None:
+    """columns (tables or more, n): line 0 holds items; lines 1, 2, ... get their rows in the other event tables."""
+    for table in range(1, table_rows.size):
+        for i in range(columns.shape[1]):
+            columns[table, i] = feature_row(columns[0, i], table, table_rows[table], num_lanes)
 
 
 def context_row(user: int, table: int, num_rows: int, num_lanes: int) -> int:
@@ -244,7 +241,7 @@ def context_row(user: int, table: int, num_rows: int, num_lanes: int) -> int:
 
 
 @numba.njit(cache=True)
-def _context_row(user: int, table: int, num_rows: int, num_lanes: int) -> int:
+def _context_row(user: int, table: int, num_rows: int, num_lanes: int) -> np.int64:
     word = mix(user, table + 0xC1)
     if num_rows < num_lanes:
         return scale(word, num_rows)

@@ -67,6 +67,7 @@ class Epoch(Frozen):
 class Catalogue(Frozen):
     """Everything needed to derive histories, candidates and rows of a trace. Stored in the file's metadata."""
 
+    source: str = Field("", description="where the trace comes from, in words")
     num_items: int = Field(ge=1)
     num_lanes: int = Field(256, ge=1, description="parts of the row space that can be simulated alone")
     num_actions: int = Field(4, ge=1, le=256)
