@@ -1,0 +1,233 @@
+import time
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import pytest
+from scripts.miss_curve_error import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
+
+from helmrec.config import EngineConfig
+from helmrec.errors import ConfigError
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
+
+NO_ROWS = np.empty(0, np.int64)
+TINY = PageGeometry(8, 1, 1, 32, 32, 2, 16, 2)  # 8 tokens or 32 rows
+TRAFFIC = Traffic(num_users=400, num_items=20_000, num_requests=800, median_events=40, num_candidates=10)
+
+
+def make_curves(num_pages: int = 20, **settings: Any) -> JointMissCurves:
+    config = {"alphas": (0.2, 0.5, 0.8), "sampling_rate": 1.0, "half_life_requests": None}
+    return JointMissCurves(MissCurveConfig(num_pages=num_pages, page_tokens=4, rows_per_page=8, **config | settings))
+
+
+def visit(user_id: int, num_tokens: int, unchanged: int | None = None, rows: list[int] | None = None) -> Observed:
+    """A request with one row per token, all of one table."""
+    history = np.arange(num_tokens) if rows is None else np.array(rows, np.int64)
+    return Observed(user_id, num_tokens, num_tokens, 0, NO_ROWS, history, unchanged_tokens=unchanged)
+
+
+def reused(curves: JointMissCurves, request: Observed) -> list[int]:
+    """Tokens found resident at each alpha by this request alone."""
+    curves.reset()
+    curves.observe(request)
+    curves.check()
+    rates = curves.curves().kv_token_hit_rate * request.num_tokens
+    return np.rint(rates).astype(int).tolist()
+
+
+@pytest.mark.parametrize("kv_rule", ["always", "second-visit"])
+@pytest.mark.parametrize("row_rule", ["always", "second-touch"])
+def test_with_every_row_sampled_the_curves_count_exactly_what_replays_through_a_pool_count(
+    kv_rule: KVRule, row_rule: RowRule
+) -> None:
+    alphas = (0.1, 0.3, 0.5, 0.7)
+    setting = Setting(200, kv_rule, row_rule, batch_tokens=100, geometry=TINY)
+    curves = setting.curves(1.0, alphas)
+    replays = [Replay(setting.pool(alpha, TRAFFIC)) for alpha in alphas]
+    for number, request in enumerate(TRAFFIC.visits()):
+        curves.observe(observed(request, curves))
+        for replay in replays:
+            replay.serve(request)
+        if number % 200 == 0:
+            curves.check()
+    for replay in replays:
+        assert replay.rows.evictions > 1_000, "a cache that never evicts shows nothing"
+        assert replay.pool.kv.evicted_pages > 100
+    for column, replay in enumerate(replays):
+        assert astuple(totals(curves, column)) == astuple(replay.totals), f"alpha {alphas[column]}"
+
+
+def totals(curves: JointMissCurves, column: int) -> Totals:
+    """The curves' figures as counts."""
+    got = curves.curves()
+    requests = round(got.num_requests)
+    computed = got.computed_tokens_per_request[column] * requests
+    tokens = round(computed / (1 - got.kv_token_hit_rate[column]))
+    return Totals(
+        requests=requests,
+        tokens=tokens,
+        reused_tokens=round(tokens - computed),
+        users_hit=round(got.kv_user_hit_rate[column] * requests),
+        rows_read=round(got.rows_per_request[column] * requests),
+        rows_missed=round(got.missed_rows_per_request[column] * requests),
+    )
+
+
+def test_a_sample_of_rows_predicts_hit_rates_within_a_hundredth() -> None:
+    traffic = Traffic(num_users=300, num_items=60_000, num_requests=1_200, median_events=60, num_candidates=20)
+    setting = Setting(num_pages=1_500, batch_tokens=200, geometry=TINY)
+    exact, sample = setting.curves(1.0), setting.curves(0.1)
+    for number, request in enumerate(traffic.visits()):
+        if number == traffic.num_requests // 2:
+            exact.reset()
+            sample.reset()
+        exact.observe(observed(request, exact))
+        sample.observe(observed(request, sample))
+    whole, part = exact.curves(), sample.curves()
+    assert np.array_equal(whole.kv_token_hit_rate, part.kv_token_hit_rate), "users are never sampled"
+    assert np.ptp(whole.emb_hit_rate) > 0.1, "a flat curve shows nothing"
+    assert np.abs(whole.emb_hit_rate - part.emb_hit_rate).mean() < 0.01
+
+
+def test_a_kv_hit_spares_the_history_rows_at_that_alpha_only() -> None:
+    curves = make_curves(kv_admission="always", row_admission="always")
+    for user in range(5):  # 10 pages at alpha 0.5, one of them free: users 3 and 4 fit, at 0.8 none does whole
+        curves.observe(visit(user, 16, rows=list(range(user * 16, user * 16 + 16))))
+    curves.reset()
+    curves.observe(visit(3, 16, rows=list(range(48, 64))))
+    got = curves.curves()
+    assert got.rows_per_request.tolist() == [0, 0, 16]
+    assert got.kv_user_hit_rate.tolist() == [1, 1, 0]
+    assert got.computed_tokens_per_request.tolist() == [0, 0, 16]
+
+
+def test_the_coldest_history_loses_its_tail_first() -> None:
+    curves = make_curves(kv_admission="always")
+    curves.observe(visit(1, 16))
+    curves.observe(visit(2, 24))
+    assert reused(curves, visit(1, 16)) == [16, 12, 0]  # at 0.5: nine pages, six of them user 2's
+
+
+def test_with_second_visit_a_passer_by_displaces_nobody() -> None:
+    rules: list[KVRule] = ["second-visit", "always"]
+    for rule, expected in zip(rules, ([30, 30, 30], [0, 0, 0]), strict=True):
+        curves = make_curves(num_pages=200, batch_pages=8, kv_admission=rule)
+        for user in (1, 1, *range(10, 60)):
+            curves.observe(visit(user, 30))
+        assert reused(curves, visit(1, 30)) == expected
+
+
+def test_a_changed_history_reuses_only_what_is_as_it_was() -> None:
+    curves = make_curves(kv_admission="always")
+    curves.observe(visit(1, 10))
+    assert reused(curves, visit(1, 12, unchanged=6)) == [6, 6, 6]
+    assert reused(curves, visit(1, 12, unchanged=0)) == [0, 0, 0]
+    assert reused(curves, visit(1, 13)) == [12, 12, 12]
+
+
+def test_a_history_longer_than_the_share_is_served_and_not_kept() -> None:
+    curves = make_curves(kv_admission="always")
+    curves.observe(visit(1, 40))  # ten pages: more than alpha 0.8 leaves
+    assert reused(curves, visit(1, 40)) == [40, 36, 0]
+
+
+def test_a_request_without_history_reads_candidates_alone() -> None:
+    curves = make_curves()
+    rows = np.array([1, 2, 1])
+    for _ in range(2):
+        curves.observe(Observed(1, 0, 0, 3, rows, NO_ROWS))
+    got = curves.curves()
+    assert got.rows_per_request.tolist() == [3, 3, 3]
+    assert got.missed_rows_per_request.tolist() == [1.5, 1.5, 1.5]  # a row missed twice in a step counts twice
+    assert got.kv_token_hit_rate.tolist() == [0, 0, 0]
+    curves.check()
+
+
+def test_rows_that_every_alpha_spares_need_not_be_given() -> None:
+    curves = make_curves(kv_admission="always")
+    assert curves.needed_from(1) == 0
+    curves.observe(visit(1, 12))
+    assert curves.needed_from(1) == 12
+    curves.observe(Observed(1, 14, 14, 0, NO_ROWS, np.array([12, 13]), first_token=12))
+    assert curves.curves().rows_per_request.tolist() == [7, 7, 7]  # of two requests: all 12 rows, then 2
+    with pytest.raises(AssertionError, match="left out"):
+        curves.observe(Observed(2, 4, 4, 0, NO_ROWS, NO_ROWS, first_token=4))
+
+
+def test_old_requests_fade() -> None:
+    curves = make_curves(half_life_requests=1.0)
+    curves.observe(visit(1, 4))
+    curves.observe(visit(1, 4))
+    got = curves.curves()
+    assert got.num_requests == 1.5
+    assert got.kv_user_hit_rate.tolist() == pytest.approx([2 / 3] * 3)
+
+
+def test_the_longest_unseen_user_is_forgotten_first() -> None:
+    curves = make_curves(num_pages=400, max_users=3, kv_admission="always")
+    for user in (1, 2, 3, 1, 4):
+        curves.observe(visit(user, 4))
+    assert curves.needed_from(2) == 0
+    assert [curves.needed_from(user) for user in (1, 3, 4)] == [4, 4, 4]
+    curves.check()
+
+
+def test_tables_grow_with_what_they_hold() -> None:
+    curves = make_curves(num_pages=8_000, kv_admission="always", row_admission="always")
+    rng = np.random.default_rng(0)
+    for user in range(3_000):
+        curves.observe(visit(user, 4, rows=rng.integers(0, 10**12, 4).tolist()))
+    curves.observe(Observed(-1, 6_000, 6_000, 0, NO_ROWS, np.arange(6_000)))
+    curves.check()
+    assert curves.needed_from(2_999) == 4
+
+
+def test_curves_are_a_value_that_reads_in_less_than_a_microsecond() -> None:
+    curves = make_curves()
+    curves.observe(visit(1, 4))
+    got = curves.curves()
+    curves.observe(visit(1, 4))
+    assert got.num_requests == 1
+    with pytest.raises(ValueError, match="read-only"):
+        got.emb_hit_rate[0] = 1.0
+    start = time.perf_counter()
+    for _ in range(10_000):
+        got.emb_hit_rate  # noqa: B018 - the read is what is timed
+    assert (time.perf_counter() - start) / 10_000 < 1e-6
+
+
+def test_the_same_requests_give_the_same_curves() -> None:
+    def run() -> bytes:
+        curves = Setting(num_pages=200, batch_tokens=100, geometry=TINY).curves(0.2)
+        for request in TRAFFIC.visits():
+            curves.observe(observed(request, curves))
+        return curves.curves().emb_hit_rate.tobytes()
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alphas": (0.5, 0.2)}, r"alphas: must be 1 to 62 ascending values, got \(0.5, 0.2\)"),
+        ({"alphas": ()}, "alphas: must be 1 to 62"),
+        ({"alphas": (0.5, 1.5)}, r"alphas.1 must be at most 1\S*, got 1.5"),
+        ({"sampling_rate": 0.0}, r"sampling_rate must be more than 0\S*, got 0.0"),
+        ({"kv_admission": "never"}, "kv_admission: .* got 'never'"),
+    ],
+)
+def test_settings_out_of_bounds_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_curves(**settings)
+
+
+def test_an_engine_settings_carry_over() -> None:
+    geometry = PageGeometry(32, 3, 4, 128, 128, 2, 512, 2)
+    engine = EngineConfig(pool_bytes="24GiB", kv_admission="benefit", row_admission="always")
+    config = MissCurveConfig.of_engine(engine, geometry, batch_tokens=1_000)
+    assert config.num_pages == (24 << 30) // geometry.page_bytes
+    assert config.batch_pages == 32
+    assert config.alphas == GRID
+    assert (config.kv_admission, config.row_admission) == ("second-visit", "always")
+    assert config.sampling_rate * config.num_pages * config.rows_per_page == pytest.approx(1 << 14)
