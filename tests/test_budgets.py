@@ -18,6 +18,8 @@ MANY_PARAMETERS = {
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "model/profiles.py:_plain": "the columns of the table of published shapes",
+    "trace_cli.py:import_": "one parameter per flag",
+    "trace_cli.py:make": "one parameter per flag",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -9,8 +9,18 @@ import helmrec
 
 SOURCE = Path(helmrec.__file__).parent
 BASE = ("types", "config", "errors", "clock")
-RANKS = {**dict.fromkeys(BASE, 0), "kernels": 1, "memory": 2, "model": 3, "engine": 4, "sim": 5, "demo": 5, "cli": 6}
-MAY_IMPORT_TORCH_IN_MEMORY = {"helmrec.memory.arena", "helmrec.memory.host_pages", "helmrec.memory.host_tier"}
+RANKS = {
+    **dict.fromkeys(BASE, 0),
+    "kernels": 1,
+    "memory": 2,
+    "model": 3,
+    "engine": 4,
+    "sim": 5,
+    "demo": 5,
+    "trace_cli": 6,
+    "cli": 7,
+}
+MAY_IMPORT_TORCH_IN_MEMORY = {f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier")}
 MAY_IMPORT_CLI = {"helmrec.cli", "helmrec.__main__"}
 
 

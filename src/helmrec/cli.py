@@ -21,6 +21,7 @@ from helmrec.errors import HelmRecError, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
+from helmrec.trace_cli import trace_app
 from helmrec.types import RankRequest, RankResult
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(trace_app, name="trace")
 out, err = Console(), Console(stderr=True)
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
+from helmrec.sim.trace import lanes_for
 from helmrec.sim.workload import Phase, Users, Workload
 
 Axis = Literal["hot-share", "history", "skew", "rate", "all"]
@@ -20,8 +21,8 @@ class Shape(Frozen):
     """What a family is made over."""
 
     num_items: int = Field(1_000_000, ge=1)
-    item_exponent: float = Field(1.0, ge=0.3, le=4)
-    item_shift: float = Field(1.0, gt=0)
+    item_exponent: float = Field(1.2, ge=0.3, le=4)
+    item_shift: float = Field(256, gt=0)
     num_candidates: int = Field(2_048, ge=1)
     history: float = Field(6_700, gt=0, description="median events")
     history_sigma: float = Field(0.35, ge=0)
@@ -42,7 +43,12 @@ class Shape(Frozen):
 
 
 PRESETS: dict[str, Shape] = {
-    "dlrmv3": Shape(),
+    "dlrmv3": Shape(),  # item slope and top 1% of the published news clicks
+    "meta-2021": Shape(  # fitted: 60,000 requests read rows as often as Meta's published embedding trace
+        num_items=150_000_000,
+        item_exponent=1.3,
+        item_shift=500_000,
+    ),
     "taobao": Shape(  # 4.16 M items, 988 k users with 101 events each
         num_items=4_162_024,
         item_exponent=0.85,
@@ -91,7 +97,7 @@ def family(name: str, shape: Shape) -> Workload:
     return Workload(
         name=name,
         num_items=shape.num_items,
-        num_lanes=_num_lanes(shape.num_items),
+        num_lanes=lanes_for(shape.num_items),
         item_shift=shape.item_shift,
         num_candidates=shape.num_candidates,
         users=Users(
@@ -102,11 +108,6 @@ def family(name: str, shape: Shape) -> Workload:
         ),
         phases=FAMILIES[name](shape),
     )
-
-
-def _num_lanes(num_items: int) -> int:
-    """Up to 256, and at least 16 items in a lane."""
-    return max(1, min(256, 1 << (num_items // 16).bit_length() - 1)) if num_items >= 16 else 1
 
 
 def _phase(shape: Shape, name: str, duration_s: float, **settings: Any) -> Phase:

@@ -10,7 +10,8 @@ What would be large is derived, never stored:
 
 Items are numbered by popularity (0 is the most popular at epoch 0). Item i lies in *lane* i mod `num_lanes`, and a
 derived history or candidate set visits the lanes in turn. So every lane sees the same traffic, a lane is a fair
-sample of the rows, and reading only the events of some lanes costs only those events.
+sample of the rows, and reading only the events of some lanes costs only those events. The price: the items of a
+*block* (`num_lanes` consecutive ones) are drawn equally often, so the first few hundred ranks are flat.
 """
 
 from dataclasses import dataclass, fields
@@ -92,6 +93,14 @@ class Catalogue(Frozen):
     def num_blocks(self) -> int:
         """Whole blocks; derived draws come from these, so up to num_lanes - 1 items at the end get none."""
         return self.num_items // self.num_lanes
+
+
+def lanes_for(num_items: int) -> int:
+    """Up to 256, and at least 1,024 items in a lane where there are that many.
+
+    The items of a block are equally popular, so more lanes than that would flatten the head of a small catalogue.
+    """
+    return min(256, 1 << max(0, (num_items // 1_024).bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

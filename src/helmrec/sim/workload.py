@@ -32,7 +32,7 @@ class Phase(Frozen):
     history: _Positive | tuple[_Positive, _Positive] = Field(
         6_700.0, description="median events a user brings along when it first appears"
     )
-    item_exponent: _Exponent | tuple[_Exponent, _Exponent] = Field(1.0, description="Zipf exponent of item popularity")
+    item_exponent: _Exponent | tuple[_Exponent, _Exponent] = Field(1.2, description="Zipf exponent of item popularity")
     flash_share: _Share | tuple[_Share, _Share] = Field(0.0, description="share of draws that go to flash items")
     flash_items: int = Field(1_024, ge=1, description="items that flash, rounded up to whole blocks")
     drift_items_per_hour: float = Field(0.0, ge=0, description="fresh items that come in at the top of popularity")
@@ -57,7 +57,7 @@ class Workload(Frozen):
     name: str = Field(min_length=1)
     num_items: int = Field(1_000_000, ge=1)
     num_lanes: int = Field(256, ge=1)
-    item_shift: float = Field(1.0, gt=0, description="ranks well below it are equally popular")
+    item_shift: float = Field(256.0, gt=0, description="ranks well below it are equally popular")
     num_candidates: int = Field(2_048, ge=1)
     num_actions: int = Field(4, ge=1, le=256)
     epoch_s: float = Field(10.0, gt=0, description="how often ramped or drifting popularity changes")
