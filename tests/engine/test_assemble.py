@@ -1,9 +1,13 @@
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helmrec.engine.assemble import assemble
 from helmrec.engine.intake import Intake, Prepared
 from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
+from helmrec.model.window import gap_bucket
 from helmrec.types import RankRequest
 from tests.helpers import tiny_config
 
@@ -102,7 +106,7 @@ def test_requests_lie_one_after_another_and_know_their_owner() -> None:
     first, second = prepare(2, num_candidates=1), prepare(1, num_candidates=3)
     step = assemble([(first, plan(first, 0, [1])), (second, plan(second, 0, [2]))], CONFIG, PAGE_TOKENS)
     assert step.cu_tokens.tolist() == [0, 5, 11]
-    assert step.event_owner.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert step.cu_events.tolist() == [0, 3, 7]
     assert step.num_candidates == [1, 3]
     assert step.candidates.tolist() == [2, 4, 5, 6]
     assert step.context_counts == (2, 2)
@@ -115,3 +119,73 @@ def test_page_tables_are_as_wide_as_the_longest() -> None:
     first, second = prepare(2), prepare(9)
     step = assemble([(first, plan(first, 0, [1])), (second, plan(second, 0, [2, 3, 4]))], CONFIG, PAGE_TOKENS)
     assert step.page_table.tolist() == [[1, 0, 0], [2, 3, 4]]
+
+
+class PlainStep:
+    """The twin of `assemble`: token by token, in lists."""
+
+    def __init__(self, members: list[tuple[Prepared, KVPlan]], config: ModelConfig) -> None:
+        self.write_slots: list[int] = []
+        self.events: list[
+            tuple[int, int, int, int, list[int]]
+        ] = []  # position in the step, action, position, gap, rows
+        self.context: list[tuple[int, int, int, int]] = []  # table, owner, row, position in the step
+        self.candidates: list[int] = []
+        self.num_rows: list[int] = []
+        for owner, (request, plan) in enumerate(members):
+            before = len(self.events), len(self.context)
+            for token in range(plan.num_resident, plan.num_tokens):
+                event = token - len(config.user_context)
+                if event < 0:
+                    self._add_context(token, owner, request.history.context_rows[token])
+                else:
+                    self._add_event(request, event, config)
+                slot = plan.pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
+                self.write_slots.append(slot)
+            for i, row in enumerate(request.request_rows):
+                self._add_context(len(config.user_context) + i, owner, row)
+                self.write_slots.append(-1)
+            for rows in request.candidate_rows.T.tolist():
+                at = len(self.write_slots)
+                self.candidates.append(len(self.events))
+                self.events.append((at, config.num_actions, request.num_events, request.candidate_gap, rows))
+                self.write_slots.append(-1)
+            num_events, num_context = len(self.events) - before[0], len(self.context) - before[1]
+            self.num_rows.append(len(config.features) * num_events + num_context)
+
+    def _add_context(self, table: int, owner: int, row: int) -> None:
+        self.context.append((table, owner, int(row), len(self.write_slots)))
+
+    def _add_event(self, request: Prepared, event: int, config: ModelConfig) -> None:
+        *rows, action, time = request.columns[:, event].tolist()
+        gap = time - int(request.columns[-1, event - 1]) if event else 0
+        bucket = int(gap_bucket(gap, config.time_buckets))
+        self.events.append((len(self.write_slots), action, event, bucket, rows))
+
+
+lengths = st.tuples(st.integers(0, 9), st.floats(0, 1), st.integers(1, 4))
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+@given(drawn=st.lists(lengths, min_size=1, max_size=4))
+def test_a_step_is_laid_out_as_by_the_plain_twin(has_context: bool, drawn: list[tuple[int, float, int]]) -> None:
+    config = CONFIG if has_context else tiny_config(user_context=(), request_context=())
+    members = []
+    for i, (num_events, share, num_candidates) in enumerate(drawn):
+        request = prepare(num_events, num_candidates, config)
+        pages = [10 * i + 3, 10 * i + 1, 10 * i + 7][: -(-request.history.num_tokens // PAGE_TOKENS)]
+        members.append((request, plan(request, round(share * request.history.num_tokens), pages)))
+    step, plain = assemble(members, config, PAGE_TOKENS), PlainStep(members, config)
+    assert step.write_slots.tolist() == plain.write_slots
+    lines = (step.event_at, step.actions, step.positions, step.gaps)
+    assert [tuple(each) for each in np.stack(lines, 1).tolist()] == [event[:4] for event in plain.events]
+    assert step.event_rows.T.tolist() == [event[4] for event in plain.events]
+    assert step.candidates.tolist() == plain.candidates
+    context = zip(step.context_table, step.context_owner, step.context_rows, step.context_at, strict=True)
+    assert [tuple(map(int, each)) for each in context] == sorted(plain.context)
+    assert step.num_rows.tolist() == plain.num_rows
+    every_row = np.arange(step.rows.size)
+    assert step.count_by_request(every_row).tolist() == plain.num_rows
+    some = every_row[::3]
+    parts = np.concatenate([np.tile(np.repeat(range(len(drawn)), np.diff(step.cu_events)), 2), step.context_owner])
+    assert step.count_by_request(some).tolist() == np.bincount(parts[some], minlength=len(drawn)).tolist()

@@ -5,6 +5,7 @@ Pure NumPy; the runner moves the result to the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numba
@@ -17,182 +18,246 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.window import gap_bucket
 from helmrec.types import IntArray
 
+Lengths = NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
     """Arrays of one step; names as in `DenseInput` and `RaggedBatch`."""
 
-    event_rows: IntArray  # (features, events)
     event_at: IntArray
     actions: IntArray
     positions: IntArray
     gaps: IntArray
-    event_owner: IntArray  # (events,) request of each event
-    candidates: IntArray
-    num_candidates: list[int]
+    candidates: IntArray  # which of the events are candidates
     num_rows: IntArray  # (requests,) how many of `rows` are read for each
-    context_rows: IntArray
+    cu_events: IntArray  # (requests + 1,) where each request's events start
+    cu_tokens: Lengths
+    num_resident: Lengths
+    num_new: Lengths
+    page_table: NDArray[np.int32]
+    write_slots: IntArray
+    rows: IntArray  # all rows the step reads: those of its events, table by table, then those of its context tokens
+    num_candidates: list[int]
     context_at: IntArray
     context_owner: IntArray
     context_table: IntArray
     context_counts: tuple[int, ...]
-    cu_tokens: NDArray[np.int32]
-    num_resident: NDArray[np.int32]
-    num_new: NDArray[np.int32]
+
+    @property
+    def event_rows(self) -> IntArray:  # (features, events)
+        num_events = self.event_at.size
+        return self.rows[: self.rows.size - self.context_at.size].reshape(-1, num_events)
+
+    @property
+    def context_rows(self) -> IntArray:  # (context tokens,)
+        return self.rows[self.rows.size - self.context_at.size :]
+
+    def count_by_request(self, positions: IntArray) -> IntArray:  # (requests,)
+        """How many of these positions in `rows` belong to each request. positions: ascending."""
+        if not positions.size:
+            return np.zeros(len(self.num_rows), np.int64)
+        split, num_events = self.rows.size - self.context_at.size, self.event_at.size
+        # One search per request and table: where its events start among the positions.
+        starts = np.arange(0, split, num_events)[:, None] + self.cu_events
+        counts = np.diff(np.searchsorted(positions, starts)).sum(0)
+        of_context = positions[np.searchsorted(positions, split) :] - split
+        return counts + np.bincount(self.context_owner[of_context], minlength=len(counts))
+
+
+class _Shape(NamedTuple):
+    """What the compiled layout must know of the model and its pages."""
+
+    num_features: int
+    num_user: int  # user-context tokens
+    num_asked: int  # request-context tokens
+    placeholder: int  # the action of a candidate
+    num_buckets: int
+    page_tokens: int
+    table_width: int
+
+
+class _Tokens(NamedTuple):
+    """The compiled part of an assembly, in the order it has there."""
+
+    event_at: IntArray
+    actions: IntArray
+    positions: IntArray
+    gaps: IntArray
+    candidates: IntArray
+    num_rows: IntArray
+    cu_events: IntArray
+    cu_tokens: Lengths
+    num_resident: Lengths
+    num_new: Lengths
     page_table: NDArray[np.int32]
     write_slots: IntArray
 
-    @property
-    def rows(self) -> IntArray:
-        """All rows the step reads: those of its events, table by table, then those of its context tokens."""
-        return np.concatenate([self.event_rows.ravel(), self.context_rows])
 
-    def count_by_request(self, positions: IntArray) -> IntArray:  # (requests,)
-        """How many of these positions in `rows` belong to each request."""
-        if not positions.size:
-            return np.zeros(len(self.num_rows), np.int64)
-        split, num_events = self.event_rows.size, self.event_rows.shape[1]
-        of_events = self.event_owner[positions[positions < split] % num_events]
-        of_context = self.context_owner[positions[positions >= split] - split]
-        return np.bincount(np.concatenate([of_events, of_context]), minlength=len(self.num_rows))
-
-
-class _Place(NamedTuple):
-    """Where one request's tokens go, and what the compiled loop must know of it."""
-
-    owner: int
-    first_event: int  # column of its first event in the batch
-    first_token: int  # flat position of its first token
-    new_context: int  # user-context tokens to compute
-    skipped: int  # events whose K/V are resident
-    num_resident: int
-    num_tokens: int
-    request_context: int
-    candidate_gap: int
-    page_tokens: int
-    placeholder: int  # the action of a candidate
-    num_buckets: int
-
-
-_FIXED = 5  # lines of the event block before the rows: owner, flat position, action, position, gap
+# What is known of each request before its tokens are laid out, one column each.
+_EVENTS, _CANDIDATES, _GAP, _RESIDENT, _TOKENS, _PAGES = range(6)
 
 
 def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> Assembly:
-    places = _places(members, config, page_tokens)
-    num_features = len(config.features)
-    num_events = sum(_num_events(request, place) for (request, _), place in zip(members, places, strict=True))
-    bounds = [*(place.first_token for place in places), places[-1].first_token + _num_tokens(*members[-1])]
-    block = np.empty((_FIXED + num_features, num_events), np.int64)
-    write_slots = np.empty(bounds[-1], np.int64)
-    width = max(1, *(len(plan.pages) for _, plan in members))
-    table = np.zeros((len(members), width), np.int32)
-    for i, (request, plan) in enumerate(members):
-        table[i, : len(plan.pages)] = plan.pages
-        _lay_out(block, write_slots, request.columns, request.candidate_rows, table[i], places[i])
-    context = _context(members, places)
-    num_tables = len(config.user_context) + len(config.request_context)
+    num_features, num_user = len(config.features), len(config.user_context)
+    known = [
+        (r.num_events, r.num_candidates, r.candidate_gap, plan.num_resident, plan.num_tokens, len(plan.pages))
+        for r, plan in members
+    ]
+    lines, parts = [], []
+    for request, plan in members:
+        skipped = max(0, plan.num_resident - num_user)
+        # One event more, where there is one: the first gap reaches back to it.
+        lines.append(request.columns[num_features:, max(0, skipped - 1) :])
+        parts += [request.columns[:num_features, skipped:], request.candidate_rows]
+    shape = _Shape(
+        num_features=num_features,
+        num_user=num_user,
+        num_asked=len(config.request_context),
+        placeholder=config.num_actions,
+        num_buckets=config.time_buckets,
+        page_tokens=page_tokens,
+        table_width=max(1, *(each[_PAGES] for each in known)),
+    )
+    pages = np.fromiter(chain.from_iterable(plan.pages for _, plan in members), np.int32)
+    tokens = _lay_out(np.array(known), np.concatenate(lines, axis=1), pages, shape)
+    num_tables = num_user + shape.num_asked
+    context = _context(members, tokens.cu_tokens.tolist(), num_tables) if num_tables else _NO_CONTEXT
+    split = num_features * tokens.event_at.size
+    rows = np.empty(split + context.rows.size, np.int64)
+    np.concatenate(parts, axis=1, out=rows[:split].reshape(num_features, -1))
+    rows[split:] = context.rows
     return Assembly(
-        event_rows=block[_FIXED:],
-        event_at=block[1],
-        actions=block[2],
-        positions=block[3],
-        gaps=block[4],
-        event_owner=block[0],
-        candidates=np.flatnonzero(block[2] == config.num_actions),
-        num_candidates=[request.num_candidates for request, _ in members],
-        num_rows=np.array([_num_rows(request, p) for (request, _), p in zip(members, places, strict=True)]),
-        context_rows=context[:, 1],
-        context_at=context[:, 2],
-        context_owner=context[:, 3],
-        context_table=context[:, 0],
-        context_counts=tuple(np.bincount(context[:, 0], minlength=num_tables).tolist()),
-        cu_tokens=np.array(bounds, np.int32),
-        num_resident=np.array([plan.num_resident for _, plan in members], np.int32),
-        num_new=np.array([plan.num_new for _, plan in members], np.int32),
-        page_table=table,
-        write_slots=write_slots,
+        *tokens,
+        rows=rows,
+        num_candidates=[each[_CANDIDATES] for each in known],
+        context_at=context.at,
+        context_owner=context.owners,
+        context_table=context.tables,
+        context_counts=context.counts,
     )
 
 
-def _num_tokens(request: Prepared, plan: KVPlan) -> int:
-    return plan.num_new + request.request_rows.size + request.num_candidates
+class _Context(NamedTuple):
+    """Context tokens by table, (context tokens,) each."""
+
+    tables: IntArray
+    owners: IntArray
+    rows: IntArray
+    at: IntArray  # flat position
+    counts: tuple[int, ...]  # tokens of each table
 
 
-def _num_events(request: Prepared, place: _Place) -> int:
-    return request.num_events - place.skipped + request.num_candidates
+_NONE = np.empty(0, np.int64)
+_NO_CONTEXT = _Context(_NONE, _NONE, _NONE, _NONE, ())
 
 
-def _num_rows(request: Prepared, place: _Place) -> int:
-    num_features = request.candidate_rows.shape[0]
-    return num_features * _num_events(request, place) + place.new_context + place.request_context
-
-
-def _places(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> list[_Place]:
-    places, first_event, first_token = [], 0, 0
-    num_user = len(config.user_context)
-    for owner, (request, plan) in enumerate(members):
-        place = _Place(
-            owner=owner,
-            first_event=first_event,
-            first_token=first_token,
-            new_context=max(0, num_user - plan.num_resident),
-            skipped=max(0, plan.num_resident - num_user),
-            num_resident=plan.num_resident,
-            num_tokens=plan.num_tokens,
-            request_context=request.request_rows.size,
-            candidate_gap=request.candidate_gap,
-            page_tokens=page_tokens,
-            placeholder=config.num_actions,
-            num_buckets=config.time_buckets,
-        )
-        places.append(place)
-        first_event += _num_events(request, place)
-        first_token += _num_tokens(request, plan)
-    return places
-
-
-def _context(members: Sequence[tuple[Prepared, KVPlan]], places: Sequence[_Place]) -> IntArray:
-    """(context tokens, 4): table, row, flat position, owner; by table."""
+def _context(members: Sequence[tuple[Prepared, KVPlan]], cu_tokens: Sequence[int], num_tables: int) -> _Context:
     found: list[tuple[int, int, int, int]] = []
-    for (request, _), place in zip(members, places, strict=True):
-        rows = request.history.context_rows.tolist()
-        start = len(rows) - place.new_context
-        found += [(i, rows[i], place.first_token + i - start, place.owner) for i in range(start, len(rows))]
-        after = place.first_token + place.num_tokens - place.num_resident
-        asked = enumerate(request.request_rows.tolist())
-        found += [(len(rows) + i, row, after + i, place.owner) for i, row in asked]
-    return np.array(sorted(found), np.int64).reshape(-1, 4)
+    for owner, (request, plan) in enumerate(members):
+        first, rows = cu_tokens[owner], request.history.context_rows.tolist()
+        start = min(plan.num_resident, len(rows))
+        found += [(i, owner, rows[i], first + i - start) for i in range(start, len(rows))]
+        after, asked = first + plan.num_new, enumerate(request.request_rows.tolist())
+        found += [(len(rows) + i, owner, row, after + i) for i, row in asked]
+    tables, owners, rows, at = np.array(sorted(found), np.int64).reshape(-1, 4).T.copy()
+    return _Context(tables, owners, rows, at, tuple(np.bincount(tables, minlength=num_tables).tolist()))
 
 
 @numba.njit(cache=True)
-def _lay_out(
-    block: IntArray, slots: IntArray, columns: IntArray, candidates: IntArray, pages: NDArray[np.int32], place: _Place
-) -> None:
-    """Write one request's lines of the event block and its write slots."""
-    num_features, at, token = candidates.shape[0], place.first_event, place.first_token + place.new_context
-    for event in range(place.skipped, columns.shape[1]):
-        # The first event of a window has no gap: it would reach outside the window.
-        gap = columns[num_features + 1, event] - columns[num_features + 1, event - 1] if event else 0
-        block[0, at] = place.owner
-        block[1, at] = token
-        block[2, at] = columns[num_features, event]
-        block[3, at] = event
-        block[4, at] = gap_bucket(gap, place.num_buckets)
-        for feature in range(num_features):
-            block[_FIXED + feature, at] = columns[feature, event]
-        at, token = at + 1, token + 1
-    token += place.request_context
-    for candidate in range(candidates.shape[1]):
-        block[0, at] = place.owner
-        block[1, at] = token
-        block[2, at] = place.placeholder
-        block[3, at] = columns.shape[1]
-        block[4, at] = place.candidate_gap
-        for feature in range(num_features):
-            block[_FIXED + feature, at] = candidates[feature, candidate]
-        at, token = at + 1, token + 1
-    kept = place.first_token
-    for i in range(place.num_resident, place.num_tokens):
-        slots[kept] = np.int64(pages[i // place.page_tokens]) * place.page_tokens + i % place.page_tokens
-        kept += 1
-    slots[kept:token] = -1
+def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: _Shape) -> _Tokens:
+    """Lay out all requests. lines: (2, any) their actions and timestamps, one after another; pages: all of theirs.
+
+    Parts of arrays are cut out first and then filled from their start: an index that might count from the end, as
+    a sum might, keeps the compiler from using vector instructions.
+    """
+    num_requests = known.shape[0]
+    cu_events, cu_tokens = np.zeros(num_requests + 1, np.int64), np.zeros(num_requests + 1, np.int32)
+    for i in range(num_requests):
+        skipped = max(0, known[i, _RESIDENT] - shape.num_user)
+        cu_events[i + 1] = cu_events[i] + known[i, _EVENTS] - skipped + known[i, _CANDIDATES]
+        num_new = known[i, _TOKENS] - known[i, _RESIDENT]
+        cu_tokens[i + 1] = cu_tokens[i] + num_new + shape.num_asked + known[i, _CANDIDATES]
+    at, actions, positions, gaps = np.empty((4, cu_events[-1]), np.int64)
+    candidates, num_rows = np.empty(np.sum(known[:, _CANDIDATES]), np.int64), np.empty(num_requests, np.int64)
+    line = candidate = 0
+    for i in range(num_requests):
+        skipped = max(0, known[i, _RESIDENT] - shape.num_user)
+        first, end = cu_events[i], cu_events[i + 1]
+        split, num_new = end - known[i, _CANDIDATES], known[i, _EVENTS] - skipped
+        line_end = line + num_new + (skipped > 0)
+        new_context = max(0, shape.num_user - known[i, _RESIDENT])
+        token = cu_tokens[i] + new_context
+        num_rows[i] = shape.num_features * (end - first) + new_context + shape.num_asked
+        _count_from(at[first:split], token)
+        _count_from(at[split:end], token + num_new + shape.num_asked)
+        _count_from(positions[first:split], skipped)
+        positions[split:end] = known[i, _EVENTS]
+        actions[first:split] = lines[0, line_end - num_new : line_end]
+        actions[split:end] = shape.placeholder
+        _put_gaps(gaps[first:split], lines[1, line:line_end], shape.num_buckets)
+        gaps[split:end] = known[i, _GAP]
+        _count_from(candidates[candidate : candidate + end - split], split)
+        line, candidate = line_end, candidate + end - split
+    num_resident = known[:, _RESIDENT].astype(np.int32)
+    num_new = (known[:, _TOKENS] - known[:, _RESIDENT]).astype(np.int32)
+    table = _page_table(known[:, _PAGES], pages, shape.table_width)
+    slots = _write_slots(cu_tokens, num_resident, num_new, table, shape.page_tokens)
+    return _Tokens(
+        at,
+        actions,
+        positions,
+        gaps,
+        candidates,
+        num_rows,
+        cu_events,
+        cu_tokens,
+        num_resident,
+        num_new,
+        table,
+        slots,
+    )
+
+
+@numba.njit(cache=True)
+def _count_from(target: IntArray, start: int) -> None:
+    for i in range(target.size):
+        target[i] = start + i
+
+
+@numba.njit(cache=True)
+def _put_gaps(gaps: IntArray, times: IntArray, num_buckets: int) -> None:
+    """Time buckets of the last events. The first event of a window has no gap: it would reach outside the window."""
+    if not gaps.size:
+        return
+    before, own = times[0], times[times.size - gaps.size :]
+    for i in range(gaps.size):
+        gaps[i] = gap_bucket(own[i] - before, num_buckets)
+        before = own[i]
+
+
+@numba.njit(cache=True)
+def _page_table(num_pages: IntArray, pages: NDArray[np.int32], width: int) -> NDArray[np.int32]:  # (requests, width)
+    table = np.zeros((num_pages.size, width), np.int32)
+    start = 0
+    for i in range(num_pages.size):
+        table[i, : num_pages[i]] = pages[start : start + num_pages[i]]
+        start += num_pages[i]
+    return table
+
+
+@numba.njit(cache=True)
+def _write_slots(
+    cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, page_table: NDArray[np.int32], page_tokens: int
+) -> IntArray:  # (tokens,)
+    """Where each token's K/V goes, page by page: its place in the pages, or -1 if it is not kept."""
+    slots = np.full(cu_tokens[-1], -1, np.int64)
+    for i in range(num_new.size):
+        at, token, end = cu_tokens[i], num_resident[i], num_resident[i] + num_new[i]
+        while token < end:
+            page, offset = divmod(token, page_tokens)
+            num = min(page_tokens - offset, end - token)
+            first = np.int64(page_table[i, page]) * page_tokens + offset
+            _count_from(slots[at : at + num], first)
+            at, token = at + num, token + num
+    return slots

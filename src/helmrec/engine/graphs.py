@@ -4,17 +4,28 @@ A step is padded to the next size. Padding tokens belong to no sequence, read no
 reads and keep no K/V, so they cost arithmetic only. All graphs share one memory pool and run one at a time.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.dense import EagerDense, Memory, Progress, Scored, StepRows
+from helmrec.engine.padding import (
+    EMPTY,
+    NOWHERE,
+    RowLayout,
+    StepArrays,
+    context_places,
+    pad_candidates,
+    pad_rows,
+    pad_tokens,
+    padded_places,
+)
 from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
@@ -68,6 +79,7 @@ class GraphedDense:
         self._num_context = (len(config.user_context) + len(config.request_context)) * limits.num_sequences
         self._event_sizes = bucket_sizes(limits.num_events)
         self._head_sizes = bucket_sizes(limits.num_candidates)
+        self._head_features = np.array(model.head_features)
         largest, most = self._event_sizes[-1], self._head_sizes[-1]
         self._blocks = Blocks.allocate(block_bytes(self._step_fields(largest)), device)
         self._head_blocks = Blocks.allocate(block_bytes(self._head_fields(most)), device)
@@ -109,31 +121,27 @@ class GraphedDense:
         """As `EagerDense.score`, to which a step beyond the limits falls back."""
         if not self._is_within_limits(step):
             return self._eager.score(step, rows)
-        captured = self._steps[next(size for size in self._event_sizes if size >= step.event_rows.shape[1])]
-        self._load_step(captured, step, rows)
+        captured = self._steps[_fitting(self._event_sizes, step.event_at.size)]
+        absent_at = self._load_step(captured, step, rows)
         self.last_step = captured
         as_they_come, in_order = captured.gathers
         for graph in (in_order if rows.absent.size >= _ORDER_FROM else as_they_come, *captured.graphs):
             graph.replay()
         logits = self._score_candidates(step, captured.size)
-        return Scored(logits, self._rows, self._places(step, captured.size, rows.absent))
+        return Scored(logits, self._rows, absent_at)
 
     def _is_within_limits(self, step: Assembly) -> bool:
         return (
-            step.event_rows.shape[1] <= self._event_sizes[-1]
+            step.event_at.size <= self._event_sizes[-1]
             and step.candidates.size <= self._head_sizes[-1]
             and len(step.num_new) <= self._limits.num_sequences
         )
 
     def _score_candidates(self, step: Assembly, size: int) -> Tensor:
         num = step.candidates.size
-        captured = self._heads[next(fitting for fitting in self._head_sizes if fitting >= num)]
+        captured = self._heads[_fitting(self._head_sizes, num)]
         host = captured.staging.host
-        host["at"][:num] = step.event_at[step.candidates]
-        host["at"][num:] = 0
-        for i, feature in enumerate(self._model.head_features):
-            host["rows"][i, :num] = feature * size + step.candidates
-        host["rows"][:, num:] = 0
+        pad_candidates(host["at"], host["rows"], step.candidates, step.event_at, self._head_features * size)
         captured.staging.send()
         self.last_head = captured
         captured.graphs[0].replay()
@@ -171,48 +179,18 @@ class GraphedDense:
         q, v = (self._x.new_empty((num_tokens, config.num_heads, dim)) for dim in (config.qk_dim, config.v_dim))
         return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences)
 
-    def _load_step(self, captured: Captured, step: Assembly, rows: StepRows) -> None:
-        """Fill the staging block, all of it: sizes share their memory, and what one left is no index for another.
-
-        Everything beyond the step reads no row and writes to the last token's, which nobody reads.
-        """
-        host, num_events, num_sequences = captured.staging.host, step.event_rows.shape[1], len(step.num_new)
-        nowhere = self._num_tokens(captured.size) - 1
-        for name in ("event_at", "actions", "positions", "gaps"):
-            host[name][:num_events] = getattr(step, name)
-            host[name][num_events:] = nowhere if name == "event_at" else 0
-        context = self._context_places(step)
-        host["context_at"][:] = nowhere
-        host["context_at"][context] = step.context_at
-        of_events, of_context = np.split(_sources(rows), [step.event_rows.size])
-        split = len(step.event_rows) * captured.size
-        by_feature = host["sources"][:split].reshape(-1, captured.size)
-        by_feature[:, :num_events] = of_events.reshape(-1, num_events)
-        by_feature[:, num_events:] = SKIP
-        host["sources"][split:] = SKIP
-        host["sources"][split + context] = of_context
-        host["write_slots"][: step.write_slots.size] = step.write_slots
-        host["write_slots"][step.write_slots.size :] = -1
-        host["cu_tokens"][: num_sequences + 1] = step.cu_tokens
-        host["cu_tokens"][num_sequences + 1 :] = step.cu_tokens[-1]
-        for name in ("num_resident", "num_new"):
-            host[name][:num_sequences] = getattr(step, name)
-            host[name][num_sequences:] = 0
-        host["page_table"][:num_sequences, : step.page_table.shape[1]] = step.page_table
+    def _load_step(self, captured: Captured, step: Assembly, rows: StepRows) -> IntArray:
+        """Fill the staging block and start its copy; returns where the absent rows will lie."""
+        host, num_features = captured.staging.host, len(self._model.config.features)
+        context_at = context_places(step, self._limits.num_sequences)
+        pad_tokens(StepArrays.staged(host), StepArrays.of(step), context_at)
+        layout = RowLayout(num_features, step.event_at.size, captured.size, context_at)
+        pad_rows(host["sources"], rows.slots, layout, SKIP)
+        absent_at = padded_places(rows.absent, layout)
+        host["sources"][absent_at] = ~rows.missed  # what the gather kernel takes for an absent row
         captured.staging.send()
         self._plan.load(step.cu_tokens, step.num_resident, step.num_new, len(self._model.config.request_context))
-
-    def _context_places(self, step: Assembly) -> IntArray:
-        """Each context table has one place per sequence."""
-        return step.context_table * self._limits.num_sequences + step.context_owner
-
-    def _places(self, step: Assembly, size: int, positions: IntArray) -> IntArray:
-        """Where these positions of `Assembly.rows` lie in the rows of a step of this size."""
-        num_events, split = step.event_rows.shape[1], step.event_rows.size
-        of_events, of_context = positions[positions < split], positions[positions >= split] - split
-        feature, event = np.divmod(of_events, max(1, num_events))
-        context = len(step.event_rows) * size + self._context_places(step)[of_context]
-        return np.concatenate([feature * size + event, context])
+        return absent_at
 
     # Capture.
 
@@ -220,14 +198,21 @@ class GraphedDense:
         staging = Staging(self._step_fields(size), self._blocks)
         tokens = self._static_input(staging, size)
         x = self._x[: self._num_tokens(size)]
-        _make_empty(staging, x.shape[0] - 1)
-        nothing = np.zeros(2, np.int32)
-        self._plan.load(nothing, nothing[:1], nothing[:1], 0)
+        self._load_nothing(staging, size)
         graphs = (
             self._capture(partial(self._embed_into, x, tokens)),
             self._capture(partial(self._run_layers, x, tokens.ragged)),
         )
         return Captured(size, staging, graphs, self._capture_gathers(staging, size))
+
+    def _load_nothing(self, staging: Staging, size: int) -> None:
+        """A step of no sequences, safe to run while compiling and capturing."""
+        layout = RowLayout(len(self._model.config.features), 0, size, NOWHERE)
+        pad_tokens(StepArrays.staged(staging.host), EMPTY, NOWHERE)
+        pad_rows(staging.host["sources"], np.empty(0, np.int32), layout, SKIP)
+        padded_places(NOWHERE, layout)  # compiles
+        staging.send()
+        self._plan.load(EMPTY.cu_tokens, EMPTY.num_resident, EMPTY.num_new, 0)
 
     def _capture_gathers(self, staging: Staging, size: int) -> tuple[torch.cuda.CUDAGraph, ...]:
         """Resident rows from the arena, the others from the host, in one launch."""
@@ -239,8 +224,7 @@ class GraphedDense:
 
     def _capture_head(self, size: int) -> Captured:
         staging = Staging(self._head_fields(size), self._head_blocks)
-        staging.host["at"][:] = 0
-        staging.host["rows"][:] = 0
+        pad_candidates(staging.host["at"], staging.host["rows"], NOWHERE, NOWHERE, self._head_features)
         staging.send()
         return Captured(size, staging, (self._capture(partial(self._run_head, staging.device, size)),))
 
@@ -288,19 +272,6 @@ class GraphedDense:
         )
 
 
-def _sources(rows: StepRows) -> NDArray[np.int32]:
-    """What the gather kernel takes: the slot, or ~row of an absent row."""
-    sources = rows.slots.copy()
-    sources[rows.absent] = ~rows.missed
-    return sources
-
-
-def _make_empty(staging: Staging, nowhere: int) -> None:
-    """A step of no sequences, safe to run while compiling and capturing."""
-    for array in staging.host.values():
-        array[...] = 0
-    for name in ("event_at", "context_at"):
-        staging.host[name][:] = nowhere
-    staging.host["write_slots"][:] = -1
-    staging.host["sources"][:] = SKIP
-    staging.send()
+def _fitting(sizes: Sequence[int], num: int) -> int:
+    """The smallest of the ascending sizes that holds `num`."""
+    return sizes[bisect_left(sizes, num)]

@@ -6,9 +6,8 @@ It knows names, shapes and types, not what they mean.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -47,9 +46,9 @@ class Staging:
     """One layout over shared blocks: write `host` arrays, `send`, read `device` tensors at fixed addresses."""
 
     def __init__(self, fields: Sequence[Field], blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._num_bytes = block_bytes(fields)
-        self.host: dict[str, NDArray[np.integer]] = {}
+        num_bytes = block_bytes(fields)
+        self._source, self._target = blocks.host[:num_bytes], blocks.device[:num_bytes]
+        self.host: dict[str, NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
         start = 0
         for field in fields:
@@ -60,4 +59,4 @@ class Staging:
 
     def send(self) -> None:
         """Start the copy; the host block may be written again once the step that follows has ended."""
-        self._blocks.device[: self._num_bytes].copy_(self._blocks.host[: self._num_bytes], non_blocking=True)
+        self._target.copy_(self._source, non_blocking=True)

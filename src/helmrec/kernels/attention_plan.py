@@ -62,15 +62,15 @@ class AttentionPlan:
             MAX_PARTS * num_heads * block_m * padded(v.shape[2]), dtype=torch.float32, device=q.device
         )
         self._staging = torch.zeros(self.work.shape, dtype=torch.int32, pin_memory=q.is_cuda)
+        self._host = self._staging.numpy()  # the same memory
 
     def load(self, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int) -> None:
         """Plan a batch from its lengths. The copy is asynchronous: wait for it before the next load."""
         work = build_work(cu_tokens, num_resident, num_new, num_context, self.tiling)
         count = len(work)
-        staging = self._staging.numpy()
-        assert count < len(staging), f"{count} items do not fit a plan of {len(staging) - 1}"
-        staging[0, 0] = count
-        staging[1 : count + 1] = work
+        assert count < len(self._host), f"{count} items do not fit a plan of {len(self._host) - 1}"
+        self._host[0, 0] = count
+        self._host[1 : count + 1] = work
         self.work[: count + 1].copy_(self._staging[: count + 1], non_blocking=True)
 
 

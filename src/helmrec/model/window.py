@@ -5,6 +5,7 @@ between events, for the same reason.
 """
 
 import numba
+import numpy as np
 
 
 def window_anchor(first_event: int, num_events: int, window: int) -> int:
@@ -28,8 +29,8 @@ def gap_bucket(gap: int, num_buckets: int) -> int:
     """Bucket of a non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
     if gap == 0:
         return 0
-    octave = 0
-    while gap >> (octave + 1):
-        octave += 1
+    octave, rest = 0, np.uint64(gap) >> np.uint64(1)
+    while rest:  # in this form a compiler sees that zeros are counted, and needs one instruction for it
+        octave, rest = octave + 1, rest >> np.uint64(1)
     half = (gap >> (octave - 1)) & 1 if octave else 0
     return min(1 + 2 * octave + half, num_buckets - 1)

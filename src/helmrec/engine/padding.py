@@ -1,0 +1,136 @@
+"""Pad a laid-out step to the size of a graph, straight into the block that travels to the device.
+
+Pure: compiled loops over arrays. Everything beyond the step reads nothing and writes to the last token's row, which
+nobody reads; all of a block is filled, because sizes share its memory and what one left is no index for another.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.engine.assemble import Assembly
+from helmrec.types import IntArray
+
+
+class StepArrays(NamedTuple):
+    """What a step tells the device of its tokens; names as in `Assembly`. Laid out or padded."""
+
+    event_at: IntArray
+    actions: IntArray
+    positions: IntArray
+    gaps: IntArray
+    context_at: IntArray
+    write_slots: IntArray
+    cu_tokens: NDArray[np.int32]
+    num_resident: NDArray[np.int32]
+    num_new: NDArray[np.int32]
+    page_table: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, step: Assembly) -> "StepArrays":
+        return cls(
+            step.event_at,
+            step.actions,
+            step.positions,
+            step.gaps,
+            step.context_at,
+            step.write_slots,
+            step.cu_tokens,
+            step.num_resident,
+            step.num_new,
+            step.page_table,
+        )
+
+    @classmethod
+    def staged(cls, block: Mapping[str, NDArray[Any]]) -> "StepArrays":
+        return cls(**{name: block[name] for name in cls._fields})
+
+
+NOWHERE = np.empty(0, np.int64)  # the places of no context token
+_NONE = np.empty(0, np.int32)
+EMPTY = StepArrays(  # a step of no sequences
+    NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE, np.zeros(1, np.int32), _NONE, _NONE, _NONE.reshape(0, 0)
+)
+
+
+def context_places(step: Assembly, max_sequences: int) -> IntArray:
+    """Each context table has one place per sequence."""
+    return step.context_table * max_sequences + step.context_owner
+
+
+@numba.njit(cache=True)
+def pad_tokens(target: StepArrays, step: StepArrays, context_at: IntArray) -> None:
+    """Fill all of `target`. context_at: the place of each of the step's context tokens among the target's."""
+    nowhere = target.write_slots.size - 1
+    _pad(target.event_at, step.event_at, nowhere)
+    _pad(target.actions, step.actions, 0)
+    _pad(target.positions, step.positions, 0)
+    _pad(target.gaps, step.gaps, 0)
+    target.context_at[:] = nowhere
+    for i in range(context_at.size):
+        target.context_at[context_at[i]] = step.context_at[i]
+    _pad(target.write_slots, step.write_slots, -1)
+    _pad(target.cu_tokens, step.cu_tokens, step.cu_tokens[-1])
+    _pad(target.num_resident, step.num_resident, 0)
+    _pad(target.num_new, step.num_new, 0)
+    for i in range(step.page_table.shape[0]):
+        _pad(target.page_table[i], step.page_table[i], 0)
+    target.page_table[step.page_table.shape[0] :] = 0
+
+
+@numba.njit(cache=True)
+def _pad(target: NDArray[np.integer], values: NDArray[np.integer], filler: int) -> None:
+    target[: values.size] = values
+    target[values.size :] = filler
+
+
+class RowLayout(NamedTuple):
+    """Where the rows of a step lie once each feature has room for `size` events."""
+
+    num_features: int
+    num_events: int
+    size: int
+    context_at: IntArray  # the place of each context row after those of events
+
+
+@numba.njit(cache=True)
+def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: RowLayout, filler: int) -> None:
+    """One value per row of the step, in the order of `Assembly.rows`, to where the padded step has that row."""
+    num_events, size = layout.num_events, layout.size
+    for feature in range(layout.num_features):
+        of_feature = values[feature * num_events : (feature + 1) * num_events]
+        _pad(target[feature * size : (feature + 1) * size], of_feature, filler)
+    of_context = target[layout.num_features * size :]
+    of_context[:] = filler
+    for i in range(layout.context_at.size):
+        of_context[layout.context_at[i]] = values[layout.num_features * num_events + i]
+
+
+@numba.njit(cache=True)
+def padded_places(positions: IntArray, layout: RowLayout) -> IntArray:
+    """Where the padded step has the rows at these positions of `Assembly.rows`."""
+    places = np.empty(positions.size, np.int64)
+    split = layout.num_features * layout.num_events
+    for i in range(positions.size):
+        if positions[i] < split:
+            feature, event = divmod(positions[i], layout.num_events)
+            places[i] = feature * layout.size + event
+        else:
+            places[i] = layout.num_features * layout.size + layout.context_at[positions[i] - split]
+    return places
+
+
+@numba.njit(cache=True)
+def pad_candidates(
+    at: IntArray, rows: NDArray[np.int64], candidates: IntArray, event_at: IntArray, row_starts: IntArray
+) -> None:
+    """What the head reads: the token of each candidate, and its row in each feature the head knows.
+
+    candidates: their columns among the events. row_starts: where the rows of each of those features start.
+    """
+    _pad(at, event_at[candidates], 0)
+    for i in range(row_starts.size):
+        _pad(rows[i], candidates + row_starts[i], 0)
