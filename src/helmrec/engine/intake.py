@@ -3,7 +3,7 @@
 Pure: it reads the model's shape and touches no state, so a refused request leaves none behind.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
+_NO_ROWS = np.empty(0, np.int64)
 
 
 class _Lines(NamedTuple):
@@ -65,6 +66,7 @@ class Intake:
         self._version = version
         self._max_history = max_history
         self._extra = [table.name for table in config.features[1:]]
+        self._extra_tables = set(self._extra)
         self._context_tables = {table.name for table in (*config.user_context, *config.request_context)}
         self._user_context, self._request_context = (
             [_ContextTable(f"context[{t.name!r}]", t.name, t.num_rows, config.offsets[t.name]) for t in tables]
@@ -126,7 +128,7 @@ class Intake:
 
     def _extra_ids(self, field: str, given: Mapping[str, Ids]) -> list[Ids]:
         """Ids of every feature table but the items', in the model's order."""
-        _check_names(field, given, self._extra)
+        _check_names(field, given, self._extra_tables)
         return [given[name] for name in self._extra]
 
     def _candidate_gap(self, request_time: int | None, timestamps: IntArray) -> int:
@@ -177,8 +179,9 @@ def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArra
 
 
 def _context_rows(tables: Sequence[_ContextTable], context: Mapping[str, int]) -> IntArray:
-    rows = [_scalar(t.field, context[t.name], t.num_rows - 1) + t.offset for t in tables]
-    return np.array(rows, np.int64)
+    if not tables:
+        return _NO_ROWS
+    return np.array([_scalar(t.field, context[t.name], t.num_rows - 1) + t.offset for t in tables])
 
 
 def _ids(field: str, values: Ids) -> NDArray[np.integer]:
@@ -262,10 +265,11 @@ def _check_forward(timestamps: IntArray) -> None:
         raise RequestError(f"timestamps[{at}]", int(timestamps[at]), f"time runs backwards from {timestamps[at - 1]}")
 
 
-def _check_names(field: str, given: Mapping[str, object], wanted: Collection[str]) -> None:
+def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> None:
     if not isinstance(given, Mapping):
         raise RequestError(field, given, "values by table name are needed")
-    wanted = set(wanted)
+    if given.keys() == wanted:
+        return
     if unknown := given.keys() - wanted:
         raise RequestError(field, min(unknown, key=str), f"the model has no such table here, only {sorted(wanted)}")
     if missing := wanted - given.keys():

@@ -41,15 +41,11 @@ class Scheduled:
 
     waiting: Waiting
     plan: KVPlan
+    num_tokens: int  # that this request computes
 
     @property
     def request(self) -> Prepared:
         return self.waiting.request
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens this request computes."""
-        return self.plan.num_new + self.request.request_rows.size + self.request.num_candidates
 
     @property
     def num_pairs(self) -> float:
@@ -114,7 +110,10 @@ class Scheduler:
             )
 
     def next_batch(self, now: float) -> Batch | None:
-        """The oldest requests that fit one step, planned and pinned; None if nothing waits."""
+        """The oldest requests that fit one step, planned and pinned.
+
+        None if nothing waits, or if a step that still runs holds the pages.
+        """
         members: list[Scheduled] = []
         budget = self._config.max_batch_tokens
         with self._lock:
@@ -124,7 +123,7 @@ class Scheduler:
                     continue
                 member = self._plan(self._queue[0], budget if members else None, now)
                 if member is None:
-                    assert members, "one request must always fit an idle pool"
+                    assert members or not self._kv.is_idle, "one request must always fit an idle pool"
                     break
                 self._queue.popleft()
                 members.append(member)
@@ -157,11 +156,11 @@ class Scheduler:
         plan = self._kv.plan(history, now)
         if plan is None:
             return None
-        member = Scheduled(waiting, plan)
-        if budget is not None and member.num_tokens > budget:  # less was fresh than was resident
+        num_tokens = plan.num_new + others
+        if budget is not None and num_tokens > budget:  # less was fresh than was resident
             self._kv.abort(plan)
             return None
-        return member
+        return Scheduled(waiting, plan, num_tokens)
 
     def commit(self, batch: Batch, now: float) -> None:
         """The step has ended: settle its pages."""

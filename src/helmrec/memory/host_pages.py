@@ -24,6 +24,7 @@ class HostPages:
         """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages."""
         self._arena = arena_pages
         self._stream = torch.cuda.Stream(arena_pages.device) if arena_pages.is_cuda else None
+        self._has_saved = False
         self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
         self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
         if expander.num_slots:
@@ -40,12 +41,14 @@ class HostPages:
         if self._stream is None:
             self._copy_out(saves)
         else:
+            self._has_saved = True
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._copy_out(saves)
 
     def wait_for_saves(self) -> None:
-        if self._stream is not None:
+        """Let the caller's stream wait; an engine without a host tier pays nothing for it."""
+        if self._stream is not None and self._has_saved:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def load(self, loads: Sequence[PageLoad]) -> None:

@@ -5,7 +5,7 @@ and never touches K/V. It does not know layers, heads or devices.
 """
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class KVCache:
             plan = self._extend(match.prefix, history)
         else:
             plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
-        if plan is None:
-            return None
+        if plan is None or not self._expander.num_pages:
+            return plan
         return self._reload(plan, history)
 
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
@@ -98,7 +98,7 @@ class KVCache:
             return plan
         loads = tuple(PageLoad(page.slot, prefix.pages[first + i]) for i, page in enumerate(found[:num_pages]))
         self._expander.reloaded_pages += len(loads)
-        return replace(plan, num_resident=end, copy=None, loads=loads)
+        return plan._replace(num_resident=end, copy=None, loads=loads)
 
     def next_saves(self, limit: int) -> list[PageSave]:
         """Up to `limit` sealed pages that the host tier should copy now, oldest first."""
@@ -203,13 +203,13 @@ class KVCache:
         return Match(found.prefix, fresh) if fresh else None
 
     def _longest(self, history: History) -> Match | None:
-        running = (p for p in self._running.values() if p.user_id == history.user_id)
-        best = None
-        for prefix in (*self._users.get(history.user_id, ()), *running):
+        user_id, best, most = history.user_id, None, 0
+        running = [prefix for prefix in self._running.values() if prefix.user_id == user_id]
+        for prefix in (*self._users.get(user_id, ()), *running):
             shared = min(common_tokens(prefix.states, history.states), prefix.num_tokens)
-            if shared > (best.num_tokens if best else 0):
-                best = Match(prefix, shared)
-        return best
+            if shared > most:
+                best, most = prefix, shared
+        return None if best is None else Match(best, most)
 
     def _fresh_tokens(self, prefix: Prefix, history: History, shared: int, now: float) -> int:
         """Cut `shared` at the first token whose rows changed since; drop the stale tail if nobody reads it."""
@@ -284,11 +284,13 @@ class KVCache:
         short = missing - self._ledger.num_free
         if short > 0 and not self._can_free(short):
             return False
-        self.evict(short)
-        pages = self._ledger.allocate(Owner.KV, missing)
-        for page in pages:
-            self._refs[page] = 1
-        prefix.pages.extend(pages)
+        if short > 0:
+            self.evict(short)
+        if missing:
+            pages = self._ledger.allocate(Owner.KV, missing)
+            for page in pages:
+                self._refs[page] = 1
+            prefix.pages.extend(pages)
         while prefix.made_at and prefix.made_at[-1].first >= prefix.num_tokens:
             prefix.made_at.pop()
         if not prefix.made_at or prefix.made_at[-1].epoch != self._epochs.current:
@@ -301,12 +303,12 @@ class KVCache:
 
     def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
         coldest = self._coldest_idle()
-        undecided = sum(len(mate.pages) for mate in self._running.values() if mate is not prefix)
+        others_pages = sum([len(mate.pages) for mate in self._running.values()]) - len(prefix.pages)
         return Visit(
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
             num_tokens=prefix.num_tokens,
-            room=self._ledger.num_free + undecided >= self.reserve_pages,
+            room=self._ledger.num_free + others_pages >= self.reserve_pages,
             coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
         )
 

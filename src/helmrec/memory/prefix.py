@@ -47,8 +47,7 @@ class PageLoad(NamedTuple):
     page: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KVPlan:
+class KVPlan(NamedTuple):
     """Where a request's history lies during one step."""
 
     prefix: Prefix | None  # None: there is no history
