@@ -5,13 +5,17 @@ one alpha; the curves see the same requests once, and a sample of their rows. Bo
 the requests, when both caches have long been evicting.
 """
 
+import json
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib import pyplot as plt
 from numpy.typing import NDArray
+from rich.progress import Progress
 
 from helmrec.config import EngineConfig
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
@@ -20,6 +24,7 @@ from helmrec.memory.history import History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.sampling import sampled
+from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements")
 KVRule = Literal["always", "second-visit"]
@@ -46,9 +51,9 @@ class Traffic:
     """Zipf users who come back with a few more events, Zipf items, features that follow from the item."""
 
     num_users: int = 4_000
-    num_items: int = 400_000
+    num_items: int = 4_000_000
     num_features: int = 3
-    num_requests: int = 12_000
+    num_requests: int = 16_000
     median_events: int = 200
     num_candidates: int = 60
     user_skew: float = 0.8
@@ -183,3 +188,162 @@ def observed(visit: Visit, curves: JointMissCurves) -> Observed:
         history_rows=sampled(visit.rows[first * num_features :], rate),
         first_token=first,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curves:
+    """The figures that are compared, one value per alpha."""
+
+    kv_token_hit_rate: list[float]
+    kv_user_hit_rate: list[float]
+    emb_hit_rate: list[float]
+    missed_rows_per_request: list[float]
+    computed_tokens_per_request: list[float]
+
+
+def replayed(replays: list[Replay]) -> Curves:
+    totals = [replay.totals for replay in replays]
+    return Curves(
+        [t.reused_tokens / t.tokens for t in totals],
+        [t.users_hit / t.requests for t in totals],
+        [1 - t.rows_missed / t.rows_read for t in totals],
+        [t.rows_missed / t.requests for t in totals],
+        [(t.tokens - t.reused_tokens) / t.requests for t in totals],
+    )
+
+
+def predicted(curves: JointMissCurves) -> Curves:
+    got = curves.curves()
+    return Curves(**{name: getattr(got, name).tolist() for name in Curves.__slots__})
+
+
+def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progress: Progress) -> dict[str, Any]:
+    """Replays at nine alphas beside predictions at several sampling rates, on the second half of the requests."""
+    shadows = {rate: setting.curves(rate) for rate in rates}
+    replays = [Replay(setting.pool(alpha, traffic)) for alpha in GRID]
+    task = progress.add_task(f"{setting.kv_rule}, {setting.row_rule}", total=traffic.num_requests)
+    for number, visit in enumerate(traffic.visits()):
+        if number == traffic.num_requests // 2:
+            assert all(r.rows.evictions and r.pool.kv.evicted_pages for r in replays), "a cache does not evict yet"
+            for replay in replays:
+                replay.totals = Totals()
+            for shadow in shadows.values():
+                shadow.reset()
+        for shadow in shadows.values():
+            shadow.observe(observed(visit, shadow))
+        for replay in replays:
+            replay.serve(visit)
+        progress.advance(task)
+    truth = replayed(replays)
+    guesses = {rate: predicted(shadow) for rate, shadow in shadows.items()}
+    return {
+        "kv_admission": setting.kv_rule,
+        "row_admission": setting.row_rule,
+        "row_slots_of_the_pool": setting.num_pages * setting.geometry.rows_per_page,
+        "replay": asdict(truth),
+        "predicted": [
+            {"sampling_rate": rate, **asdict(guess), "mean_absolute_error": errors(truth, guess)}
+            for rate, guess in guesses.items()
+        ],
+    }
+
+
+def errors(truth: Curves, guess: Curves) -> dict[str, float]:
+    """Over the alphas: the mean absolute error of each rate; of amounts, as a share of their mean."""
+    result = {}
+    for name in Curves.__slots__:
+        a, b = np.array(getattr(truth, name)), np.array(getattr(guess, name))
+        scale = 1.0 if name.endswith("rate") else a.mean()
+        result[name] = round(float(np.abs(a - b).mean() / scale), 6)
+    return result
+
+
+def cost(rate: float, num_pages: int, *, is_returning: bool) -> dict[str, Any]:
+    """CPU time of `observe` for users with 6,700 events of 6 rows and 500 candidates, shadows full and evicting."""
+    tokens, rows, candidates, repeats = 6_700, 40_200, 3_000, 400
+    rng = np.random.default_rng(0)
+    curves = Setting(num_pages, batch_tokens=65_536).curves(rate)
+
+    def draw(num: int) -> Ints:
+        return _zipf(rng, 40_000_000, 0.8, round(num * rate)) * 7_919 % 40_000_000
+
+    fill = round(2 * num_pages * 192 / rows)
+    for user in range(fill):
+        curves.observe(Observed(user, tokens, rows, candidates, draw(candidates), draw(rows)))
+    spent = []
+    for i in range(repeats):
+        user = -1 - i % 4 if is_returning else fill + i
+        first = curves.needed_from(user)
+        history = draw(round(rows * (tokens + i - first) / tokens)) if is_returning else draw(rows)
+        request = Observed(user, tokens + i, rows + 6 * i, candidates, draw(candidates), history, first_token=first)
+        start = time.thread_time_ns()
+        curves.observe(request)
+        spent.append((time.thread_time_ns() - start) / 1e3)
+    return {
+        "user": "returning, resident at every alpha" if is_returning else "new, computed at every alpha",
+        "sampling_rate": rate,
+        "row_slots_of_the_pool": num_pages * 192,
+        "sampled_rows_read": request.history_rows.size + request.candidate_rows.size,
+        "cpu_us_median": round(float(np.median(spent[repeats // 4 :])), 2),
+        "cpu_us_p90": round(float(np.quantile(spent[repeats // 4 :], 0.9)), 2),
+    }
+
+
+def costs() -> dict[str, Any]:
+    num_pages = 125_000  # 24 GB at 1 KiB a row
+    engine_rate = round((1 << 14) / (num_pages * 192), 6)
+    observe = [cost(rate, num_pages, is_returning=back) for rate in (engine_rate, 0.01) for back in (True, False)]
+    host = json.loads((OUT / "host-cpu.json").read_text())
+    beside = next(h for h in host["by_tokens"] if h["rows_per_token"] == 6 and h["events"] == 8_192)
+    engine_us = round(1e3 * beside["cpu_ms_median"] / beside["requests"], 1)
+    rows = np.random.default_rng(0).integers(0, 10**8, 40_200)
+    sampled(rows, 0.01)
+    start = time.thread_time_ns()
+    for _ in range(100):
+        sampled(rows, 0.01)
+    return {
+        "observe": [{**c, "share_of_engine": round(c["cpu_us_median"] / engine_us, 4)} for c in observe],
+        "engine_host_us_per_request": engine_us,
+        "engine_host_is": "host-cpu.json, 8,192 events of 6 rows, returning users, batches of 8",
+        "sampling_40200_rows_on_the_host_us": round((time.thread_time_ns() - start) / 1e5, 1),
+    }
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    names = ("kv_token_hit_rate", "emb_hit_rate", "missed_rows_per_request")
+    titles = ("KV hit rate (tokens)", "EMB hit rate", "rows missed per request")
+    for name, title, panel in zip(names, titles, panels, strict=True):
+        for number, result in enumerate(results):
+            label = f"{result['kv_admission']}, {result['row_admission']}"
+            panel.plot(GRID, result["replay"][name], color=f"C{number}", label=f"replay: {label}")
+            guess = result["predicted"][-1]
+            rate = f"{guess['sampling_rate']:.0%} of rows"
+            panel.plot(GRID, guess[name], "x", color=f"C{number}", label=f"predicted from {rate}")
+        panel.set(title=title, xlabel="alpha", ylim=(0, None))
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    traffic = Traffic()
+    settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
+    with Progress() as progress:
+        results = [compare(setting, traffic, (0.1, 0.01), progress) for setting in settings]
+    write_measurement(
+        OUT / "miss-curves.json",
+        {
+            "what": "predicted joint miss curves against full replays at nine alphas, and the cost of predicting",
+            "traffic": asdict(traffic),
+            "alphas": GRID,
+            "scored_requests": traffic.num_requests // 2,
+            "curves": results,
+            "cost": costs(),
+        },
+    )
+    plot(results, OUT / "miss-curves.png")
+
+
+if __name__ == "__main__":
+    main()
