@@ -121,8 +121,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
     )
     pages = np.fromiter(chain.from_iterable(plan.pages for _, plan in members), np.int32)
     tokens = _lay_out(np.array(known), np.concatenate(lines, axis=1), pages, shape)
-    num_tables = num_user + shape.num_asked
-    context = _context(members, tokens.cu_tokens.tolist(), num_tables) if num_tables else _NO_CONTEXT
+    context = _context(members, tokens, num_user)
     split = num_features * tokens.event_at.size
     rows = np.empty(split + context.rows.size, np.int64)
     np.concatenate(parts, axis=1, out=rows[:split].reshape(num_features, -1))
@@ -134,34 +133,48 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         context_at=context.at,
         context_owner=context.owners,
         context_table=context.tables,
-        context_counts=context.counts,
+        context_counts=tuple(context.counts.tolist()),
     )
 
 
 class _Context(NamedTuple):
-    """Context tokens by table, (context tokens,) each."""
+    """Context tokens by table, then by request; (context tokens,) each."""
 
     tables: IntArray
     owners: IntArray
     rows: IntArray
     at: IntArray  # flat position
-    counts: tuple[int, ...]  # tokens of each table
+    counts: IntArray  # (tables,) tokens of each
 
 
-_NONE = np.empty(0, np.int64)
-_NO_CONTEXT = _Context(_NONE, _NONE, _NONE, _NONE, ())
+def _context(members: Sequence[tuple[Prepared, KVPlan]], tokens: _Tokens, num_user: int) -> _Context:
+    rows = [part for request, _ in members for part in (request.history.context_rows, request.request_rows)]
+    by_request = np.concatenate(rows).reshape(len(members), -1)
+    return _lay_out_context(by_request, tokens.cu_tokens, tokens.num_resident, tokens.num_new, num_user)
 
 
-def _context(members: Sequence[tuple[Prepared, KVPlan]], cu_tokens: Sequence[int], num_tables: int) -> _Context:
-    found: list[tuple[int, int, int, int]] = []
-    for owner, (request, plan) in enumerate(members):
-        first, rows = cu_tokens[owner], request.history.context_rows.tolist()
-        start = min(plan.num_resident, len(rows))
-        found += [(i, owner, rows[i], first + i - start) for i in range(start, len(rows))]
-        after, asked = first + plan.num_new, enumerate(request.request_rows.tolist())
-        found += [(len(rows) + i, owner, row, after + i) for i, row in asked]
-    tables, owners, rows, at = np.array(sorted(found), np.int64).reshape(-1, 4).T.copy()
-    return _Context(tables, owners, rows, at, tuple(np.bincount(tables, minlength=num_tables).tolist()))
+@numba.njit(cache=True)
+def _lay_out_context(
+    by_request: IntArray, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_user: int
+) -> _Context:
+    """The context tokens of a step. by_request: (requests, tables) rows, of the user's tables first.
+
+    A user's tokens come before its events and may be resident; those of a request come after them and never are.
+    """
+    tables, owners, rows, at = np.empty((4, by_request.size), np.int64)
+    num_requests, num_tables = by_request.shape
+    counts = np.zeros(num_tables, np.int64)
+    num = 0
+    for table in range(num_tables):
+        for i in range(num_requests):
+            if table < num_resident[i] and table < num_user:
+                continue
+            tables[num], owners[num], rows[num] = table, i, by_request[i, table]
+            skipped = min(num_resident[i], num_user)
+            at[num] = cu_tokens[i] + (table - skipped if table < num_user else num_new[i] + table - num_user)
+            counts[table] += 1
+            num += 1
+    return _Context(tables[:num], owners[:num], rows[:num], at[:num], counts)
 
 
 @numba.njit(cache=True)
