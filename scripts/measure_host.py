@@ -1,12 +1,19 @@
 """What the host side costs on this machine: bookkeeping per batch, and what prefix reuse saves on CPU.
 
 `make measure`. Bookkeeping is given as wall time and as CPU time of its one thread, which other work on the machine
-disturbs less; reuse as a ratio of interleaved runs.
+disturbs less; reuse as a ratio of interleaved runs. `--against CHECKOUT` instead runs the bookkeeping of another
+checkout and of this one in turns, and writes both.
 """
 
+import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from helmrec import Engine, EngineConfig, RankRequest
-from helmrec.engine.assemble import assemble
+from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.intake import Intake
+from helmrec.engine.padding import RowLayout, StepArrays, context_places, pad_rows, pad_tokens
 from helmrec.engine.scheduler import Scheduler
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Demand, Pool
@@ -25,6 +33,7 @@ from helmrec.model.weights import init_model
 from scripts.provenance import write_measurement
 
 REPEATS = 40
+ROUNDS = 6
 OUT = Path("docs/measurements")
 
 
@@ -77,16 +86,16 @@ class Users:
         self._times = np.arange(num_events + 4_096)
         self._extra = extra
 
-    def request(self, user: int, num_events: int) -> RankRequest:
+    def request(self, user: int, num_events: int, num_candidates: int = 64) -> RankRequest:
         fields = self._fields[user]
         return RankRequest(
             user_id=user,
             items=fields["items"][:num_events],
             actions=fields["actions"][:num_events] % self._config.num_actions,
             timestamps=self._times[:num_events],
-            candidates=self._rng.integers(0, 128, 64),
+            candidates=self._rng.integers(0, 128, num_candidates),
             features={name: fields[name][:num_events] for name in self._extra},
-            candidate_features={name: self._rng.integers(0, 128, 64) for name in self._extra},
+            candidate_features={name: self._rng.integers(0, 128, num_candidates) for name in self._extra},
             context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
         )
 
@@ -139,6 +148,66 @@ def first_visits(config: ModelConfig, num_events: int) -> dict[str, Any]:
     }
 
 
+class GraphBlock:
+    """The block a graph of one size reads, on the host."""
+
+    def __init__(self, config: ModelConfig, step: Assembly, num_sequences: int) -> None:
+        self._num_features, self._size = len(config.features), step.event_at.size * 9 // 8
+        self._num_sequences = num_sequences
+        num_context = len(step.context_counts) * num_sequences
+        lines = [np.empty(self._size, np.int64) for _ in range(4)]
+        others = [np.empty(n, np.int64) for n in (num_context, self._size + num_context + 1)]
+        lengths = [np.empty(num_sequences + extra, np.int32) for extra in (1, 0, 0)]
+        self._tokens = StepArrays(*lines, *others, *lengths, np.empty((num_sequences, 256), np.int32))  # type: ignore[call-arg, arg-type]
+        self._rows = np.empty(self._num_features * self._size + num_context, np.int32)
+
+    def fill(self, step: Assembly, slots: Any) -> None:
+        places = context_places(step, self._num_sequences)
+        pad_tokens(self._tokens, StepArrays.of(step), places)
+        pad_rows(self._rows, slots, RowLayout(self._num_features, step.event_at.size, self._size, places), -1)
+
+
+def stages(config: ModelConfig, resident: int, new: int) -> dict[str, Any]:
+    """Microseconds of CPU time of each part of a step of eight users with 256 candidates, the row index left out."""
+    host, users = Host(config, 8 * (REPEATS + 16), resident + new), Users(config, 8, resident + new)
+    names = ("intake", "queue", "plan", "layout", "padding", "commit")
+    taken: list[list[float]] = []
+    block = None
+    for i in range(REPEATS):
+        first, second = (
+            [replace(users.request(j, n, 256), user_id=8 * i + j) for j in range(8)] for n in (resident, resident + new)
+        )
+        if resident:
+            host.batch(first)
+        times = [time.thread_time()]
+        prepared = [host.intake.prepare(request) for request in second]
+        times.append(time.thread_time())
+        for request in prepared:
+            host.scheduler.submit(request, 0.0)
+        times.append(time.thread_time())
+        batch = host.scheduler.next_batch(0.0)
+        assert batch is not None
+        times.append(time.thread_time())
+        members = [(member.request, member.plan) for member in batch.members]
+        step = assemble(members, config, host.pool.geometry.page_tokens)
+        times.append(time.thread_time())
+        block = block or GraphBlock(config, step, 8)
+        slots = np.zeros(step.rows.size, np.int32)
+        not_timed_s = time.thread_time() - times[-1]
+        block.fill(step, slots)
+        times.append(time.thread_time() - not_timed_s)
+        host.scheduler.commit(batch, 0.0)
+        times.append(time.thread_time() - not_timed_s)
+        taken.append(np.diff(times).tolist())
+    medians = np.median(np.array(taken[REPEATS // 4 :]), axis=0) * 1e6
+    return {
+        "rows_per_token": len(config.features),
+        "resident": resident,
+        "new": new,
+        "cpu_us_median": dict(zip(names, medians.round(1).tolist(), strict=True)),
+    }
+
+
 def reuse_ratio(folder: Path) -> dict[str, Any]:
     """A request with 90% of 2,000 tokens resident against the same request uncached, interleaved."""
     shape = profile("demo").model_copy(update={"window": 2_048, "normaliser": 2_048})
@@ -171,9 +240,47 @@ def _timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def main() -> None:
-    narrow, wide = profile("kuairand", 1_000), profile("dlrmv3", 1_000)
-    narrow, wide = (config.model_copy(update={"window": 65_536}) for config in (narrow, wide))
+def shapes() -> tuple[ModelConfig, ModelConfig]:
+    """One row per token, and six."""
+    changes = {"window": 65_536, "max_candidates": 256}
+    narrow, wide = (profile(name, 1_000).model_copy(update=changes) for name in ("kuairand", "dlrmv3"))
+    return narrow, wide
+
+
+_COMPARED = """
+import json
+from scripts.measure_host import bookkeeping, first_visits, profile
+names = ((1, "kuairand"), (6, "dlrmv3"))
+shapes = [(n, profile(name, 1_000).model_copy(update={"window": 65_536})) for n, name in names]
+bookkeeping(shapes[0][1], 256, 2, 8)
+hits = {f"returning, {n} rows per token": bookkeeping(c, 4_096, 8, 64)["cpu_ms_median"] for n, c in shapes}
+cold = {f"first visits, {n} rows per token": first_visits(c, 4_096)["cpu_ms_median"] for n, c in shapes}
+print(json.dumps(hits | cold))
+"""  # in words that checkouts of any age understand
+
+
+def against(other: Path) -> None:
+    """Both checkouts in turns, each in a process of its own; medians over the rounds, and of their ratios."""
+    runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    for _ in range(ROUNDS):
+        for name, tree in (("before", other), ("after", Path.cwd())):
+            env = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+            done = subprocess.run(
+                [sys.executable, "-c", _COMPARED], cwd=tree, env=env, check=True, capture_output=True, text=True
+            )
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+    rows = []
+    for work in runs["after"][0]:
+        before, after = (np.array([run[work] for run in runs[name]]) for name in ("before", "after"))
+        row = {"before_cpu_ms": np.median(before), "after_cpu_ms": np.median(after), "ratio": np.median(after / before)}
+        rows.append({"work": f"8 x 4096 events, {work}", **{key: round(float(x), 3) for key, x in row.items()}})
+        print(rows[-1])
+    commit = subprocess.run(["git", "describe", "--always"], cwd=other, capture_output=True, text=True, check=False)
+    write_measurement(OUT / "host-before-after.json", {"before": commit.stdout.strip(), "rounds": ROUNDS, "rows": rows})
+
+
+def measure() -> None:
+    narrow, wide = shapes()
     bookkeeping(narrow, 256, 2, 8)  # compiles the host loops
     by_tokens = [
         bookkeeping(config, n, 8, 64) for config in (narrow, wide) for n in (1_024, 2_048, 4_096, 8_192, 16_384)
@@ -189,13 +296,24 @@ def main() -> None:
         "by_users": by_users,
         "by_requests": by_requests,
         "first_visits": cold,
+        "stages": [stages(config, *lengths) for config in (narrow, wide) for lengths in ((3_968, 128), (0, 1_024))],
         "prefix_reuse_on_cpu": reuse,
     }
-    for group in ("by_tokens", "by_users", "by_requests", "first_visits"):
+    for group in ("by_tokens", "by_users", "by_requests", "first_visits", "stages"):
         for row in results[group]:
             print(group, row)
     print("prefix reuse", reuse)
     write_measurement(OUT / "host-cpu.json", results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, help="compare with this checkout instead")
+    arguments = parser.parse_args()
+    if arguments.against is None:
+        measure()
+    else:
+        against(arguments.against.resolve())
 
 
 if __name__ == "__main__":
