@@ -97,7 +97,7 @@ def describe(trace: Trace) -> Description:
         p99_history=_quantile(histories.length, 0.99),
         median_return_s=median_s,
         p75_return_s=p75_s,
-        item_slope=_slope(counts),
+        item_slope=_slope(counts, max(_SLOPE_FROM, trace.catalogue.num_lanes)),
         top_items_share=float(counts[: -(-counts.size // 100)].sum() / max(1, counts.sum())),
         full=_reuse(_count_reads(reads, trace.num_new, is_full=True)),
         kept=_reuse(_count_reads(reads, trace.num_new, is_full=False)),
@@ -147,9 +147,9 @@ def _reuse(counts: IntArray) -> Reuse:
     return Reuse(total / rows, once / rows, once / total, float(counts[counts > 64].sum() / total))
 
 
-def _slope(counts: IntArray) -> float | None:
-    """Least squares over log-spaced ranks, between the head and where counts become too small."""
-    ranks = np.unique(np.geomspace(_SLOPE_FROM, max(_SLOPE_FROM + 1, counts.size), 200).astype(np.int64)) - 1
+def _slope(counts: IntArray, first_rank: int) -> float | None:
+    """Least squares over log-spaced ranks, between the head (flat in derived traces) and where counts get small."""
+    ranks = np.unique(np.geomspace(first_rank, max(first_rank + 1, counts.size), 200).astype(np.int64)) - 1
     ranks = ranks[ranks < counts.size]
     ranks = ranks[counts[ranks] >= _SLOPE_MIN_COUNT]
     if ranks.size < 10:

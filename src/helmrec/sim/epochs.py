@@ -28,11 +28,6 @@ class EpochPlan(NamedTuple):
     epoch: NDArray[np.int32]
 
 
-def ends(value: float | tuple[float, float]) -> tuple[float, float]:
-    """A setting's value at the start and at the end of its phase."""
-    return value if isinstance(value, tuple) else (value, value)
-
-
 def lay_out(workload: Workload) -> list[Stretch]:
     stretches, start_s = [], 0.0
     for phase in workload.phases * workload.repeat:
@@ -43,7 +38,7 @@ def lay_out(workload: Workload) -> list[Stretch]:
 
 def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> EpochPlan:
     """Epoch 0 is the popularity at the start, without drift and flash: what backlogs were made from."""
-    first = ends(workload.phases[0].item_exponent)[0]
+    first = workload.phases[0].item_exponent[0]
     laws, epochs = {_step(first): 0}, {Epoch(): 0}
     starts, index, drifted = [], [], 0.0
     for number, stretch in enumerate(stretches):
@@ -70,15 +65,15 @@ def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> Epoc
 
 def _pieces(workload: Workload, phase: Phase) -> list[tuple[float, float]]:
     """(start in the phase, share of the ramp at the piece's middle); one piece where nothing changes."""
-    is_constant = all(start == end for start, end in (ends(phase.item_exponent), ends(phase.flash_share)))
+    is_constant = all(start == end for start, end in (phase.item_exponent, phase.flash_share))
     if is_constant and not phase.drift_items_per_hour:
         return [(0.0, 0.0)]
     count = int(np.ceil(phase.duration_s / workload.epoch_s))
     return [(i * phase.duration_s / count, (i + 0.5) / count) for i in range(count)]
 
 
-def _at(value: float | tuple[float, float], share: float) -> float:
-    start, end = ends(value)
+def _at(ramp: tuple[float, float], share: float) -> float:
+    start, end = ramp
     return start + (end - start) * share
 
 

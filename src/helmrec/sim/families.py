@@ -22,7 +22,7 @@ class Shape(Frozen):
 
     num_items: int = Field(1_000_000, ge=1)
     item_exponent: float = Field(1.2, ge=0.3, le=4)
-    item_shift: float = Field(256, gt=0)
+    item_shift: float = Field(4, gt=0)
     num_candidates: int = Field(2_048, ge=1)
     history: float = Field(6_700, gt=0, description="median events")
     history_sigma: float = Field(0.35, ge=0)
@@ -46,8 +46,8 @@ PRESETS: dict[str, Shape] = {
     "dlrmv3": Shape(),  # item slope and top 1% of the published news clicks
     "meta-2021": Shape(  # fitted: 60,000 requests read rows as often as Meta's published embedding trace
         num_items=150_000_000,
-        item_exponent=1.3,
-        item_shift=500_000,
+        item_exponent=0.9,
+        item_shift=40_000,
     ),
     "taobao": Shape(  # 4.16 M items, 988 k users with 101 events each
         num_items=4_162_024,
@@ -141,7 +141,7 @@ def _steady(shape: Shape) -> tuple[Phase, ...]:
 def _trend(shape: Shape) -> tuple[Phase, ...]:
     """A fifth as it was, three fifths changing, a fifth as it will be."""
     before, other = _phase(shape, "before", shape.duration_s * 0.2), _other(shape)
-    ramps = {key: (getattr(before, key), value) for key, value in other.items()}
+    ramps = {key: (getattr(before, key)[0], value) for key, value in other.items()}
     return (
         before,
         _phase(shape, "trend", shape.duration_s * 0.6, **ramps),

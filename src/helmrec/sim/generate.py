@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.epochs import Stretch, ends, lay_out, plan_epochs
+from helmrec.sim.epochs import Stretch, lay_out, plan_epochs
 from helmrec.sim.popularity import Draws, draw_action, draw_event, prepare_draws, user_word
 from helmrec.sim.trace import Catalogue, Trace
 from helmrec.sim.workload import Workload
@@ -63,7 +63,7 @@ class _Arrivals(NamedTuple):
 
     def ramp(self, setting: str) -> Floats:
         """A setting's value at each request."""
-        pairs = np.array([ends(getattr(s.phase, setting)) for s in self.stretches])
+        pairs = np.array([getattr(s.phase, setting) for s in self.stretches])
         start_s = np.array([s.start_s for s in self.stretches])[self.stretch]
         duration_s = np.array([s.phase.duration_s for s in self.stretches])[self.stretch]
         share = (self.time_s - start_s) / duration_s
@@ -78,7 +78,7 @@ def _arrivals(stretches: list[Stretch], rng: np.random.Generator) -> _Arrivals:
     """Poisson arrivals whose rate follows each phase's ramp."""
     times, numbers = [], []
     for number, (phase, start_s) in enumerate(stretches):
-        first, last = ends(phase.rate)
+        first, last = phase.rate
         count = rng.poisson(phase.duration_s * (first + last) / 2)
         share = np.sort(rng.random(count))
         if first != last:  # invert the integral of the rate

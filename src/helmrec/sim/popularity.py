@@ -16,7 +16,7 @@ from helmrec.types import IntArray
 Word = int | np.integer
 Index = int | np.integer
 
-_MAX_REDRAWS = 16  # per candidate; only a nearly exhausted lane needs more, and then a repeat is let through
+_MAX_REDRAWS = 16  # of a candidate that is in its set already; after these the next free block is taken
 
 
 class Draws(NamedTuple):
@@ -175,15 +175,19 @@ def draw_action(draws: Draws, word: np.uint64, index: int) -> int:
 def draw_lane_candidates(
     draws: Draws, epoch: int, seed: np.uint64, num_candidates: int, lane: int, blocks: IntArray
 ) -> int:
-    """Blocks of a candidate set's items in one lane, all different; returns how many.
+    """Blocks of a candidate set's items in one lane, all different as long as there are others; returns how many.
 
     The i-th of them is candidate first + i * num_lanes of the set, where `first` is the set's first in this lane.
     """
     first = (lane - lane_of(draws, seed, 0)) & (draws.num_lanes - 1)
     count = 0
     for index in range(first, num_candidates, draws.num_lanes):
-        for attempt in range(_MAX_REDRAWS):
-            block = draw_block(draws, epoch, mix(index + (attempt << 32), seed))
+        block = np.int64(0)
+        for attempt in range(_MAX_REDRAWS + draws.num_blocks):
+            if attempt < _MAX_REDRAWS:
+                block = draw_block(draws, epoch, mix(index + (attempt << 32), seed))
+            else:
+                block = (block + 1) % draws.num_blocks
             is_new = True
             for i in range(count):
                 is_new &= blocks[i] != block

@@ -7,15 +7,26 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
 
+
+def _as_pair(value: object) -> object:
+    """One number is a ramp that goes nowhere."""
+    return (value, value) if isinstance(value, int | float) else value
+
+
+_PAIR = BeforeValidator(_as_pair)
 _Positive = Annotated[float, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Exponent = Annotated[float, Field(ge=0, le=4)]
+PositiveRamp = Annotated[tuple[_Positive, _Positive], _PAIR]
+CountRamp = Annotated[tuple[_Count, _Count], _PAIR]
+ShareRamp = Annotated[tuple[_Share, _Share], _PAIR]
+ExponentRamp = Annotated[tuple[_Exponent, _Exponent], _PAIR]
 
 
 class Phase(Frozen):
@@ -23,17 +34,15 @@ class Phase(Frozen):
 
     name: str = Field(min_length=1)
     duration_s: float = Field(gt=0)
-    rate: _Positive | tuple[_Positive, _Positive] = Field(100.0, description="requests per second, Poisson")
-    hot_share: _Share | tuple[_Share, _Share] = Field(0.7, description="share of requests made by hot users")
+    rate: PositiveRamp = Field((100, 100), description="requests per second, Poisson")
+    hot_share: ShareRamp = Field((0.7, 0.7), description="share of requests made by hot users")
     hot_users: int = Field(2_000, ge=1, description="size of the hot set")
-    hot_first: _Count | tuple[_Count, _Count] = Field(
-        0, description="where the hot set begins: another value is another crowd, a ramp is a crowd that changes"
+    hot_first: CountRamp = Field(
+        (0, 0), description="where the hot set begins: another value is another crowd, a ramp is a crowd that changes"
     )
-    history: _Positive | tuple[_Positive, _Positive] = Field(
-        6_700.0, description="median events a user brings along when it first appears"
-    )
-    item_exponent: _Exponent | tuple[_Exponent, _Exponent] = Field(1.2, description="Zipf exponent of item popularity")
-    flash_share: _Share | tuple[_Share, _Share] = Field(0.0, description="share of draws that go to flash items")
+    history: PositiveRamp = Field((6_700, 6_700), description="median events a user brings along when it first appears")
+    item_exponent: ExponentRamp = Field((1.2, 1.2), description="Zipf exponent of item popularity")
+    flash_share: ShareRamp = Field((0, 0), description="share of draws that go to flash items")
     flash_items: int = Field(1_024, ge=1, description="items that flash, rounded up to whole blocks")
     drift_items_per_hour: float = Field(0.0, ge=0, description="fresh items that come in at the top of popularity")
 
@@ -57,7 +66,7 @@ class Workload(Frozen):
     name: str = Field(min_length=1)
     num_items: int = Field(1_000_000, ge=1)
     num_lanes: int = Field(256, ge=1)
-    item_shift: float = Field(256.0, gt=0, description="ranks well below it are equally popular")
+    item_shift: float = Field(4.0, gt=0, description="ranks well below it are equally popular")
     num_candidates: int = Field(2_048, ge=1)
     num_actions: int = Field(4, ge=1, le=256)
     epoch_s: float = Field(10.0, gt=0, description="how often ramped or drifting popularity changes")
