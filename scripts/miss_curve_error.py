@@ -30,6 +30,7 @@ OUT = Path("docs/measurements")
 KVRule = Literal["always", "second-visit"]
 RowRule = Literal["always", "second-touch"]
 Ints = NDArray[np.int64]
+ENGINE_RATE = round((1 << 14) / (2_000 * 192), 4)  # what `MissCurveConfig.of_engine` takes for the pool below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +82,9 @@ class Traffic:
 
     def _rows(self, rng: np.random.Generator, num: int) -> Ints:
         """(features, num): the item's own row, then coarser and coarser groups of items."""
-        items = _zipf(rng, self.num_items, self.item_skew, num)
-        shuffled = items * 2_654_435_761 % self.num_items  # popularity says nothing about the group
-        groups = [shuffled // (7 ** (2 * i)) + i * self.num_items for i in range(1, self.num_features)]
+        ranks = _zipf(rng, self.num_items, self.item_skew, num)
+        items = (ranks * 2_654_435_761 + self.seed * 999_983) % self.num_items  # a seed's hot rows are its own
+        groups = [items // 49**i + i * self.num_items for i in range(1, self.num_features)]
         return np.stack([items, *groups])
 
 
@@ -248,6 +249,26 @@ def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progre
     }
 
 
+def spread(setting: Setting, rates: tuple[float, ...], seeds: range, progress: Progress) -> list[dict[str, Any]]:
+    """How the error varies with which rows fall into the sample.
+
+    Curves from all rows are the truth here: they count what replays count (`tests/memory/test_miss_curves.py`).
+    """
+    found: dict[float, list[float]] = {rate: [] for rate in rates}
+    task = progress.add_task("other seeds", total=len(seeds) * Traffic().num_requests)
+    for seed in seeds:
+        shadows = {rate: setting.curves(rate) for rate in (1.0, *rates)}
+        for number, visit in enumerate(Traffic(seed=seed).visits()):
+            for shadow in shadows.values():
+                if number == Traffic().num_requests // 2:
+                    shadow.reset()
+                shadow.observe(observed(visit, shadow))
+            progress.advance(task)
+        for rate in rates:
+            found[rate].append(errors(predicted(shadows[1.0]), predicted(shadows[rate]))["emb_hit_rate"])
+    return [{"sampling_rate": rate, "seeds": list(seeds), "emb_hit_rate_mae": found[rate]} for rate in rates]
+
+
 def errors(truth: Curves, guess: Curves) -> dict[str, float]:
     """Over the alphas: the mean absolute error of each rate; of amounts, as a share of their mean."""
     result = {}
@@ -259,7 +280,7 @@ def errors(truth: Curves, guess: Curves) -> dict[str, float]:
 
 
 def cost(rate: float, num_pages: int, *, is_returning: bool) -> dict[str, Any]:
-    """CPU time of `observe` for users with 6,700 events of 6 rows and 500 candidates, shadows full and evicting."""
+    """CPU time of `needed_from` and `observe`: 6,700 events of 6 rows, 500 candidates, shadows full and evicting."""
     tokens, rows, candidates, repeats = 6_700, 40_200, 3_000, 400
     rng = np.random.default_rng(0)
     curves = Setting(num_pages, batch_tokens=65_536).curves(rate)
@@ -273,26 +294,27 @@ def cost(rate: float, num_pages: int, *, is_returning: bool) -> dict[str, Any]:
     spent = []
     for i in range(repeats):
         user = -1 - i % 4 if is_returning else fill + i
-        first = curves.needed_from(user)
-        history = draw(round(rows * (tokens + i - first) / tokens)) if is_returning else draw(rows)
-        request = Observed(user, tokens + i, rows + 6 * i, candidates, draw(candidates), history, first_token=first)
+        new_events = tokens + i - curves.needed_from(user)
+        candidate_rows, history_rows = draw(candidates), draw(6 * new_events)
         start = time.thread_time_ns()
-        curves.observe(request)
+        first = curves.needed_from(user)
+        curves.observe(Observed(user, tokens + i, rows + 6 * i, candidates, candidate_rows, history_rows, first))
         spent.append((time.thread_time_ns() - start) / 1e3)
     return {
         "user": "returning, resident at every alpha" if is_returning else "new, computed at every alpha",
         "sampling_rate": rate,
         "row_slots_of_the_pool": num_pages * 192,
-        "sampled_rows_read": request.history_rows.size + request.candidate_rows.size,
+        "sampled_rows_read": history_rows.size + candidate_rows.size,
         "cpu_us_median": round(float(np.median(spent[repeats // 4 :])), 2),
         "cpu_us_p90": round(float(np.quantile(spent[repeats // 4 :], 0.9)), 2),
     }
 
 
 def costs() -> dict[str, Any]:
-    num_pages = 125_000  # 24 GB at 1 KiB a row
-    engine_rate = round((1 << 14) / (num_pages * 192), 6)
-    observe = [cost(rate, num_pages, is_returning=back) for rate in (engine_rate, 0.01) for back in (True, False)]
+    large, small = 125_000, 8_533  # pages: 24 and 1.6 GB at 1 KiB a row
+    engine_rate = round((1 << 14) / (large * 192), 6)
+    cases = ((engine_rate, large), (0.01, small), (0.01, large))
+    observe = [cost(rate, num_pages, is_returning=back) for rate, num_pages in cases for back in (True, False)]
     host = json.loads((OUT / "host-cpu.json").read_text())
     beside = next(h for h in host["by_tokens"] if h["rows_per_token"] == 6 and h["events"] == 8_192)
     engine_us = round(1e3 * beside["cpu_ms_median"] / beside["requests"], 1)
@@ -330,7 +352,8 @@ def main() -> None:
     traffic = Traffic()
     settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
     with Progress() as progress:
-        results = [compare(setting, traffic, (0.1, 0.01), progress) for setting in settings]
+        results = [compare(setting, traffic, (0.1, ENGINE_RATE, 0.01), progress) for setting in settings]
+        other_seeds = spread(Setting(), (ENGINE_RATE, 0.01), range(1, 7), progress)
     write_measurement(
         OUT / "miss-curves.json",
         {
@@ -339,6 +362,7 @@ def main() -> None:
             "alphas": GRID,
             "scored_requests": traffic.num_requests // 2,
             "curves": results,
+            "other_seeds": other_seeds,
             "cost": costs(),
         },
     )

@@ -71,9 +71,11 @@ class MissCurveConfig(Frozen):
         return int(np.floor(alpha * self.num_pages + 0.5))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Observed:
-    """One request, as far as both caches care. Rows are sampled ones (`sampling.sampled`), repeats included."""
+class Observed(NamedTuple):
+    """One request, as far as both caches care. Rows are sampled ones (`sampling.sampled`), repeats included.
+
+    A named tuple because one is made per request, at a third of a frozen dataclass's cost.
+    """
 
     user_id: int
     num_tokens: int  # cacheable tokens of the history
@@ -139,8 +141,7 @@ class JointMissCurves:
 
     def needed_from(self, user_id: int) -> int:
         """Tokens of this user resident at every alpha: rows of those need not be sampled at all."""
-        resident = self._kv.resident(user_id)
-        return 0 if resident is None else int(resident.min())
+        return min(self._kv.resident(user_id), default=0)
 
     def observe(self, request: Observed) -> None:
         """Let every alpha serve this request."""

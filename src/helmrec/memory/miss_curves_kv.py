@@ -50,10 +50,10 @@ class KVShadows:
         reserve = np.maximum(1, np.minimum(batch_pages, pages // 4))
         self.state = KVState(*lines, np.zeros((1_024, 2, pages.size), np.int32), np.array([pages, reserve]))
 
-    def resident(self, user: int) -> Tokens | None:
-        """Tokens of this user resident at each share now; None of a user not known."""
+    def resident(self, user: int) -> list[int]:
+        """Tokens of this user resident at each share now; nothing of a user not known."""
         id_ = self._ids.get(user)
-        return None if id_ is None else self.state.held[id_, 1].astype(np.int64)
+        return [] if id_ is None else self.state.held[id_, 1].tolist()
 
     def arrive(self, user: int) -> tuple[int, int]:
         """The small id of this user, and its visits so far, this one included."""
