@@ -76,7 +76,7 @@ def _row_speed(name: str, num_lanes: int) -> dict[str, Any]:
     }
 
 
-@numba.njit
+@numba.njit(cache=True)
 def _read_all(reads: RowReads, num_requests: int, out: IntArray) -> int:
     rows = 0
     for r in range(num_requests):
@@ -98,7 +98,7 @@ def _lane_error() -> list[dict[str, Any]]:
     """LRU over the rows of all requests, histories read at first visits only, then new events and candidates."""
     shape = Shape(duration_s=120, num_items=1 << 22)
     trace, model = generate(family("steady", shape), 0), profile("kuairand", 1 << 22)
-    results = []
+    results: list[dict[str, Any]] = []
     for kept in (256, 1, 2, 5):
         reads = row_reads(trace, row_space(trace, model, kept / 256))
         first = np.where(index_histories(trace).visit == 0, 0, reads.length - trace.num_new)
@@ -113,7 +113,7 @@ def _lane_error() -> list[dict[str, Any]]:
     return results
 
 
-@numba.njit
+@numba.njit(cache=True)
 def _lru_hits(reads: RowReads, first: IntArray, size: int) -> float:
     """Hit ratio of an LRU of `size` rows: a list through dense row numbers, the head being the number of rows."""
     end = reads.space.first_kept[-1]

@@ -46,7 +46,7 @@ def _plot_arrivals(axes: Any, trace: Trace) -> None:
         named.add(code)
         axes.axvspan(trace.time_s[begin], trace.time_s[end], color=f"C{code}", alpha=0.12, linewidth=0, label=label)
     if len(named) > 1:
-        axes.legend(fontsize="small", loc="lower right", ncols=2)
+        axes.legend(fontsize="small", loc="upper left", ncols=2)
 
 
 def _plot_who(axes: Any, trace: Trace) -> None:
@@ -77,11 +77,12 @@ def _plot_returns(axes: Any, trace: Trace) -> None:
     axes.set(xlabel="seconds since the user's last request", ylabel="share of returns", title="return times")
     if gaps.size:
         axes.set_xscale("log")
-        axes.set_xlim(left=max(1e-3, float(np.quantile(gaps, 0.01))))
         axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=_BLUE, linewidth=1.4)
     axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=_GREY, label="news clicks, published")
     axes.legend(fontsize="small", loc="upper left")
     axes.set_ylim(0, 1)
+    if gaps.size:  # after all is drawn: what fits to the right is then kept
+        axes.set_xlim(left=max(1e-3, float(np.quantile(gaps, 0.01))))
 
 
 def _edges(trace: Trace) -> NDArray[np.float64]:
