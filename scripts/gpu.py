@@ -150,8 +150,7 @@ def measure(engine: Engine, users: Users, row: Row, ceiling: float) -> dict[str,
     assert all(np.isfinite(r.scores).all() for r in results), row.name
     dense = engine._dense
     assert isinstance(dense, GraphedDense)
-    embed, layers = dense.last_step.graphs
-    head = dense.last_head.graphs[0]
+    embed, layers, head = dense.last_step.embed, dense.last_step.layers, dense.last_head.score
     layer_times = times_ms(layers.replay, embed.replay)
     median = statistics.median(layer_times)
     rate = row.floating_point_operations(engine.model_config) / median / 1e9
@@ -177,20 +176,19 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._cpu = torch.Tensor.cpu
+        self._synchronize = torch.cuda.Event.synchronize
 
     def __enter__(self) -> "Stopwatch":
-        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def synchronize(event: torch.cuda.Event) -> None:
             started = time.perf_counter()
-            moved = self._cpu(tensor, *args, **kwargs)
+            self._synchronize(event)
             self.waited_s += time.perf_counter() - started
-            return moved
 
-        torch.Tensor.cpu = cpu  # type: ignore[method-assign, assignment]
+        torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
 
 
 def profile_lines(profiler: cProfile.Profile, num_steps: int) -> list[str]:
@@ -217,7 +215,8 @@ def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[s
             for request in prepared:
                 engine._scheduler.submit(request, 0.0)
             profiler.enable()
-            engine.step()
+            while engine.step():
+                pass
             profiler.disable()
             continue
         with Stopwatch() as watch:
@@ -226,7 +225,8 @@ def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[s
             intake = time.perf_counter()
             for request in prepared:
                 engine._scheduler.submit(request, 0.0)
-            engine.step()
+            while engine.step():
+                pass
             ended = time.perf_counter()
         host.append((ended - started - watch.waited_s) * 1e3)
         parts.append((intake - started) * 1e3)
@@ -241,7 +241,9 @@ def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[s
 
 def run_checks() -> None:
     tests = ["tests/gpu/test_kernels_on_gpu.py", "tests/gpu/test_engine_on_gpu.py"]
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests], check=True
+    )
 
 
 def print_table(results: list[dict[str, Any]], ceiling: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, IN_ORDER, Launch, gather_in_order, gather_rows
+from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, gather_rows
 from helmrec.memory.host_tier import LockedBuffer
 from scripts.gpu import times_ms
 from scripts.provenance import write_measurement
@@ -53,6 +53,16 @@ TARGETS = {
 }
 
 
+def as_they_come(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
+    gather_rows(arena, master, sources, out, launch=launch)
+
+
+def in_order(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
+    """By address, as the engine does it when many rows are missed; the sort counts."""
+    ordered, places = sources.sort()
+    gather_rows(arena, master, ordered, out, places=places, launch=launch)
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to read rows."""
@@ -61,7 +71,7 @@ class Way:
     launch: Launch
 
     def describe(self) -> dict[str, Any]:
-        order = "address" if self.gather is gather_in_order else "as they come"
+        order = "address" if self.gather is in_order else "as they come"
         return {"order": order, "programs": self.launch.programs or "full grid"}
 
 
@@ -188,9 +198,9 @@ def describe(name: str, row_bytes: int, way: Way) -> dict[str, Any]:
 
 def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     """words: the locked table; arena: as much of the same in HBM as hits are drawn from."""
-    plain = [Way(gather_rows, launch) for launch in (ALONE, BESIDE_COMPUTE)]
-    in_order = [Way(gather_in_order, launch) for launch in (IN_ORDER, BESIDE_COMPUTE)]
-    more = [Way(gather, Launch(8, 64 << 10, 8)) for gather in (gather_rows, gather_in_order)]
+    plain = [Way(as_they_come, launch) for launch in (ALONE, BESIDE_COMPUTE)]
+    ordered = [Way(in_order, launch) for launch in (ALONE, BESIDE_COMPUTE)]
+    more = [Way(gather, Launch(4, 64 << 10, 8)) for gather in (as_they_come, in_order)]
     hits = Work(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
     for way in plain:
         yield {**describe("hit alone", 1024, way), **measure_alone(hits, way)}
@@ -198,9 +208,9 @@ def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     for row_bytes in (1024, 4096):
         master, slots = words.view(-1, row_bytes // 8), arena.view(-1, row_bytes // 8)
         misses = Work(slots, master, READ_BYTES // row_bytes, hits=False)
-        for way in plain + in_order:
+        for way in plain + ordered:
             yield {**describe("miss alone", row_bytes, way), **measure_alone(misses, way)}
-        for compute, way in itertools.product(computes, [plain[1], in_order[1], *more]):
+        for compute, way in itertools.product(computes, [plain[1], ordered[1], *more]):
             yield {**describe("miss beside compute", row_bytes, way), **measure_beside(misses, way, compute)}
 
 
@@ -225,7 +235,8 @@ def huge_bytes() -> int:
 
 
 def run_checks() -> None:
-    tests = ["tests/gpu/test_row_gather_on_gpu.py", "tests/gpu/test_row_updates_on_gpu.py"]
+    names = ("row_gather", "row_table", "row_updates")
+    tests = [f"tests/gpu/test_{name}_on_gpu.py" for name in names]
     subprocess.run([sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests], check=True)
 
 

@@ -59,12 +59,19 @@ class EngineConfig(Frozen):
         None, ge=1, description="history tokens a page holds; default 32 on cpu, 128 on cuda"
     )
 
+    overlap: bool | None = Field(
+        None, description="start a step before the one ahead of it has ended; default where steps run as CUDA graphs"
+    )
+
     max_batch_tokens: int = Field(65_536, ge=1, description="tokens computed in one step, over all requests")
     max_batch_requests: int = Field(32, ge=1, description="requests in one step")
     max_history: int = Field(100_000, ge=1, description="most events a request may send")
     queue_limit: int = Field(1_024, ge=1, description="requests that may wait")
     deadline_ms: float | None = Field(None, gt=0, description="deadline of requests that name none")
 
+    row_index: Literal["auto", "host", "device"] = Field(
+        "auto", description="who keeps track of resident rows; auto: the device where triton kernels run, else the host"
+    )
     row_order: Literal["lru", "frequency"] = Field("lru", description="which embedding rows are coldest")
     row_admission: Literal["always", "second-touch"] = Field(
         "second-touch", description="when a missed row earns a place; half of all rows are touched once"

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from helmrec.clock import ManualClock
 from helmrec.engine import intake
 from helmrec.memory.arena import Arena
+from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.history import History, RowEpochs
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.kv_cache import KVCache
@@ -46,11 +47,13 @@ class Streams(RuleBasedStateMachine):
 
     @initialize(
         form=st.sampled_from(["concat", "gated"]),
+        row_index=st.sampled_from(["host", "device"]),
         row_order=st.sampled_from(["lru", "frequency"]),
         row_admission=st.sampled_from(["always", "second-touch"]),
         kv_admission=st.sampled_from(["always", "second-visit", "benefit"]),
         kv_reload=st.sampled_from(["always", "always", "measured"]),
         alpha=st.sampled_from([0.1, 0.4]),
+        overlap=st.booleans(),
         host_pages=st.sampled_from([40, 6, 40, 0]),
         v_dim=st.sampled_from([8, 12]),
         seed=st.integers(0, 2**16),
@@ -152,7 +155,9 @@ class Streams(RuleBasedStateMachine):
         requests = [self._request(*ask) for ask in asks]
         futures = [self.engine.submit(request) for request in requests]
         while self.engine.step():
-            self.engine.check()
+            seen["overlapping steps"] += not self.engine._pipeline.is_empty
+            if self.engine._pipeline.is_empty:  # a check ends what is running
+                self.engine.check()
         for request, future in zip(requests, futures, strict=True):
             result = future.result(timeout=0)
             expected = self.reference.scores(request)
@@ -231,7 +236,7 @@ def run(num_streams: int, **extra: Any) -> None:
 def assert_streams_went_everywhere() -> None:
     """A stream that never evicts or moves proves nothing."""
     places = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
-    places += ["host reloads", "host evictions", "row refills"]
+    places += ["host reloads", "host evictions", "row refills", "overlapping steps"]
     assert all(seen[place] for place in places), dict(seen)
 
 
@@ -284,6 +289,10 @@ def move_rows_without_their_data(self: Arena, source: Any, target: Any) -> None:
     """A shrink that moves index entries only."""
 
 
+def keep_old_copies_of_rows(self: DeviceRows, rows: Any, values: Any) -> None:
+    """An update that reaches the master only."""
+
+
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (RowEpochs, "mark", forget_row_updates),
     (intake, "window_anchor", slide_the_anchor),
@@ -293,6 +302,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (Arena, "copy_rows", move_rows_without_their_data),
     (RowEpochs, "fresh_tokens", reload_without_looking_at_updates),
     (HostPages, "load", reload_nothing),
+    (DeviceRows, "write", keep_old_copies_of_rows),
 ]
 
 

@@ -1,35 +1,44 @@
 import numpy as np
+import pytest
 import torch
 
 from helmrec.engine.engine import Engine
-from helmrec.engine.runner import Missed
+from helmrec.engine.runner import Running
+from helmrec.kernels.row_table import ABSENT
+from helmrec.memory.device_rows import DeviceRows
 from tests.helpers import random_request, tiny_engine
 
 
-def run_one(engine: Engine, rng: np.random.Generator, user_id: int) -> Missed:
-    """A step without what follows it; returns what it missed."""
+def run_one(engine: Engine, rng: np.random.Generator, user_id: int) -> Running:
+    """A step without what follows it."""
     engine.submit(random_request(rng, engine.model_config, user_id))
     batch = engine._scheduler.next_batch(0.0)
     assert batch is not None
-    output = engine._runner.run(batch)
+    running = engine._runner.launch(batch)
+    engine._runner.finish(running)
     engine._scheduler.abort(batch)
-    return output.missed
+    return running
 
 
-def test_admitted_rows_are_what_the_step_read(rng: np.random.Generator) -> None:
-    with tiny_engine(row_admission="always") as engine:
-        missed = run_one(engine, rng, 1)
-        engine._runner.admit(missed)
-        rows = engine._pool.rows.resident_rows()
-        slots = engine._pool.rows.peek(rows)
-        assert rows.size > 0
-        assert torch.equal(engine._arena.rows[torch.from_numpy(slots).long()], engine._master.gather(rows))
+@pytest.mark.parametrize("row_index", ["host", "device"])
+def test_admitted_rows_are_what_the_step_read(rng: np.random.Generator, row_index: str) -> None:
+    with tiny_engine(row_admission="always", row_index=row_index) as engine:
+        engine._runner.admit(run_one(engine, rng, 1))
+        rows = engine._pool.rows
+        if isinstance(rows, DeviceRows):
+            slots = (rows.table.row_of != ABSENT).nonzero().flatten().numpy()
+            resident = rows.table.row_of[slots].numpy().astype(np.int64)
+        else:
+            resident = engine._pool.host_rows.resident_rows()
+            slots = engine._pool.host_rows.peek(resident)
+        assert resident.size > 0
+        assert torch.equal(engine._arena.rows[torch.from_numpy(slots).long()], engine._master.gather(resident))
         engine.check()
 
 
-def test_rows_a_later_step_may_have_written_over_are_not_admitted(rng: np.random.Generator) -> None:
+def test_rows_whose_values_changed_since_are_not_admitted(rng: np.random.Generator) -> None:
     with tiny_engine(row_admission="always") as engine:
-        missed = run_one(engine, rng, 1)
-        run_one(engine, rng, 2)
-        engine._runner.admit(missed)
+        running = run_one(engine, rng, 1)
+        engine._pool.row_epochs.mark(np.array([0]))
+        engine._runner.admit(running)
         assert engine._pool.rows.num_resident == 0

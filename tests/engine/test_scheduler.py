@@ -5,7 +5,7 @@ import pytest
 
 from helmrec import DeadlineExceeded, Engine, EngineClosed, QueueFull, RankRequest
 from helmrec.clock import ManualClock
-from helmrec.engine.runner import Runner, StepOutput
+from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
@@ -20,25 +20,25 @@ def request(engine: Engine, user_id: int = 0, **overrides: object) -> RankReques
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Users of every batch that runs, in order."""
     seen: list[list[int]] = []
-    run = Runner.run
+    run = Runner.launch
 
-    def record(self: Runner, batch: Batch) -> StepOutput:
+    def record(self: Runner, batch: Batch) -> Running:
         seen.append([member.request.history.user_id for member in batch.members])
         return run(self, batch)
 
-    monkeypatch.setattr(Runner, "run", record)
+    monkeypatch.setattr(Runner, "launch", record)
     return seen
 
 
 def slow_steps(monkeypatch: pytest.MonkeyPatch, clock: ManualClock, seconds: float) -> None:
     """Every step takes this long by the clock."""
-    run = Runner.run
+    run = Runner.launch
 
-    def late(self: Runner, batch: Batch) -> StepOutput:
+    def late(self: Runner, batch: Batch) -> Running:
         clock.advance(seconds)
         return run(self, batch)
 
-    monkeypatch.setattr(Runner, "run", late)
+    monkeypatch.setattr(Runner, "launch", late)
 
 
 def test_requests_wait_until_a_step_runs(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from helmrec.clock import ManualClock, MonotonicClock
 from helmrec.engine.engine import Engine
-from helmrec.engine.runner import Runner, StepOutput
+from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError, DeadlineExceeded
 from helmrec.types import RankResult
@@ -70,14 +70,14 @@ def test_submitting_does_not_wait_for_a_running_step(monkeypatch: pytest.MonkeyP
     engine = tiny_engine(model, MonotonicClock())
     requests = [random_request(np.random.default_rng(user), model.config, user) for user in range(2)]
     engine.rank(requests)
-    run, started = Runner.run, threading.Event()
+    run, started = Runner.launch, threading.Event()
 
-    def slow(self: Runner, batch: Batch) -> StepOutput:
+    def slow(self: Runner, batch: Batch) -> Running:
         started.set()
         time.sleep(0.5)
         return run(self, batch)
 
-    monkeypatch.setattr(Runner, "run", slow)
+    monkeypatch.setattr(Runner, "launch", slow)
     engine.submit(requests[0])
     stepping = threading.Thread(target=engine.step)
     stepping.start()
@@ -104,16 +104,16 @@ def test_a_failure_of_background_work_fails_nobodys_request(
 
 
 def test_one_clients_failing_step_does_not_reach_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, failures = Runner.run, [RuntimeError("first batch")]
+    run, failures = Runner.launch, [RuntimeError("first batch")]
 
-    def fail_first(self: Runner, batch: Batch) -> StepOutput:
+    def fail_first(self: Runner, batch: Batch) -> Running:
         if failures:
             raise failures.pop()
         return run(self, batch)
 
     rng = np.random.default_rng(0)
     others = [engine.submit(random_request(rng, engine.model_config, user)) for user in range(32)]  # a whole batch
-    monkeypatch.setattr(Runner, "run", fail_first)
+    monkeypatch.setattr(Runner, "launch", fail_first)
     [mine] = engine.rank([random_request(rng, engine.model_config, 99)])
     assert mine.scores.shape == (3, 2)
     assert str(others[0].exception()) == "first batch"

@@ -5,8 +5,10 @@ import pytest
 import torch
 from tests.helpers import random_request, tiny_engine, tiny_model
 
-from helmrec.engine import graphs
+from helmrec.engine import row_graphs
 from helmrec.engine.engine import Engine
+from helmrec.kernels.row_table import ABSENT
+from helmrec.memory.device_rows import DeviceRows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +21,7 @@ pytestmark = [
 def test_scores_after_updates_are_those_of_a_model_born_with_the_new_rows(
     row_dim: int, order_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_ORDER_FROM", order_from)
+    monkeypatch.setattr(row_graphs, "_ORDER_FROM", order_from)
     shape = {"qk_dim": 32, "v_dim": 32, "dim": 64, "hidden_dim": 64, "window": 64, "normaliser": 64}
     model = tiny_model(row_dim=row_dim, row_dtype="float16", **shape)
     plain = tiny_engine(tiny_model(row_dim=row_dim, row_dtype="float16", **shape), page_tokens=64, kernels="torch")
@@ -47,6 +49,10 @@ def test_scores_after_updates_are_those_of_a_model_born_with_the_new_rows(
 
 def _check_resident_copies(engine: Engine) -> None:
     """Every row in the arena is, bit for bit, the master's."""
-    rows = engine._pool.rows.resident_rows()
-    slots = torch.from_numpy(engine._pool.rows.peek(rows)).long().cuda()
-    assert torch.equal(engine._arena.rows[slots].cpu(), engine._master.gather(rows))
+    rows = engine._pool.rows
+    assert isinstance(rows, DeviceRows)
+    torch.cuda.synchronize()
+    slots = (rows.table.row_of != ABSENT).nonzero().flatten()
+    resident = rows.table.row_of[slots].cpu().numpy().astype(np.int64)
+    assert resident.size
+    assert torch.equal(engine._arena.rows[slots].cpu(), engine._master.gather(resident))

@@ -39,8 +39,9 @@ def check(arena: Tensor, master: Tensor, sources: Tensor, launch: Launch = ALONE
     shape = (len(sources), arena.shape[1])
     ours, in_order, twin = (torch.full(shape, -7.0, dtype=arena.dtype) for _ in range(3))
     row_gather.gather_rows(arena, master, sources, twin)
-    triton_row_gather.gather_rows(arena, master, sources, ours, launch)
-    triton_row_gather.gather_in_order(arena, master, sources, in_order, launch)
+    triton_row_gather.gather_rows(arena, master, sources, ours, launch=launch)
+    ordered, places = sources.sort()
+    triton_row_gather.gather_rows(arena, master, ordered, in_order, places=places, launch=launch)
     assert torch.equal(ours, twin)
     assert torch.equal(in_order, twin)
     assert (twin[sources == SKIP] == -7).all()
@@ -85,3 +86,15 @@ def test_no_entries_are_no_work() -> None:
 def test_one_row_may_be_read_many_times() -> None:
     arena, master = (strided(n, 32, torch.float32) for n in (SLOTS, ROWS))
     check(arena, master, torch.tensor([3, ~3, 3, ~3, ~3, SKIP, 3], dtype=torch.int32))
+
+
+def test_only_so_many_are_read_as_a_count_on_the_device_says() -> None:
+    arena, master = (strided(n, 32, torch.float32) for n in (SLOTS, ROWS))
+    sources, places = random_sources(50), torch.randperm(50)
+    ours, twin = (torch.full((50, 32), -7.0) for _ in range(2))
+    for num in (0, 17, 50):
+        count = torch.tensor([num], dtype=torch.int32)
+        row_gather.gather_rows(arena, master, sources, twin, places=places, count=count)
+        triton_row_gather.gather_rows(arena, master, sources, ours, places=places, count=count, launch=FEW)
+        assert torch.equal(ours, twin)
+        assert (twin[places[num:]] == -7).all()

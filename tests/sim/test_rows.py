@@ -48,6 +48,7 @@ def test_kept_rows_are_those_the_engine_reads_less_the_other_lanes(trace: Trace,
             expected = rows_of(request.items[first:], {k: v[first:] for k, v in request.features.items()}, lanes)
             found = out[: history_rows(reads, r, first, out)]
             assert space.row_ids(found).tolist() == expected
+            assert found.size <= reads.max_rows
             assert ((found >= 0) & (found < space.num_kept_rows)).all()
         expected = rows_of(request.candidates, dict(request.candidate_features), lanes)
         found = out[: candidate_rows(reads, r, out)]

@@ -42,6 +42,8 @@ def changed(name: str, index: int, value: float) -> dict[str, Any]:
         (changed("time_s", 3, -1.0), "time_s must .* never fall"),
         (changed("num_new", 3, 5_000), "num_new must add up"),
         (changed("timestamp_s", 1, 0), "timestamp_s must not fall within a user, got 0 at event 1"),
+        (changed("timestamp_s", 0, 5), "events after a backlog must not lie before start_time_s, got 5"),
+        (changed("time_s", -1, np.inf), "time_s must"),
         ({"time_s": np.zeros(3)}, "must be equally long"),
         ({"backlog": np.append(small_trace().backlog, 0).astype(np.int32)}, "every user must ask"),
     ],

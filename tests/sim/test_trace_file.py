@@ -85,7 +85,7 @@ def put(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return edit
 
 
-def with_metadata(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
+def with_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Any], Any]:
     def edit(table: Any) -> Any:
         values = json.loads(table.schema.metadata[b"helmrec.trace"])
         change(values)
@@ -106,6 +106,8 @@ def with_metadata(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], A
         (put("epoch", lambda c: pa.array([None] * len(c), pa.int32())), "epoch must have no nulls"),
         (put("epoch", lambda c: pa.array([99] * len(c), pa.int32())), "epoch must be from 0 to"),
         (lambda table: table.replace_schema_metadata({}), "not a trace"),
+        (lambda table: table.replace_schema_metadata({"helmrec.trace": "{"}), "metadata cannot be understood"),
+        (with_metadata(lambda v: v.pop("phases")), "cannot be understood: KeyError"),
         (with_metadata(lambda v: v.update(format=2)), "trace format must be 1, got 2"),
         (with_metadata(lambda v: v["catalogue"].update(shoes=1)), "shoes is not a known setting"),
         (with_metadata(lambda v: v["catalogue"].update(num_items=20)), "item must be from 0 to 19"),

@@ -54,6 +54,7 @@ def test_a_workload_is_read_from_toml(tmp_path: Path) -> None:
         ("repeat = 2", "repeat = 0", "repeat must be at least 1, got 0"),
         ("repeat = 2", "reepat = 2", "reepat is not a known setting, got 2"),
         ("cold_return = 0.5", "cold_return = 2", "users.cold_return must be at most 1.0, got 2"),
+        ("cold_return = 0.5", "min_history = 9\nmax_history = 5", r"max_history must be at least min_history \(9\)"),
         ("rate = 20", "rate = 0", "rate.0 must be more than 0.0, got 0"),
         ("rate = 20", "rat = 20", "rat is not a known setting"),
         ("[20, 80]", "[20]", "rate"),

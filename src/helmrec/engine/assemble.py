@@ -182,7 +182,8 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
     """Lay out all requests. lines: (2, any) their actions and timestamps, one after another; pages: all of theirs.
 
     Parts of arrays are cut out first and then filled from their start: an index that might count from the end, as
-    a sum might, keeps the compiler from using vector instructions.
+    a sum might, keeps the compiler from using vector instructions. Assigning one slice to another would be as fast,
+    but takes seconds to compile.
     """
     num_requests = known.shape[0]
     cu_events, cu_tokens = np.zeros(num_requests + 1, np.int64), np.zeros(num_requests + 1, np.int32)
@@ -205,11 +206,11 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         _count_from(at[first:split], token)
         _count_from(at[split:end], token + num_new + shape.num_asked)
         _count_from(positions[first:split], skipped)
-        positions[split:end] = known[i, _EVENTS]
-        actions[first:split] = lines[0, line_end - num_new : line_end]
-        actions[split:end] = shape.placeholder
+        fill(positions[split:end], known[i, _EVENTS])
+        copy(actions[first:split], lines[0, line_end - num_new : line_end])
+        fill(actions[split:end], shape.placeholder)
         _put_gaps(gaps[first:split], lines[1, line:line_end], shape.num_buckets)
-        gaps[split:end] = known[i, _GAP]
+        fill(gaps[split:end], known[i, _GAP])
         _count_from(candidates[candidate : candidate + end - split], split)
         line, candidate = line_end, candidate + end - split
     num_resident = known[:, _RESIDENT].astype(np.int32)
@@ -230,6 +231,19 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         table,
         slots,
     )
+
+
+@numba.njit(cache=True)
+def copy(target: NDArray[np.integer], source: NDArray[np.integer]) -> None:
+    """To the start of `target`."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@numba.njit(cache=True)
+def fill(target: NDArray[np.integer], value: int) -> None:
+    for i in range(target.size):
+        target[i] = value
 
 
 @numba.njit(cache=True)
@@ -254,7 +268,7 @@ def _page_table(num_pages: IntArray, pages: NDArray[np.int32], width: int) -> ND
     table = np.zeros((num_pages.size, width), np.int32)
     start = 0
     for i in range(num_pages.size):
-        table[i, : num_pages[i]] = pages[start : start + num_pages[i]]
+        copy(table[i], pages[start : start + num_pages[i]])
         start += num_pages[i]
     return table
 

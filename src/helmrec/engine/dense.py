@@ -1,5 +1,6 @@
 """The dense stage of a step, run as it comes: any device, any shape. The twin of `graphs.py`."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
+from helmrec.engine.row_stage import Reading, RowStage
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.memory.embedding_cache import ABSENT
-from helmrec.memory.host_tier import RowMaster
 from helmrec.model.hstu import DenseInput, HstuModel
 from helmrec.types import IntArray
 
@@ -20,33 +20,33 @@ Progress = Callable[[int, int], None]  # told how many of how many are done
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepRows:
-    """The rows of a step, in the order of `Assembly.rows`, and where they are."""
-
-    rows: IntArray
-    slots: NDArray[np.int32]  # arena slot of each row, or ABSENT
-    absent: IntArray  # which of them are absent
-
-    @classmethod
-    def find(cls, rows: IntArray, slots: NDArray[np.int32]) -> "StepRows":
-        return cls(rows, slots, np.flatnonzero(slots == ABSENT))
-
-    @property
-    def missed(self) -> IntArray:
-        return self.rows[self.absent]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What a step left on the device, until the next one."""
+    """What a step brings back."""
 
-    logits: Tensor  # (candidates, tasks) float32
-    rows: Tensor  # (any, row_dim) rows it read
-    absent_at: IntArray  # where in them its absent rows lie
+    logits: NDArray[np.float32]  # (candidates, tasks)
+    row_misses: IntArray  # (requests,) rows that came from the host
+    device_s: float  # how long the device computed
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> Scored:
+        """What it brings back, once; blocks until it has ended."""
+
+    def admit(self) -> None:
+        """Let rows it missed into the cache; off the request path."""
 
 
 class Dense(Protocol):
-    """Scores one laid-out step."""
+    """Scores laid-out steps."""
+
+    @property
+    def rows(self) -> RowStage: ...
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where steps compute; None: in the caller's."""
 
     @property
     def num_graphs(self) -> int: ...
@@ -55,8 +55,8 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory it keeps for itself."""
 
-    def score(self, step: Assembly, rows: StepRows) -> Scored:
-        """Logits of all candidates; K/V of new tokens land in their pages."""
+    def launch(self, step: Assembly) -> Launched:
+        """Start a step; K/V of new tokens land in their pages before a later step reads them."""
 
     def warm_up(self, progress: Progress) -> None:
         """Do everything that must not happen during the first request."""
@@ -68,40 +68,51 @@ class Memory:
 
     k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
     v_pages: Tensor
-    rows: Tensor  # (slots, row_dim)
-    master: RowMaster
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerLaunch:
+    """Wherever operations run as they are called, the step has ended when this is made."""
+
+    logits: Tensor
+    reading: Reading
+    started_s: float
+
+    def wait(self) -> Scored:
+        logits = self.logits.cpu().numpy()
+        return Scored(logits, self.reading.count_misses(), time.perf_counter() - self.started_s)
+
+    def admit(self) -> None:
+        self.reading.admit()
 
 
 class EagerDense:
     """Operation by operation."""
 
+    stream = None
     num_graphs = 0
     buffer_bytes = 0
 
-    def __init__(self, model: HstuModel, memory: Memory) -> None:
+    def __init__(self, model: HstuModel, memory: Memory, rows: RowStage) -> None:
         self._model = model
         self._memory = memory
+        self.rows = rows
 
     def warm_up(self, progress: Progress) -> None:
         """Nothing to prepare: kernels compile when they first run."""
 
     @torch.inference_mode()
-    def score(self, step: Assembly, rows: StepRows) -> Scored:
-        model, values = self._model, self._gather(rows)
-        tokens = self._input(step, values)
+    def launch(self, step: Assembly) -> EagerLaunch:
+        started_s, reading = time.perf_counter(), self.rows.read(step)
+        return EagerLaunch(self.score(step, reading.values), reading, started_s)
+
+    def score(self, step: Assembly, values: Tensor) -> Tensor:  # (candidates, tasks) float32
+        """values: (rows, row_dim), in the order of `Assembly.rows`"""
+        model, tokens = self._model, self._input(step, values)
         x = model.embed(tokens, int(step.cu_tokens[-1]))
         x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
-        logits = model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
-        return Scored(logits, values, rows.absent)
-
-    def _gather(self, rows: StepRows) -> Tensor:  # (rows, row_dim) on the device
-        missed = self._memory.master.gather(rows.missed).to(self._model.device)
-        if rows.absent.size == rows.slots.size:
-            return missed
-        values = self._memory.rows.index_select(0, self._put(np.maximum(rows.slots, 0)))
-        values[self._put(rows.absent)] = missed
-        return values
+        return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
 
     def _input(self, step: Assembly, values: Tensor) -> DenseInput:
         num_features, num_events = step.event_rows.shape

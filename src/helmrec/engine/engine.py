@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
-from helmrec.engine.dense import Progress
+from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
+from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed
-from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import Ids, RankRequest, RankResult, Timing
@@ -46,23 +46,6 @@ class EngineStats:
     audit_mismatches: int
     audit_max_error: float
     background_failures: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """How a step ended: its output, and what each request gets."""
-
-    output: StepOutput | None  # None: it failed
-    results: "Sequence[RankResult | BaseException]"
-    row_epoch: int  # the row values it was computed from
-
-
-def _hand_out(batch: Batch, outcome: Outcome) -> None:
-    for member, result in zip(batch.members, outcome.results, strict=True):
-        if isinstance(result, BaseException):
-            member.waiting.future.set_exception(result)
-        else:
-            member.waiting.future.set_result(result)
 
 
 class Engine:
@@ -90,7 +73,8 @@ class Engine:
         self._intake = Intake(model.config, model.version, config.max_history)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._steps = self._served = self._background_failures = 0
+        self._pipeline = Pipeline(self._runner, self._scheduler, self._clock, overlaps=_overlaps(config, self._dense))
+        self._served = self._background_failures = 0
         self._has_warned = False
         log.info("ready\n%s", self.report())
 
@@ -132,84 +116,67 @@ class Engine:
         return self._scheduler.submit(self._intake.prepare(request), now)
 
     def step(self) -> bool:
-        """Run the next batch, if any, hand out its results, then do what must not delay them."""
+        """Run the next batch, if any, hand out results, then do what must not delay them.
+
+        Where steps overlap, the results are those of the batch before. False: there was nothing to do.
+        """
         with self._lock:
             batch = self._scheduler.next_batch(self._now())
             expired = self._scheduler.take_expired()
-            outcome = self._run(batch) if batch is not None else None
-        for future, error in expired:  # these and the results without the lock: a callback may call the engine
+            ended = self._pipeline.push(batch)
+        for future, error in expired:
             future.set_exception(error)
-        if batch is not None and outcome is not None:
-            _hand_out(batch, outcome)
-        with self._lock:
-            self._work_in_background(batch, outcome)
-        return batch is not None
+        self._conclude(ended)
+        return batch is not None or bool(ended)
 
-    def _work_in_background(self, batch: Batch | None, outcome: "Outcome | None") -> None:
+    def _conclude(self, ended: Sequence[Ended]) -> None:
+        """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
+        for step in ended:
+            if isinstance(step.outcome, StepOutput):
+                self._served += len(step.batch.members)
+        for step in ended:
+            self._hand_out(step)
+        with self._lock:
+            self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
+        for step in ended:
+            if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
+                raise step.outcome
+
+    def _hand_out(self, step: Ended) -> None:
+        for i, member in enumerate(step.batch.members):
+            if isinstance(step.outcome, StepOutput):
+                member.waiting.future.set_result(_result(step, step.outcome, member, i))
+            else:
+                member.waiting.future.set_exception(step.outcome)
+
+    def _work_in_background(self, ended: Sequence[Ended]) -> None:
         """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
+        demand_bytes = 0
         try:
-            if batch is not None and outcome is not None and outcome.output is not None:
-                if outcome.row_epoch == self._pool.row_epochs.current:  # else what was read is out of date
-                    self._runner.admit(outcome.output.missed)
-                    self._auditor.look_at([member.request for member in batch.members], outcome.output.scores)
-                self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
-            demand_bytes = outcome.output.missed_bytes if outcome is not None and outcome.output is not None else 0
-            self._runner.refill(self._pool.next_refill(self.config.refill_bytes_per_step - demand_bytes))
-            self._pool.ledger.retire(self._steps - 1)
-            self._pool.advance(self.config.move_bytes_per_step, self._steps)
+            for step in ended:
+                assert isinstance(step.outcome, StepOutput)
+                demand_bytes += step.outcome.missed_bytes
+                self._follow_up(step.batch, step.outcome)
+            self._runner.refill(self.config.refill_bytes_per_step - demand_bytes)
+            self._pool.ledger.retire(self._pipeline.num_ended - 1)
+            self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
         except Exception:
             self._background_failures += 1
             log.exception("background work failed")
 
-    def _run(self, batch: Batch) -> "Outcome":
-        planned_s, epoch = self._clock.now(), self._pool.row_epochs.current
-        try:
-            output = self._runner.run(batch)
-        except BaseException as error:
-            self._scheduler.abort(batch)
-            failed = Outcome(None, [error] * len(batch.members), epoch)
-            if isinstance(error, Exception):
-                return failed
-            _hand_out(batch, failed)  # the process is going down: nobody may wait for ever
-            raise
-        ended_s = self._clock.now()
-        results = [
-            self._result(
-                member,
-                output,
-                i,
-                Timing(
-                    queue_ms=(batch.started_s - member.waiting.arrived_s) * 1e3,
-                    plan_ms=(planned_s - batch.started_s) * 1e3,
-                    compute_ms=(ended_s - planned_s) * 1e3,
-                ),
-            )
-            for i, member in enumerate(batch.members)
-        ]
-        self._learn_costs(batch, ended_s - planned_s)
-        self._steps += 1
-        self._served += len(results)
-        self._scheduler.commit(batch, ended_s)
+    def _follow_up(self, batch: Batch, output: StepOutput) -> None:
+        self._learn_costs(batch, output.device_s)
         self._warn_of_strangers()
-        return Outcome(output, results, epoch)
+        self._runner.admit(output.running)
+        if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
+            self._auditor.look_at([member.request for member in batch.members], output.scores)
+        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
         if self._pool.expander.num_slots:
             tokens = sum(member.num_tokens for member in batch.members)
             pairs = sum(member.num_pairs for member in batch.members)
             self._pool.expander.costs.steps.observe(tokens, pairs, seconds)
-
-    def _result(self, member: Scheduled, output: StepOutput, i: int, timing: Timing) -> RankResult:
-        return RankResult(
-            scores=output.scores[i],
-            reused_tokens=member.plan.num_resident,
-            computed_tokens=member.num_tokens,
-            row_hits=int(output.row_hits[i]),
-            row_misses=int(output.row_misses[i]),
-            window_start=member.request.window_start,
-            truncated_events=member.request.truncated_events,
-            timing=timing,
-        )
 
     def move_alpha(self, alpha: float) -> None:
         """Aim the boundary at `alpha`; it moves between steps, a bounded number of bytes at a time."""
@@ -220,9 +187,11 @@ class Engine:
     def settle(self) -> None:
         """Finish the boundary's move now."""
         with self._lock:
+            ended = self._pipeline.flush()
             while not self._pool.is_settled:
-                self._pool.advance(self.config.move_bytes_per_step, self._steps)
-                self._pool.ledger.retire(self._steps)
+                self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
+                self._pool.ledger.retire(self._pipeline.num_launched)
+        self._conclude(ended)
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Replace rows of a table, between steps: master and resident copy together; KV made from them lapses."""
@@ -230,18 +199,19 @@ class Engine:
         rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
         with self._lock:
             self._now()
+            ended = self._pipeline.flush()
             self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
-            self._master.update(rows, new)
-            slots = self._pool.rows.peek(rows)
-            resident = slots != ABSENT
-            self._arena.write_rows(slots[resident], new[torch.from_numpy(resident)])
+            try:
+                self._runner.update_rows(rows, new)
+            finally:
+                self._conclude(ended)
 
     def stats(self) -> EngineStats:
         with self._lock:
             return EngineStats(
                 pool=self._pool.stats(),
                 queue_length=self._scheduler.queue_length,
-                steps=self._steps,
+                steps=self._pipeline.num_ended,
                 served=self._served,
                 refused=self._scheduler.refused,
                 audits=self._auditor.audits,
@@ -256,15 +226,17 @@ class Engine:
             return make_report(self._pool, self._master.num_bytes, self._dense.num_graphs, self._dense.buffer_bytes)
 
     def check(self) -> None:
-        """Assert every invariant of the pool, both caches and the queue."""
+        """End what is running, then assert every invariant of the pool, both caches and the queue."""
         with self._lock:
+            self._conclude(self._pipeline.flush())
             self._pool.check()
             self._scheduler.check()
             assert self._pool.kv.is_idle, "a pin outlived its step"
 
     def close(self) -> None:
-        """Refuse what waits and everything after; unlock the host memory."""
+        """End what is running, refuse what waits and everything after; unlock the host memory."""
         with self._lock:
+            self._conclude(self._pipeline.flush())
             self._is_closed = True
             self._runner.close()
         self._scheduler.drain(EngineClosed("the engine was closed"))
@@ -290,3 +262,24 @@ class Engine:
                 kv.strangers,
                 kv.returns,
             )
+
+
+def _overlaps(config: EngineConfig, dense: Dense) -> bool:
+    return bool(dense.num_graphs) if config.overlap is None else config.overlap
+
+
+def _result(step: Ended, output: StepOutput, member: Scheduled, i: int) -> RankResult:
+    return RankResult(
+        scores=output.scores[i],
+        reused_tokens=member.plan.num_resident,
+        computed_tokens=member.num_tokens,
+        row_hits=int(output.row_hits[i]),
+        row_misses=int(output.row_misses[i]),
+        window_start=member.request.window_start,
+        truncated_events=member.request.truncated_events,
+        timing=Timing(
+            queue_ms=(step.batch.started_s - member.waiting.arrived_s) * 1e3,
+            plan_ms=(step.planned_s - step.batch.started_s) * 1e3,
+            compute_ms=(step.ended_s - step.planned_s) * 1e3,
+        ),
+    )

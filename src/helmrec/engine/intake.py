@@ -245,18 +245,28 @@ def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -
         for i in range(ids.size):
             is_outside |= bool(np.uint64(ids[i]) >= limit)  # a negative id is a large one
         if is_outside:
-            return line * ids.size + int(np.argmax((ids < 0) | (ids >= limits[line])))
-        ids += offsets[line]
+            return line * ids.size + _first_outside(ids, limits[line])
+        for i in range(ids.size):
+            ids[i] += offsets[line]
     return block.size
+
+
+@numba.njit(cache=True)
+def _first_outside(ids: IntArray, limit: int) -> int:
+    """Index of the first id outside [0, limit), or how many there are."""
+    for i in range(ids.size):
+        if ids[i] < 0 or ids[i] >= limit:
+            return i
+    return ids.size
 
 
 @numba.njit(cache=True)
 def _first_step_back(values: IntArray) -> int:
     """Index of the first value smaller than the one before it, or how many there are."""
-    steps_back = False
     for i in range(1, values.size):
-        steps_back |= bool(values[i] < values[i - 1])
-    return 1 + int(np.argmax(values[1:] < values[:-1])) if steps_back else values.size
+        if values[i] < values[i - 1]:
+            return i
+    return values.size
 
 
 def _check_forward(timestamps: IntArray) -> None:

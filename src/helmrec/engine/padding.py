@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.engine.assemble import Assembly
+from helmrec.engine.assemble import Assembly, copy, fill
 from helmrec.types import IntArray
 
 
@@ -69,22 +69,22 @@ def pad_tokens(target: StepArrays, step: StepArrays, context_at: IntArray) -> No
     _pad(target.actions, step.actions, 0)
     _pad(target.positions, step.positions, 0)
     _pad(target.gaps, step.gaps, 0)
-    target.context_at[:] = nowhere
+    fill(target.context_at, nowhere)
     for i in range(context_at.size):
         target.context_at[context_at[i]] = step.context_at[i]
     _pad(target.write_slots, step.write_slots, -1)
     _pad(target.cu_tokens, step.cu_tokens, step.cu_tokens[-1])
     _pad(target.num_resident, step.num_resident, 0)
     _pad(target.num_new, step.num_new, 0)
-    for i in range(step.page_table.shape[0]):
-        _pad(target.page_table[i], step.page_table[i], 0)
-    target.page_table[step.page_table.shape[0] :] = 0
+    num_sequences = step.page_table.shape[0]
+    for i in range(target.page_table.shape[0]):
+        _pad(target.page_table[i], step.page_table[i] if i < num_sequences else step.cu_tokens[:0], 0)
 
 
 @numba.njit(cache=True)
 def _pad(target: NDArray[np.integer], values: NDArray[np.integer], filler: int) -> None:
-    target[: values.size] = values
-    target[values.size :] = filler
+    copy(target, values)
+    fill(target[values.size :], filler)
 
 
 class RowLayout(NamedTuple):
@@ -104,7 +104,7 @@ def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: R
         of_feature = values[feature * num_events : (feature + 1) * num_events]
         _pad(target[feature * size : (feature + 1) * size], of_feature, filler)
     of_context = target[layout.num_features * size :]
-    of_context[:] = filler
+    fill(of_context, filler)
     for i in range(layout.context_at.size):
         of_context[layout.context_at[i]] = values[layout.num_features * num_events + i]
 

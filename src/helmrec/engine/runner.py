@@ -1,7 +1,7 @@
-"""Run one batch: find its rows, run the model over the arena's pages, return scores.
+"""Run one batch: lay it out, bring its pages, start the model over the arena's pages, return scores.
 
-With `dense.py` and `graphs.py` the only part of the engine that touches tensors. It decides nothing: pages were
-planned, rows are admitted by the cache's own rules.
+With the row stage, `dense.py` and `graphs.py` the only part of the engine that touches tensors. It decides nothing:
+pages were planned, rows are admitted by the cache's own rules.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from helmrec.engine.assemble import assemble
-from helmrec.engine.dense import Dense, EagerDense, Memory, StepRows
+from helmrec.engine.assemble import Assembly, assemble
+from helmrec.engine.dense import Dense, EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared
+from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
 from helmrec.memory.arena import Arena
-from helmrec.memory.embedding_cache import ABSENT, Admission
 from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.host_tier import RowMaster
@@ -28,12 +27,12 @@ from helmrec.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Missed:
-    """Rows that were read from the host, and where the step left them on the device."""
+class Running:
+    """A step on its way."""
 
-    rows: IntArray
-    gathered: Tensor
-    positions: IntArray  # of each row in `gathered`
+    step: Assembly
+    launched: Launched
+    row_epoch: int  # the row values it is computed from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +42,9 @@ class StepOutput:
     scores: list[NDArray[np.float32]]
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
-    missed: Missed
     missed_bytes: int  # that crossed the bus for it
+    device_s: float  # how long it computed
+    running: Running
 
 
 class Runner:
@@ -56,29 +56,31 @@ class Runner:
         self._arena = arena
         self._master = master
         self._pool = pool
-        self._latest: Missed | None = None  # of the latest step, while its rows are where it left them
         self._host = HostPages(pool.expander, arena.pages)
 
-    def run(self, batch: Batch) -> StepOutput:
-        """Score a planned batch; K/V of new tokens land in the planned pages."""
-        self._latest = None
-        self._prepare_pages([member.plan for member in batch.members])
+    def launch(self, batch: Batch) -> Running:
+        """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
-        all_rows = step.rows
-        rows = StepRows.find(all_rows, self._pool.rows.lookup(all_rows))
-        scored = self._dense.score(step, rows)
-        scores = _split(scored.logits.cpu(), step.num_candidates)
-        row_misses = step.count_by_request(rows.absent)
-        row_hits = step.num_rows - row_misses
-        self._latest = Missed(rows.missed, scored.rows, scored.absent_at)
-        missed_bytes = rows.absent.size * self._pool.geometry.row_stride
-        self._pool.bytes_by_cause["row-miss"] += missed_bytes
-        return StepOutput(scores, row_hits, row_misses, self._latest, missed_bytes)
+        with torch.cuda.stream(self._dense.stream):
+            self._prepare_pages([member.plan for member in batch.members])
+            return Running(step, self._dense.launch(step), self._pool.row_epochs.current)
+
+    def finish(self, running: Running) -> StepOutput:
+        """Wait for a step. Steps are finished in the order they were launched."""
+        step, scored = running.step, running.launched.wait()
+        return StepOutput(
+            scores=np.split(scored.logits, np.cumsum(step.num_candidates[:-1])),
+            row_hits=step.num_rows - scored.row_misses,
+            row_misses=scored.row_misses,
+            missed_bytes=int(scored.row_misses.sum()) * self._pool.geometry.row_stride,
+            device_s=scored.device_s,
+            running=running,
+        )
 
     def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
         """Bring back pages from the host and make copies, in the order the plans were made."""
-        self._host.wait_for_saves()
+        self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
         for plan in plans:
             if plan.loads:
                 self._host.load(plan.loads)
@@ -95,29 +97,23 @@ class Runner:
         """Copy sealed pages to the host; off the request path."""
         self._host.save(saves)
 
-    def refill(self, refill: Admission) -> None:
+    def admit(self, running: Running) -> None:
+        """Let missed rows into the cache, off the request path; not if their values have changed since."""
+        if running.row_epoch == self._pool.row_epochs.current:
+            running.launched.admit()
+
+    def refill(self, budget_bytes: int) -> None:
         """Read rows ahead of demand into empty slots; off the request path."""
-        try:
-            self._arena.write_rows(refill.slots, self._master.gather(refill.rows))
-        except BaseException:
-            self._pool.rows.withdraw(refill)
-            raise
-        self._pool.rows.publish(refill, is_cold=True)
+        if budget_bytes > 0:
+            self._host.finish_saves_before(self._dense.rows.stream)
+            self._dense.rows.refill(budget_bytes)
 
-    def admit(self, missed: Missed) -> None:
-        """Give missed rows that earn it a slot; off the request path, and without a second trip over the bus.
-
-        Does nothing once another step has run: it may have read its own rows into the same place.
-        """
-        if missed is not self._latest or not missed.rows.size:
-            return
-        admission = self._pool.rows.admit(missed.rows, missed.positions)
-        try:
-            self._arena.keep_rows(admission.slots, missed.gathered, admission.positions)
-        except BaseException:
-            self._pool.rows.withdraw(admission)
-            raise
-        self._pool.rows.publish(admission)
+    def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
+        """Master and resident copy together; no step may be running."""
+        if self._arena.rows.is_cuda:
+            torch.cuda.synchronize()  # a refill may still read the master
+        self._master.update(rows, values)
+        self._dense.rows.write(rows, values)
 
     def score_without_caches(self, request: Prepared) -> NDArray[np.float32]:
         """The plain answer: rows from the master, all history computed, in private pages."""
@@ -130,10 +126,5 @@ class Runner:
         k_pages, v_pages = (
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
-        dense = EagerDense(model, Memory(k_pages, v_pages, self._arena.rows, self._master))
-        absent = StepRows.find(step.rows, np.full(step.rows.size, ABSENT, np.int32))
-        return _split(dense.score(step, absent).logits.cpu(), step.num_candidates)[0]
-
-
-def _split(scores: Tensor, counts: list[int]) -> list[NDArray[np.float32]]:
-    return np.split(scores.numpy(), np.cumsum(counts[:-1]))
+        plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
+        return plain.launch(step).wait().logits

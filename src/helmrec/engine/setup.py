@@ -7,12 +7,16 @@ import torch
 from helmrec.config import EngineConfig
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, Limits
+from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.errors import ConfigError
 from helmrec.kernels import layer_for
+from helmrec.kernels.row_kernels import row_kernels
 from helmrec.memory.arena import Arena
+from helmrec.memory.device_rows import DeviceRows, RowPolicy
+from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.host_tier import RowMaster
-from helmrec.memory.pool import Demand, Pool
+from helmrec.memory.pool import Demand, Pool, make_host_rows
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
@@ -33,20 +37,51 @@ class Parts(NamedTuple):
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
     """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses and updates the tables themselves."""
     _check_device(config)
-    shape, on_card = model.config, config.device == "cuda"
+    shape = model.config
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, layer_for(_kernels(config)))
-    master = RowMaster.locked(model.tables, progress) if on_card else RowMaster(model.tables)
+    master = _master(model, config, progress)
     geometry = _geometry(shape, config)
     arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
-    pool = Pool(config, geometry, Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens), arena)
-    memory = Memory(arena.k_pages, arena.v_pages, arena.rows, master)
-    if on_card and config.cuda_graphs and _kernels(config) == "triton":
-        dense: Dense = GraphedDense(hstu, memory, _limits(shape, geometry, config))
-    else:
-        dense = EagerDense(hstu, memory)
+    rows = _make_rows(shape, config, geometry, arena)
+    demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
+    pool = Pool(config, geometry, demand, arena, rows)
+    dense = _make_dense(hstu, Memory(arena.k_pages, arena.v_pages), _row_stage(rows, arena, master, config), config)
     dense.warm_up(progress)
     return Parts(hstu, master, arena, pool, dense)
+
+
+def _make_dense(hstu: HstuModel, memory: Memory, rows: RowStage, config: EngineConfig) -> Dense:
+    if config.device == "cuda" and config.cuda_graphs and isinstance(rows, DeviceRowStage):
+        return GraphedDense(hstu, memory, rows, _limits(hstu.config, memory.k_pages.shape[2], config))
+    return EagerDense(hstu, memory, rows)
+
+
+def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> RowMaster:
+    if config.device == "cuda":
+        return RowMaster.locked(model.tables, progress)
+    return RowMaster.copied(model.tables, progress) if _row_index(config) == "device" else RowMaster(model.tables)
+
+
+def _make_rows(
+    shape: ModelConfig, config: EngineConfig, geometry: PageGeometry, arena: Arena
+) -> EmbeddingCache | DeviceRows:
+    if _row_index(config) == "host":
+        return make_host_rows(config, geometry, shape.num_rows)
+    policy = RowPolicy(is_lru=config.row_order == "lru", is_filtered=config.row_admission == "second-touch")
+    return DeviceRows(shape.num_rows, arena.rows, geometry.rows_per_page, policy, row_kernels(_kernels(config)))
+
+
+def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: RowMaster, config: EngineConfig) -> RowStage:
+    if isinstance(rows, EmbeddingCache):
+        return HostRowStage(rows, arena, master)
+    return DeviceRowStage(rows, arena, master, row_kernels(_kernels(config)))
+
+
+def _row_index(config: EngineConfig) -> str:
+    """Graphs and compiled kernels need the index beside them."""
+    on_card = config.device == "cuda" and _kernels(config) == "triton"
+    return config.row_index if config.row_index != "auto" else "device" if on_card else "host"
 
 
 def _check_device(config: EngineConfig) -> None:
@@ -54,20 +89,22 @@ def _check_device(config: EngineConfig) -> None:
         raise ConfigError("device: no CUDA device is available, got 'cuda'")
     if config.device == "cpu" and config.kernels == "triton":
         raise ConfigError("kernels: triton needs device 'cuda', got 'triton' with device 'cpu'")
+    if config.device == "cuda" and config.kernels == "torch" and config.row_index == "device":
+        raise ConfigError("row_index: on 'cuda', 'device' needs compiled kernels, got kernels 'torch'")
 
 
 def _kernels(config: EngineConfig) -> str:
     return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
 
 
-def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> Limits:
+def _limits(shape: ModelConfig, page_tokens: int, config: EngineConfig) -> Limits:
     """A lone request may exceed the token budget of a batch, so each limit also holds for one."""
     most_candidates = min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
     return Limits(
         num_events=max(config.max_batch_tokens, shape.max_request_tokens),
         num_sequences=config.max_batch_requests,
         num_candidates=max(shape.max_candidates, most_candidates),
-        num_pages=geometry.pages_for(shape.max_prefix_tokens),
+        num_pages=-(-shape.max_prefix_tokens // page_tokens),
     )
 
 

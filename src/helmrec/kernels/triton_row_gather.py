@@ -29,8 +29,7 @@ class Launch:
 
 
 ALONE = Launch(None, 16 << 10, 8)
-IN_ORDER = Launch(32, 64 << 10, 8)  # with 64 programs and more, order was seen to gain less
-BESIDE_COMPUTE = Launch(4, 64 << 10, 8)
+BESIDE_COMPUTE = Launch(8, 64 << 10, 8)
 _VECTOR = 16  # bytes of the widest load
 _WARPS_PER_MULTIPROCESSOR = 64
 _WORDS = (torch.int32, torch.int16, torch.uint8)
@@ -40,10 +39,13 @@ _WORDS = (torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit
-def _gather_kernel(arena, master, sources, places, out, num_entries, ARENA_STRIDE: tl.constexpr,
+def _gather_kernel(arena, master, sources, places, count, out, num_entries, ARENA_STRIDE: tl.constexpr,
                    MASTER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-                   ROWS: tl.constexpr, ALIGN: tl.constexpr, SKIPPED: tl.constexpr, HAS_PLACES: tl.constexpr):
+                   ROWS: tl.constexpr, ALIGN: tl.constexpr, SKIPPED: tl.constexpr, HAS_PLACES: tl.constexpr,
+                   HAS_COUNT: tl.constexpr):
     """Strides are constants so that the compiler sees their alignment and moves 16 bytes at a time."""
+    if HAS_COUNT:
+        num_entries = tl.minimum(num_entries, tl.load(count))
     columns = tl.arange(0, PADDED)
     step = tl.num_programs(0) * ROWS
     entries = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -66,35 +68,24 @@ def _gather_kernel(arena, master, sources, places, out, num_entries, ARENA_STRID
 # fmt: on
 
 
-def gather_in_order(
-    arena_rows: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch = IN_ORDER
-) -> None:
-    """As `gather_rows`, but neighbours are read one after the other.
-
-    Of 128k rows of 1 KiB spread over 16 GiB, 50 GB/s then cross the bus instead of 30, the sort included; below some
-    ten thousand rows the sort costs more than it gains, and with rows of 4 KiB it gains nothing.
-    """
-    ordered, places = sources.sort()
-    gather_rows(arena_rows, master, ordered, out, launch, places)
-
-
 def gather_rows(
     arena_rows: Tensor,
     master: Tensor,
     sources: Tensor,
     out: Tensor,
-    launch: Launch = ALONE,
     places: Tensor | None = None,
+    count: Tensor | None = None,
+    launch: Launch = ALONE,
 ) -> None:
     """out[i] = arena_rows[s] if s >= 0 else master[~s], where s = sources[i] is not SKIP.
 
-    Shapes as the twin's; with `places`, (entries,) int64, out[places[i]] takes the place of out[i]. master's memory
-    must be registered with the driver for as long as this runs. The host is never waited for, and every address is
-    fixed by the arguments, so that a graph may capture it. Rows move 16 bytes at a time where their size is a
-    multiple of 16, and as far as their size allows elsewhere.
+    Shapes, `places` and `count` as the twin's. master's memory must be registered with the driver for as long as this
+    runs. The host is never waited for, and every address is fixed by the arguments, so that a graph may capture it.
+    Rows move 16 bytes at a time where their size is a multiple of 16, and as far as their size allows elsewhere. Of
+    128k rows of 1 KiB spread over 16 GiB, 50 GB/s cross the bus if they come in order of address, 30 if not.
     """
     arena_rows, master, out = _as_words(arena_rows, master, out)
-    num_entries, width = out.shape
+    num_entries, width = sources.numel(), out.shape[1]
     if not num_entries:
         return
     padded = triton.next_power_of_2(width)
@@ -105,6 +96,7 @@ def gather_rows(
         master,
         sources,
         sources if places is None else places,
+        sources if count is None else count,
         out,
         num_entries,
         ARENA_STRIDE=arena_rows.stride(0),
@@ -116,6 +108,7 @@ def gather_rows(
         ALIGN=math.gcd(_VECTOR, *(part for t in (arena_rows, master) for part in (t.data_ptr(), _row_stride(t)))),
         SKIPPED=SKIP,
         HAS_PLACES=places is not None,
+        HAS_COUNT=count is not None,
         num_warps=launch.num_warps,
     )
 

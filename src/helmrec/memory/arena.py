@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.errors import ConfigError
-from helmrec.memory.embedding_cache import Slots
+from helmrec.memory.row_cache import Slots
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
 
@@ -33,6 +33,11 @@ class Arena:
         self.rows = self._buffer.view(row_dtype).as_strided(  # (slots, row_dim)
             (num_pages * geometry.rows_per_page, geometry.row_dim), (geometry.row_stride // geometry.row_itemsize, 1)
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one slot, padding included."""
+        return self._geometry.row_stride
 
     def _kv_view(self, num_pages: int, dtype: torch.dtype, dim: int, offset: int) -> Tensor:
         """(layers, pages, page_tokens, heads, dim)"""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from helmrec.memory.eviction import EvictionOrder
 from helmrec.memory.ghost import GhostRows
 from helmrec.memory.row_admission import RowAdmission
+from helmrec.memory.row_cache import RowMover, Slots
 
 ABSENT = -1  # value of the residency index for a row that is not in the pool
 Rows = NDArray[np.int64]
-Slots = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class EmbeddingCache:
         self.misses = 0
         self.evictions = 0
         self.refills = 0
+        self.moves = 0
 
     @property
     def num_rows(self) -> int:
@@ -145,6 +146,13 @@ class EmbeddingCache:
         self._num_owned += len(pages)
         self._push_free(self._slots_of(np.asarray(pages, np.int32)))
 
+    def give_up_pages(self, num: int, mover: RowMover) -> list[int]:
+        """Let go of `num` pages, their surviving rows moved elsewhere."""
+        shrink = self.remove_pages(num)
+        mover.copy_rows(shrink.source, shrink.target)
+        self.finish_shrink(shrink)
+        return shrink.pages
+
     def remove_pages(self, num: int) -> Shrink:
         """Give up `num` pages and the globally coldest rows; survivors of those pages move elsewhere.
 
@@ -174,6 +182,7 @@ class EmbeddingCache:
         np.add.at(self._used, shrink.target // self._rows_per_page, 1)
         self._used[shrink.pages] = 0
         self._order.relocate(shrink.source, shrink.target)
+        self.moves += shrink.source.size
 
     def _evict(self, num: int) -> None:
         if num <= 0:

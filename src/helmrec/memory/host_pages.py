@@ -16,8 +16,8 @@ _TIMED_PAGES = 8
 class HostPages:
     """The expander's slots as host memory beside an arena, locked where the arena is on a card.
 
-    On a card, saves run on a stream of their own and return at once; the next step waits for them on the card,
-    not on the host (`wait_for_saves`), since it may overwrite the pages.
+    On a card, saves run on a stream of their own and return at once; whoever may overwrite the pages waits for them
+    on the card, not on the host (`finish_saves_before`).
     """
 
     def __init__(self, expander: Expander, arena_pages: Tensor) -> None:
@@ -46,10 +46,11 @@ class HostPages:
             with torch.cuda.stream(self._stream):
                 self._copy_out(saves)
 
-    def wait_for_saves(self) -> None:
-        """Let the caller's stream wait; an engine without a host tier pays nothing for it."""
+    def finish_saves_before(self, *streams: torch.cuda.Stream | None) -> None:
+        """What these streams do from now on comes after all saves so far."""
         if self._stream is not None and self._has_saved:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            for stream in streams:
+                (stream or torch.cuda.current_stream()).wait_stream(self._stream)
 
     def load(self, loads: Sequence[PageLoad]) -> None:
         """In the order of the caller's stream, so that what follows sees the pages."""

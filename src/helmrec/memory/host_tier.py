@@ -83,6 +83,14 @@ class RowMaster:
     @classmethod
     def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
         """Over a copy of the tables that a card can read until `close`."""
+        master = cls.copied(tables, progress)
+        assert master._buffer is not None
+        master._buffer.lock()
+        return master
+
+    @classmethod
+    def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
+        """Over a copy of the tables in one buffer."""
         sizes, first = [table.shape[0] for table in tables.values()], next(iter(tables.values()))
         if sum(sizes) > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {sum(sizes)}")
@@ -91,13 +99,12 @@ class RowMaster:
         rows = buffer.rows(first.shape[1], stride, first.dtype)
         copies = dict(zip(tables, rows.split(sizes), strict=True))
         _copy(tables, copies, progress)
-        buffer.lock()
         return cls(copies, buffer)
 
     @property
     def rows(self) -> Tensor:  # (rows, row_dim) on the host
-        """All rows of a locked master in one strided view, as kernels read them."""
-        assert self._buffer is not None, "only a locked master is one buffer"
+        """All rows of a copied master in one strided view, as kernels read them."""
+        assert self._buffer is not None, "only a copied master is one buffer"
         return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
 
     @property

@@ -6,13 +6,12 @@ the same pool as the engine.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
-from helmrec.memory.embedding_cache import Admission, EmbeddingCache, Slots
+from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.eviction import make_order
 from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.geometry import PageGeometry
@@ -21,13 +20,8 @@ from helmrec.memory.kv_admission import make_kv_admission
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.ledger import Owner, PageLedger
 from helmrec.memory.row_admission import make_row_admission
+from helmrec.memory.row_cache import RowCache, RowMover
 from helmrec.memory.stats import PoolStats
-
-
-class RowMover(Protocol):
-    """Moves row data inside the pool."""
-
-    def copy_rows(self, source: Slots, target: Slots) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,15 @@ class Demand:
 class Pool:
     """Pages shared by embedding rows and KV prefixes."""
 
-    def __init__(self, config: EngineConfig, geometry: PageGeometry, demand: Demand, mover: RowMover) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: PageGeometry,
+        demand: Demand,
+        mover: RowMover,
+        rows: RowCache | None = None,
+    ) -> None:
+        """`rows` is an embedding cache without pages; by default one on the host."""
         num_pages = config.pool_bytes // geometry.page_bytes
         self._request_pages = geometry.pages_for(demand.request_tokens)
         if num_pages < self._request_pages + 1:
@@ -60,18 +62,11 @@ class Pool:
         self.bytes_by_cause: Counter[str] = Counter()
         self._mover = mover
         self._batch_pages = geometry.pages_for(demand.batch_tokens)
-        self.rows = self._make_rows(config, demand)
+        self.rows = rows or make_host_rows(config, geometry, demand.num_rows)
         self.expander = Expander(config.host_kv_bytes // geometry.page_bytes, config.kv_reload)
         self.kv = self._make_kv(config)
         self.aim(config.alpha)
         self.rows.add_pages(self.ledger.allocate(Owner.EMB, self._target_pages))
-
-    def _make_rows(self, config: EngineConfig, demand: Demand) -> EmbeddingCache:
-        per_page = self.geometry.rows_per_page
-        num_slots = self.ledger.num_pages * per_page
-        order = make_order(config.row_order, num_slots)
-        admission = make_row_admission(config.row_admission, num_slots)
-        return EmbeddingCache(demand.num_rows, self.ledger.num_pages, per_page, order, admission)
 
     def _make_kv(self, config: EngineConfig) -> KVCache:
         limits = KVLimits(
@@ -81,6 +76,12 @@ class Pool:
         )
         admission = make_kv_admission(config.kv_admission)
         return KVCache(limits, self.ledger, self.row_epochs, admission, self.expander)
+
+    @property
+    def host_rows(self) -> EmbeddingCache:
+        """The embedding cache of a pool whose index is on the host."""
+        assert isinstance(self.rows, EmbeddingCache)
+        return self.rows
 
     @property
     def alpha(self) -> float:
@@ -113,12 +114,6 @@ class Pool:
                 f"and one request needs {self._request_pages}"
             )
         return pages
-
-    def next_refill(self, budget_bytes: int) -> Admission:
-        """Hottest absent rows for empty slots, at most `budget_bytes`; what a boundary that grew takes back."""
-        refill = self.rows.refill(max(0, budget_bytes) // self.geometry.row_stride)
-        self.bytes_by_cause["row-refill"] += refill.rows.size * self.geometry.row_stride
-        return refill
 
     def next_saves(self, budget_bytes: int) -> list[PageSave]:
         """Sealed KV pages to copy to the host now, at most `budget_bytes` (at least a page)."""
@@ -155,11 +150,13 @@ class Pool:
         self.bytes_by_cause["boundary-grow"] += len(pages) * self.geometry.page_bytes
 
     def _shrink(self, num: int, epoch: int) -> None:
-        shrink = self.rows.remove_pages(num)
-        self._mover.copy_rows(shrink.source, shrink.target)
-        self.rows.finish_shrink(shrink)
-        self.ledger.drain(shrink.pages, epoch)
-        self.bytes_by_cause["boundary-compact"] += shrink.source.size * self.geometry.row_stride
+        self.ledger.drain(self.rows.give_up_pages(num, self._mover), epoch)
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes by what made them move, over the bus or inside the pool."""
+        rows, stride = self.rows, self.geometry.row_stride
+        by_rows = {"row-miss": rows.misses, "row-refill": rows.refills, "boundary-compact": rows.moves}
+        return {**{cause: num * stride for cause, num in by_rows.items()}, **self.bytes_by_cause}
 
     def stats(self) -> PoolStats:
         count = self.ledger.count
@@ -191,7 +188,7 @@ class Pool:
             host_saved_pages=self.expander.saved_pages,
             host_reloaded_pages=self.expander.reloaded_pages,
             host_evicted_pages=self.expander.evicted_pages,
-            bytes_by_cause=dict(self.bytes_by_cause),
+            bytes_by_cause=self.bytes_moved(),
         )
 
     def check(self) -> None:
@@ -201,3 +198,12 @@ class Pool:
         self.expander.check()
         owned = self.ledger.count(Owner.EMB) * self.geometry.rows_per_page
         assert self.rows.capacity == owned, "the embedding cache and the ledger disagree"
+
+
+def make_host_rows(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EmbeddingCache:
+    """An embedding cache with its index on the host, sized for the whole pool and without pages."""
+    num_pages = config.pool_bytes // geometry.page_bytes
+    num_slots = num_pages * geometry.rows_per_page
+    order = make_order(config.row_order, num_slots)
+    admission = make_row_admission(config.row_admission, num_slots)
+    return EmbeddingCache(num_rows, num_pages, geometry.rows_per_page, order, admission)

@@ -1,0 +1,81 @@
+"""Steps on their way: launched one after the other, finished in the same order, at most two at once.
+
+While one computes, the rows of the next are read. Where steps do not overlap, each is finished as it is launched.
+"""
+
+from dataclasses import dataclass
+
+from helmrec.clock import Clock
+from helmrec.engine.runner import Runner, Running, StepOutput
+from helmrec.engine.scheduler import Batch, Scheduler
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """How a step ended."""
+
+    batch: Batch
+    outcome: StepOutput | BaseException
+    planned_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    batch: Batch
+    running: Running
+    planned_s: float
+
+
+class Pipeline:
+    """Runs batches and settles their pages. One caller at a time."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Clock, *, overlaps: bool) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._clock = clock
+        self._overlaps = overlaps
+        self._in_flight: _Launched | None = None
+        self.num_launched = 0
+        self.num_ended = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._in_flight is None
+
+    def push(self, batch: Batch | None) -> list[Ended]:
+        """Launch a batch, if there is one; returns what has ended since, in order."""
+        before, self._in_flight = self._in_flight, None
+        planned_s = self._clock.now()
+        failed: list[Ended] = []
+        if batch is not None:
+            try:
+                self._in_flight = _Launched(batch, self._runner.launch(batch), planned_s)
+                self.num_launched += 1
+            except BaseException as error:  # the engine tells the clients, and goes down if it must
+                failed = [self._fail(batch, planned_s, error)]
+        ended = [] if before is None else self._finish(before)
+        return [*ended, *failed, *([] if self._overlaps else self.flush())]
+
+    def flush(self) -> list[Ended]:
+        """Finish everything that is on its way."""
+        before, self._in_flight = self._in_flight, None
+        return [] if before is None else self._finish(before)
+
+    def _finish(self, launched: _Launched) -> list[Ended]:
+        batch = launched.batch
+        try:
+            output = self._runner.finish(launched.running)
+        except BaseException as error:  # as above; what was launched on top of it fails with it
+            after, self._in_flight = self._in_flight, None
+            followers = [] if after is None else [after]
+            return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
+        finally:
+            self.num_ended += 1
+        ended_s = self._clock.now()
+        self._scheduler.commit(batch, ended_s)
+        return [Ended(batch, output, launched.planned_s, ended_s)]
+
+    def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
+        self._scheduler.abort(batch)
+        return Ended(batch, error, planned_s, self._clock.now())

@@ -1,0 +1,172 @@
+"""The embedding stage as CUDA graphs, on a stream of its own: it reads the rows of one step while another computes.
+
+A step is padded to one of a few sizes. Rows that are resident are read by all of the card for a moment; those that
+are not, by few programs with long loops, which keep the bus busy and leave the card to the compute beside them.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from helmrec.engine.assemble import Assembly
+from helmrec.engine.capture import GraphMaker
+from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
+from helmrec.engine.row_stage import DeviceRowStage
+from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
+from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
+from helmrec.types import IntArray
+
+_ORDER_FROM = 16_384  # misses of a step from which sorting pays: with 1 KiB rows it did at 16k, not at 8k
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """How many rows a step may read, and for whom."""
+
+    num_features: int
+    num_tables: int  # of context: each has a row per sequence
+    num_sequences: int
+    largest: int  # events of the largest size
+
+    @property
+    def num_context(self) -> int:
+        return self.num_tables * self.num_sequences
+
+    def num_rows(self, size: int) -> int:
+        return self.num_features * size + self.num_context
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    staging: Staging
+    as_they_come: torch.cuda.CUDAGraph
+    in_order: torch.cuda.CUDAGraph
+    admit: torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphReading:
+    """Rows on their way into `RowGraphs.values`."""
+
+    graphs: "RowGraphs"
+    step: Assembly
+    gathered: torch.cuda.Event
+    found: NDArray[np.int64]  # (sequences + tally,) arrives before `gathered`
+
+    def count_misses(self) -> IntArray:  # (requests,)
+        misses = self.found[: len(self.step.num_rows)].copy()
+        self.graphs.observe(self.step.rows.size, int(misses.sum()), self.found[-len(Tally) :].copy())
+        return misses
+
+
+class RowGraphs:
+    """Find, gather and admit, by number of events. Steps are read in the order they are launched."""
+
+    def __init__(self, stage: DeviceRowStage, shape: RowShape) -> None:
+        self._stage = stage
+        self._cache, arena_rows = stage.cache, stage.arena_rows
+        self._shape = shape
+        device, most = arena_rows.device, shape.num_rows(shape.largest)
+        self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # what the latest step read
+        self._sources = torch.full((most,), SKIP, dtype=torch.int32, device=device)
+        self._missed = Missed.allocate(most, device)
+        self._found = torch.zeros(shape.num_sequences + len(Tally), dtype=torch.int64, device=device)
+        self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=True)
+        self._blocks = Blocks.allocate(block_bytes(self._fields(shape.largest)), device)
+        self._maker = GraphMaker()
+        self._captured: dict[int, _Captured] = {}
+        self._sent = torch.cuda.Event()
+        self._turn = 0
+        self._miss_rate = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        return 3 * len(self._captured)
+
+    @property
+    def buffer_bytes(self) -> int:
+        missed = self._missed
+        buffers = (self.values, self._sources, missed.sources, missed.places, self._blocks.device)
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def values_of(self, size: int) -> Tensor:
+        """(features * size + context, row_dim): where a step of this size finds its rows."""
+        return self.values[: self._shape.num_rows(size)]
+
+    def read(self, step: Assembly, size: int, context_at: IntArray, after: torch.cuda.Event) -> GraphReading:
+        """Start reading the rows of a step into `values`, which may be overwritten `after` that event."""
+        captured, stream = self._captured[size], self._cache.stream
+        assert stream is not None
+        self._sent.synchronize()  # the step before has left the block that this one fills
+        host, shape = captured.staging.host, self._shape
+        pad_rows(host["rows"], step.rows, RowLayout(shape.num_features, step.event_at.size, size, context_at), ABSENT)
+        host["control"][:] = self._cache.next_control(step.rows.size)
+        host["cu_events"][: len(step.cu_events)] = step.cu_events
+        host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
+        gather = captured.in_order if self._miss_rate * step.rows.size >= _ORDER_FROM else captured.as_they_come
+        self._turn ^= 1
+        found, gathered = self._found_host[self._turn], torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            captured.staging.send()
+            self._sent.record()
+            stream.wait_event(after)
+            gather.replay()
+            found.copy_(self._found, non_blocking=True)
+            gathered.record()
+            captured.admit.replay()
+        return GraphReading(self, step, gathered, found.numpy())
+
+    def observe(self, num_rows: int, num_missed: int, tally: NDArray[np.int64]) -> None:
+        self._miss_rate = num_missed / max(1, num_rows)
+        self._cache.observe(num_rows - num_missed, num_missed, tally)
+
+    # Capture.
+
+    def capture(self, size: int) -> None:
+        staging = Staging(self._fields(size), self._blocks)
+        pad_rows(
+            staging.host["rows"], np.empty(0, np.int64), RowLayout(self._shape.num_features, 0, size, NOWHERE), ABSENT
+        )
+        staging.host["control"][:] = 0
+        staging.host["cu_events"][:] = 0
+        staging.send()
+        as_they_come, in_order = (
+            self._maker.capture(partial(self._gather, staging, size, is_ordered=is_ordered))
+            for is_ordered in (False, True)
+        )
+        admit = self._maker.capture(partial(self._cache.admit, self._missed_of(size), self.values_of(size)))
+        self._captured[size] = _Captured(staging, as_they_come, in_order, admit)
+
+    def _fields(self, size: int) -> list[Field]:
+        return [
+            Field("rows", (self._shape.num_rows(size),), torch.int32),
+            Field("control", (len(Control),), torch.float64),
+            Field("cu_events", (self._shape.num_sequences + 1,), torch.int64),
+        ]
+
+    def _missed_of(self, size: int) -> Missed:
+        num = self._shape.num_rows(size)
+        return Missed(self._missed.sources[:num], self._missed.places[:num], self._missed.count)
+
+    def _gather(self, staging: Staging, size: int, *, is_ordered: bool) -> None:
+        device, missed, values = staging.device, self._missed_of(size), self.values_of(size)
+        sources = self._sources[: self._shape.num_rows(size)]
+        self._cache.table.control.copy_(device["control"])
+        self._cache.find(device["rows"], sources, missed)
+        self._stage.gather(sources, missed.in_order() if is_ordered else missed, values)
+        self._count(device["rows"], sources, device["cu_events"])
+
+    def _count(self, rows: Tensor, sources: Tensor, cu_events: Tensor) -> None:
+        """Misses of each sequence, and the tally as it is."""
+        shape = self._shape
+        missed = ((rows >= 0) & (sources == SKIP)).long()
+        of_events, of_context = missed.split([len(missed) - shape.num_context, shape.num_context])
+        running = torch.nn.functional.pad(of_events.view(shape.num_features, -1).sum(0).cumsum(0), (1, 0))
+        counts = running[cu_events].diff() + of_context.view(shape.num_tables, shape.num_sequences).sum(0)
+        self._found[: shape.num_sequences].copy_(counts)
+        self._found[shape.num_sequences :].copy_(self._cache.table.tally)

@@ -1,0 +1,194 @@
+"""How the rows of a step reach the device: from a cache indexed on the host, or on the device, or past all caches."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helmrec.engine.assemble import Assembly
+from helmrec.kernels.row_kernels import RowKernels
+from helmrec.kernels.row_table import Missed
+from helmrec.memory.arena import Arena
+from helmrec.memory.device_rows import DeviceRows
+from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
+from helmrec.memory.host_tier import RowMaster
+from helmrec.types import IntArray
+
+
+class Reading(Protocol):
+    """The rows of one step, on the device."""
+
+    @property
+    def values(self) -> Tensor:
+        """(rows, row_dim), in the order of `Assembly.rows`"""
+
+    def count_misses(self) -> IntArray:  # (requests,)
+        """How many came from the host for each request; once, when the step has ended."""
+
+    def admit(self) -> None:
+        """Let rows that were missed into the cache, unless the stage has done so; off the request path."""
+
+
+class RowStage(Protocol):
+    """Reads rows for steps, in the order of the steps."""
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where it touches the pool; None: in the caller's."""
+
+    def read(self, step: Assembly) -> Reading: ...
+
+    def refill(self, budget_bytes: int) -> None:
+        """Read rows ahead of demand into empty slots; off the request path."""
+
+    def write(self, rows: IntArray, values: Tensor) -> None:
+        """New values of rows, for those that are resident; no step may be running."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostReading:
+    stage: "HostRowStage"
+    step: Assembly
+    values: Tensor
+    rows: IntArray
+    absent: IntArray  # which of them were
+
+    def count_misses(self) -> IntArray:
+        return self.step.count_by_request(self.absent)
+
+    def admit(self) -> None:
+        self.stage.admit(self.rows[self.absent], self.values, self.absent)
+
+
+class HostRowStage:
+    """The index is on the host, so the host sorts hits from misses. Exact: it knows the coldest row of all."""
+
+    stream = None
+
+    def __init__(self, cache: EmbeddingCache, arena: Arena, master: RowMaster) -> None:
+        self._cache = cache
+        self._arena = arena
+        self._master = master
+
+    def read(self, step: Assembly) -> HostReading:
+        rows = step.rows
+        slots = self._cache.lookup(rows)
+        absent = np.flatnonzero(slots == ABSENT)
+        device = self._arena.rows.device
+        values = self._master.gather(rows[absent]).to(device)
+        if absent.size < rows.size:
+            missed, values = values, self._arena.rows[torch.from_numpy(np.maximum(slots, 0)).to(device)]
+            values[torch.from_numpy(absent).to(device)] = missed
+        return HostReading(self, step, values, rows, absent)
+
+    def admit(self, missed: IntArray, gathered: Tensor, positions: IntArray) -> None:
+        """Copied from what a step read, so that no row crosses the bus twice."""
+        if not missed.size:
+            return
+        admission = self._cache.admit(missed, positions)
+        try:
+            self._arena.keep_rows(admission.slots, gathered, admission.positions)
+        except BaseException:
+            self._cache.withdraw(admission)
+            raise
+        self._cache.publish(admission)
+
+    def refill(self, budget_bytes: int) -> None:
+        refill = self._cache.refill(budget_bytes // self._arena.row_bytes)
+        try:
+            self._arena.write_rows(refill.slots, self._master.gather(refill.rows))
+        except BaseException:
+            self._cache.withdraw(refill)
+            raise
+        self._cache.publish(refill, is_cold=True)
+
+    def write(self, rows: IntArray, values: Tensor) -> None:
+        slots = self._cache.peek(rows)
+        resident = slots != ABSENT
+        self._arena.write_rows(slots[resident], values[torch.from_numpy(resident)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceReading:
+    cache: DeviceRows
+    step: Assembly
+    values: Tensor
+    missed: Missed
+
+    def count_misses(self) -> IntArray:
+        num = int(self.missed.count)
+        self.cache.observe(len(self.values) - num, num, self.cache.table.tally.cpu().numpy().copy())
+        return self.step.count_by_request(np.sort(self.missed.places[:num].cpu().numpy()))
+
+    def admit(self) -> None:
+        """Done: the device admits what it missed right after it read it."""
+
+
+class DeviceRowStage:
+    """The index is on the device, in a stream of its own. Operation by operation; `row_graphs.py` is the fast way."""
+
+    def __init__(self, cache: DeviceRows, arena: Arena, master: RowMaster, kernels: RowKernels) -> None:
+        self.cache = cache
+        self.stream = cache.stream
+        self.arena_rows = arena.rows
+        self._row_bytes = arena.row_bytes
+        self._master = master
+        self._kernels = kernels
+
+    def read(self, step: Assembly) -> DeviceReading:
+        cache, device = self.cache, self.arena_rows.device
+        with torch.cuda.stream(cache.stream):
+            rows = torch.from_numpy(step.rows.astype(np.int32)).to(device)
+            cache.table.control.copy_(torch.from_numpy(cache.next_control(len(rows))))
+            sources, missed = torch.empty_like(rows), Missed.allocate(len(rows), device)
+            cache.find(rows, sources, missed)
+            values = self.arena_rows.new_empty((len(rows), self.arena_rows.shape[1]))
+            self.gather(sources, missed, values)
+            cache.admit(missed, values)
+        if cache.stream is not None:
+            torch.cuda.current_stream().wait_stream(cache.stream)
+            values.record_stream(torch.cuda.current_stream())
+        return DeviceReading(cache, step, values, missed)
+
+    def gather(self, sources: Tensor, missed: Missed, values: Tensor) -> None:
+        """Rows that are resident from the arena, the others from the host."""
+        arena, master = self.arena_rows, self._master.rows
+        self._kernels.gather_rows(arena, master, sources, values)
+        self._kernels.gather_few(arena, master, missed.sources, values, places=missed.places, count=missed.count)
+
+    def refill(self, budget_bytes: int) -> None:
+        self.cache.refill(budget_bytes // self._row_bytes, self._master.rows)
+
+    def write(self, rows: IntArray, values: Tensor) -> None:
+        self.cache.write(rows, values.to(self.arena_rows.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainReading:
+    step: Assembly
+    values: Tensor
+
+    def count_misses(self) -> IntArray:
+        return self.step.num_rows
+
+    def admit(self) -> None:
+        """Nothing is kept."""
+
+
+class PlainRowStage:
+    """Every row from the master."""
+
+    stream = None
+
+    def __init__(self, master: RowMaster, device: torch.device) -> None:
+        self._master = master
+        self._device = device
+
+    def read(self, step: Assembly) -> PlainReading:
+        return PlainReading(step, self._master.gather(step.rows).to(self._device))
+
+    def refill(self, budget_bytes: int) -> None: ...
+
+    def write(self, rows: IntArray, values: Tensor) -> None: ...

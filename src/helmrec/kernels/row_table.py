@@ -1,0 +1,207 @@
+"""Which rows are resident, kept on the device: find, claim and publish in plain torch. Twin: `triton_row_table.py`.
+
+A step finds its rows (`find`), reads them, lets those it missed claim a place (`claim`) and gives the winners the
+coldest slots it was shown (`publish`). Nothing waits for the host. Nothing here knows pages, tables or row data.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helmrec.kernels.row_gather import SKIP
+
+ABSENT = -1  # of `slot_of`: not resident; of `row_of`: empty
+CLAIMED = -2  # of `slot_of`: a place is being found; reads as absent
+EMPTY = -torch.inf  # heat of a slot without a row: the coldest there is
+UNUSABLE = torch.inf  # heat of a victim that is none
+UNUSED = 2**31 - 1  # beyond all that were missed, in order of address too
+
+
+class Control(IntEnum):
+    """Entries of `RowTable.control`, which the host sends with every step."""
+
+    NOW = 0  # heat of a row that is read now
+    GENERATION = 1  # of `seen`, which of the two is being filled
+    IS_FILLING = 2  # slots are empty: any missed row may claim one
+    HAND = 3  # where among the owned slots to look for cold ones
+    CAPACITY = 4  # owned slots
+
+
+class Tally(IntEnum):
+    """Entries of `RowTable.tally`. They only grow, but for the ghosts."""
+
+    ADMITTED = 0
+    EVICTED = 1
+    REFILLED = 2  # of those admitted, without anyone asking
+    MOVED = 3  # from one slot to another
+    GHOSTS = 4  # pushed and not popped: the next goes to this place of the ring
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Device tensors with one writer: whatever is next in their stream."""
+
+    slot_of: Tensor  # (rows + 1,) int32: slot, ABSENT or CLAIMED; the last is nobody's and always CLAIMED
+    row_of: Tensor  # (slots + 1,) int32: row or ABSENT; the last is nobody's
+    heat: Tensor  # (slots + 1,) float32: log2 of decayed touches, or the time of the last one; EMPTY
+    seen: Tensor  # (2, words) int32: bits of rows missed lately, in two generations
+    ghosts: Tensor  # (ring,) int32: rows evicted lately, about the coldest first; ABSENT where none was yet
+    control: Tensor  # (5,) float64
+    tally: Tensor  # (5,) int64
+
+    @classmethod
+    def allocate(cls, num_rows: int, num_slots: int, device: torch.device) -> "RowTable":
+        def full(shape: int | tuple[int, int], value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=dtype, device=device)
+
+        words = 1 << max(10, (num_slots // 4).bit_length())  # at least eight bits a slot in each generation
+        slot_of = full(num_rows + 1, ABSENT, torch.int32)
+        slot_of[-1] = CLAIMED
+        return cls(
+            slot_of=slot_of,
+            row_of=full(num_slots + 1, ABSENT, torch.int32),
+            heat=full(num_slots + 1, EMPTY, torch.float32),
+            seen=full((2, words), 0, torch.int32),
+            ghosts=full(max(1, num_slots), ABSENT, torch.int32),
+            control=full(len(Control), 0, torch.float64),
+            tally=full(len(Tally), 0, torch.int64),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.slot_of, self.row_of, self.heat, self.seen, self.ghosts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Missed:
+    """The entries of a step that must be read from the host, in no order: `count` of them, then UNUSED."""
+
+    sources: Tensor  # (entries,) int32: ~row
+    places: Tensor  # (entries,) int64: which entry of the step
+    count: Tensor  # (1,) int32
+
+    @classmethod
+    def allocate(cls, num_entries: int, device: torch.device) -> "Missed":
+        return cls(
+            torch.full((num_entries,), UNUSED, dtype=torch.int32, device=device),
+            torch.zeros(num_entries, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    def clear(self) -> None:
+        self.sources.fill_(UNUSED)
+        self.count.zero_()
+
+    def in_order(self) -> "Missed":
+        """By address, so that neighbours are read one after the other."""
+        sources, order = self.sources.sort()
+        return Missed(sources, self.places[order], self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claims:
+    """Missed rows that want a slot, in no order; at most as many as there is room for here."""
+
+    rows: Tensor  # (limit,) int32
+    entries: Tensor  # (limit,) int32: where the step read the row; ~entry if only an empty slot will do
+    count: Tensor  # (1,) int32: how many claimed, which may be more than fit; zeroed by the caller
+
+    @classmethod
+    def allocate(cls, limit: int, device: torch.device) -> "Claims":
+        return cls(*(torch.zeros(num, dtype=torch.int32, device=device) for num in (limit, limit, 1)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Victims:
+    """Slots to give away, coldest first."""
+
+    slots: Tensor  # (limit,) int64
+    heat: Tensor  # (limit,) float32; UNUSABLE where there is none
+
+
+def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_lru: bool) -> None:
+    """sources[i], int32, becomes the slot of rows[i], or SKIP if it is absent or padding (row ABSENT).
+
+    The absent ones are added to `missed`, which the caller has cleared. Rows that are resident are hotter for it; a
+    slot read twice by one step counts once.
+    """
+    slots = torch.where(rows >= 0, table.slot_of[rows.long().clamp_min(0)], ABSENT)
+    hit = slots >= 0
+    sources.copy_(torch.where(hit, slots, SKIP))
+    places = ((rows >= 0) & ~hit).nonzero().flatten()
+    missed.sources[: len(places)] = ~rows[places]
+    missed.places[: len(places)] = places
+    missed.count.fill_(len(places))
+    touched, now = slots[hit].long(), table.control[Control.NOW].float()
+    table.heat[touched] = now if is_lru else torch.logaddexp2(table.heat[touched], now)
+
+
+def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
+    """Let rows that were missed claim a slot, each once; with a filter, those missed before, or if slots are empty."""
+    generation, filling = (int(table.control[i]) for i in (Control.GENERATION, Control.IS_FILLING))
+    for source, entry in zip(missed.sources[: int(missed.count)].tolist(), missed.places.tolist(), strict=False):
+        if source == SKIP:
+            continue
+        row = ~source
+        earned = not is_filtered or _is_seen_again(table.seen, generation, row)
+        if not (earned or filling) or table.slot_of[row] != ABSENT:
+            continue
+        place = int(claims.count)
+        claims.count.add_(1)
+        if place < len(claims.rows):
+            table.slot_of[row] = CLAIMED
+            claims.rows[place] = row
+            claims.entries[place] = entry if earned else ~entry
+
+
+def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor) -> None:
+    """Give each claim a victim's slot; copies[i], int32, becomes the entry to copy into victims.slots[i], or SKIP."""
+    copies.fill_(SKIP)
+    for i in range(min(int(claims.count), len(claims.rows))):
+        row, entry, slot = int(claims.rows[i]), int(claims.entries[i]), int(victims.slots[i])
+        heat = float(victims.heat[i])
+        if heat == UNUSABLE or (entry < 0 and heat != EMPTY):
+            table.slot_of[row] = ABSENT
+            continue
+        evicted = int(table.row_of[slot])
+        if evicted != ABSENT:
+            table.slot_of[evicted] = ABSENT
+            table.ghosts[int(table.tally[Tally.GHOSTS]) % len(table.ghosts)] = evicted
+            table.tally[Tally.GHOSTS] += 1
+            table.tally[Tally.EVICTED] += 1
+        table.slot_of[row] = slot
+        table.row_of[slot] = row
+        table.heat[slot] = table.control[Control.NOW].float()
+        table.tally[Tally.ADMITTED] += 1
+        copies[i] = entry if entry >= 0 else ~entry
+
+
+def _is_seen_again(seen: Tensor, generation: int, row: int) -> bool:
+    """Mark the row in this generation; True if it was marked in either."""
+    bits = [(place >> 5, np.uint32(1 << (place & 31))) for place in places_of(row, 32 * seen.shape[1])]
+    words = seen.view(torch.int32).numpy().view(np.uint32)
+    was = [all(words[i, word] & bit for word, bit in bits) for i in range(2)]
+    for word, bit in bits:
+        words[generation, word] |= bit
+    return any(was)
+
+
+def places_of(row: int, num_bits: int) -> tuple[int, int]:
+    """The two bits of a row; `num_bits` is a power of two."""
+    return mixed(row) & (num_bits - 1), mixed(row ^ SECOND) & (num_bits - 1)
+
+
+SECOND = 0x5BD1E995  # makes the second hash another function
+
+
+def mixed(value: int) -> int:
+    """A 32-bit integer, its bits spread over all 32 (two rounds of multiply and shift)."""
+    for shift, factor in ((16, MIX_A), (15, MIX_B)):
+        value = ((value ^ value >> shift) * factor) & 0xFFFFFFFF
+    return value ^ value >> 16
+
+
+MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B

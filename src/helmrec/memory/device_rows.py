@@ -1,0 +1,297 @@
+"""The embedding cache whose index lives on the device: rows are found, admitted and evicted without the host.
+
+What a step does is enqueued in `stream`, and `find` and `admit`, which the caller puts there, may be captured in a
+graph. The host says which pages there are and learns, some steps later, what happened (`observe`). A step evicts the
+coldest of the slots its hand passes over; `EmbeddingCache`, on the host, is the one that knows the coldest of all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_kernels import RowKernels
+from helmrec.kernels.row_table import (
+    ABSENT,
+    CLAIMED,
+    EMPTY,
+    UNUSABLE,
+    Claims,
+    Control,
+    Missed,
+    RowTable,
+    Tally,
+    Victims,
+)
+from helmrec.memory.row_cache import RowMover
+from helmrec.types import IntArray
+
+_MOST_ADMITTED = 65_536  # rows a step may admit
+_WINDOW = 4  # slots looked at for each of them
+_SHRINK_WINDOW = 16  # slots looked at for each that goes with its page
+_HALF_LIFE = 8  # touches of every slot after which a touch counts half
+_REBASE_AT = 2.0**16  # heat beyond this would lose precision
+_BITS_PER_MISS = 8  # fewer, and rows that were never missed look as if they had been
+
+
+@dataclass(frozen=True, slots=True)
+class RowPolicy:
+    """Which rows are coldest, and which earn a slot."""
+
+    is_lru: bool  # else touches are counted, and fade
+    is_filtered: bool  # a row earns its slot when it is missed again
+
+
+def _in_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Enqueue what a method does in the cache's stream."""
+
+    @wraps(method)
+    def run(self: "DeviceRows", *args: Any) -> Any:
+        with torch.cuda.stream(self.stream):
+            return method(self, *args)
+
+    return run
+
+
+class DeviceRows:
+    """Rows of the arena's EMB pages. Slot s lies in page s // rows_per_page."""
+
+    def __init__(
+        self, num_rows: int, arena_rows: Tensor, rows_per_page: int, policy: RowPolicy, kernels: RowKernels
+    ) -> None:
+        """arena_rows: (slots, row_dim), the whole arena seen as rows."""
+        num_slots, device = len(arena_rows), arena_rows.device
+        limit = min(_MOST_ADMITTED, num_slots)
+        self.stream = torch.cuda.Stream(device) if arena_rows.is_cuda else None  # whatever touches the table runs here
+        self._arena_rows = arena_rows
+        self._rows_per_page = rows_per_page
+        self._policy = policy
+        self._kernels = kernels
+        self.table = RowTable.allocate(num_rows, num_slots, device)
+        self._pages: list[int] = []
+        self._page_list = torch.zeros(num_slots // rows_per_page, dtype=torch.int64, device=device)
+        self._claims = Claims.allocate(limit, device)
+        self._copies = torch.zeros(limit, dtype=torch.int32, device=device)
+        self._window = torch.arange(min(_WINDOW * limit, num_slots), device=device)
+        self._now = 0.0
+        self._generation = 0
+        self._missed_in_generation = 0
+        self._hand = 0
+        self._refill_hand = 0
+        self._tally = np.zeros(len(Tally), np.int64)
+        self.hits = self.misses = self.evictions = self.refills = self.moves = 0
+
+    @property
+    def capacity(self) -> int:
+        return len(self._pages) * self._rows_per_page
+
+    @property
+    def num_resident(self) -> int:
+        """As last observed."""
+        return min(self.capacity, int(self._tally[Tally.ADMITTED] - self._tally[Tally.EVICTED]))
+
+    @property
+    def index_bytes(self) -> int:
+        return self.table.num_bytes
+
+    # A step: the host says what time it is, the rest is the device's.
+
+    def next_control(self, num_rows: int) -> NDArray[np.float64]:
+        """What `table.control` must hold while the next step, which reads `num_rows`, finds and admits its rows."""
+        self._now += 1.0 if self._policy.is_lru else num_rows / (_HALF_LIFE * len(self._arena_rows))
+        if self._now >= _REBASE_AT:
+            with torch.cuda.stream(self.stream):
+                self.table.heat.sub_(self._now)
+            self._now = 0.0
+        self._hand += self._window.numel()
+        return self._control(self._hand)
+
+    def _control(self, hand: int) -> NDArray[np.float64]:
+        control = np.zeros(len(Control))
+        control[Control.NOW] = self._now
+        control[Control.GENERATION] = self._generation
+        control[Control.IS_FILLING] = self.num_resident < self.capacity
+        control[Control.HAND] = hand % max(1, self.capacity)
+        control[Control.CAPACITY] = self.capacity
+        return control
+
+    def find(self, rows: Tensor, sources: Tensor, missed: Missed) -> None:
+        """The slots of resident rows, as `gather_rows` takes them, and which are missed; those found are hotter."""
+        missed.clear()
+        self._kernels.find(self.table, rows, sources, missed, is_lru=self._policy.is_lru)
+
+    def admit(self, missed: Missed, gathered: Tensor) -> None:
+        """Rows that were missed and earn a slot get one, copied from where the step read them."""
+        self._claims.count.zero_()
+        self._kernels.claim(self.table, missed, self._claims, is_filtered=self._policy.is_filtered)
+        victims = self._coldest()
+        self._kernels.publish(self.table, self._claims, victims, self._copies)
+        self._kernels.gather_rows(gathered, gathered, self._copies, self._arena_rows, places=victims.slots)
+
+    def _coldest(self) -> Victims:
+        """The coldest slots of the window, coldest first."""
+        capacity, hand = (self.table.control[i].long() for i in (Control.CAPACITY, Control.HAND))
+        slots = self._slots_at((hand + self._window) % capacity.clamp_min(1))
+        heat = torch.where(self._window < capacity, self.table.heat[slots], UNUSABLE)
+        heat, order = heat.sort(stable=True)
+        limit = self._copies.numel()
+        return Victims(slots[order[:limit]], heat[:limit])
+
+    def _slots_at(self, ordinals: Tensor) -> Tensor:
+        """Slots by their number among those owned."""
+        per_page = self._rows_per_page
+        return self._page_list[ordinals // per_page] * per_page + ordinals % per_page
+
+    def observe(self, hits: int, misses: int, tally: NDArray[np.int64]) -> None:
+        """A step found so many of its rows; `tally` is the table's as the step left it."""
+        self._tally = tally
+        self.hits += hits
+        self.misses += misses
+        self.evictions, self.refills, self.moves = tally[[Tally.EVICTED, Tally.REFILLED, Tally.MOVED]].tolist()
+        self._missed_in_generation += misses
+        if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
+            self._missed_in_generation = 0
+            self._generation = 1 - self._generation
+            with torch.cuda.stream(self.stream):
+                self.table.seen[self._generation].zero_()
+
+    # Between steps.
+
+    @_in_stream
+    def add_pages(self, pages: Sequence[int]) -> None:
+        """The hand goes to the new pages, whose slots are empty."""
+        self._refill_hand = self.capacity
+        self._hand = self.capacity - self._window.numel()  # the next step moves it before it looks
+        self._set_pages([*self._pages, *pages])
+
+    @_in_stream
+    def give_up_pages(self, num: int, mover: RowMover | None = None) -> list[int]:
+        """The last `num` pages go, with the coldest rows among them and sixteen times as many other slots."""
+        gone, kept = self._pages[len(self._pages) - num :], self._pages[: len(self._pages) - num]
+        num_gone, num_kept = num * self._rows_per_page, len(kept) * self._rows_per_page
+        leaving = self._slots_at(self._count(num_gone) + num_kept)
+        others = self._slots_at((self._hand + self._count(min(num_kept, _SHRINK_WINDOW * num_gone))) % max(1, num_kept))
+        slots = torch.cat([leaving, others])
+        coldest = self.table.heat[slots].argsort(stable=True)[:num_gone]
+        goes = torch.zeros(len(slots), dtype=torch.bool, device=slots.device).scatter_(0, coldest, True)
+        self._evict(slots[coldest])
+        # As many rows stay in the pages that go as slots were emptied elsewhere.
+        self._move(_packed(leaving, ~goes[:num_gone]), _packed(others, goes[num_gone:], num_gone))
+        self._hand += len(others)
+        self._set_pages(kept)
+        return gone
+
+    @_in_stream
+    def refill(self, num: int, master: Tensor) -> None:
+        """Read up to `num` of the rows evicted last into slots that are empty since pages came.
+
+        They are as cold as the coldest, since nobody asked yet.
+        """
+        num = min(num, self._room_to_refill())
+        if num <= 0:
+            return
+        table, control = self.table, self._control(self._refill_hand)
+        self._refill_hand += num
+        table.control.copy_(torch.from_numpy(control))
+        table.control[Control.NOW] = torch.where(table.heat > EMPTY, table.heat, control[Control.NOW]).amin()
+        sources = self._pop_ghosts(num)
+        self._claims.count.zero_()
+        asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
+        self._kernels.claim(table, asked, self._claims, is_filtered=False)
+        coldest = self._coldest()
+        empty = Victims(coldest.slots, torch.where(coldest.heat == EMPTY, coldest.heat, UNUSABLE))
+        self._kernels.publish(table, self._claims, empty, self._copies)
+        is_read = self._copies != SKIP
+        table.tally[Tally.REFILLED] += is_read.sum()
+        sources = torch.where(is_read, sources[self._copies.clamp_min(0).long()], SKIP)
+        self._kernels.gather_rows(self._arena_rows, master, sources, self._arena_rows, places=empty.slots)
+
+    def _room_to_refill(self) -> int:
+        """As last observed."""
+        room = min(self.capacity - self.num_resident, self.capacity - self._refill_hand)
+        return min(room, int(self._tally[Tally.GHOSTS]), self._copies.numel())
+
+    def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
+        table, top = self.table, self.table.tally[Tally.GHOSTS]
+        rows = table.ghosts[(top - 1 - self._count(num)) % len(table.ghosts)]
+        sources = torch.where((self._count(num) < top) & (rows != ABSENT), ~rows, SKIP)
+        table.tally[Tally.GHOSTS] -= top.clamp_max(num)
+        return sources.int()
+
+    @_in_stream
+    def write(self, rows: IntArray, values: Tensor) -> None:
+        """New values of rows, for those that are resident; (rows, row_dim) on the device."""
+        slots = self.table.slot_of[torch.from_numpy(rows).to(values.device)]
+        sources = torch.where(slots >= 0, self._count(len(rows)), SKIP).int()
+        self._kernels.gather_rows(values, values, sources, self._arena_rows, places=slots.clamp_min(0).long())
+
+    def _evict(self, slots: Tensor) -> None:
+        """Coldest first; those that are empty stay so."""
+        table, rows = self.table, self.table.row_of[slots]
+        self._push_ghosts(rows)
+        table.slot_of[self._or_nobody(rows)] = ABSENT
+        table.slot_of[-1] = CLAIMED
+        table.row_of[slots] = ABSENT
+        table.heat[slots] = EMPTY
+
+    def _push_ghosts(self, rows: Tensor) -> None:
+        table, is_row = self.table, rows != ABSENT
+        num = is_row.sum()
+        packed = _packed(rows, is_row)[-len(table.ghosts) :]
+        places = (table.tally[Tally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
+        table.ghosts[places] = torch.where(self._count(len(packed)) < num, packed, table.ghosts[places]).int()
+        table.tally[Tally.GHOSTS] += num
+        table.tally[Tally.EVICTED] += num
+
+    def _move(self, source: Tensor, target: Tensor) -> None:
+        """Rows and their heat between slots, SKIP where there is no more; a source may be empty."""
+        table, nobody = self.table, len(self._arena_rows)
+        self._kernels.gather_rows(
+            self._arena_rows, self._arena_rows, source.int(), self._arena_rows, places=target.clamp_min(0)
+        )
+        source, target = (torch.where(slots == SKIP, nobody, slots) for slots in (source, target))
+        rows = table.row_of[source]
+        table.slot_of[self._or_nobody(rows)] = target.int()
+        table.slot_of[-1] = CLAIMED
+        table.row_of[target], table.heat[target] = rows, table.heat[source]
+        table.row_of[source], table.heat[source] = ABSENT, EMPTY
+        table.row_of[-1], table.heat[-1] = ABSENT, EMPTY
+        table.tally[Tally.MOVED] += (rows != ABSENT).sum()
+
+    def _or_nobody(self, rows: Tensor) -> Tensor:
+        """Indices into `slot_of`; of no row, the entry that is nobody's."""
+        return torch.where(rows == ABSENT, len(self.table.slot_of) - 1, rows).long()
+
+    def _set_pages(self, pages: list[int]) -> None:
+        self._pages = pages
+        self._page_list[: len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self._page_list.device)
+
+    def _count(self, num: int) -> Tensor:
+        return torch.arange(num, device=self.table.heat.device)
+
+    def check(self) -> None:
+        """Waits for the device."""
+        slot_of, row_of, heat = (part.cpu() for part in (self.table.slot_of, self.table.row_of, self.table.heat))
+        slots = (row_of != ABSENT).nonzero().flatten()
+        assert slot_of[-1] == CLAIMED, "what is nobody's was written"
+        assert row_of[-1] == ABSENT, "what is nobody's was written"
+        assert torch.equal(slot_of[row_of[slots].long()].long(), slots), "index and slots disagree"
+        assert int((slot_of[:-1] != ABSENT).sum()) == len(slots), "a row points to a slot that is not its own"
+        assert torch.equal((heat != EMPTY).nonzero().flatten(), slots), "an empty slot is warm, or a full one is not"
+        assert np.isin(slots.numpy() // self._rows_per_page, self._pages).all(), "a row is in a page not owned"
+        tally = self.table.tally.tolist()
+        assert tally[Tally.ADMITTED] - tally[Tally.EVICTED] == len(slots), "rows were lost or made up"
+        assert len(set(self._pages)) == len(self._pages)
+
+
+def _packed(values: Tensor, chosen: Tensor, size: int | None = None) -> Tensor:
+    """The chosen values in front, SKIP behind, at most `size` of them."""
+    size = len(values) if size is None else size
+    places = torch.where(chosen, (chosen.cumsum(0) - 1).clamp_max(size), size)
+    return values.new_full((size + 1,), SKIP).scatter_(0, places, values)[:size]

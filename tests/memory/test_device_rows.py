@@ -1,0 +1,238 @@
+"""The cache with its index on the device, here on the CPU with the plain kernels."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from helmrec.kernels.row_gather import gather_rows
+from helmrec.kernels.row_kernels import row_kernels
+from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
+from helmrec.memory.device_rows import DeviceRows, RowPolicy
+from helmrec.types import IntArray
+
+ROWS, PER_PAGE, PAGES, DIM = 2_000, 16, 20, 4
+PLAIN = row_kernels("torch")
+
+
+class Driven:
+    """A cache and the arena and master around it; every row is its own id, so that wrong data shows."""
+
+    def __init__(self, num_pages: int, *, is_lru: bool = True, is_filtered: bool = False) -> None:
+        self.master = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
+        self.arena = torch.full((PAGES * PER_PAGE, DIM), -1.0)
+        self.rows = DeviceRows(ROWS, self.arena, PER_PAGE, RowPolicy(is_lru, is_filtered), PLAIN)
+        self.rows.add_pages(range(num_pages))
+
+    def read(self, wanted: IntArray) -> int:
+        """One step; returns how many were hits."""
+        asked = torch.from_numpy(wanted).int()
+        self.rows.table.control.copy_(torch.from_numpy(self.rows.next_control(wanted.size)))
+        sources, out = torch.empty_like(asked), torch.empty(wanted.size, DIM)
+        missed = Missed.allocate(wanted.size, asked.device)
+        self.rows.find(asked, sources, missed)
+        gather_rows(self.arena, self.master, sources, out)
+        gather_rows(self.arena, self.master, missed.sources, out, places=missed.places, count=missed.count)
+        assert torch.equal(out, self.master[asked.long()])
+        self.rows.admit(missed, out)
+        hits = int((sources >= 0).sum())
+        self.rows.observe(hits, wanted.size - hits, self.rows.table.tally.numpy().copy())
+        return hits
+
+    def refill(self, num: int) -> None:
+        self.rows.observe(0, 0, self.rows.table.tally.numpy().copy())
+        self.rows.refill(num, self.master)
+
+    def resident(self) -> set[int]:
+        row_of = self.rows.table.row_of
+        return set(row_of[row_of != ABSENT].tolist())
+
+    def check(self) -> None:
+        self.rows.check()
+        slots = (self.rows.table.row_of != ABSENT).nonzero().flatten()
+        assert torch.equal(self.arena[slots, 0], self.rows.table.row_of[slots].float()), "a slot holds another row"
+
+
+def zipf_steps(num: int, size: int, seed: int = 0, exponent: float = 1.1) -> Iterator[IntArray]:
+    rng = np.random.default_rng(seed)
+    weights = 1.0 / np.arange(1, ROWS + 1) ** exponent
+    names = rng.permutation(ROWS)
+    for _ in range(num):
+        yield names[rng.choice(ROWS, size, p=weights / weights.sum())]
+
+
+def test_rows_that_were_read_are_found_again() -> None:
+    driven = Driven(4)
+    wanted = np.arange(30)
+    assert driven.read(wanted) == 0
+    assert driven.read(wanted) == 30
+    assert driven.rows.num_resident == 30
+    driven.check()
+
+
+def test_a_filter_lets_in_what_is_missed_again_once_all_slots_are_full() -> None:
+    driven = Driven(1, is_filtered=True)
+    driven.read(np.arange(PER_PAGE))
+    assert driven.resident() == set(range(PER_PAGE)), "empty slots cost nobody anything"
+    driven.read(np.array([100, 101]))
+    assert not driven.resident() & {100, 101}
+    driven.read(np.array([101, 102]))
+    assert driven.resident() & {100, 101, 102} == {101}
+    driven.check()
+
+
+def test_the_memory_of_missed_rows_turns_over() -> None:
+    driven = Driven(1, is_filtered=True)
+    driven.read(np.arange(PER_PAGE))
+    driven.read(np.array([100]))
+    for generation in (1, 0):
+        driven.rows.observe(0, 1 << 20, driven.rows.table.tally.numpy().copy())
+        assert driven.rows.next_control(1)[Control.GENERATION] == generation
+    driven.read(np.array([100]))
+    assert 100 not in driven.resident(), "forgotten after two turns"
+
+
+class LruTwin:
+    """Exact LRU, step by step as the cache sees it: what a step read is touched first, then what it missed enters."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._rows: OrderedDict[int, None] = OrderedDict()
+
+    def read(self, wanted: IntArray) -> int:
+        hits = sum(row in self._rows for row in wanted.tolist())
+        for row in wanted.tolist():
+            self._rows[row] = None
+            self._rows.move_to_end(row)
+        while len(self._rows) > self._capacity:
+            self._rows.popitem(last=False)
+        return hits
+
+
+@pytest.mark.parametrize("is_lru", [True, False])
+def test_its_hit_rate_is_within_a_point_of_exact_lru_or_above(is_lru: bool) -> None:
+    driven, twin = Driven(10, is_lru=is_lru), LruTwin(10 * PER_PAGE)
+    ours = theirs = total = 0
+    for wanted in zipf_steps(150, 60):
+        total += wanted.size
+        ours += driven.read(wanted)
+        theirs += twin.read(wanted)
+    driven.check()
+    assert ours / total > theirs / total - 0.01
+
+
+@pytest.mark.parametrize("is_lru", [True, False])
+def test_after_a_shrink_it_hits_like_a_cache_born_at_that_size(is_lru: bool) -> None:
+    shrunk, born = Driven(16, is_lru=is_lru), Driven(6, is_lru=is_lru)
+    for i, wanted in enumerate(zipf_steps(120, 60)):
+        shrunk.read(wanted)
+        born.read(wanted)
+        if i >= 110:
+            shrunk.rows.give_up_pages(1)
+            shrunk.check()
+    assert shrunk.rows.capacity == born.rows.capacity
+    both = [(shrunk.read(wanted), born.read(wanted)) for wanted in zipf_steps(40, 60, seed=0)]
+    rates = np.array(both).mean(axis=0) / 60
+    assert rates[0] > rates[1] - 0.01
+
+
+def test_a_shrink_keeps_the_hottest_rows() -> None:
+    driven = Driven(4)
+    for first in (0, 16, 32, 48):  # pages fill one after the other
+        driven.read(np.arange(first, first + 16))
+    hot = np.concatenate([np.arange(48, 60), np.arange(0, 8), np.arange(20, 30)])
+    driven.read(hot)
+    assert sorted(driven.rows.give_up_pages(2)) == [2, 3]
+    driven.check()
+    assert set(hot.tolist()) <= driven.resident()
+    assert len(driven.resident()) == 2 * PER_PAGE
+    assert driven.rows.table.tally[Tally.MOVED] >= 12
+
+
+def test_all_pages_may_go_and_come_back() -> None:
+    driven = Driven(3)
+    driven.read(np.arange(40))
+    assert sorted(driven.rows.give_up_pages(3)) == [0, 1, 2]
+    driven.check()
+    assert driven.rows.capacity == 0
+    assert driven.read(np.arange(40)) == 0
+    assert driven.resident() == set()
+    driven.rows.add_pages([7, 5])
+    driven.read(np.arange(20))
+    assert driven.read(np.arange(20)) == 20
+    driven.check()
+
+
+def test_a_cache_that_grew_takes_back_what_was_evicted_last() -> None:
+    driven = Driven(6)
+    driven.read(np.arange(96))
+    driven.read(np.arange(40, 96))
+    driven.rows.give_up_pages(4)
+    kept = driven.resident()
+    driven.rows.add_pages([10, 11])
+    driven.refill(24)
+    driven.check()
+    back = driven.resident() - kept
+    assert len(back) == 24
+    assert back <= set(range(40, 96)), "these were hotter than the first forty"
+    driven.refill(1_000)
+    driven.check()
+    assert len(driven.resident()) == driven.rows.capacity
+    assert driven.rows.table.tally[Tally.REFILLED] == 32
+
+
+def test_refill_evicts_nobody_and_what_it_brings_goes_first() -> None:
+    driven = Driven(4)
+    driven.read(np.arange(64))
+    driven.rows.give_up_pages(2)
+    kept = driven.resident()
+    driven.refill(50)
+    assert driven.resident() == kept
+    driven.rows.add_pages([9])
+    driven.refill(50)
+    back = driven.resident() - kept
+    driven.read(np.arange(500, 500 + PER_PAGE))
+    driven.check()
+    assert not driven.resident() & back
+    assert kept <= driven.resident()
+
+
+def test_new_values_reach_resident_rows_only() -> None:
+    driven = Driven(2)
+    driven.read(np.arange(10))
+    before = driven.arena.clone()
+    driven.rows.write(np.array([3, 900]), torch.full((2, DIM), 5.5))
+    slot = int(driven.rows.table.slot_of[3])
+    assert (driven.arena[slot] == 5.5).all()
+    driven.arena[slot] = before[slot]
+    assert torch.equal(driven.arena, before)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    driven = Driven(8, is_lru=bool(seed % 2), is_filtered=bool(seed // 2 % 2))
+    free = list(range(8, PAGES))
+    for wanted in zipf_steps(60, 40, seed):
+        driven.read(wanted[: rng.integers(0, 40)])
+        kind, num = rng.integers(0, 4), int(rng.integers(1, 4))
+        if kind == 0 and num <= len(free):
+            driven.rows.add_pages([free.pop() for _ in range(num)])
+        elif kind == 1 and num * PER_PAGE <= driven.rows.capacity:
+            free += driven.rows.give_up_pages(num)
+        elif kind == 2:
+            driven.refill(int(rng.integers(0, 50)))
+        driven.check()
+
+
+def test_heat_is_rebased_before_it_loses_precision() -> None:
+    driven = Driven(2)
+    driven.read(np.arange(32))
+    driven.rows._now = 2.0**16 - 2
+    driven.read(np.arange(16))
+    driven.read(np.arange(100, 108))
+    assert driven.rows._now < 2
+    driven.check()
+    assert set(range(16)) <= driven.resident(), "what was read before the rebase is still hotter than what was not"
