@@ -16,6 +16,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
     "cli.py:rank": "one parameter per flag",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",
+    "kernels/triton_row_gather.py:gather_rows": "what its twin takes, and how it is launched",
     "kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "model/profiles.py:_plain": "the columns of the table of published shapes",
     "trace_cli.py:import_": "one parameter per flag",

@@ -20,7 +20,9 @@ RANKS = {
     "trace_cli": 6,
     "cli": 7,
 }
-MAY_IMPORT_TORCH_IN_MEMORY = {f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier")}
+MAY_IMPORT_TORCH_IN_MEMORY = {
+    f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier", "streams")
+}
 MAY_IMPORT_CLI = {"helmrec.cli", "helmrec.__main__"}
 
 

@@ -1,7 +1,7 @@
 """The dense stage of a step, run as it comes: any device, any shape. The twin of `graphs.py`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,12 @@ class Memory:
 
     k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
     v_pages: Tensor
+    loaded: Sequence[torch.cuda.Event] = ()  # of each layer: pages that come from the host are there
+
+    def wait_for(self, layer: int) -> None:
+        """What follows in the current stream sees this layer's pages."""
+        if self.loaded:
+            self.loaded[layer].wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +116,8 @@ class EagerDense:
         """values: (rows, row_dim), in the order of `Assembly.rows`"""
         model, tokens = self._model, self._input(step, values)
         x = model.embed(tokens, int(step.cu_tokens[-1]))
-        x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
+        memory = self._memory
+        x = model.layers(x, memory.k_pages, memory.v_pages, tokens.ragged, memory.wait_for)
         chosen = self._put(step.candidates)
         return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
 

@@ -65,8 +65,9 @@ class Engine:
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
-        hstu, self._master, self._arena, self._pool, self._dense = build(model, config, progress)
-        self._runner = Runner(hstu, self._dense, self._arena, self._master, self._pool)
+        parts = build(model, config, progress)
+        self._master, self._arena, self._pool, self._dense = parts.master, parts.arena, parts.pool, parts.dense
+        self._runner = Runner(parts)
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)

@@ -220,7 +220,8 @@ class GraphedDense:
         x.copy_(self._model.embed(tokens, x.shape[0]))
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
-        y = self._model.layers(x, self._memory.k_pages, self._memory.v_pages, batch)
+        memory = self._memory
+        y = self._model.layers(x, memory.k_pages, memory.v_pages, batch, memory.wait_for)
         if y.data_ptr() != x.data_ptr():
             x.copy_(y)
 

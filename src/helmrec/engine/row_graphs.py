@@ -19,6 +19,7 @@ from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
+from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 _ORDER_FROM = 16_384  # misses of a step from which sorting pays: with 1 KiB rows it did at 16k, not at 8k
@@ -111,13 +112,13 @@ class RowGraphs:
         gather = captured.in_order if self._miss_rate * step.rows.size >= _ORDER_FROM else captured.as_they_come
         self._turn ^= 1
         found, gathered = self._found_host[self._turn], torch.cuda.Event()
-        with torch.cuda.stream(stream):
+        with InStream(stream):
             captured.staging.send()
-            self._sent.record()
+            self._sent.record(stream)
             stream.wait_event(after)
             gather.replay()
             found.copy_(self._found, non_blocking=True)
-            gathered.record()
+            gathered.record(stream)
             captured.admit.replay()
         return GraphReading(self, step, gathered, found.numpy())
 

@@ -14,6 +14,7 @@ from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.host_tier import RowMaster
+from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 
@@ -134,12 +135,12 @@ class DeviceRowStage:
         self.stream = cache.stream
         self.arena_rows = arena.rows
         self._row_bytes = arena.row_bytes
-        self._master = master
+        self._master_rows = master.rows
         self._kernels = kernels
 
     def read(self, step: Assembly) -> DeviceReading:
         cache, device = self.cache, self.arena_rows.device
-        with torch.cuda.stream(cache.stream):
+        with InStream(cache.stream):
             rows = torch.from_numpy(step.rows.astype(np.int32)).to(device)
             cache.table.control.copy_(torch.from_numpy(cache.next_control(len(rows))))
             sources, missed = torch.empty_like(rows), Missed.allocate(len(rows), device)
@@ -154,12 +155,12 @@ class DeviceRowStage:
 
     def gather(self, sources: Tensor, missed: Missed, values: Tensor) -> None:
         """Rows that are resident from the arena, the others from the host."""
-        arena, master = self.arena_rows, self._master.rows
+        arena, master = self.arena_rows, self._master_rows
         self._kernels.gather_rows(arena, master, sources, values)
         self._kernels.gather_few(arena, master, missed.sources, values, places=missed.places, count=missed.count)
 
     def refill(self, budget_bytes: int) -> None:
-        self.cache.refill(budget_bytes // self._row_bytes, self._master.rows)
+        self.cache.refill(budget_bytes // self._row_bytes, self._master_rows)
 
     def write(self, rows: IntArray, values: Tensor) -> None:
         self.cache.write(rows, values.to(self.arena_rows.device))

@@ -12,17 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.engine.assemble import Assembly, assemble
-from helmrec.engine.dense import Dense, EagerDense, Launched, Memory
+from helmrec.engine.dense import EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared
 from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
-from helmrec.memory.arena import Arena
+from helmrec.engine.setup import Parts
 from helmrec.memory.expander import PageSave
-from helmrec.memory.host_pages import HostPages
-from helmrec.memory.host_tier import RowMaster
-from helmrec.memory.pool import Pool
 from helmrec.memory.prefix import KVPlan
-from helmrec.model.hstu import HstuModel
+from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 
@@ -50,19 +47,19 @@ class StepOutput:
 class Runner:
     """Model, arena and row master on one device."""
 
-    def __init__(self, model: HstuModel, dense: Dense, arena: Arena, master: RowMaster, pool: Pool) -> None:
-        self._model = model
-        self._dense = dense
-        self._arena = arena
-        self._master = master
-        self._pool = pool
-        self._host = HostPages(pool.expander, arena.pages)
+    def __init__(self, parts: Parts) -> None:
+        self._model = parts.model
+        self._dense = parts.dense
+        self._arena = parts.arena
+        self._master = parts.master
+        self._pool = parts.pool
+        self._host = parts.host_pages
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
-        with torch.cuda.stream(self._dense.stream):
+        with InStream(self._dense.stream):
             self._prepare_pages([member.plan for member in batch.members])
             return Running(step, self._dense.launch(step), self._pool.row_epochs.current)
 
@@ -79,23 +76,27 @@ class Runner:
         )
 
     def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
-        """Bring back pages from the host and make copies, in the order the plans were made."""
-        self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
+        """Bring back pages from the host, and make copies: of settled pages only, so that neither waits for the other."""
+        loads = [load for plan in plans for load in plan.loads]
+        if self._host is not None:
+            self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
+            if loads:
+                self._host.load(loads)
+                self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         for plan in plans:
-            if plan.loads:
-                self._host.load(plan.loads)
-                self._pool.bytes_by_cause["kv-reload"] += len(plan.loads) * self._pool.geometry.page_bytes
             if plan.copy is not None:
                 self._arena.copy_tokens(plan.copy)
 
     def close(self) -> None:
         """Unlock the host's memory."""
-        self._host.close()
+        if self._host is not None:
+            self._host.close()
         self._master.close()
 
     def save_pages(self, saves: Sequence[PageSave]) -> None:
         """Copy sealed pages to the host; off the request path."""
-        self._host.save(saves)
+        if self._host is not None:
+            self._host.save(saves)
 
     def admit(self, running: Running) -> None:
         """Let missed rows into the cache, off the request path; not if their values have changed since."""
@@ -105,7 +106,8 @@ class Runner:
     def refill(self, budget_bytes: int) -> None:
         """Read rows ahead of demand into empty slots; off the request path."""
         if budget_bytes > 0:
-            self._host.finish_saves_before(self._dense.rows.stream)
+            if self._host is not None:
+                self._host.finish_saves_before(self._dense.rows.stream)
             self._dense.rows.refill(budget_bytes)
 
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:

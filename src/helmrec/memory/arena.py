@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.errors import ConfigError
-from helmrec.memory.row_cache import Slots
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
+from helmrec.memory.row_cache import Slots
 
 
 class Arena:

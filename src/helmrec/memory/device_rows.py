@@ -30,6 +30,7 @@ from helmrec.kernels.row_table import (
     Victims,
 )
 from helmrec.memory.row_cache import RowMover
+from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 _MOST_ADMITTED = 65_536  # rows a step may admit
@@ -53,7 +54,7 @@ def _in_stream(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(self: "DeviceRows", *args: Any) -> Any:
-        with torch.cuda.stream(self.stream):
+        with InStream(self.stream):
             return method(self, *args)
 
     return run
@@ -106,7 +107,7 @@ class DeviceRows:
         """What `table.control` must hold while the next step, which reads `num_rows`, finds and admits its rows."""
         self._now += 1.0 if self._policy.is_lru else num_rows / (_HALF_LIFE * len(self._arena_rows))
         if self._now >= _REBASE_AT:
-            with torch.cuda.stream(self.stream):
+            with InStream(self.stream):
                 self.table.heat.sub_(self._now)
             self._now = 0.0
         self._hand += self._window.numel()
@@ -158,7 +159,7 @@ class DeviceRows:
         if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
             self._missed_in_generation = 0
             self._generation = 1 - self._generation
-            with torch.cuda.stream(self.stream):
+            with InStream(self.stream):
                 self.table.seen[self._generation].zero_()
 
     # Between steps.
@@ -187,15 +188,17 @@ class DeviceRows:
         self._set_pages(kept)
         return gone
 
-    @_in_stream
     def refill(self, num: int, master: Tensor) -> None:
         """Read up to `num` of the rows evicted last into slots that are empty since pages came.
 
         They are as cold as the coldest, since nobody asked yet.
         """
         num = min(num, self._room_to_refill())
-        if num <= 0:
-            return
+        if num > 0:
+            self._refill(num, master)
+
+    @_in_stream
+    def _refill(self, num: int, master: Tensor) -> None:
         table, control = self.table, self._control(self._refill_hand)
         self._refill_hand += num
         table.control.copy_(torch.from_numpy(control))
