@@ -1,11 +1,12 @@
 """How far predicted joint miss curves are from full replays, and what predicting costs.
 
-`python -m scripts.miss_curve_error`. A replay takes every request through a real `Pool` (no data behind the slots) at
+`python -m scripts.miss_curve_error`, or with `cost` for the cost alone. A replay takes every request through a real `Pool` (no data behind the slots) at
 one alpha; the curves see the same requests once, and a sample of their rows. Both are scored on the second half of
 the requests, when both caches have long been evicting.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -293,8 +294,9 @@ def cost(rate: float, num_pages: int, *, is_returning: bool) -> dict[str, Any]:
         curves.observe(Observed(user, tokens, rows, candidates, draw(candidates), draw(rows)))
     spent = []
     for i in range(repeats):
-        user = -1 - i % 4 if is_returning else fill + i
+        user = -1 - i % 2 if is_returning else fill + i
         new_events = tokens + i - curves.needed_from(user)
+        assert new_events == 2 or not is_returning or i < 4, "its prefix must be resident at every alpha"
         candidate_rows, history_rows = draw(candidates), draw(6 * new_events)
         start = time.thread_time_ns()
         first = curves.needed_from(user)
@@ -349,6 +351,12 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    if "cost" not in sys.argv[1:]:
+        measure_errors()
+    write_measurement(OUT / "miss-curves-cost.json", {"what": "cost of predicting joint miss curves", **costs()})
+
+
+def measure_errors() -> None:
     traffic = Traffic()
     settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
     with Progress() as progress:
@@ -357,13 +365,12 @@ def main() -> None:
     write_measurement(
         OUT / "miss-curves.json",
         {
-            "what": "predicted joint miss curves against full replays at nine alphas, and the cost of predicting",
+            "what": "predicted joint miss curves against full replays at nine alphas",
             "traffic": asdict(traffic),
             "alphas": GRID,
             "scored_requests": traffic.num_requests // 2,
             "curves": results,
             "other_seeds": other_seeds,
-            "cost": costs(),
         },
     )
     plot(results, OUT / "miss-curves.png")
