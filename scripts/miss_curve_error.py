@@ -1,8 +1,8 @@
 """How far predicted joint miss curves are from full replays, and what predicting costs.
 
-`python -m scripts.miss_curve_error`, or with `cost` for the cost alone. A replay takes every request through a real `Pool` (no data behind the slots) at
-one alpha; the curves see the same requests once, and a sample of their rows. Both are scored on the second half of
-the requests, when both caches have long been evicting.
+`python -m scripts.miss_curve_error`, or with `cost` for the cost alone. A replay takes every request through a real
+`Pool` (no data behind the slots) at one alpha; the curves see the same requests once, and a sample of their rows. Both
+are scored on the second half of the requests, when both caches have long been evicting.
 """
 
 import json
