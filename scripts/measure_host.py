@@ -33,7 +33,6 @@ from helmrec.model.weights import init_model
 from scripts.provenance import write_measurement
 
 REPEATS = 40
-ROUNDS = 6
 OUT = Path("docs/measurements")
 
 
@@ -259,10 +258,10 @@ print(json.dumps(hits | cold))
 """  # in words that checkouts of any age understand
 
 
-def against(other: Path) -> None:
+def against(other: Path, num_rounds: int) -> None:
     """Both checkouts in turns, each in a process of its own; medians over the rounds, and of their ratios."""
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for name, tree in (("before", other), ("after", Path.cwd())):
             env = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
             done = subprocess.run(
@@ -276,7 +275,9 @@ def against(other: Path) -> None:
         rows.append({"work": f"8 x 4096 events, {work}", **{key: round(float(x), 3) for key, x in row.items()}})
         print(rows[-1])
     commit = subprocess.run(["git", "describe", "--always"], cwd=other, capture_output=True, text=True, check=False)
-    write_measurement(OUT / "host-before-after.json", {"before": commit.stdout.strip(), "rounds": ROUNDS, "rows": rows})
+    write_measurement(
+        OUT / "host-before-after.json", {"before": commit.stdout.strip(), "rounds": num_rounds, "rows": rows}
+    )
 
 
 def measure() -> None:
@@ -309,11 +310,12 @@ def measure() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, help="compare with this checkout instead")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each of the two runs")
     arguments = parser.parse_args()
     if arguments.against is None:
         measure()
     else:
-        against(arguments.against.resolve())
+        against(arguments.against.resolve(), arguments.rounds)
 
 
 if __name__ == "__main__":
