@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from helmrec.sim.popularity import (
     draw_lane_candidates,
     mix,
     prepare_draws,
+    rules_at,
     user_word,
 )
 from helmrec.sim.trace import Catalogue, EmpiricalLaw, Epoch, Law, ZipfLaw
@@ -35,8 +38,9 @@ def plain_block(draws: Draws, epoch: int, word: int) -> int:
         step = ((flash >> 32) * int(draws.flash_blocks[epoch])) >> 32
         return (int(draws.flash_first[epoch]) + step) % draws.num_blocks
     law, cell = int(draws.law[epoch]), ((word >> 32) * draws.num_blocks) >> 32
-    if (word & 0xFFFFFFFF) / 2**32 >= draws.keep[law, cell]:
-        cell = int(draws.other[law, cell])
+    keep, other = draws.alias[law, cell]
+    if (word & 0xFFFFFFFF) / 2**32 >= keep:
+        cell = int(other)
     return (cell - int(draws.drift_blocks[epoch])) % draws.num_blocks
 
 
@@ -50,6 +54,12 @@ def plain_candidates(draws: Draws, epoch: int, seed: int, count: int) -> list[in
         choices = [block * draws.num_lanes + lane for block in drawn]
         items.append(next((item for item in choices if item not in items), choices[-1]))
     return items
+
+
+def blocks_of(draws: Draws, epoch: int, words: Iterable[int]) -> list[int]:
+    """The compiled draws of some words."""
+    alias, rules = draws.alias[draws.law[epoch]], rules_at(draws, epoch)
+    return [int(draw_block(alias, rules, np.uint64(word))) for word in words]
 
 
 EPOCHS = (
@@ -68,7 +78,7 @@ def test_the_hash_equals_its_plain_twin() -> None:
 def test_draws_equal_their_plain_twin(epoch: int) -> None:
     draws = prepare_draws(catalogue(ZipfLaw(exponent=1.1), *EPOCHS))
     words = [plain_mix(i, 9) for i in range(500)]
-    assert [int(draw_block(draws, epoch, np.uint64(w))) for w in words] == [plain_block(draws, epoch, w) for w in words]
+    assert blocks_of(draws, epoch, words) == [plain_block(draws, epoch, w) for w in words]
 
 
 @pytest.mark.parametrize("epoch", range(4))
@@ -86,7 +96,7 @@ def test_a_lane_of_a_candidate_set_can_be_had_alone() -> None:
     items = np.empty(100, np.int64)
     draw_candidates(draws, 0, np.uint64(99), items)
     for lane in range(16):
-        count = draw_lane_candidates(draws, 0, np.uint64(99), 100, lane, blocks)
+        count = draw_lane_candidates(draws.alias[0], rules_at(draws, 0), np.uint64(99), 100, lane, blocks)
         assert (blocks[:count] * 16 + lane).tolist() == items[items % 16 == lane].tolist()
 
 
@@ -109,7 +119,7 @@ def test_candidates_of_a_set_are_different_items() -> None:
 def test_drawn_blocks_follow_the_law(law: Law) -> None:
     draws, num_draws = prepare_draws(catalogue(law)), 50_000
     words = np.random.default_rng(0).integers(0, 2**64, num_draws, np.uint64)
-    counts = np.bincount([int(draw_block(draws, 0, word)) for word in words], minlength=64)
+    counts = np.bincount(blocks_of(draws, 0, words), minlength=64)
     expected = block_mass(law, catalogue(law)) * num_draws
     assert (((counts - expected) ** 2 / expected).sum()) < 64 + 4 * np.sqrt(2 * 64)  # chi-squared, four sigma
 
@@ -123,9 +133,7 @@ def test_an_empirical_law_gives_each_span_its_mass() -> None:
 def test_drift_brings_fresh_items_to_the_top_and_ages_the_others() -> None:
     draws = prepare_draws(catalogue(ZipfLaw(exponent=1.5), Epoch(drift_blocks=1)))
     words = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
-    before, after = (
-        np.bincount([int(draw_block(draws, epoch, word)) for word in words], minlength=64) for epoch in (0, 1)
-    )
+    before, after = (np.bincount(blocks_of(draws, epoch, words), minlength=64) for epoch in (0, 1))
     assert before.argmax() == 0
     assert after.argmax() == 63  # the coldest block has become the freshest
     assert np.array_equal(np.roll(before, -1), after)

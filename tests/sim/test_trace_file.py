@@ -138,3 +138,11 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"helmrec\[bench\]"):
         read_trace(tmp_path / "t.parquet")
+
+
+def test_arrays_read_are_of_the_same_kind_as_arrays_made(tmp_path: Path) -> None:
+    """Otherwise every compiled loop over a trace would be compiled twice, once for each."""
+    write_trace(small_trace(), tmp_path / "t.parquet")
+    for trace in (small_trace(), read_trace(tmp_path / "t.parquet")):
+        arrays = [value for field in fields(Trace) if isinstance(value := getattr(trace, field.name), np.ndarray)]
+        assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays)

@@ -43,13 +43,13 @@ def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> Epoc
     starts, index, drifted = [], [], 0.0
     for number, stretch in enumerate(stretches):
         phase = stretch.phase
-        flash_first = int(mix(number, seed)) % (workload.num_items // workload.num_lanes)
+        flash_first = int(mix(number, seed)) % (workload.num_items // workload.lanes)
         for start_s, share in _pieces(workload, phase):
             law = laws.setdefault(_step(_at(phase.item_exponent, share)), len(laws))
             fresh_items = drifted + phase.drift_items_per_hour * start_s / 3_600
-            epoch = Epoch(law=law, drift_blocks=int(fresh_items / workload.num_lanes))
+            epoch = Epoch(law=law, drift_blocks=int(fresh_items / workload.lanes))
             if flash_share := _at(phase.flash_share, share):
-                blocks = -(-phase.flash_items // workload.num_lanes)
+                blocks = -(-phase.flash_items // workload.lanes)
                 flash = {"flash_share": flash_share, "flash_first": flash_first, "flash_blocks": blocks}
                 epoch = epoch.model_copy(update=flash)
             starts.append(stretch.start_s + start_s)

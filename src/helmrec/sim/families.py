@@ -11,7 +11,6 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
-from helmrec.sim.trace import lanes_for
 from helmrec.sim.workload import Phase, Users, Workload
 
 Axis = Literal["hot-share", "history", "skew", "rate", "all"]
@@ -97,7 +96,6 @@ def family(name: str, shape: Shape) -> Workload:
     return Workload(
         name=name,
         num_items=shape.num_items,
-        num_lanes=lanes_for(shape.num_items),
         item_shift=shape.item_shift,
         num_candidates=shape.num_candidates,
         users=Users(

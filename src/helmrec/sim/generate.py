@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.sim.epochs import Stretch, lay_out, plan_epochs
-from helmrec.sim.popularity import Draws, draw_action, draw_event, prepare_draws, user_word
+from helmrec.sim.popularity import Draws, draw_action, draw_event, prepare_draws, rules_at, user_word
 from helmrec.sim.trace import Catalogue, Trace
 from helmrec.sim.workload import Workload
 from helmrec.types import IntArray
@@ -26,7 +26,7 @@ def generate(workload: Workload, seed: int) -> Trace:
     catalogue = Catalogue(
         source=f"synthetic: {workload.name}, seed {seed}",
         num_items=workload.num_items,
-        num_lanes=workload.num_lanes,
+        num_lanes=workload.lanes,
         num_actions=workload.num_actions,
         seed=seed,
         laws=plan.laws,
@@ -180,10 +180,11 @@ def _fill_events(
     for r in range(time_s.size):
         u, now = user[r], draws.start_time_s + np.int64(time_s[r])
         word, shift = user_word(draws, u), visits.backlog[u] - own_start[u]
+        alias, rules = draws.alias[draws.law[epoch[r]]], rules_at(draws, epoch[r])
         for k in range(visits.num_own[r]):
             at = done[u] + k
-            events.item[at] = draw_event(draws, epoch[r], word, at + shift)
-            events.action[at] = draw_action(draws, word, at + shift)
+            events.item[at] = draw_event(alias, rules, word, at + shift)
+            events.action[at] = draw_action(draws.num_actions, word, at + shift)
             events.timestamp_s[at] = max(last_s[u], now - (visits.num_own[r] - 1 - k))
         done[u] += visits.num_own[r]
         last_s[u] = now

@@ -28,17 +28,26 @@ class Draws(NamedTuple):
     seed: int
     start_time_s: int
     backlog_gap_s: int
-    keep: NDArray[np.float64]  # (laws, blocks) chance that a cell keeps its draw
-    other: NDArray[np.int32]  # (laws, blocks) where the rest goes
+    alias: NDArray[np.float64]  # (laws, blocks, 2) chance that a cell keeps its draw, and where the rest goes
     law: IntArray  # (epochs,)
-    drift_blocks: IntArray  # (epochs,)
+    drift_blocks: IntArray  # (epochs,) less than num_blocks
     flash_share: NDArray[np.float64]  # (epochs,)
     flash_first: IntArray  # (epochs,)
     flash_blocks: IntArray  # (epochs,)
 
 
+class Rules(NamedTuple):
+    """What holds at one epoch beside its law. Numbers only: compiled loops count references of every array they see."""
+
+    num_lanes: int
+    num_blocks: int
+    drift_blocks: int
+    flash_share: float
+    flash_first: int
+    flash_blocks: int
+
+
 def prepare_draws(catalogue: Catalogue) -> Draws:
-    tables = [_alias_table(block_mass(law, catalogue)) for law in catalogue.laws]
     epochs = catalogue.epochs
     return Draws(
         num_lanes=catalogue.num_lanes,
@@ -47,8 +56,7 @@ def prepare_draws(catalogue: Catalogue) -> Draws:
         seed=catalogue.seed,
         start_time_s=catalogue.start_time_s,
         backlog_gap_s=catalogue.backlog_gap_s,
-        keep=np.stack([keep for keep, _ in tables]),
-        other=np.stack([other for _, other in tables]),
+        alias=np.stack([_alias_table(block_mass(law, catalogue)) for law in catalogue.laws]),
         law=np.array([e.law for e in epochs], np.int64),
         drift_blocks=np.array([e.drift_blocks % catalogue.num_blocks for e in epochs], np.int64),
         flash_share=np.array([e.flash_share for e in epochs], np.float64),
@@ -78,10 +86,12 @@ def _zipf_integral(law: ZipfLaw, ranks: NDArray[np.float64]) -> NDArray[np.float
 
 
 @numba.njit(cache=True)
-def _alias_table(mass: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+def _alias_table(mass: NDArray[np.float64]) -> NDArray[np.float64]:
     """Vose's method: a draw is one cell and one coin, however many blocks there are."""
     n = mass.size
-    keep, other = mass * n, np.arange(n).astype(np.int32)
+    table = np.empty((n, 2), np.float64)
+    table[:, 0], table[:, 1] = mass * n, np.arange(n)
+    keep, other = table[:, 0], table[:, 1]
     small, large = np.empty(n, np.int64), np.empty(n, np.int64)
     num_small = num_large = 0
     for i in range(n):
@@ -104,7 +114,7 @@ def _alias_table(mass: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
         keep[small[i]] = 1.0
     for i in range(num_large):
         keep[large[i]] = 1.0
-    return keep, other
+    return table
 
 
 @numba.njit(cache=True, inline="always")
@@ -129,18 +139,29 @@ def coin(word: np.uint64) -> float:
 
 
 @numba.njit(cache=True, inline="always")
-def draw_block(draws: Draws, epoch: Index, word: np.uint64) -> np.int64:
-    """The block a word draws at an epoch. Fresh items come in at the top and age downwards."""
-    if draws.flash_share[epoch] > 0.0:
+def rules_at(draws: Draws, epoch: Index) -> Rules:
+    return Rules(
+        draws.num_lanes,
+        draws.num_blocks,
+        draws.drift_blocks[epoch],
+        draws.flash_share[epoch],
+        draws.flash_first[epoch],
+        draws.flash_blocks[epoch],
+    )
+
+
+@numba.njit(cache=True, inline="always")
+def draw_block(alias: NDArray[np.float64], rules: Rules, word: np.uint64) -> np.int64:
+    """The block a word draws from one law's table (blocks, 2). Fresh items come in at the top and age downwards."""
+    if rules.flash_share > 0.0:
         flash = mix(word, 0xF1A5)
-        if coin(flash) < draws.flash_share[epoch]:
-            return (draws.flash_first[epoch] + scale(flash, draws.flash_blocks[epoch])) % draws.num_blocks
-    law = draws.law[epoch]
-    cell = scale(word, draws.num_blocks)
-    if coin(word) >= draws.keep[law, cell]:
-        cell = np.int64(draws.other[law, cell])
-    cell -= draws.drift_blocks[epoch]  # less than num_blocks
-    return cell if cell >= 0 else cell + draws.num_blocks
+        if coin(flash) < rules.flash_share:
+            return (rules.flash_first + scale(flash, rules.flash_blocks)) % rules.num_blocks
+    cell = scale(word, rules.num_blocks)
+    if coin(word) >= alias[cell, 0]:
+        cell = np.int64(alias[cell, 1])
+    cell -= rules.drift_blocks
+    return cell if cell >= 0 else cell + rules.num_blocks
 
 
 @numba.njit(cache=True, inline="always")
@@ -150,62 +171,68 @@ def user_word(draws: Draws, user: int) -> np.uint64:
 
 
 @numba.njit(cache=True, inline="always")
-def lane_of(draws: Draws, word: np.uint64, index: int) -> np.int64:
+def lane_of(num_lanes: int, word: np.uint64, index: int) -> np.int64:
     """Histories and candidate sets visit the lanes in turn, from a start of their own."""
-    return np.int64((word + np.uint64(index)) & np.uint64(draws.num_lanes - 1))
+    return np.int64((word + np.uint64(index)) & np.uint64(num_lanes - 1))
 
 
 @numba.njit(cache=True, inline="always")
-def draw_event(draws: Draws, epoch: int, word: np.uint64, index: int) -> np.int64:
+def draw_event(alias: NDArray[np.float64], rules: Rules, word: np.uint64, index: int) -> np.int64:
     """Item of event `index` of the user behind `word`."""
-    return draw_block(draws, epoch, mix(index, word)) * draws.num_lanes + lane_of(draws, word, index)
+    return draw_block(alias, rules, mix(index, word)) * rules.num_lanes + lane_of(rules.num_lanes, word, index)
 
 
 @numba.njit(cache=True, inline="always")
-def draw_action(draws: Draws, word: np.uint64, index: int) -> int:
+def draw_action(num_actions: int, word: np.uint64, index: int) -> int:
     """Action k is half as frequent as action k - 1: views, clicks, carts, purchases."""
     bits, action = mix(index, word + np.uint64(0xAC7)), 0
-    while action < draws.num_actions - 1 and bits & np.uint64(1):
+    while action < num_actions - 1 and bits & np.uint64(1):
         bits >>= np.uint64(1)
         action += 1
     return action
 
 
-@numba.njit(cache=True, inline="always")
+@numba.njit(cache=True)
 def draw_lane_candidates(
-    draws: Draws, epoch: int, seed: np.uint64, num_candidates: int, lane: int, blocks: IntArray
+    alias: NDArray[np.float64], rules: Rules, seed: np.uint64, num_candidates: int, lane: int, blocks: IntArray
 ) -> int:
     """Blocks of a candidate set's items in one lane, all different as long as there are others; returns how many.
 
     The i-th of them is candidate first + i * num_lanes of the set, where `first` is the set's first in this lane.
     """
-    first = (lane - lane_of(draws, seed, 0)) & (draws.num_lanes - 1)
+    first = (lane - lane_of(rules.num_lanes, seed, 0)) & (rules.num_lanes - 1)
     count = 0
-    for index in range(first, num_candidates, draws.num_lanes):
-        block = np.int64(0)
-        for attempt in range(_MAX_REDRAWS + draws.num_blocks):
+    for index in range(first, num_candidates, rules.num_lanes):
+        block = draw_block(alias, rules, mix(index, seed))
+        attempt = 1
+        while _holds(blocks, count, block) and attempt < _MAX_REDRAWS + rules.num_blocks:
             if attempt < _MAX_REDRAWS:
-                block = draw_block(draws, epoch, mix(index + (attempt << 32), seed))
+                block = draw_block(alias, rules, mix(index + (attempt << 32), seed))
             else:
-                block = (block + 1) % draws.num_blocks
-            is_new = True
-            for i in range(count):
-                is_new &= blocks[i] != block
-            if is_new:
-                break
+                block = (block + 1) % rules.num_blocks
+            attempt += 1
         blocks[count] = block
         count += 1
     return count
+
+
+@numba.njit(cache=True, inline="always")
+def _holds(blocks: IntArray, count: int, block: Index) -> bool:
+    found = False
+    for i in range(count):
+        found |= blocks[i] == block
+    return found
 
 
 @numba.njit(cache=True)
 def draw_candidates(draws: Draws, epoch: int, seed: np.uint64, items: IntArray) -> None:
     """Fill `items` with the candidate set of a seed."""
     blocks = np.empty(items.size // draws.num_lanes + 1, np.int64)
-    for lane in range(draws.num_lanes):
-        first = (lane - lane_of(draws, seed, 0)) & (draws.num_lanes - 1)
-        for i in range(draw_lane_candidates(draws, epoch, seed, items.size, lane, blocks)):
-            items[first + i * draws.num_lanes] = blocks[i] * draws.num_lanes + lane
+    alias, rules = draws.alias[draws.law[epoch]], rules_at(draws, epoch)
+    for lane in range(rules.num_lanes):
+        first = (lane - lane_of(rules.num_lanes, seed, 0)) & (rules.num_lanes - 1)
+        for i in range(draw_lane_candidates(alias, rules, seed, items.size, lane, blocks)):
+            items[first + i * rules.num_lanes] = blocks[i] * rules.num_lanes + lane
 
 
 @numba.njit(cache=True)
@@ -214,11 +241,11 @@ def draw_backlog(draws: Draws, user: int, backlog: int, first: int, events: IntA
 
     A backlog is drawn at epoch 0 and ends before the trace starts.
     """
-    word = user_word(draws, user)
+    word, alias, rules = user_word(draws, user), draws.alias[draws.law[0]], rules_at(draws, 0)
+    start_s, gap_s, num_actions = draws.start_time_s, draws.backlog_gap_s, draws.num_actions
     for i in range(events.shape[1]):
         index = first + i
-        gap = scale(mix(index, word + np.uint64(0x6A9)), draws.backlog_gap_s)
-        events[0, i] = draw_event(draws, 0, word, index)
-        events[1, i] = draw_action(draws, word, index)
-        time_s = draws.start_time_s - (backlog - index) * draws.backlog_gap_s + gap
+        time_s = start_s - (backlog - index) * gap_s + scale(mix(index, word + np.uint64(0x6A9)), gap_s)
+        events[0, i] = draw_event(alias, rules, word, index)
+        events[1, i] = draw_action(num_actions, word, index)
         events[2, i] = time_s if time_s > 0 else 0

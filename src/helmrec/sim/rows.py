@@ -30,6 +30,7 @@ from helmrec.sim.popularity import (
     lane_of,
     mix,
     prepare_draws,
+    rules_at,
     scale,
     user_word,
 )
@@ -49,6 +50,7 @@ class RowSpace(NamedTuple):
     first_row: IntArray  # (tables,) in the model's row id space
     lane_rows: IntArray  # (tables,) rows of each lane
     first_kept: IntArray  # (tables + 1,) first dense number of each table
+    layout: IntArray  # (tables, 3) salt, lane_rows and first_kept again, side by side for compiled loops
 
     @property
     def num_kept_rows(self) -> int:
@@ -78,17 +80,20 @@ def row_space(trace: Trace, model: ModelConfig, rate: float) -> RowSpace:
     slot[lanes] = np.arange(num_kept)
     shown = [i for i, t in enumerate(model.tables[: _num_streamed(model)]) if t.num_rows >= num_lanes]
     num_events = sum(i < len(model.features) for i in shown)
+    salt = np.array(shown, np.int64)
     lane_rows = np.array([_lane_rows(i, model, num_lanes) for i in shown], np.int64)
+    first_kept = np.concatenate(([0], np.cumsum(lane_rows * num_kept))).astype(np.int64)
     return RowSpace(
         num_lanes=num_lanes,
         num_event_tables=num_events,
         num_hidden_tables=len(model.features) - num_events,
         lanes=lanes,
         slot=slot,
-        salt=np.array(shown, np.int64),
+        salt=salt,
         first_row=np.array([model.offsets[model.tables[i].name] for i in shown], np.int64),
         lane_rows=lane_rows,
-        first_kept=np.concatenate(([0], np.cumsum(lane_rows * num_kept))).astype(np.int64),
+        first_kept=first_kept,
+        layout=np.column_stack((salt, lane_rows, first_kept[:-1])),
     )
 
 
@@ -163,34 +168,44 @@ def history_rows(reads: RowReads, request: int, first: int, out: IntArray) -> in
 
     `first` is what is already resident, or the window's anchor if that is later. In order of events.
     """
-    user, space = reads.user[request], reads.space
-    backlog, own, count = np.int64(reads.backlog[user]), reads.own_start[user], 0
+    user, space, count = reads.user[request], reads.space, 0
+    backlog, own, num_tables = np.int64(reads.backlog[user]), reads.own_start[user], space.num_event_tables
+    num_lanes, lanes, slot, layout = space.num_lanes, space.lanes, space.slot, space.layout
     if first < backlog:
-        word = user_word(reads.draws, user)
-        turn = first - lane_of(reads.draws, word, first)  # where the turn through the lanes began
+        word, draws = user_word(reads.draws, user), reads.draws
+        alias, rules = draws.alias[draws.law[0]], rules_at(draws, 0)
+        turn = first - lane_of(num_lanes, word, first)  # where the turn through the lanes began
         while turn < backlog:
-            for lane in space.lanes:
-                index = turn + lane
+            for i in range(lanes.size):
+                index = turn + lanes[i]
                 if first <= index < backlog:
-                    count = put_rows(space, draw_block(reads.draws, 0, mix(index, word)), lane, out, count)
-            turn += space.num_lanes
+                    block = draw_block(alias, rules, mix(index, word))
+                    put_rows(layout, lanes.size, (block, block * num_lanes + lanes[i], i), num_tables, out, count)
+                    count += num_tables
+            turn += num_lanes
     begin = reads.kept_before[own + max(first - backlog, 0)]
     end = reads.kept_before[own + reads.length[request] - backlog]
+    kept_item = reads.kept_item
     for i in range(begin, end):
-        item = reads.kept_item[i]
-        count = put_rows(space, item // space.num_lanes, item & (space.num_lanes - 1), out, count)
+        item = kept_item[i]
+        put_rows(layout, lanes.size, (item // num_lanes, item, slot[item & (num_lanes - 1)]), num_tables, out, count)
+        count += num_tables
     return count
 
 
 @numba.njit(cache=True)
 def candidate_rows(reads: RowReads, request: int, out: IntArray) -> int:
     """Dense numbers of the kept rows read by a request's candidates; returns how many. Lane by lane."""
-    space, num_candidates, count = reads.space, reads.num_candidates[request], 0
-    blocks = np.empty(num_candidates // space.num_lanes + 1, np.int64)
+    space, draws, num_candidates, count = reads.space, reads.draws, reads.num_candidates[request], 0
+    num_lanes, lanes, layout, num_tables = space.num_lanes, space.lanes, space.layout, space.num_event_tables
+    blocks = np.empty(num_candidates // num_lanes + 1, np.int64)
     seed, epoch = reads.candidate_seed[request], reads.epoch[request]
-    for lane in space.lanes:
-        for i in range(draw_lane_candidates(reads.draws, epoch, seed, num_candidates, lane, blocks)):
-            count = put_rows(space, blocks[i], lane, out, count)
+    alias, rules = draws.alias[draws.law[epoch]], rules_at(draws, epoch)
+    for slot in range(lanes.size):
+        lane = lanes[slot]
+        for i in range(draw_lane_candidates(alias, rules, seed, num_candidates, lane, blocks)):
+            put_rows(layout, lanes.size, (blocks[i], blocks[i] * num_lanes + lane, slot), num_tables, out, count)
+            count += num_tables
     return count
 
 
@@ -208,14 +223,15 @@ def context_rows(reads: RowReads, request: int, out: IntArray) -> int:
 
 
 @numba.njit(cache=True, inline="always")
-def put_rows(space: RowSpace, block: Index, lane: int, out: IntArray, count: int) -> int:
-    """Append the kept rows of an item of a kept lane, one per event table; returns the new count."""
-    item, slot, num_kept = block * space.num_lanes + lane, space.slot[lane], space.lanes.size
+def put_rows(
+    layout: IntArray, num_kept: int, at: tuple[Index, Index, int], num_tables: int, out: IntArray, count: int
+) -> None:
+    """Put the kept rows of one item, one per event table, from out[count] on; `at` is its block, itself, its slot."""
+    block, item, slot = at
     out[count] = block * num_kept + slot
-    for table in range(1, space.num_event_tables):
-        in_lane = scale(mix(item, space.salt[table]), space.lane_rows[table])
-        out[count + table] = space.first_kept[table] + in_lane * num_kept + slot
-    return count + space.num_event_tables
+    for table in range(1, num_tables):
+        in_lane = scale(mix(item, layout[table, 0]), layout[table, 1])
+        out[count + table] = layout[table, 2] + in_lane * num_kept + slot
 
 
 @numba.njit(cache=True, inline="always")

@@ -152,19 +152,24 @@ class Trace:
         _within("action", self.action, self.catalogue.num_actions)
         for name in ("num_new", "num_candidates", "backlog", "timestamp_s"):
             _within(name, columns[name], None)
-        if self.num_requests and not (np.diff(self.time_s, prepend=0.0) >= 0).all():
+        if not (np.isfinite(self.time_s).all() and (np.diff(self.time_s, prepend=0.0) >= 0).all()):
             raise TraceError(f"time_s must start at 0 or later and never fall, got {self.time_s[:4]}...")
-        histories = index_histories(self)
-        if histories.own_start[-1] != self.item.size or (np.diff(histories.own_start) < 0).any():
+        self._check_events(index_histories(self))
+
+    def _check_events(self, histories: "Histories") -> None:
+        own_start, num_own = histories.own_start, np.diff(histories.own_start)
+        if own_start[-1] != self.item.size or (num_own < 0).any():
             raise TraceError(f"num_new must add up to backlogs and events, got {self.item.size} events")
         if np.count_nonzero(histories.visit == 0) != self.num_users:
             raise TraceError(f"every user must ask at least once, got {self.num_users} backlogs")
-        starts = histories.own_start[(histories.own_start > 0) & (histories.own_start < self.item.size)]
         falls = np.diff(self.timestamp_s) < 0
-        falls[starts - 1] = False  # from one user's events to the next one's
+        falls[own_start[(own_start > 0) & (own_start < self.item.size)] - 1] = False  # where another user begins
         if falls.any():
             at = int(np.flatnonzero(falls)[0]) + 1
             raise TraceError(f"timestamp_s must not fall within a user, got {self.timestamp_s[at]} at event {at}")
+        after_backlog = self.timestamp_s[own_start[:-1][(num_own > 0) & (self.backlog > 0)]]
+        if (after_backlog < self.catalogue.start_time_s).any():
+            raise TraceError(f"events after a backlog must not lie before start_time_s, got {after_backlog.min()}")
 
 
 _LENGTHS = {

@@ -103,10 +103,14 @@ def _metadata(table: Any) -> tuple[Catalogue, tuple[str, ...]]:
     stored = (table.schema.metadata or {}).get(_KEY)
     if stored is None:
         raise TraceError(f"not a trace: it has no {_KEY.decode()!r} metadata")
-    values = json.loads(stored)
-    if values.get("format") != _FORMAT:
-        raise TraceError(f"trace format must be {_FORMAT}, got {values.get('format')!r}")
-    return Catalogue(**values["catalogue"]), tuple(values["phases"])
+    try:
+        values = json.loads(stored)
+        version, catalogue, phases = values["format"], values["catalogue"], values["phases"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"its {_KEY.decode()!r} metadata cannot be understood: {error!r}") from None
+    if version != _FORMAT:
+        raise TraceError(f"trace format must be {_FORMAT}, got {version!r}")
+    return Catalogue(**catalogue), tuple(phases)
 
 
 def _trace(table: Any, catalogue: Catalogue, phase_names: tuple[str, ...]) -> Trace:
@@ -156,7 +160,8 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _flat(table: Any, name: str, dtype: Any) -> Any:
-    return _typed(name, _column(table, name).to_numpy(), dtype)
+    """A copy, since Arrow's own memory is read-only, and compiled loops would be compiled once more for that."""
+    return _typed(name, _column(table, name).to_numpy(), dtype).copy()
 
 
 def _typed(name: str, values: NDArray[Any], dtype: Any) -> NDArray[Any]:

@@ -5,12 +5,13 @@ Knows settings and bounds; `generate` makes a trace of them, `families` has the 
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
+from helmrec.sim.trace import lanes_for
 
 
 def _as_pair(value: object) -> object:
@@ -59,13 +60,19 @@ class Users(Frozen):
     return_median_s: float = Field(93.0, gt=0, description="of cold users; the published news-click median")
     return_sigma: float = Field(7.2, ge=0, description="spread of its log; 7.2 puts the 75th percentile at 3.3 hours")
 
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.max_history < self.min_history:
+            raise ValueError(f"max_history must be at least min_history ({self.min_history}), not {self.max_history}")
+        return self
+
 
 class Workload(Frozen):
     """Everything that fixes a synthetic trace but its seed."""
 
     name: str = Field(min_length=1)
     num_items: int = Field(1_000_000, ge=1)
-    num_lanes: int = Field(256, ge=1)
+    num_lanes: int | None = Field(None, ge=1, description="by default what suits the number of items")
     item_shift: float = Field(4.0, gt=0, description="ranks well below it are equally popular")
     num_candidates: int = Field(2_048, ge=1)
     num_actions: int = Field(4, ge=1, le=256)
@@ -73,6 +80,10 @@ class Workload(Frozen):
     repeat: int = Field(1, ge=1, description="times the phases are gone through")
     users: Users = Users()
     phases: tuple[Phase, ...] = Field(min_length=1)
+
+    @property
+    def lanes(self) -> int:
+        return self.num_lanes or lanes_for(self.num_items)
 
     @property
     def duration_s(self) -> float:
