@@ -96,7 +96,7 @@ class EngineConfig(Frozen):
         ByteSize(1 << 20), description="row bytes read ahead into empty slots between two steps, less what demand read"
     )
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
-        ByteSize(64 << 20), description="pool bytes that may change owner between two steps"
+        ByteSize(16 << 20), description="pool bytes that may change owner between two steps"
     )
     audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
     audit_tolerance: float | None = Field(

@@ -1,7 +1,7 @@
 """The dense stage of a step, run as it comes: any device, any shape. The twin of `graphs.py`."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from helmrec.model.hstu import DenseInput, HstuModel
 from helmrec.types import IntArray
 
 Progress = Callable[[int, int], None]  # told how many of how many are done
+BringPages = Callable[[], None]  # what follows in the current stream sees the pages that come from the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +56,11 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory it keeps for itself."""
 
-    def launch(self, step: Assembly) -> Launched:
-        """Start a step; K/V of new tokens land in their pages before a later step reads them."""
+    def launch(self, step: Assembly, bring_pages: BringPages) -> Launched:
+        """Start a step; K/V of new tokens land in their pages before a later step reads them.
+
+        `bring_pages` is called when the embedding stage is on its way: pages from the host arrive beside it.
+        """
 
     def warm_up(self, progress: Progress) -> None:
         """Do everything that must not happen during the first request."""
@@ -68,12 +72,6 @@ class Memory:
 
     k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
     v_pages: Tensor
-    loaded: Sequence[torch.cuda.Event] = ()  # of each layer: pages that come from the host are there
-
-    def wait_for(self, layer: int) -> None:
-        """What follows in the current stream sees this layer's pages."""
-        if self.loaded:
-            self.loaded[layer].wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,16 +106,16 @@ class EagerDense:
         """Nothing to prepare: kernels compile when they first run."""
 
     @torch.inference_mode()
-    def launch(self, step: Assembly) -> EagerLaunch:
+    def launch(self, step: Assembly, bring_pages: BringPages) -> EagerLaunch:
         started_s, reading = time.perf_counter(), self.rows.read(step)
-        return EagerLaunch(self.score(step, reading.values), reading, started_s)
+        return EagerLaunch(self._score(step, reading.values, bring_pages), reading, started_s)
 
-    def score(self, step: Assembly, values: Tensor) -> Tensor:  # (candidates, tasks) float32
+    def _score(self, step: Assembly, values: Tensor, bring_pages: BringPages) -> Tensor:  # (candidates, tasks)
         """values: (rows, row_dim), in the order of `Assembly.rows`"""
         model, tokens = self._model, self._input(step, values)
         x = model.embed(tokens, int(step.cu_tokens[-1]))
-        memory = self._memory
-        x = model.layers(x, memory.k_pages, memory.v_pages, tokens.ragged, memory.wait_for)
+        bring_pages()
+        x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
         return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
 

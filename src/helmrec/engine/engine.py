@@ -174,7 +174,8 @@ class Engine:
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        if self._pool.expander.num_slots:
+        """From steps that waited for no page: they would teach what loading costs, not computing."""
+        if self._pool.expander.num_slots and not any(member.plan.loads for member in batch.members):
             tokens = sum(member.num_tokens for member in batch.members)
             pairs = sum(member.num_pairs for member in batch.members)
             self._pool.expander.costs.steps.observe(tokens, pairs, seconds)

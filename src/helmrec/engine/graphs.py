@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
-from helmrec.engine.dense import EagerDense, Launched, Memory, Progress, Scored
+from helmrec.engine.dense import BringPages, EagerDense, Launched, Memory, Progress, Scored
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
@@ -127,10 +127,10 @@ class GraphedDense:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def launch(self, step: Assembly) -> Launched:
+    def launch(self, step: Assembly, bring_pages: BringPages) -> Launched:
         """As `EagerDense.launch`, to which a step beyond the limits falls back; returns before it has ended."""
         if not self._is_within_limits(step):
-            return self._eager.launch(step)
+            return self._eager.launch(step, bring_pages)
         captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
         head = self._heads[fitting(self._head_sizes, step.candidates.size)]
         self.last_step, self.last_head = captured, head
@@ -145,6 +145,7 @@ class GraphedDense:
         head.pick.replay()
         self._embedded = torch.cuda.Event()
         self._embedded.record(self.stream)
+        bring_pages()
         captured.layers.replay()
         head.score.replay()
         self._turn ^= 1
@@ -220,8 +221,7 @@ class GraphedDense:
         x.copy_(self._model.embed(tokens, x.shape[0]))
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
-        memory = self._memory
-        y = self._model.layers(x, memory.k_pages, memory.v_pages, batch, memory.wait_for)
+        y = self._model.layers(x, self._memory.k_pages, self._memory.v_pages, batch)
         if y.data_ptr() != x.data_ptr():
             x.copy_(y)
 

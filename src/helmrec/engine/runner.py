@@ -6,6 +6,7 @@ pages were planned, rows are admitted by the cache's own rules.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.memory.expander import PageSave
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.host_pages import HostPages
+from helmrec.memory.prefix import KVPlan, PageLoad
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
@@ -53,15 +55,21 @@ class Runner:
         self._arena = parts.arena
         self._master = parts.master
         self._pool = parts.pool
-        self._host = parts.host_pages
+        self._host = HostPages(parts.pool.expander, parts.arena.pages)
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
+        plans = [member.plan for member in batch.members]
         with InStream(self._dense.stream):
-            self._prepare_pages([member.plan for member in batch.members])
-            return Running(step, self._dense.launch(step), self._pool.row_epochs.current)
+            self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
+            for plan in plans:
+                if plan.copy is not None:  # of settled pages only, so it does not wait for those that are brought
+                    self._arena.copy_tokens(plan.copy)
+            loads = [load for plan in plans for load in plan.loads]
+            launched = self._dense.launch(step, partial(self._bring_pages, loads))
+        return Running(step, launched, self._pool.row_epochs.current)
 
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step. Steps are finished in the order they were launched."""
@@ -75,28 +83,19 @@ class Runner:
             running=running,
         )
 
-    def _prepare_pages(self, plans: Sequence[KVPlan]) -> None:
-        """Bring back pages from the host, and make copies: of settled pages only, so that neither waits for the other."""
-        loads = [load for plan in plans for load in plan.loads]
-        if self._host is not None:
-            self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
-            if loads:
-                self._host.load(loads)
-                self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
-        for plan in plans:
-            if plan.copy is not None:
-                self._arena.copy_tokens(plan.copy)
+    def _bring_pages(self, loads: Sequence[PageLoad]) -> None:
+        if loads:
+            self._host.load(loads)
+            self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
 
     def close(self) -> None:
         """Unlock the host's memory."""
-        if self._host is not None:
-            self._host.close()
+        self._host.close()
         self._master.close()
 
     def save_pages(self, saves: Sequence[PageSave]) -> None:
         """Copy sealed pages to the host; off the request path."""
-        if self._host is not None:
-            self._host.save(saves)
+        self._host.save(saves)
 
     def admit(self, running: Running) -> None:
         """Let missed rows into the cache, off the request path; not if their values have changed since."""
@@ -106,8 +105,7 @@ class Runner:
     def refill(self, budget_bytes: int) -> None:
         """Read rows ahead of demand into empty slots; off the request path."""
         if budget_bytes > 0:
-            if self._host is not None:
-                self._host.finish_saves_before(self._dense.rows.stream)
+            self._host.finish_saves_before(self._dense.rows.stream)
             self._dense.rows.refill(budget_bytes)
 
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
@@ -129,4 +127,4 @@ class Runner:
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
-        return plain.launch(step).wait().logits
+        return plain.launch(step, lambda: None).wait().logits

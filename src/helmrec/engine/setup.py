@@ -15,7 +15,6 @@ from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.host_pages import CardPages, HostPages, make_host_pages
 from helmrec.memory.host_tier import RowMaster
 from helmrec.memory.pool import Demand, Pool, make_host_rows
 from helmrec.model.config import ModelConfig
@@ -33,7 +32,6 @@ class Parts(NamedTuple):
     arena: Arena
     pool: Pool
     dense: Dense
-    host_pages: HostPages | None  # None: no host tier
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
@@ -48,12 +46,9 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
-    host_pages = make_host_pages(pool.expander, arena.pages, geometry, row_kernels(_kernels(config)))
-    loaded = host_pages.loaded if isinstance(host_pages, CardPages) else ()
-    memory = Memory(arena.k_pages, arena.v_pages, loaded)
-    dense = _make_dense(hstu, memory, _row_stage(rows, arena, master, config), config)
+    dense = _make_dense(hstu, Memory(arena.k_pages, arena.v_pages), _row_stage(rows, arena, master, config), config)
     dense.warm_up(progress)
-    return Parts(hstu, master, arena, pool, dense, host_pages)
+    return Parts(hstu, master, arena, pool, dense)
 
 
 def _make_dense(hstu: HstuModel, memory: Memory, rows: RowStage, config: EngineConfig) -> Dense:

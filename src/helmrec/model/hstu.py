@@ -5,7 +5,7 @@ a constant, time enters as gaps, so K/V of a token never depends on what follows
 owners or queues.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,21 +126,12 @@ class HstuModel:
             x[tokens.context_at] = self._embed_context(tokens)
         return x
 
-    def layers(
-        self,
-        x: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        batch: RaggedBatch,
-        wait_for: Callable[[int], None] = lambda layer: None,
-    ) -> Tensor:  # (tokens, dim)
+    def layers(self, x: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
         """All layers; K/V of new history tokens are left in their pages. x may be overwritten.
 
-        k_pages, v_pages: (layers, pages, page_tokens, heads, dim). `wait_for` is called with each layer's number
-        before its pages are read.
+        k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
-        for layer, (weights, k, v) in enumerate(zip(self._layers, k_pages, v_pages, strict=True)):
-            wait_for(layer)
+        for weights, k, v in zip(self._layers, k_pages, v_pages, strict=True):
             x = self._run_layer(x, weights, self._shape, k, v, batch)
         return x
 

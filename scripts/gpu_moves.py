@@ -1,0 +1,212 @@
+"""What moving data costs the requests: reload against recompute, saves, refill, and moves of the boundary.
+
+python -m scripts.gpu_moves               # on a machine with a card; writes docs/measurements/gpu-moves-h200.json
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from helmrec.engine.engine import Engine
+from helmrec.engine.intake import Prepared
+from helmrec.memory.prefix import PageLoad
+from scripts.gpu_traffic import NUM_CANDIDATES, Mix, Served, Traffic, forget, serve, serving_config, serving_engine
+from scripts.provenance import write_measurement
+
+LENGTHS = (1_000, 2_000, 4_000, 6_700, 10_000, 13_900)
+REPEATS = 9
+START_ALPHA, MOVES = 0.3, (0.1, 0.4)
+REFILL_MIB = (0, 4, 16, 64)  # a step
+WARM_UP, MEASURED = 60 * 8, 250 * 8  # requests
+
+
+def set_limit(engine: Engine, name: str, value: int) -> None:
+    object.__setattr__(engine.config, name, value)
+
+
+# Reload or recompute.
+
+
+def time_once(engine: Engine, requests: list[Prepared]) -> float:
+    """Milliseconds of one step of these requests, from plan to scores, on an idle card."""
+    served = serve(engine, requests)
+    assert len(served.step_ms) == 1, "one step was meant"
+    return max(served.service_ms)
+
+
+def evict(engine: Engine) -> None:
+    engine.check()
+    engine._pool.kv.evict(1 << 40)
+
+
+def crossover(engine: Engine, traffic: Traffic) -> list[dict[str, Any]]:
+    """A request of one user whose prefix is resident, must come from the host, or must be computed."""
+    expander, rows = engine._pool.expander, []
+    for length in LENGTHS:
+        user = traffic.user_of(length)
+        times: dict[str, list[float]] = {"resident": [], "reload": [], "recompute": [], "chosen": []}
+        reloads = 0
+        serve(engine, [user, user])
+        for _ in range(REPEATS):
+            times["resident"].append(time_once(engine, [user]))
+            for way, policy in (("reload", "always"), ("recompute", "never"), ("chosen", "measured")):
+                evict(engine)
+                expander._policy = policy
+                before = expander.reloaded_pages
+                times[way].append(time_once(engine, [user]))
+                reloads += way == "chosen" and expander.reloaded_pages > before
+        medians = {f"{way}_ms": round(statistics.median(values), 3) for way, values in times.items()}
+        best = min(medians["reload_ms"], medians["recompute_ms"])
+        rows.append(
+            {
+                "tokens": length,
+                **medians,
+                "reload_chosen": f"{reloads} of {REPEATS}",
+                "chosen_over_best": round(medians["chosen_ms"] / best, 3),
+            }
+        )
+        print(rows[-1], flush=True)
+    expander._policy = "measured"
+    return rows
+
+
+def exposure(engine: Engine, traffic: Traffic) -> dict[str, Any]:
+    """How much longer a step of eight takes if one prefix of 6,700 tokens must come from the host."""
+    users = [traffic.user_of(6_700) for _ in range(8)]
+    expander = engine._pool.expander
+    serve(engine, users + users)
+    resident, one_reload = [], []
+    for _ in range(REPEATS):
+        resident.append(time_once(engine, users))
+        engine.check()
+        victim = engine._pool.kv._users[users[0].history.user_id][0]
+        engine._pool.kv._truncate(victim, 0)
+        engine._pool.kv._discard_if_empty(victim)
+        expander._policy = "always"
+        one_reload.append(time_once(engine, users))
+    expander._policy = "measured"
+    medians = [statistics.median(each) for each in (resident, one_reload)]
+    found = {
+        "tokens": 6_700,
+        "load_alone_ms": round(time_load(engine, -(-6_700 // engine._pool.geometry.page_tokens)), 3),
+        "step_of_8_resident_ms": round(medians[0], 3),
+        "step_of_8_one_reload_ms": round(medians[1], 3),
+        "exposed_ms": round(medians[1] - medians[0], 3),
+    }
+    print(found, flush=True)
+    return found
+
+
+def time_load(engine: Engine, num_pages: int) -> float:
+    """Milliseconds of so many pages from the host, over pages that hold nothing."""
+    evict(engine)
+    host = engine._runner._host
+    assert host._loading is not None
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record(host._loading)
+        host.load([PageLoad(i, engine._pool.ledger.num_pages - 1 - i) for i in range(num_pages)])
+        end.record(host._loading)
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+# Under load.
+
+
+def of_steps(served: Served) -> dict[str, Any]:
+    p50, p99 = np.percentile(served.step_ms, [50, 99])
+    return {"step_p50_ms": round(float(p50), 3), "step_p99_ms": round(float(p99), 3), **served.describe()}
+
+
+def with_and_without_tier(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
+    rows = []
+    expander = engine._pool.expander
+    for repeat in range(2):
+        for has_tier in (False, True):
+            forget(engine, START_ALPHA)
+            num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
+            serve(engine, requests[:WARM_UP])
+            rows.append({"repeat": repeat, "host_tier": has_tier, **of_steps(serve(engine, requests[WARM_UP:]))})
+            expander._num_slots = num_slots
+            print(rows[-1], flush=True)
+    return rows
+
+
+def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
+    """The boundary has grown by 0.4; what reading rows ahead does to the steps after, without regard to demand."""
+    rows = []
+    set_limit(engine, "refill_bytes_per_step", 0)
+    for repeat in range(3):
+        for mib in REFILL_MIB:
+            forget(engine, START_ALPHA + 0.4)
+            serve(engine, requests[:WARM_UP])  # fills the cache, which then shrinks and remembers what it lost
+            engine.move_alpha(START_ALPHA)
+            engine.settle()
+            serve(engine, requests[:8])
+            engine.move_alpha(START_ALPHA + 0.4)
+            engine.settle()
+
+            def read_ahead(step: int, budget: int = mib << 20) -> None:
+                engine._runner.refill(budget)
+
+            served = serve(engine, requests[WARM_UP : WARM_UP + 40 * 8], read_ahead)
+            rows.append(
+                {"repeat": repeat, "mib_per_step": mib, "seconds": round(served.seconds, 3), **of_steps(served)}
+            )
+            print(rows[-1], flush=True)
+    set_limit(engine, "refill_bytes_per_step", 1 << 20)
+    return rows
+
+
+def moves(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
+    """A move under load against a twin that was at the new place from the start."""
+    rows = []
+    for repeat in range(2):
+        for step in (*MOVES, *(-move for move in MOVES)):
+            start = START_ALPHA if step > 0 else START_ALPHA - step
+            for moves_now in (False, True):
+                forget(engine, start if moves_now else start + step)
+                serve(engine, requests[:WARM_UP])
+                if moves_now:
+                    engine.move_alpha(start + step)
+                name = {"repeat": repeat, "from": start, "to": round(start + step, 2), "moves": moves_now}
+                rows.append({**name, **of_steps(serve(engine, requests[WARM_UP:]))})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/gpu-moves-h200.json"))
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA device")
+    config = serving_config(6, 16 << 30)
+    engine = serving_engine(config, pool_bytes="4GiB", alpha=START_ALPHA, host_kv_bytes="8GiB", kv_admission="always")
+    print(engine.report(), flush=True)
+    set_limit(engine, "save_bytes_per_step", 1 << 30)  # for now, so that what was computed is on the host at once
+    traffic = Traffic(engine, Mix(0.6, num_hot=32))
+    results: dict[str, Any] = {"candidates": NUM_CANDIDATES, "crossover": crossover(engine, traffic)}
+    results["exposure"] = exposure(engine, traffic)
+    set_limit(engine, "save_bytes_per_step", 16 << 20)
+    requests = traffic.take(WARM_UP + MEASURED)
+    print(f"{len(requests)} requests made", flush=True)
+    results["saves"] = with_and_without_tier(engine, requests)
+    results["refill"] = refill_budgets(engine, requests)
+    results["moves"] = moves(engine, requests)
+    engine.check()
+    assert engine.stats().background_failures == 0
+    write_measurement(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The trade-off between the two caches on a real card: throughput and latency over the boundary's place.
+
+For 1, 6 and 24 feature rows a token, nine alphas, three shares of hot users, with and without the host tier for KV,
+with steps that overlap and steps that do not. Every cell starts with empty caches.
+
+    python -m scripts.gpu_tradeoff            # on a card; writes docs/measurements/gpu-tradeoff-h200.json
+    python -m scripts.gpu_tradeoff --plot     # draws docs/measurements/gpu-tradeoff-h200.png from that file
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helmrec.engine.engine import Engine
+from helmrec.engine.intake import Prepared
+from scripts.gpu_traffic import Mix, Traffic, forget, serve, serving_config, serving_engine
+from scripts.provenance import write_measurement
+
+OUT = Path("docs/measurements/gpu-tradeoff-h200.json")
+ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
+HOT_SHARES = (0.35, 0.6, 0.85)
+ROWS_PER_TOKEN = (1, 6, 24)
+TABLE_BYTES = 40 << 30
+POOL_BYTES = 2 << 30
+NUM_HOT = 24  # 1.6 GB of KV; rows of about the pool's size take most accesses
+WARM_UP, MEASURED = 30 * 8, 20 * 8  # requests
+
+
+def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier: bool) -> list[dict[str, Any]]:
+    """Warm up, then measure with steps that overlap and with steps that do not."""
+    forget(engine, alpha)
+    expander = engine._pool.expander
+    num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
+    serve(engine, requests[:WARM_UP])
+    measured = []
+    for i, overlap in enumerate((True, False)):
+        engine._pipeline._overlaps = overlap
+        part = requests[WARM_UP + i * MEASURED : WARM_UP + (i + 1) * MEASURED]
+        measured.append({"overlap": overlap, **serve(engine, part).describe()})
+    engine._pipeline._overlaps = True
+    expander._num_slots = num_slots
+    return measured
+
+
+def measure(rows_per_token: int, deadline_s: float) -> list[dict[str, Any]]:
+    config = serving_config(rows_per_token, TABLE_BYTES)
+    started_s = time.perf_counter()
+    engine = serving_engine(config, pool_bytes=POOL_BYTES, alpha=0.5, host_kv_bytes="8GiB")
+    print(f"K={rows_per_token}: ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
+    traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in HOT_SHARES}
+    print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
+    cells = []
+    for share, has_tier, alpha in itertools.product(HOT_SHARES, (False, True), ALPHAS):
+        if time.perf_counter() > deadline_s:
+            print("out of time: the cells left are not measured", flush=True)
+            break
+        name = {"rows_per_token": rows_per_token, "hot_share": share, "host_tier": has_tier, "alpha": alpha}
+        measured = run_cell(engine, traffic[share], alpha, has_tier=has_tier)
+        cells += [{**name, **each} for each in measured]
+        on, off = cells[-2:]
+        print(
+            f"K={rows_per_token:>2} hot {share:.2f} tier {has_tier!s:<5} alpha {alpha:.1f}: "
+            f"{on['requests_per_s']:7.1f} req/s, p50 {on['service_p50_ms']:6.2f}, p99 {on['service_p99_ms']:6.2f}; "
+            f"in turn {off['requests_per_s']:7.1f}, {off['service_p50_ms']:6.2f}, {off['service_p99_ms']:6.2f}; "
+            f"rows {on['row_hit_rate']:.3f} tokens {on['token_reuse_rate']:.3f}",
+            flush=True,
+        )
+    engine.close()
+    del engine, traffic
+    torch.cuda.empty_cache()
+    return cells
+
+
+def plot(path: Path) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
+
+    cells = json.loads(path.read_text())["cells"]
+    ways = [(True, True), (True, False), (False, True), (False, False)]  # overlap, host tier
+    figure, axes = plt.subplots(3, 3, figsize=(12, 10), sharex=True)
+    for (i, rows), (j, share) in itertools.product(enumerate(ROWS_PER_TOKEN), enumerate(HOT_SHARES)):
+        axis = axes[i][j]
+        for (overlap, tier), style in zip(ways, ("o-", "s-", "o--", "s--"), strict=True):
+            of = [
+                c
+                for c in cells
+                if (c["rows_per_token"], c["hot_share"], c["overlap"], c["host_tier"]) == (rows, share, overlap, tier)
+            ]
+            label = f"{'overlapping' if overlap else 'in turn'}, {'with' if tier else 'without'} host tier"
+            axis.plot([c["alpha"] for c in of], [c["requests_per_s"] for c in of], style, label=label, markersize=4)
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{rows} rows a token, {share:.0%} of requests from hot users", fontsize=9)
+        axis.set_xlabel("alpha") if i == 2 else None
+        axis.set_ylabel("requests/s") if j == 0 else None
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    print(f"wrote {path.with_suffix('.png')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=list(ROWS_PER_TOKEN))
+    parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
+    parser.add_argument("--plot", action="store_true", help="draw the file there is")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        return plot(arguments.out)
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA device")
+    deadline_s = time.perf_counter() + arguments.limit_s
+    cells = [cell for rows in arguments.rows for cell in measure(rows, deadline_s)]
+    set_up = {"pool_bytes": POOL_BYTES, "table_bytes": TABLE_BYTES, "hot_users": NUM_HOT, "requests": MEASURED}
+    return write_measurement(arguments.out, {"set_up": set_up, "cells": cells})
+
+
+if __name__ == "__main__":
+    main()
