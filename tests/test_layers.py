@@ -14,15 +14,18 @@ RANKS = {
     "kernels": 1,
     "memory": 2,
     "model": 3,
+    "control": 3,
     "engine": 4,
     "sim": 5,
     "demo": 5,
+    "bench": 6,
     "trace_cli": 6,
     "cli": 7,
 }
 MAY_IMPORT_TORCH_IN_MEMORY = {
     f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier", "streams")
 }
+SEEN_BY_CONTROL = {"helmrec.memory", "helmrec.memory.miss_curves", "helmrec.memory.stats"}
 MAY_IMPORT_CLI = {"helmrec.cli", "helmrec.__main__"}
 
 
@@ -86,8 +89,18 @@ def test_base_knows_only_itself() -> None:
         assert {layer(other) for other in ours(f"helmrec.{name}")} <= set(BASE)
 
 
+def test_what_controls_sees_values_only() -> None:
+    for module in (m for m in IMPORTS if layer(m) == "control"):
+        assert {layer(other) for other in ours(module)} <= {*BASE, "memory", "control"}
+        assert {m for m in ours(module) if layer(m) == "memory"} <= SEEN_BY_CONTROL
+
+
+def test_rivals_of_the_bench_serve_only_comparisons() -> None:
+    assert {layer(m) for m in IMPORTS if any(layer(o) == "bench" for o in ours(m))} <= {"bench", "cli"}
+
+
 def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:
-    pure = {m for m in IMPORTS if layer(m) in (*BASE, "memory", "sim")} - MAY_IMPORT_TORCH_IN_MEMORY
+    pure = {m for m in IMPORTS if layer(m) in (*BASE, "memory", "control", "sim")} - MAY_IMPORT_TORCH_IN_MEMORY
     assert {"helmrec.memory.pool", "helmrec.memory.kv_cache", "helmrec.types"} <= pure
     for module in pure:
         for seen in (module, *reach(module)):

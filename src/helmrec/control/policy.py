@@ -1,0 +1,157 @@
+"""What a policy sees, what it answers, and the limits every answer is held to.
+
+Pure: time comes with the window, nothing here moves a page. Knows neither the engine nor the simulator.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from helmrec.config import Frozen
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.memory.stats import PoolStats
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What came in and how it was served between two looks. Without requests the rates and times are 0."""
+
+    start_s: float
+    end_s: float
+    num_requests: int
+    hot_user_share: float  # requests by users who came lately, 0..1; an estimate
+    mean_ms: float  # from arrival to answer, queue included, as the next two
+    p50_ms: float
+    p99_ms: float
+    slo_ms: float
+    slo_satisfaction: float  # requests answered within slo_ms, refused ones not, 0..1
+    num_queued: int  # at the end
+    compute_busy: float  # share of the time the dense stage worked, 0..1
+    bus_busy: float  # share of the time the host bus worked, 0..1
+
+    @property
+    def arrival_rate(self) -> float:
+        """Requests per second."""
+        return self.num_requests / max(1e-9, self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowStats:
+    """All a policy may see of one window. `PoolStats` alone lacks time, load, latency and other splits."""
+
+    traffic: Traffic
+    alpha: float  # now
+    alpha_target: float  # wanted so far: what a move starts from
+    alpha_min: float  # of the pool
+    alpha_max: float
+    pool_bytes: int
+    kv_token_hit_rate: float  # in this window, as all below
+    emb_hit_rate: float
+    new_tokens_per_request: float  # history tokens computed
+    resident_tokens_per_request: float  # history tokens reused
+    missed_rows_per_request: float
+    demand_miss_bytes: int
+    refill_bytes: int
+    curves: JointCurves | None = None  # None while too little is known
+
+    @classmethod
+    def between(cls, before: PoolStats, after: PoolStats, traffic: Traffic, curves: JointCurves | None) -> Self:
+        """The window between two looks at a pool."""
+        requests = max(1, traffic.num_requests)
+        hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
+        reused, total = after.reused_tokens - before.reused_tokens, after.total_tokens - before.total_tokens
+        return cls(
+            traffic=traffic,
+            alpha=after.alpha,
+            alpha_target=after.alpha_target,
+            alpha_min=after.alpha_min,
+            alpha_max=after.alpha_max,
+            pool_bytes=after.num_pages * after.page_bytes,
+            kv_token_hit_rate=reused / max(1, total),
+            emb_hit_rate=hits / max(1, hits + misses),
+            new_tokens_per_request=(total - reused) / requests,
+            resident_tokens_per_request=reused / requests,
+            missed_rows_per_request=misses / requests,
+            demand_miss_bytes=_grown(before, after, "row-miss"),
+            refill_bytes=_grown(before, after, "row-refill"),
+            curves=curves,
+        )
+
+
+def _grown(before: PoolStats, after: PoolStats, cause: str) -> int:
+    return after.bytes_by_cause.get(cause, 0) - before.bytes_by_cause.get(cause, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A decided change of the boundary: a value, not an action."""
+
+    alpha: float  # wanted EMB share of the pool's pages
+    reason: str  # for a log line
+    expected_gain_ms: float | None = None  # per request, where the policy has a model; negative is a loss
+
+
+class Policy(Protocol):
+    """Looks at a window and may answer with a move."""
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        """The wanted split, or None to stay. Called once per window, in order of time."""
+
+    def reset(self) -> None:
+        """Forget what was seen: what comes next is another stretch of traffic."""
+
+
+class Limits(Frozen):
+    """What no policy may exceed. Travel is the sum of |change of alpha_target|."""
+
+    min_alpha: float = Field(0.02, ge=0, le=1, description="lowest EMB share asked for")
+    max_alpha: float = Field(0.98, ge=0, le=1, description="highest EMB share asked for")
+    max_step: float = Field(0.10, gt=0, le=1, description="largest change of alpha in one window")
+    travel_per_minute: float = Field(1.0, gt=0, description="largest travel within any 60 s")
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.max_alpha < self.min_alpha:
+            raise ValueError(f"max_alpha must be at least min_alpha ({self.min_alpha}), not {self.max_alpha}")
+        return self
+
+
+class _Step(NamedTuple):
+    time_s: float
+    size: float
+
+
+class Limited:
+    """A policy held to limits. An alpha that starts outside them is led back inside at the same pace."""
+
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        self.policy = policy
+        self.limits = limits
+        self._steps: deque[_Step] = deque()
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        asked, limits, start = self.policy.decide(stats), self.limits, stats.alpha_target
+        low = max(limits.min_alpha, stats.alpha_min)
+        high = max(low, min(limits.max_alpha, stats.alpha_max))
+        inside = min(max(start if asked is None else asked.alpha, low), high)
+        reach = min(limits.max_step, self._travel_left(stats.traffic.end_s))
+        allowed = min(max(inside, start - reach), start + reach)
+        if allowed == start:
+            return None
+        self._steps.append(_Step(stats.traffic.end_s, abs(allowed - start)))
+        if asked is None:
+            return Move(allowed, f"back inside {low:.2f}..{high:.2f}")
+        if allowed == asked.alpha:
+            return asked
+        return Move(allowed, f"{asked.reason}; limited from {asked.alpha:.3f}", asked.expected_gain_ms)
+
+    def reset(self) -> None:
+        self.policy.reset()
+        self._steps.clear()
+
+    def _travel_left(self, now_s: float) -> float:
+        while self._steps and self._steps[0].time_s <= now_s - 60:
+            self._steps.popleft()
+        return max(0.0, self.limits.travel_per_minute - sum(step.size for step in self._steps))
