@@ -1,0 +1,68 @@
+"""What a request costs at another split, in milliseconds, as policies with a model reckon it.
+
+A few coefficients over the miss curves' means; the simulator's calibrated costs know batches, pages and copies.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.control.policy import WindowStats
+
+Curve = NDArray[np.float64]  # (alphas,)
+
+_LINEAR_FROM = 0.95  # load at which the queue's wait goes on as its tangent, so that overload still has a slope
+
+
+class ServiceCost(Frozen):
+    """Coefficients of one device and one model."""
+
+    token_ms: float = Field(gt=0, description="ms of compute per history token computed")
+    pair_ms: float = Field(0.0, ge=0, description="ms of compute per pair of tokens in attention")
+    floor_ms: float = Field(0.0, ge=0, description="ms of compute per request whatever is cached, candidates included")
+    missed_row_ms: float = Field(gt=0, description="ms of the host bus per missed row")
+    is_overlapping: bool = Field(True, description="whether rows of the next batch are read while one computes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reckoning:
+    """A window reckoned over at every alpha of a grid; ms per request."""
+
+    alphas: Curve
+    compute_ms: Curve
+    bus_ms: Curve
+    latency_ms: Curve  # both, and the wait in the queue at the window's arrival rate
+
+    def latency_at(self, alpha: float) -> float:
+        return float(np.interp(alpha, self.alphas, self.latency_ms))
+
+
+def compute_ms(cost: ServiceCost, computed_tokens: Curve | float, total_tokens: float) -> Curve:
+    """Per request; each is taken as wholly resident or wholly computed, so pairs grow with the computed share."""
+    computed = np.asarray(computed_tokens, np.float64)
+    return cost.floor_ms + computed * (cost.token_ms + cost.pair_ms * total_tokens / 2)
+
+
+def wait_ms(service_ms: Curve, arrival_rate: float) -> Curve:
+    """Mean wait of Poisson arrivals at one server of fixed service time (M/D/1), made linear close to saturation."""
+    load = service_ms * arrival_rate / 1_000
+    below = np.minimum(load, _LINEAR_FROM)
+    slope = 1 / (1 - _LINEAR_FROM) ** 2
+    return service_ms / 2 * (below / (1 - below) + np.maximum(0, load - _LINEAR_FROM) * slope)
+
+
+def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Reckoning | None:
+    """The window at evenly spaced splits within its miss curves; None as long as there are none."""
+    curves, traffic = stats.curves, stats.traffic
+    if curves is None or not traffic.num_requests:
+        return None
+    alphas = np.linspace(curves.alphas[0], curves.alphas[-1], num_alphas)
+    computed = np.interp(alphas, curves.alphas, curves.computed_tokens_per_request)
+    missed = np.interp(alphas, curves.alphas, curves.missed_rows_per_request)
+    compute = compute_ms(cost, computed, stats.new_tokens_per_request + stats.resident_tokens_per_request)
+    bus = cost.missed_row_ms * missed
+    service = np.maximum(compute, bus) if cost.is_overlapping else compute + bus
+    return Reckoning(alphas, compute, bus, compute + bus + wait_ms(service, traffic.arrival_rate))

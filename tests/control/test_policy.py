@@ -1,0 +1,161 @@
+"""Windows from two looks at a pool, and limits that hold whatever a policy asks for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmrec.control.policy import Limited, Limits, Move, WindowStats
+from helmrec.errors import ConfigError
+from helmrec.memory.stats import PoolStats
+from tests.control.bowl import Bowl
+
+EMPTY = PoolStats(
+    alpha=0.3,
+    alpha_target=0.4,
+    alpha_min=0.0,
+    alpha_max=0.9,
+    num_pages=100,
+    free_pages=0,
+    emb_pages=30,
+    kv_pages=70,
+    draining_pages=0,
+    page_bytes=1_000,
+    row_hits=0,
+    row_misses=0,
+    row_evictions=0,
+    row_refills=0,
+    resident_rows=0,
+    row_capacity=0,
+    reused_tokens=0,
+    total_tokens=0,
+    resident_users=0,
+    kv_evicted_pages=0,
+    kv_refused_prefixes=0,
+    stale_cuts=0,
+    strangers=0,
+    host_pages=0,
+    host_saved_pages=0,
+    host_reloaded_pages=0,
+    host_evicted_pages=0,
+    bytes_by_cause={},
+)
+
+
+class Script:
+    """Asks for given splits, one per window."""
+
+    def __init__(self, asked: Sequence[float | None]) -> None:
+        self.asked = list(asked)
+        self.num_resets = 0
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        alpha = self.asked.pop(0)
+        return None if alpha is None else Move(alpha, "script")
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def at(alpha: float, start_s: float = 0.0) -> WindowStats:
+    return Bowl().window(alpha, start_s)
+
+
+def test_a_window_holds_differences_not_sums() -> None:
+    before = replace(
+        EMPTY, row_hits=10, row_misses=10, reused_tokens=5, total_tokens=50, bytes_by_cause={"row-miss": 7}
+    )
+    after = replace(
+        before,
+        row_hits=100,
+        row_misses=20,
+        reused_tokens=65,
+        total_tokens=150,
+        bytes_by_cause={"row-miss": 17, "row-refill": 3},
+    )
+    traffic = replace(Bowl().window(0.5).traffic, num_requests=10)
+    window = WindowStats.between(before, after, traffic, None)
+    assert (window.emb_hit_rate, window.kv_token_hit_rate) == (0.9, 0.6)
+    assert (window.new_tokens_per_request, window.resident_tokens_per_request) == (4.0, 6.0)
+    assert (window.missed_rows_per_request, window.demand_miss_bytes, window.refill_bytes) == (1.0, 10, 3)
+    assert (window.alpha, window.alpha_target, window.pool_bytes) == (0.3, 0.4, 100_000)
+    assert window.traffic.arrival_rate == 10.0
+
+
+def test_a_window_without_requests_has_no_rates_to_divide_by() -> None:
+    traffic = replace(Bowl().window(0.5).traffic, num_requests=0)
+    window = WindowStats.between(EMPTY, EMPTY, traffic, None)
+    assert (window.emb_hit_rate, window.kv_token_hit_rate, window.missed_rows_per_request) == (0.0, 0.0, 0.0)
+
+
+def test_a_long_way_is_gone_in_steps_and_says_so() -> None:
+    limited = Limited(Script([0.9]), Limits(max_step=0.1))
+    assert limited.decide(at(0.5)) == Move(0.6, "script; limited from 0.900")
+
+
+def test_an_allowed_move_passes_as_it_is() -> None:
+    assert Limited(Script([0.55]), Limits()).decide(at(0.5)) == Move(0.55, "script")
+
+
+def test_travel_comes_back_after_a_minute() -> None:
+    limited = Limited(Script([0.6, 0.5, 0.6, 0.6]), Limits(max_step=0.1, travel_per_minute=0.15))
+    assert limited.decide(at(0.5, 0)) == Move(0.6, "script")
+    second = limited.decide(at(0.6, 1))
+    assert second is not None
+    assert second.alpha == pytest.approx(0.55)
+    assert limited.decide(at(0.55, 30)) is None
+    assert limited.decide(at(0.55, 60)) == Move(0.6, "script")
+
+
+def test_a_start_outside_is_led_back_even_if_the_policy_stays() -> None:
+    limited = Limited(Script([None]), Limits(min_alpha=0.2, max_step=0.05))
+    assert limited.decide(at(0.0)) == Move(0.05, "back inside 0.20..0.98")
+
+
+def test_the_pool_s_own_bounds_count_too() -> None:
+    narrow = replace(at(0.5), alpha_max=0.55)
+    move = Limited(Script([0.9]), Limits(max_step=0.5)).decide(narrow)
+    assert move is not None
+    assert move.alpha == 0.55
+
+
+def test_reset_reaches_the_policy_and_forgets_travel() -> None:
+    script = Script([0.6, 0.7])
+    limited = Limited(script, Limits(travel_per_minute=0.1))
+    assert limited.decide(at(0.5)) is not None
+    limited.reset()
+    assert script.num_resets == 1
+    assert limited.decide(at(0.6, 1)) is not None
+
+
+def test_limits_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_alpha must be at least min_alpha \(0.6\), not 0.4"):
+        Limits(min_alpha=0.6, max_alpha=0.4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(st.none() | st.floats(-5, 5), min_size=1, max_size=40),
+    bounds=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
+    max_step=st.floats(0.001, 1),
+    travel=st.floats(0.01, 3),
+    window_s=st.sampled_from([1.0, 7.0, 45.0]),
+)
+def test_no_answer_ever_leaves_its_limits(
+    asked: list[float | None], bounds: list[float], max_step: float, travel: float, window_s: float
+) -> None:
+    low, high = bounds
+    limits = Limits(min_alpha=low, max_alpha=high, max_step=max_step, travel_per_minute=travel)
+    limited, alpha = Limited(Script(asked), limits), (low + high) / 2
+    steps: list[tuple[float, float]] = []
+    for number in range(len(asked)):
+        now_s = number * window_s
+        move = limited.decide(at(alpha, now_s))
+        after = alpha if move is None else move.alpha
+        steps.append((now_s, abs(after - alpha)))
+        alpha = after
+        assert low <= alpha <= high
+        assert steps[-1][1] <= max_step + 1e-12
+        assert sum(size for time_s, size in steps if time_s > now_s - 60) <= travel + 1e-9

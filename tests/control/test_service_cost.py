@@ -1,0 +1,78 @@
+"""The cost model policies reckon with: units, the queue, and what overlap changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helmrec.control.service_cost import ServiceCost, compute_ms, reckon, wait_ms
+from tests.control.bowl import COST, TOKENS, Bowl
+
+
+def test_an_uncached_request_pays_tokens_and_half_of_all_pairs() -> None:
+    cost = ServiceCost(token_ms=0.01, pair_ms=1e-6, floor_ms=2.0, missed_row_ms=1.0)
+    assert compute_ms(cost, 1_000.0, 1_000.0) == pytest.approx(2 + 10 + 0.5)
+    assert compute_ms(cost, 0.0, 1_000.0) == 2.0
+
+
+def test_the_wait_is_that_of_fixed_service_times_and_poisson_arrivals() -> None:
+    """M/D/1 by Lindley's recursion."""
+    rng = np.random.default_rng(0)
+    gaps_ms = rng.exponential(1_000 / 70, 400_000)
+    waits = np.zeros(gaps_ms.size)
+    for number in range(1, gaps_ms.size):
+        waits[number] = max(0.0, waits[number - 1] + 10 - gaps_ms[number])
+    assert wait_ms(np.array([10.0]), 70.0)[0] == pytest.approx(waits.mean(), rel=0.05)
+
+
+def test_overload_is_finite_and_still_has_a_slope() -> None:
+    waits = wait_ms(np.linspace(1, 40, 200), 100.0)
+    assert np.all(np.isfinite(waits))
+    assert np.all(np.diff(waits) > 0)
+
+
+def test_the_wait_has_no_step_where_it_becomes_linear() -> None:
+    service = np.array([9.4999, 9.5, 9.5001])
+    assert np.ptp(wait_ms(service, 100.0)) < 0.05
+
+
+def test_without_load_both_stages_simply_add_up() -> None:
+    stats = Bowl(rate=1).window(0.5)
+    reckoned = reckon(stats, COST)
+    assert reckoned is not None
+    np.testing.assert_allclose(reckoned.latency_ms, reckoned.compute_ms + reckoned.bus_ms, rtol=0.02)
+
+
+def test_overlap_shortens_the_queue_not_the_lone_request() -> None:
+    overlapping = COST.model_copy(update={"is_overlapping": True})
+    for rate, is_shorter in ((1, False), (80, True)):
+        stats = Bowl(rate=rate).window(0.5)
+        both, apart = reckon(stats, overlapping), reckon(stats, COST)
+        assert both is not None
+        assert apart is not None
+        assert (both.latency_at(0.5) < 0.9 * apart.latency_at(0.5)) == is_shorter
+
+
+def test_load_changes_which_split_is_best() -> None:
+    """With overlap, a busy node wants its slower stage short; an idle one wants the sum short."""
+    cost = ServiceCost(token_ms=0.001, missed_row_ms=0.0005, is_overlapping=True)
+    best = {}
+    for rate in (1, 400):
+        reckoned = reckon(Bowl(emb_scale=0.2, kv_scale=0.45, rate=rate).window(0.5), cost)
+        assert reckoned is not None
+        best[rate] = reckoned.alphas[np.argmin(reckoned.latency_ms)]
+    assert abs(best[1] - best[400]) > 0.03
+
+
+def test_there_is_nothing_to_reckon_without_curves_or_requests() -> None:
+    stats = Bowl().window(0.5)
+    assert reckon(replace(stats, curves=None), COST) is None
+    assert reckon(replace(stats, traffic=replace(stats.traffic, num_requests=0)), COST) is None
+
+
+def test_the_node_of_these_tests_is_the_model_s_own() -> None:
+    stats = Bowl().window(0.4)
+    reckoned = reckon(stats, COST)
+    assert reckoned is not None
+    assert stats.new_tokens_per_request + stats.resident_tokens_per_request == TOKENS
+    assert reckoned.latency_at(0.4) == pytest.approx(stats.traffic.mean_ms)
