@@ -1,0 +1,125 @@
+"""What could have been had, in hindsight: the best split of each window, and the best path if moving costs.
+
+Takes sweeps as plain arrays, one cost per window and split, each from a run that kept that split throughout. So a
+window's cost supposes caches that had settled there; what it takes to settle is what `switching_costs` prices.
+Average sweeps over seeds first: the least of noisy costs flatters.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from helmrec.config import Frozen
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuasiStatic:
+    """The best split of each window, as if moving were free."""
+
+    alpha: Floats  # (windows,) alpha*
+    cost: Floats  # (windows,)
+    low: Floats  # (windows,) the unbroken band around alpha* whose regret is within bounds
+    high: Floats  # (windows,)
+
+    def gap(self, alphas: Floats) -> float:
+        """Mean distance of a path from alpha*."""
+        return float(np.abs(alphas - self.alpha).mean())
+
+    def share_inside(self, alphas: Floats) -> float:
+        """Share of windows in which a path lies in the band."""
+        return float(((alphas >= self.low - 1e-12) & (alphas <= self.high + 1e-12)).mean())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A path over the splits of a sweep and what it costs."""
+
+    index: Ints  # (windows,) into the sweep's splits
+    alpha: Floats  # (windows,)
+    running: float  # sum over windows
+    switching: float  # sum over moves
+
+    @property
+    def total(self) -> float:
+        return self.running + self.switching
+
+
+class SwitchPrices(Frozen):
+    """What a page costs that changes hands, in ms of work on the node."""
+
+    pool_bytes: float = Field(gt=0, description="bytes both caches share")
+    rewarm_ms_per_byte: float = Field(ge=0, description="compute that fills a byte KV has won with prefixes again")
+    refill_ms_per_byte: float = Field(ge=0, description="bus time that fills a byte EMB has won with rows")
+    load: float = Field(0.0, ge=0, lt=1, description="load of the node: extra work delays others by 1/(1-load)")
+
+
+def switching_costs(alphas: Floats, prices: SwitchPrices) -> Floats:
+    """(from, to): what the cache that wins memory must do before it is as good as one born at that size."""
+    won_by_emb = (alphas[None, :] - alphas[:, None]) * prices.pool_bytes
+    refill = np.maximum(0, won_by_emb) * prices.refill_ms_per_byte
+    rewarm = np.maximum(0, -won_by_emb) * prices.rewarm_ms_per_byte
+    return (refill + rewarm) / (1 - prices.load)
+
+
+def quasi_static(costs: Floats, alphas: Floats, regret: float = 0.01) -> QuasiStatic:
+    """`costs` is (windows, splits); `alphas` ascend. Between splits the band's ends are interpolated."""
+    best = costs.argmin(axis=1)
+    least = costs.min(axis=1)
+    bound = least * (1 + regret)
+    ends = [_band(row, alphas, at, limit) for row, at, limit in zip(costs, best, bound, strict=True)]
+    low, high = np.array(ends).reshape(-1, 2).T
+    return QuasiStatic(alpha=alphas[best], cost=least, low=low, high=high)
+
+
+def _band(costs: Floats, alphas: Floats, best: int, limit: float) -> tuple[float, float]:
+    def end(step: int) -> float:
+        at = best
+        while 0 <= at + step < costs.size and costs[at + step] <= limit:
+            at += step
+        if not 0 <= at + step < costs.size:
+            return float(alphas[at])
+        share = (limit - costs[at]) / (costs[at + step] - costs[at])
+        return float(alphas[at] + share * (alphas[at + step] - alphas[at]))
+
+    return end(-1), end(1)
+
+
+def best_static(costs: Floats, alphas: Floats) -> Plan:
+    """The one split that would have cost least over all windows."""
+    at = int(costs.sum(axis=0).argmin())
+    return _plan(np.full(costs.shape[0], at), costs, alphas, switching=0.0)
+
+
+def cheapest_path(costs: Floats, alphas: Floats, switching: Floats, start: int | None = None) -> Plan:
+    """The path of least running and switching cost together, by dynamic programming over windows and splits.
+
+    `switching` is (from, to), or (windows, from, to) if what a move costs depends on when it is made: entry w prices
+    the move into window w. Units are those of `costs`. With `start` the first window may have to be moved into too.
+    """
+    num_windows, num_alphas = costs.shape
+    prices = np.broadcast_to(switching, (num_windows, num_alphas, num_alphas))
+    so_far = np.zeros(num_alphas) if start is None else prices[0, start].copy()
+    so_far += costs[0]
+    came_from = np.zeros((num_windows, num_alphas), np.int64)
+    for window in range(1, num_windows):
+        ways = so_far[:, None] + prices[window]
+        came_from[window] = ways.argmin(axis=0)
+        so_far = ways.min(axis=0) + costs[window]
+    path = np.empty(num_windows, np.int64)
+    path[-1] = so_far.argmin()
+    for window in range(num_windows - 1, 0, -1):
+        path[window - 1] = came_from[window, path[window]]
+    before = np.concatenate((path[:1] if start is None else [start], path[:-1]))
+    moved = prices[np.arange(num_windows), before, path]
+    paid = float(moved.sum() - (moved[0] if start is None else 0.0))
+    return _plan(path, costs, alphas, switching=paid)
+
+
+def _plan(index: Ints, costs: Floats, alphas: Floats, switching: float) -> Plan:
+    running = float(costs[np.arange(index.size), index].sum())
+    return Plan(index=index, alpha=alphas[index], running=running, switching=switching)
