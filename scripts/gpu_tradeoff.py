@@ -27,9 +27,9 @@ ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 HOT_SHARES = (0.35, 0.6, 0.85)
 ROWS_PER_TOKEN = (1, 6, 24)
 TABLE_BYTES = 40 << 30
-POOL_BYTES = 2 << 30
-NUM_HOT = 24  # 1.6 GB of KV; rows of about the pool's size take most accesses
-WARM_UP, MEASURED = 30 * 8, 20 * 8  # requests
+POOL_BYTES = 6 << 30
+NUM_HOT = 56  # 3.7 GB of KV, and about as many bytes of rows take most accesses
+WARM_UP, MEASURED = 45 * 8, 16 * 8  # requests
 
 
 def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier: bool) -> list[dict[str, Any]]:

@@ -236,3 +236,16 @@ def test_heat_is_rebased_before_it_loses_precision() -> None:
     assert driven.rows._now < 2
     driven.check()
     assert set(range(16)) <= driven.resident(), "what was read before the rebase is still hotter than what was not"
+
+
+def test_pages_that_come_in_several_pieces_are_all_refilled() -> None:
+    driven = Driven(8)
+    driven.read(np.arange(128))
+    driven.rows.give_up_pages(6)
+    driven.read(np.arange(96, 128))
+    for page in range(10, 14):
+        driven.rows.add_pages([page])
+    for _ in range(3):  # some of those evicted last are resident again
+        driven.refill(1_000)
+    driven.check()
+    assert len(driven.resident()) == 6 * PER_PAGE

@@ -34,6 +34,7 @@ class Limits:
     num_sequences: int
     num_candidates: int
     num_pages: int  # of one sequence's page table
+    pages_per_move: int  # that EMB gives up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class GraphedDense:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
+        self._row_graphs.capture_moves(self._limits.pages_per_move)
         total = 5 * len(self._event_sizes) + 2 * len(self._head_sizes)
         for size in reversed(self._event_sizes):
             self._row_graphs.capture(size)

@@ -128,6 +128,10 @@ class RowGraphs:
 
     # Capture.
 
+    def capture_moves(self, num_pages: int) -> None:
+        """Giving up so many EMB pages at once, which runs between steps in the same stream."""
+        self._cache.capture_moves(num_pages, self._maker.capture)
+
     def capture(self, size: int) -> None:
         staging = Staging(self._fields(size), self._blocks)
         pad_rows(

@@ -10,7 +10,7 @@ from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.errors import ConfigError
 from helmrec.kernels import layer_for
-from helmrec.kernels.row_kernels import row_kernels
+from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
@@ -32,6 +32,7 @@ class Parts(NamedTuple):
     arena: Arena
     pool: Pool
     dense: Dense
+    row_kernels: RowKernels
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
@@ -46,14 +47,15 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
-    dense = _make_dense(hstu, Memory(arena.k_pages, arena.v_pages), _row_stage(rows, arena, master, config), config)
+    dense = _make_dense(hstu, arena, geometry, _row_stage(rows, arena, master, config), config)
     dense.warm_up(progress)
-    return Parts(hstu, master, arena, pool, dense)
+    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)))
 
 
-def _make_dense(hstu: HstuModel, memory: Memory, rows: RowStage, config: EngineConfig) -> Dense:
+def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: RowStage, config: EngineConfig) -> Dense:
+    memory = Memory(arena.k_pages, arena.v_pages)
     if config.device == "cuda" and config.cuda_graphs and isinstance(rows, DeviceRowStage):
-        return GraphedDense(hstu, memory, rows, _limits(hstu.config, memory.k_pages.shape[2], config))
+        return GraphedDense(hstu, memory, rows, _limits(hstu.config, geometry, config))
     return EagerDense(hstu, memory, rows)
 
 
@@ -97,14 +99,15 @@ def _kernels(config: EngineConfig) -> str:
     return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
 
 
-def _limits(shape: ModelConfig, page_tokens: int, config: EngineConfig) -> Limits:
+def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> Limits:
     """A lone request may exceed the token budget of a batch, so each limit also holds for one."""
     most_candidates = min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
     return Limits(
         num_events=max(config.max_batch_tokens, shape.max_request_tokens),
         num_sequences=config.max_batch_requests,
         num_candidates=max(shape.max_candidates, most_candidates),
-        num_pages=-(-shape.max_prefix_tokens // page_tokens),
+        num_pages=geometry.pages_for(shape.max_prefix_tokens),
+        pages_per_move=max(1, config.move_bytes_per_step // geometry.page_bytes),
     )
 
 

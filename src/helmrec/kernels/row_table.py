@@ -71,8 +71,13 @@ class RowTable:
         )
 
     @property
+    def state(self) -> tuple[Tensor, ...]:
+        """All that is not told by the host."""
+        return self.slot_of, self.row_of, self.heat, self.seen, self.ghosts, self.tally
+
+    @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.slot_of, self.row_of, self.heat, self.seen, self.ghosts))
+        return sum(part.nbytes for part in self.state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

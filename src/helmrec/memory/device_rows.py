@@ -7,7 +7,7 @@ coldest of the slots its hand passes over; `EmbeddingCache`, on the host, is the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ from helmrec.memory.row_cache import RowMover
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
-_MOST_ADMITTED = 65_536  # rows a step may admit
-_WINDOW = 4  # slots looked at for each of them
+_MOST_ADMITTED = 131_072  # rows a step may admit
+_WINDOW = 2  # slots looked at for each of them; few steps admit as many
 _SHRINK_WINDOW = 16  # slots looked at for each that goes with its page
 _HALF_LIFE = 8  # touches of every slot after which a touch counts half
 _REBASE_AT = 2.0**16  # heat beyond this would lose precision
@@ -84,7 +84,11 @@ class DeviceRows:
         self._generation = 0
         self._missed_in_generation = 0
         self._hand = 0
-        self._refill_hand = 0
+        self._empty_from = 0  # slots from here on may be empty since their pages came
+        self._refill_hand = 0  # among these
+        self._bounds = torch.zeros(2, dtype=torch.int64, device=device)
+        self._shrink_graph: torch.cuda.CUDAGraph | None = None
+        self._pages_in_graph = 0
         self._tally = np.zeros(len(Tally), np.int64)
         self.hits = self.misses = self.evictions = self.refills = self.moves = 0
 
@@ -166,32 +170,57 @@ class DeviceRows:
 
     @_in_stream
     def add_pages(self, pages: Sequence[int]) -> None:
-        """The hand goes to the new pages, whose slots are empty."""
-        self._refill_hand = self.capacity
-        self._hand = self.capacity - self._window.numel()  # the next step moves it before it looks
-        self._set_pages([*self._pages, *pages])
+        """If no slot was empty, the hand goes to the first of the new ones."""
+        start = len(self._pages)
+        if self.num_resident >= self.capacity:
+            self._empty_from = self.capacity
+            self._hand = self.capacity - self._window.numel()  # the next step moves it before it looks
+        self._pages += pages
+        new = torch.tensor(self._pages[start:], dtype=torch.int64)
+        self._page_list[start : len(self._pages)].copy_(new)
 
     @_in_stream
     def give_up_pages(self, num: int, mover: RowMover | None = None) -> list[int]:
         """The last `num` pages go, with the coldest rows among them and sixteen times as many other slots."""
-        gone, kept = self._pages[len(self._pages) - num :], self._pages[: len(self._pages) - num]
-        num_gone, num_kept = num * self._rows_per_page, len(kept) * self._rows_per_page
+        gone, self._pages = self._pages[len(self._pages) - num :], self._pages[: len(self._pages) - num]
+        self._empty_from = min(self._empty_from, self.capacity)
+        num_gone, num_kept = num * self._rows_per_page, self.capacity
+        num_others = min(num_kept, _SHRINK_WINDOW * num_gone)
+        self._bounds.copy_(torch.tensor([self._hand % max(1, num_kept), num_kept]), non_blocking=True)
+        if num_others == _SHRINK_WINDOW * num_gone and num == self._pages_in_graph and self._shrink_graph is not None:
+            self._shrink_graph.replay()
+        else:
+            self._shrink(num_gone, num_others)
+        self._hand += num_others
+        return gone
+
+    def capture_moves(self, num_pages: int, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
+        """Give up pages, so many at once, as a graph from now on: the host then spends nothing on it."""
+        num_gone = num_pages * self._rows_per_page
+        if (1 + _SHRINK_WINDOW) * num_gone <= len(self._arena_rows):
+            self._bounds.copy_(torch.tensor([0, _SHRINK_WINDOW * num_gone]))
+            before = [part.clone() for part in self.table.state]  # capturing runs it once
+            self._shrink_graph = capture(partial(self._shrink, num_gone, _SHRINK_WINDOW * num_gone))
+            for part, old in zip(self.table.state, before, strict=True):
+                part.copy_(old)
+            self._pages_in_graph = num_pages
+
+    def _shrink(self, num_gone: int, num_others: int) -> None:
+        """Empty the slots after those kept. `_bounds` says how many are, and where among them to look for cold ones."""
+        hand, num_kept = self._bounds
         leaving = self._slots_at(self._count(num_gone) + num_kept)
-        others = self._slots_at((self._hand + self._count(min(num_kept, _SHRINK_WINDOW * num_gone))) % max(1, num_kept))
+        others = self._slots_at((self._count(num_others) + hand) % num_kept.clamp_min(1))
         slots = torch.cat([leaving, others])
         coldest = self.table.heat[slots].argsort(stable=True)[:num_gone]
         goes = torch.zeros(len(slots), dtype=torch.bool, device=slots.device).scatter_(0, coldest, True)
         self._evict(slots[coldest])
         # As many rows stay in the pages that go as slots were emptied elsewhere.
         self._move(_packed(leaving, ~goes[:num_gone]), _packed(others, goes[num_gone:], num_gone))
-        self._hand += len(others)
-        self._set_pages(kept)
-        return gone
 
     def refill(self, num: int, master: Tensor) -> None:
         """Read up to `num` of the rows evicted last into slots that are empty since pages came.
 
-        They are as cold as the coldest, since nobody asked yet.
+        They are colder than the coldest, since nobody asked yet.
         """
         num = min(num, self._room_to_refill())
         if num > 0:
@@ -199,10 +228,11 @@ class DeviceRows:
 
     @_in_stream
     def _refill(self, num: int, master: Tensor) -> None:
-        table, control = self.table, self._control(self._refill_hand)
+        hand = self._empty_from + self._refill_hand % max(1, self.capacity - self._empty_from)
+        table, control = self.table, self._control(hand)
         self._refill_hand += num
         table.control.copy_(torch.from_numpy(control))
-        table.control[Control.NOW] = torch.where(table.heat > EMPTY, table.heat, control[Control.NOW]).amin()
+        table.control[Control.NOW] = torch.where(table.heat > EMPTY, table.heat, control[Control.NOW]).amin() - 0.5
         sources = self._pop_ghosts(num)
         self._claims.count.zero_()
         asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
@@ -217,7 +247,7 @@ class DeviceRows:
 
     def _room_to_refill(self) -> int:
         """As last observed."""
-        room = min(self.capacity - self.num_resident, self.capacity - self._refill_hand)
+        room = self.capacity - self.num_resident
         return min(room, int(self._tally[Tally.GHOSTS]), self._copies.numel())
 
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
@@ -270,10 +300,6 @@ class DeviceRows:
     def _or_nobody(self, rows: Tensor) -> Tensor:
         """Indices into `slot_of`; of no row, the entry that is nobody's."""
         return torch.where(rows == ABSENT, len(self.table.slot_of) - 1, rows).long()
-
-    def _set_pages(self, pages: list[int]) -> None:
-        self._pages = pages
-        self._page_list[: len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self._page_list.device)
 
     def _count(self, num: int) -> Tensor:
         return torch.arange(num, device=self.table.heat.device)

@@ -1,35 +1,43 @@
 """The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
 
+import math
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from helmrec.kernels.row_kernels import RowKernels
 from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.host_tier import LockedBuffer
 from helmrec.memory.prefix import PageLoad
 from helmrec.memory.streams import InStream
 
 _TIMED_PAGES = 32
+_PART_BYTES = 4096  # the bus likes records of this size
 
 
 class HostPages:
     """The expander's slots as host memory beside an arena, locked where the arena is on a card.
 
-    On a card, saves and loads are copies in streams of their own and return at once. Whoever may overwrite a page
-    waits for its save on the card, not on the host; a page that is loaded belongs to nobody until then, so loads
-    start beside whatever runs.
+    On a card, saves and loads run in streams of their own and return at once: saves as copies, loads as one launch
+    that reads all pages, since to issue a copy for each took longer than the bus. Whoever may overwrite a page waits
+    for its save on the card, not on the host; a page that is loaded belongs to nobody until then, so loads start
+    beside whatever runs.
     """
 
-    def __init__(self, expander: Expander, arena_pages: Tensor) -> None:
+    def __init__(self, expander: Expander, arena_pages: Tensor, kernels: RowKernels) -> None:
         """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages."""
         self._arena = arena_pages
+        self._kernels = kernels
         is_card, device = arena_pages.is_cuda, arena_pages.device
         self._saving, self._loading = (torch.cuda.Stream(device) if is_card else None for _ in range(2))
         self._has_saved = False
         self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
         self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
+        part = math.gcd(_PART_BYTES, arena_pages.shape[1])
+        self._arena_parts, self._host_parts = (pages.view(-1, part) for pages in (self._arena, self._host))
+        self._parts = torch.arange(arena_pages.shape[1] // part, device=device)  # of one page
         if expander.num_slots:
             if is_card:
                 self._buffer.lock()
@@ -58,8 +66,11 @@ class HostPages:
         """What follows in the current stream sees these pages."""
         self.finish_saves_before(self._loading)
         with InStream(self._loading):
-            for load in loads:
-                self._arena[load.page].copy_(self._host[load.slot], non_blocking=True)
+            slots, pages = torch.tensor(loads).T.to(self._arena.device, non_blocking=True)[:, :, None] * len(
+                self._parts
+            )
+            sources, places = ~(slots + self._parts).flatten().int(), (pages + self._parts).flatten()
+            self._kernels.gather_few(self._arena_parts, self._host_parts, sources, self._arena_parts, places=places)
         if self._loading is not None:
             torch.cuda.current_stream().wait_stream(self._loading)
 
