@@ -1,0 +1,136 @@
+"""What steps cost on a measured device: milliseconds of compute, of the bus, and of the host.
+
+A step has two stages. The bus stage brings rows that missed and KV pages that are taken back; the compute stage needs
+them. Stages of different steps overlap: a lone request pays their sum, a saturated node the longer one. Knows figures
+and formulas, nothing of caches, queues or clocks.
+"""
+
+import json
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.errors import ConfigError
+
+
+class CostTerms(NamedTuple):
+    """The figures alone, as compiled code takes them."""
+
+    compute_floor_ms: float
+    compute_token_us: float
+    compute_pair_ns: float
+    host_floor_ms: float
+    host_token_us: float
+    intake_ms: float
+    hit_gb_per_s: float
+    alone_gb_per_s: float
+    beside_gb_per_s: float
+    sorted_alone_gb_per_s: float
+    sorted_beside_gb_per_s: float
+    sorted_from_rows: float
+    beside_slowdown: float
+    reload_gb_per_s: float
+    reload_floor_ms: float
+
+
+class CostModel(Frozen):
+    """A calibration. Every figure has a line in `sources` that says where it was measured."""
+
+    name: str = Field(min_length=1, description="what reports call it")
+    device: str = Field(min_length=1)
+    shape: str = Field(min_length=1, description="model profile the compute terms were fitted to")
+    compute_floor_ms: float = Field(ge=0, description="of a step, whatever it holds")
+    compute_token_us: float = Field(ge=0, description="per computed token: input MLPs, products, head")
+    compute_pair_ns: float = Field(ge=0, description="per pair of tokens that attention looks at, all layers")
+    host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
+    host_token_us: float = Field(ge=0, description="host time per computed token")
+    intake_ms: float = Field(ge=0, description="checking and hashing one request, before it queues")
+    hit_gb_per_s: float = Field(gt=0, description="resident rows read from the pool")
+    alone_gb_per_s: float = Field(gt=0, description="missed rows in arrival order, nothing else running")
+    beside_gb_per_s: float = Field(gt=0, description="the same while another step computes")
+    sorted_alone_gb_per_s: float = Field(gt=0, description="missed rows in order of address")
+    sorted_beside_gb_per_s: float = Field(gt=0)
+    sorted_from_rows: int = Field(ge=0, description="misses of a step from which they are read in order of address")
+    beside_slowdown: float = Field(ge=0, description="share by which reading rows slows the compute beside it")
+    reload_gb_per_s: float = Field(gt=0, description="KV pages from the host")
+    reload_floor_ms: float = Field(ge=0, description="of one transfer of pages")
+    sources: dict[str, str] = Field(description="figure -> where it was measured")
+    fit: dict[str, float] = Field(default_factory=dict, description="measured work -> predicted over measured time")
+
+    def terms(self) -> CostTerms:
+        return CostTerms(*(float(getattr(self, name)) for name in CostTerms._fields))
+
+    @property
+    def unexplained(self) -> list[str]:
+        """Figures without a source."""
+        return [name for name in CostTerms._fields if not self.sources.get(name)]
+
+
+def load_cost(path: Path) -> CostModel:
+    """Read a calibration; unknown keys and figures without a source are errors."""
+    try:
+        cost = CostModel(**json.loads(path.read_text()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise ConfigError(f"cannot read calibration {path}: {error}") from None
+    if cost.unexplained:
+        raise ConfigError(f"{path}: sources must name every figure, missing {', '.join(cost.unexplained)}")
+    return cost
+
+
+@cache
+def default_cost() -> CostModel:
+    """The committed calibration of an H200."""
+    with resources.as_file(resources.files("helmrec.sim") / "calibrations" / "h200.json") as path:
+        return load_cost(path)
+
+
+@numba.njit(cache=True)
+def compute_ms(terms: CostTerms, num_tokens: int, num_pairs: float) -> float:
+    """The compute stage of a step, undisturbed."""
+    return terms.compute_floor_ms + terms.compute_token_us * num_tokens / 1e3 + terms.compute_pair_ns * num_pairs / 1e6
+
+
+@numba.njit(cache=True)
+def host_ms(terms: CostTerms, num_tokens: int) -> float:
+    """What the host does for a step before the device can start on it."""
+    return terms.host_floor_ms + terms.host_token_us * num_tokens / 1e3
+
+
+@numba.njit(cache=True)
+def reload_ms(terms: CostTerms, num_bytes: float, bus_speed: float) -> float:
+    """KV pages from the host; nothing for no bytes. `bus_speed` is 1 but for a bus that is ill."""
+    return 0.0 if num_bytes == 0 else terms.reload_floor_ms + num_bytes / (terms.reload_gb_per_s * bus_speed * 1e6)
+
+
+class BusLoad(NamedTuple):
+    """Rows one step reads."""
+
+    hit_bytes: float
+    miss_bytes: float
+    num_missed: float
+
+
+@numba.njit(cache=True)
+def rows_ms(terms: CostTerms, load: BusLoad, beside_ms: float, bus_speed: float) -> float:
+    """Reading a step's rows, if another step computes for the first `beside_ms` of it."""
+    hit_ms = load.hit_bytes / (terms.hit_gb_per_s * 1e6)
+    is_sorted = load.num_missed >= terms.sorted_from_rows
+    alone = terms.sorted_alone_gb_per_s if is_sorted else terms.alone_gb_per_s
+    beside = terms.sorted_beside_gb_per_s if is_sorted else terms.beside_gb_per_s
+    bytes_beside = beside * bus_speed * 1e6 * beside_ms
+    if load.miss_bytes <= bytes_beside:
+        return hit_ms + load.miss_bytes / (beside * bus_speed * 1e6)
+    return hit_ms + beside_ms + (load.miss_bytes - bytes_beside) / (alone * bus_speed * 1e6)
+
+
+@numba.njit(cache=True)
+def prefers_reload(terms: CostTerms, start: int, end: int, num_bytes: float) -> bool:
+    """Whether taking pages back beats computing tokens [start, end) of a history."""
+    pairs = (end - start) * (start + end) / 2
+    computing_ms = compute_ms(terms, end - start, pairs) - terms.compute_floor_ms
+    return num_bytes / (terms.reload_gb_per_s * 1e6) < computing_ms

@@ -1,0 +1,68 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from helmrec.errors import ConfigError
+from helmrec.sim.cost import BusLoad, compute_ms, default_cost, load_cost, prefers_reload, reload_ms, rows_ms
+
+COST = default_cost()
+TERMS = COST.terms()
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
+
+
+def rows_of(num: float) -> BusLoad:
+    return BusLoad(hit_bytes=0.0, miss_bytes=num * 1_024, num_missed=num)
+
+
+def test_every_figure_says_where_it_was_measured() -> None:
+    assert COST.unexplained == []
+    assert COST.name == "h200"
+
+
+def test_compute_lies_within_a_tenth_of_every_timed_step() -> None:
+    timed = json.loads((MEASUREMENTS / "gpu-h200.json").read_text())["rows"]
+    work = {
+        "dlrmv3 8 x 6700+2048": (8 * 8_748, 8 * (6_700 * 3_350 + 2_048 * 6_700)),
+        "dlrmv3 8 x 1024+256": (8 * 1_280, 8 * (1_024 * 512 + 256 * 1_024)),
+        "dlrmv3 8 x 6668 of 6700 cached, 2048": (8 * 2_080, 8 * (32 * 6_684 + 2_048 * 6_700)),
+    }
+    for row in timed:
+        if row["work"] in work:
+            measured = row["layers_ms"] + row["embed_ms"] + row["head_ms"]
+            assert compute_ms(TERMS, *work[row["work"]]) == pytest.approx(measured, rel=0.1)
+
+
+def test_rows_come_slower_beside_compute_and_speed_up_when_it_ends() -> None:
+    alone, beside = rows_ms(TERMS, rows_of(65_536), 0.0, 1.0), rows_ms(TERMS, rows_of(65_536), 1e9, 1.0)
+    assert alone == pytest.approx(65_536 * 1_024 / TERMS.sorted_alone_gb_per_s / 1e6)
+    assert beside == pytest.approx(65_536 * 1_024 / TERMS.sorted_beside_gb_per_s / 1e6)
+    assert alone < rows_ms(TERMS, rows_of(65_536), beside / 2, 1.0) < beside
+
+
+def test_few_rows_come_in_arrival_order_and_a_slow_bus_is_slow() -> None:
+    few = rows_of(1_000)
+    assert rows_ms(TERMS, few, 0.0, 1.0) == pytest.approx(1_024_000 / TERMS.alone_gb_per_s / 1e6)
+    assert rows_ms(TERMS, few, 0.0, 0.25) == pytest.approx(4 * rows_ms(TERMS, few, 0.0, 1.0))
+    assert reload_ms(TERMS, 0.0, 1.0) == 0
+
+
+def test_long_prefixes_are_worth_taking_back_before_short_ones() -> None:
+    """Bytes grow with the tokens, computing them with their square."""
+    free_pairs = TERMS._replace(compute_token_us=0.0)
+    assert not prefers_reload(free_pairs, 0, 128, 128 * 10_240)
+    assert prefers_reload(free_pairs, 0, 128_000, 128_000 * 10_240)
+
+
+def test_a_calibration_that_is_none_is_told_plainly(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    for text, words in (
+        ("{", "cannot read"),
+        ('{"name": "x"}', "is required"),
+        (COST.model_dump_json().replace('"intake_ms":"', '"other":"'), "missing intake_ms"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load_cost(path)
+    path.write_text(COST.model_dump_json())
+    assert load_cost(path) == COST
