@@ -86,6 +86,7 @@ class DeviceRows:
         self._hand = 0
         self._empty_from = 0  # slots from here on may be empty since their pages came
         self._refill_hand = 0  # among these
+        self._nobody = torch.full((1,), num_slots, device=device)  # the slot that is nobody's
         self._bounds = torch.zeros(2, dtype=torch.int64, device=device)
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
         self._pages_in_graph = 0
@@ -268,10 +269,10 @@ class DeviceRows:
         """Coldest first; those that are empty stay so."""
         table, rows = self.table, self.table.row_of[slots]
         self._push_ghosts(rows)
-        table.slot_of[self._or_nobody(rows)] = ABSENT
-        table.slot_of[-1] = CLAIMED
-        table.row_of[slots] = ABSENT
-        table.heat[slots] = EMPTY
+        table.slot_of.index_fill_(0, self._or_nobody(rows), ABSENT)
+        table.slot_of[-1:].fill_(CLAIMED)
+        table.row_of.index_fill_(0, slots, ABSENT)
+        table.heat.index_fill_(0, slots, EMPTY)
 
     def _push_ghosts(self, rows: Tensor) -> None:
         table, is_row = self.table, rows != ABSENT
@@ -284,17 +285,18 @@ class DeviceRows:
 
     def _move(self, source: Tensor, target: Tensor) -> None:
         """Rows and their heat between slots, SKIP where there is no more; a source may be empty."""
-        table, nobody = self.table, len(self._arena_rows)
+        table = self.table
         self._kernels.gather_rows(
             self._arena_rows, self._arena_rows, source.int(), self._arena_rows, places=target.clamp_min(0)
         )
-        source, target = (torch.where(slots == SKIP, nobody, slots) for slots in (source, target))
+        source, target = (torch.where(slots == SKIP, self._nobody, slots) for slots in (source, target))
         rows = table.row_of[source]
         table.slot_of[self._or_nobody(rows)] = target.int()
-        table.slot_of[-1] = CLAIMED
+        table.slot_of[-1:].fill_(CLAIMED)
         table.row_of[target], table.heat[target] = rows, table.heat[source]
-        table.row_of[source], table.heat[source] = ABSENT, EMPTY
-        table.row_of[-1], table.heat[-1] = ABSENT, EMPTY
+        emptied = torch.cat([source, self._nobody])
+        table.row_of.index_fill_(0, emptied, ABSENT)
+        table.heat.index_fill_(0, emptied, EMPTY)
         table.tally[Tally.MOVED] += (rows != ABSENT).sum()
 
     def _or_nobody(self, rows: Tensor) -> Tensor:
