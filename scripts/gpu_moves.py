@@ -112,7 +112,7 @@ def time_load(engine: Engine, num_pages: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record(host._loading)
-        host.load([PageLoad(i, engine._pool.ledger.num_pages - 1 - i) for i in range(num_pages)])
+        host.start_loading([PageLoad(i, engine._pool.ledger.num_pages - 1 - i) for i in range(num_pages)])
         end.record(host._loading)
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))

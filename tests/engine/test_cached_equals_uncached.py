@@ -301,7 +301,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     ("helmrec.memory.kv_cache", "common_tokens", trust_the_user_id),
     (Arena, "copy_rows", move_rows_without_their_data),
     (RowEpochs, "fresh_tokens", reload_without_looking_at_updates),
-    (HostPages, "load", reload_nothing),
+    (HostPages, "start_loading", reload_nothing),
     (DeviceRows, "write", keep_old_copies_of_rows),
 ]
 

@@ -17,7 +17,7 @@ from helmrec.model.hstu import DenseInput, HstuModel
 from helmrec.types import IntArray
 
 Progress = Callable[[int, int], None]  # told how many of how many are done
-BringPages = Callable[[], None]  # what follows in the current stream sees the pages that come from the host
+WaitForPages = Callable[[], None]  # what follows in the current stream sees the pages that come from the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,10 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory it keeps for itself."""
 
-    def launch(self, step: Assembly, bring_pages: BringPages) -> Launched:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> Launched:
         """Start a step; K/V of new tokens land in their pages before a later step reads them.
 
-        `bring_pages` is called when the embedding stage is on its way: pages from the host arrive beside it.
+        `wait_for_pages` is called when the embedding stage is on its way: pages from the host arrive beside it.
         """
 
     def warm_up(self, progress: Progress) -> None:
@@ -106,15 +106,15 @@ class EagerDense:
         """Nothing to prepare: kernels compile when they first run."""
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, bring_pages: BringPages) -> EagerLaunch:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> EagerLaunch:
         started_s, reading = time.perf_counter(), self.rows.read(step)
-        return EagerLaunch(self._score(step, reading.values, bring_pages), reading, started_s)
+        return EagerLaunch(self._score(step, reading.values, wait_for_pages), reading, started_s)
 
-    def _score(self, step: Assembly, values: Tensor, bring_pages: BringPages) -> Tensor:  # (candidates, tasks)
+    def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """values: (rows, row_dim), in the order of `Assembly.rows`"""
         model, tokens = self._model, self._input(step, values)
         x = model.embed(tokens, int(step.cu_tokens[-1]))
-        bring_pages()
+        wait_for_pages()
         x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
         return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])

@@ -174,11 +174,15 @@ class Engine:
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        """From steps that waited for no page: they would teach what loading costs, not computing."""
-        if self._pool.expander.num_slots and not any(member.plan.loads for member in batch.members):
-            tokens = sum(member.num_tokens for member in batch.members)
-            pairs = sum(member.num_pairs for member in batch.members)
-            self._pool.expander.costs.steps.observe(tokens, pairs, seconds)
+        if not self._pool.expander.num_slots:
+            return
+        costs = self._pool.expander.costs
+        tokens = sum(member.num_tokens for member in batch.members)
+        pairs = sum(member.num_pairs for member in batch.members)
+        if num_loads := sum(len(member.plan.loads) for member in batch.members):
+            costs.observe_reload(num_loads, seconds - costs.steps.seconds(tokens, pairs, is_whole_step=True))
+        else:
+            costs.steps.observe(tokens, pairs, seconds)
 
     def move_alpha(self, alpha: float) -> None:
         """Aim the boundary at `alpha`; it moves between steps, a bounded number of bytes at a time."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
-from helmrec.engine.dense import BringPages, EagerDense, Launched, Memory, Progress, Scored
+from helmrec.engine.dense import EagerDense, Launched, Memory, Progress, Scored, WaitForPages
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
@@ -35,6 +35,7 @@ class Limits:
     num_candidates: int
     num_pages: int  # of one sequence's page table
     pages_per_move: int  # that EMB gives up at once
+    refill_bytes: int  # of rows read ahead at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class GraphedDense:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
-        self._row_graphs.capture_moves(self._limits.pages_per_move)
+        self._row_graphs.capture_background(self._limits.pages_per_move, self._limits.refill_bytes)
         total = 5 * len(self._event_sizes) + 2 * len(self._head_sizes)
         for size in reversed(self._event_sizes):
             self._row_graphs.capture(size)
@@ -129,10 +130,10 @@ class GraphedDense:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, bring_pages: BringPages) -> Launched:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> Launched:
         """As `EagerDense.launch`, to which a step beyond the limits falls back; returns before it has ended."""
         if not self._is_within_limits(step):
-            return self._eager.launch(step, bring_pages)
+            return self._eager.launch(step, wait_for_pages)
         captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
         head = self._heads[fitting(self._head_sizes, step.candidates.size)]
         self.last_step, self.last_head = captured, head
@@ -147,7 +148,7 @@ class GraphedDense:
         head.pick.replay()
         self._embedded = torch.cuda.Event()
         self._embedded.record(self.stream)
-        bring_pages()
+        wait_for_pages()
         captured.layers.replay()
         head.score.replay()
         self._turn ^= 1

@@ -128,9 +128,10 @@ class RowGraphs:
 
     # Capture.
 
-    def capture_moves(self, num_pages: int) -> None:
-        """Giving up so many EMB pages at once, which runs between steps in the same stream."""
-        self._cache.capture_moves(num_pages, self._maker.capture)
+    def capture_background(self, pages_per_move: int, refill_bytes: int) -> None:
+        """What runs between steps in the same stream: EMB gives up pages, and reads rows ahead."""
+        self._cache.capture_moves(pages_per_move, self._maker.capture)
+        self._stage.capture_refill(refill_bytes, self._maker.capture)
 
     def capture(self, size: int) -> None:
         staging = Staging(self._fields(size), self._blocks)

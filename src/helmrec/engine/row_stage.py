@@ -11,7 +11,7 @@ from helmrec.engine.assemble import Assembly
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_table import Missed
 from helmrec.memory.arena import Arena
-from helmrec.memory.device_rows import DeviceRows
+from helmrec.memory.device_rows import Capture, DeviceRows
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.host_tier import RowMaster
 from helmrec.memory.streams import InStream
@@ -161,6 +161,9 @@ class DeviceRowStage:
 
     def refill(self, budget_bytes: int) -> None:
         self.cache.refill(budget_bytes // self._row_bytes, self._master_rows)
+
+    def capture_refill(self, budget_bytes: int, capture: Capture) -> None:
+        self.cache.capture_refill(budget_bytes // self._row_bytes, self._master_rows, capture)
 
     def write(self, rows: IntArray, values: Tensor) -> None:
         self.cache.write(rows, values.to(self.arena_rows.device))

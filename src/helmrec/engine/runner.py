@@ -6,7 +6,6 @@ pages were planned, rows are admitted by the cache's own rules.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import HostPages
-from helmrec.memory.prefix import KVPlan, PageLoad
+from helmrec.memory.prefix import KVPlan
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
@@ -59,16 +58,18 @@ class Runner:
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
+        plans = [member.plan for member in batch.members]
+        if loads := [load for plan in plans for load in plan.loads]:  # first, since they take longest
+            self._host.start_loading(loads)
+            self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
         step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
-        plans = [member.plan for member in batch.members]
         with InStream(self._dense.stream):
             self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
             for plan in plans:
-                if plan.copy is not None:  # of settled pages only, so it does not wait for those that are brought
+                if plan.copy is not None:  # of settled pages only, never of those being loaded
                     self._arena.copy_tokens(plan.copy)
-            loads = [load for plan in plans for load in plan.loads]
-            launched = self._dense.launch(step, partial(self._bring_pages, loads))
+            launched = self._dense.launch(step, self._host.finish_loading if loads else _nothing)
         return Running(step, launched, self._pool.row_epochs.current)
 
     def finish(self, running: Running) -> StepOutput:
@@ -82,11 +83,6 @@ class Runner:
             device_s=scored.device_s,
             running=running,
         )
-
-    def _bring_pages(self, loads: Sequence[PageLoad]) -> None:
-        if loads:
-            self._host.load(loads)
-            self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
 
     def close(self) -> None:
         """Unlock the host's memory."""
@@ -127,4 +123,8 @@ class Runner:
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
-        return plain.launch(step, lambda: None).wait().logits
+        return plain.launch(step, _nothing).wait().logits
+
+
+def _nothing() -> None:
+    """No page has to come from the host."""

@@ -108,6 +108,7 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
         num_candidates=max(shape.max_candidates, most_candidates),
         num_pages=geometry.pages_for(shape.max_prefix_tokens),
         pages_per_move=max(1, config.move_bytes_per_step // geometry.page_bytes),
+        refill_bytes=config.refill_bytes_per_step,
     )
 
 

@@ -71,13 +71,8 @@ class RowTable:
         )
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """All that is not told by the host."""
-        return self.slot_of, self.row_of, self.heat, self.seen, self.ghosts, self.tally
-
-    @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.state)
+        return sum(part.nbytes for part in (self.slot_of, self.row_of, self.heat, self.seen, self.ghosts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

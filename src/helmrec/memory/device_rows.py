@@ -41,6 +41,9 @@ _REBASE_AT = 2.0**16  # heat beyond this would lose precision
 _BITS_PER_MISS = 8  # fewer, and rows that were never missed look as if they had been
 
 
+Capture = Callable[[Callable[[], None]], torch.cuda.CUDAGraph]
+
+
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
     """Which rows are coldest, and which earn a slot."""
@@ -88,8 +91,10 @@ class DeviceRows:
         self._refill_hand = 0  # among these
         self._nobody = torch.full((1,), num_slots, device=device)  # the slot that is nobody's
         self._bounds = torch.zeros(2, dtype=torch.int64, device=device)
+        self._refill_control = torch.zeros_like(self.table.control)
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
-        self._pages_in_graph = 0
+        self._refill_graph: torch.cuda.CUDAGraph | None = None
+        self._pages_in_graph = self._rows_in_graph = 0
         self._tally = np.zeros(len(Tally), np.int64)
         self.hits = self.misses = self.evictions = self.refills = self.moves = 0
 
@@ -195,16 +200,23 @@ class DeviceRows:
         self._hand += num_others
         return gone
 
-    def capture_moves(self, num_pages: int, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
-        """Give up pages, so many at once, as a graph from now on: the host then spends nothing on it."""
+    def capture_moves(self, num_pages: int, capture: Capture) -> None:
+        """Give up pages, so many at once, as a graph from now on: the host then spends nothing on it.
+
+        Before the first step: capturing runs it, on a table that holds nothing.
+        """
         num_gone = num_pages * self._rows_per_page
         if (1 + _SHRINK_WINDOW) * num_gone <= len(self._arena_rows):
             self._bounds.copy_(torch.tensor([0, _SHRINK_WINDOW * num_gone]))
-            before = [part.clone() for part in self.table.state]  # capturing runs it once
             self._shrink_graph = capture(partial(self._shrink, num_gone, _SHRINK_WINDOW * num_gone))
-            for part, old in zip(self.table.state, before, strict=True):
-                part.copy_(old)
             self._pages_in_graph = num_pages
+
+    def capture_refill(self, num_rows: int, master: Tensor, capture: Capture) -> None:
+        """The same for reading so many rows ahead."""
+        num_rows = min(num_rows, self._copies.numel())
+        if num_rows:
+            self._refill_graph = capture(partial(self._refill, num_rows, master))
+            self._rows_in_graph = num_rows
 
     def _shrink(self, num_gone: int, num_others: int) -> None:
         """Empty the slots after those kept. `_bounds` says how many are, and where among them to look for cold ones."""
@@ -225,15 +237,23 @@ class DeviceRows:
         """
         num = min(num, self._room_to_refill())
         if num > 0:
-            self._refill(num, master)
+            self._refill_now(num, master)
 
     @_in_stream
-    def _refill(self, num: int, master: Tensor) -> None:
+    def _refill_now(self, num: int, master: Tensor) -> None:
         hand = self._empty_from + self._refill_hand % max(1, self.capacity - self._empty_from)
-        table, control = self.table, self._control(hand)
         self._refill_hand += num
-        table.control.copy_(torch.from_numpy(control))
-        table.control[Control.NOW] = torch.where(table.heat > EMPTY, table.heat, control[Control.NOW]).amin() - 0.5
+        self._refill_control.copy_(torch.from_numpy(self._control(hand)), non_blocking=True)
+        if self._refill_graph is not None and num == self._rows_in_graph:
+            self._refill_graph.replay()
+        else:
+            self._refill(num, master)
+
+    def _refill(self, num: int, master: Tensor) -> None:
+        table = self.table
+        table.control.copy_(self._refill_control)
+        now = table.control[Control.NOW]
+        now.copy_(torch.where(table.heat > EMPTY, table.heat, now.float()).amin() - 0.5)
         sources = self._pop_ghosts(num)
         self._claims.count.zero_()
         asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
@@ -243,8 +263,8 @@ class DeviceRows:
         self._kernels.publish(table, self._claims, empty, self._copies)
         is_read = self._copies != SKIP
         table.tally[Tally.REFILLED] += is_read.sum()
-        sources = torch.where(is_read, sources[self._copies.clamp_min(0).long()], SKIP)
-        self._kernels.gather_rows(self._arena_rows, master, sources, self._arena_rows, places=empty.slots)
+        sources = torch.where(is_read, sources[self._copies.clamp(0, num - 1).long()], SKIP)
+        self._kernels.gather_few(self._arena_rows, master, sources, self._arena_rows, places=empty.slots)
 
     def _room_to_refill(self) -> int:
         """As last observed."""

@@ -54,24 +54,39 @@ class StepCosts:
         self._target = self._FADE * self._target + seconds * x
         self._weights = None
 
-    def seconds(self, num_tokens: int, num_pairs: float) -> float:
-        """Of that many tokens and pairs, the floor of a step left out: what adding them to a step costs."""
+    def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
+        """What adding so many tokens and pairs to a step costs, or a step of nothing else."""
         if self._weights is None:
             self._weights = np.maximum(np.linalg.solve(self._moments, self._target), 0.0)
-        return float(self._weights[1:] @ (np.array([num_tokens, num_pairs]) / self._SCALE[1:]))
+        x = np.array([float(is_whole_step), num_tokens, num_pairs]) / self._SCALE
+        return float(self._weights @ x)
 
 
 @dataclass(slots=True)
 class ReloadCosts:
-    """What taking pages back costs against computing them."""
+    """What taking pages back costs against computing them: what a step that did so took longer than it should have.
+
+    Part of a reload is hidden behind other work, and how much depends on the load, so it is learned from steps. As
+    long as no reload is tried, its cost is doubted a little more each time, until one is.
+    """
 
     steps: StepCosts
-    page_s: float = 0.0  # of one page from the host, timed before the first request
+    page_s: float = 0.0  # that a page from the host delays a step; timed on an idle device before the first request
+
+    _SMOOTHING = 0.2
+    _DOUBT = 0.99
+
+    def observe_reload(self, num_pages: int, exposed_s: float) -> None:
+        """A step that took back so many pages lasted so much longer than its tokens account for."""
+        self.page_s += self._SMOOTHING * (max(0.0, exposed_s) / num_pages - self.page_s)
 
     def prefers_reload(self, start: int, end: int, num_pages: int) -> bool:
         """Whether `num_pages` pages are cheaper than computing tokens [start, end) of a history."""
         pairs = (end - start) * (start + end) / 2
-        return num_pages * self.page_s < self.steps.seconds(end - start, pairs)
+        is_cheaper = num_pages * self.page_s < self.steps.seconds(end - start, pairs)
+        if not is_cheaper:
+            self.page_s *= self._DOUBT
+        return is_cheaper
 
 
 class Expander:

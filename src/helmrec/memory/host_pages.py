@@ -62,15 +62,16 @@ class HostPages:
             for stream in streams:
                 (stream or torch.cuda.current_stream()).wait_stream(self._saving)
 
-    def load(self, loads: Sequence[PageLoad]) -> None:
-        """What follows in the current stream sees these pages."""
+    def start_loading(self, loads: Sequence[PageLoad]) -> None:
         self.finish_saves_before(self._loading)
         with InStream(self._loading):
-            slots, pages = torch.tensor(loads).T.to(self._arena.device, non_blocking=True)[:, :, None] * len(
-                self._parts
-            )
+            asked = torch.tensor(loads).T.to(self._arena.device, non_blocking=True)
+            slots, pages = asked[:, :, None] * len(self._parts)
             sources, places = ~(slots + self._parts).flatten().int(), (pages + self._parts).flatten()
             self._kernels.gather_few(self._arena_parts, self._host_parts, sources, self._arena_parts, places=places)
+
+    def finish_loading(self) -> None:
+        """What follows in the current stream sees all pages whose loading has started."""
         if self._loading is not None:
             torch.cuda.current_stream().wait_stream(self._loading)
 
@@ -80,7 +81,7 @@ class HostPages:
         for _ in range(2):
             self._wait()
             start_s = time.perf_counter()
-            self.load([PageLoad(i, i) for i in range(num)])
+            self.start_loading([PageLoad(i, i) for i in range(num)])
             self._wait()
             took_s = time.perf_counter() - start_s
         return took_s / num
