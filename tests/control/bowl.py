@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from helmrec.control.policy import Policy, Traffic, WindowStats
-from helmrec.control.service_cost import ServiceCost, reckon
+from helmrec.control.service_cost import ServiceCost, wait_ms
 from helmrec.memory.miss_curves import GRID, JointCurves
 
 COST = ServiceCost(token_ms=0.001, floor_ms=0.5, missed_row_ms=0.0005, is_overlapping=False)
@@ -76,28 +76,28 @@ class Bowl:
             refill_bytes=0,
             curves=self.curves(),
         )
-        mean_ms = self.latency_ms(stats, alpha) * float(blur[2])
+        mean_ms = self.latency_ms(alpha) * float(blur[2])
         measured = replace(traffic, mean_ms=mean_ms, p50_ms=mean_ms, p99_ms=2 * mean_ms)
         return replace(stats, traffic=measured)
 
-    @staticmethod
-    def latency_ms(stats: WindowStats, alpha: float) -> float:
-        reckoned = reckon(stats, COST)
-        assert reckoned is not None
-        return reckoned.latency_at(alpha)
+    def latency_ms(self, alpha: float) -> float:
+        """What a request takes at this split, the wait included, from the misses themselves."""
+        service = COST.floor_ms + COST.token_ms * self.computed(alpha) + COST.missed_row_ms * self.missed(alpha)
+        return service + float(wait_ms(np.array(service), round(self.rate)))
 
     def bottom(self) -> float:
-        """The best split, on a fine grid."""
-        stats = self.window(0.5)
+        """The best split within the curves, on a fine grid."""
         grid = np.linspace(0.1, 0.9, 801)
-        return float(grid[np.argmin([self.latency_ms(stats, float(alpha)) for alpha in grid])])
+        return float(grid[np.argmin([self.latency_ms(float(alpha)) for alpha in grid])])
 
 
-def drive(policy: Policy, bowl: Bowl, start: float, num_windows: int, seed: int = 0) -> list[float]:
+def drive(
+    policy: Policy, bowl: Bowl, start: float, num_windows: int, seed: int = 0, start_s: float = 0.0
+) -> list[float]:
     """Alpha after each window, every move applied at once."""
     rng, alpha, path = np.random.default_rng(seed), start, []
     for window in range(num_windows):
-        move = policy.decide(bowl.window(alpha, float(window), rng))
+        move = policy.decide(bowl.window(alpha, start_s + window, rng))
         alpha = alpha if move is None else min(max(move.alpha, 0.0), 1.0)
         path.append(alpha)
     return path

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helmrec.control.service_cost import ServiceCost, compute_ms, reckon, wait_ms
+from helmrec.control.service_cost import ServiceCost, compute_ms, reckon, smooth, wait_ms
 from tests.control.bowl import COST, TOKENS, Bowl
 
 
@@ -76,3 +76,29 @@ def test_the_node_of_these_tests_is_the_model_s_own() -> None:
     assert reckoned is not None
     assert stats.new_tokens_per_request + stats.resident_tokens_per_request == TOKENS
     assert reckoned.latency_at(0.4) == pytest.approx(stats.traffic.mean_ms)
+    assert reckoned.latency_at(0.45) == pytest.approx(Bowl().latency_ms(0.45), rel=0.01)
+
+
+def test_a_smoothed_curve_is_scipy_s_between_its_ends() -> None:
+    """SciPy takes other slopes at the two ends; in between it is the same method."""
+    interpolate = pytest.importorskip("scipy.interpolate")
+    rng = np.random.default_rng(0)
+    for size in (4, 9, 20):
+        known_at = np.sort(rng.random(size))
+        for known in (np.sort(rng.random(size))[::-1].copy(), rng.random(size), np.ones(size)):
+            at = np.linspace(known_at[1], known_at[-2], 200)
+            np.testing.assert_allclose(
+                smooth(at, known_at, known), interpolate.PchipInterpolator(known_at, known)(at), atol=1e-12
+            )
+
+
+def test_a_smoothed_curve_goes_through_its_points_and_never_beyond_them() -> None:
+    known_at, known = np.array([0.1, 0.2, 0.5, 0.9]), np.array([9.0, 3.0, 2.9, 0.0])
+    np.testing.assert_allclose(smooth(known_at, known_at, known), known, atol=1e-12)
+    fine = smooth(np.linspace(0.1, 0.9, 500), known_at, known)
+    assert np.all(np.diff(fine) <= 1e-12)
+    assert fine.min() >= 0
+
+
+def test_two_points_make_a_line() -> None:
+    assert smooth(np.array([0.25]), np.array([0.0, 1.0]), np.array([4.0, 0.0])) == pytest.approx(3.0)

@@ -54,14 +54,33 @@ def wait_ms(service_ms: Curve, arrival_rate: float) -> Curve:
     return service_ms / 2 * (below / (1 - below) + np.maximum(0, load - _LINEAR_FROM) * slope)
 
 
+def smooth(at: Curve, known_at: Curve, known: Curve) -> Curve:
+    """A curve between its known points that bends but never overshoots them (monotone cubic, Fritsch and Butland).
+
+    Straight lines would put every optimum on a known point.
+    """
+    if known.size < 3:
+        return np.interp(at, known_at, known)
+    widths, rises = np.diff(known_at), np.diff(known) / np.diff(known_at)
+    before, after, left, right = rises[:-1], rises[1:], widths[:-1], widths[1:]
+    is_turn = before * after <= 0
+    weighted = (2 * right + left) / np.where(is_turn, 1, before) + (right + 2 * left) / np.where(is_turn, 1, after)
+    inner = np.where(is_turn, 0, 3 * (left + right) / weighted)
+    slopes = np.concatenate((rises[:1], inner, rises[-1:]))
+    piece = np.clip(np.searchsorted(known_at, at, side="right") - 1, 0, widths.size - 1)
+    t = (at - known_at[piece]) / widths[piece]
+    value = known[piece] * (1 + 2 * t) * (1 - t) ** 2 + known[piece + 1] * t**2 * (3 - 2 * t)
+    return value + widths[piece] * (slopes[piece] * t * (1 - t) ** 2 + slopes[piece + 1] * t**2 * (t - 1))
+
+
 def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Reckoning | None:
     """The window at evenly spaced splits within its miss curves; None as long as there are none."""
     curves, traffic = stats.curves, stats.traffic
     if curves is None or not traffic.num_requests:
         return None
     alphas = np.linspace(curves.alphas[0], curves.alphas[-1], num_alphas)
-    computed = np.interp(alphas, curves.alphas, curves.computed_tokens_per_request)
-    missed = np.interp(alphas, curves.alphas, curves.missed_rows_per_request)
+    computed = smooth(alphas, curves.alphas, curves.computed_tokens_per_request)
+    missed = smooth(alphas, curves.alphas, curves.missed_rows_per_request)
     compute = compute_ms(cost, computed, stats.new_tokens_per_request + stats.resident_tokens_per_request)
     bus = cost.missed_row_ms * missed
     service = np.maximum(compute, bus) if cost.is_overlapping else compute + bus
