@@ -21,8 +21,8 @@ from scripts.provenance import write_measurement
 LENGTHS = (1_000, 2_000, 4_000, 6_700, 10_000, 13_900)
 REPEATS = 9
 START_ALPHA, MOVES = 0.3, (0.1, 0.4)
-REFILL_MIB = (0, 4, 16, 64)  # a step
-WARM_UP, MEASURED = 60 * 8, 250 * 8  # requests
+REFILL_MIB = (0, 16)  # a step; the second is the default
+WARM_UP, MEASURED = 60 * 8, 200 * 8  # requests
 
 
 def set_limit(engine: Engine, name: str, value: int) -> None:
@@ -163,7 +163,7 @@ def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, A
                 {"repeat": repeat, "mib_per_step": mib, "seconds": round(served.seconds, 3), **of_steps(served)}
             )
             print(rows[-1], flush=True)
-    set_limit(engine, "refill_bytes_per_step", 1 << 20)
+    set_limit(engine, "refill_bytes_per_step", 16 << 20)
     return rows
 
 
@@ -187,6 +187,7 @@ def moves(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/gpu-moves-h200.json"))
+    parser.add_argument("--no-saves", dest="saves", action="store_false", help="leave out saves to the host")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA device")
@@ -200,7 +201,8 @@ def main() -> None:
     set_limit(engine, "save_bytes_per_step", 16 << 20)
     requests = traffic.take(WARM_UP + MEASURED)
     print(f"{len(requests)} requests made", flush=True)
-    results["saves"] = with_and_without_tier(engine, requests)
+    if arguments.saves:
+        results["saves"] = with_and_without_tier(engine, requests)
     results["refill"] = refill_budgets(engine, requests)
     results["moves"] = moves(engine, requests)
     engine.check()

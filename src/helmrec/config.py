@@ -93,7 +93,7 @@ class EngineConfig(Frozen):
         ByteSize(16 << 20), description="KV bytes that may be copied to the host between two steps"
     )
     refill_bytes_per_step: Annotated[ByteSize, Field(ge=0)] = Field(
-        ByteSize(1 << 20), description="row bytes read ahead into empty slots between two steps, less what demand read"
+        ByteSize(16 << 20), description="row bytes read ahead into empty slots between two steps, less what demand read"
     )
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20), description="pool bytes that may change owner between two steps"

@@ -38,10 +38,6 @@ class Breakdown(Exception):
     """Planted in a step."""
 
 
-def _break_down(*_: object) -> None:
-    raise Breakdown
-
-
 class Streams(RuleBasedStateMachine):
     """A few users whose histories change in every way a client can think of."""
 
@@ -116,19 +112,33 @@ class Streams(RuleBasedStateMachine):
         self.engine.update_rows(table, ids, values)
         self.reference.update_rows(table, ids.tolist(), values.astype(np.float64))
 
-    @rule(user=st.integers(0, NUM_USERS - 1), mate=st.integers(0, NUM_USERS - 1))
-    def fail_a_step(self, user: int, mate: int) -> None:
-        """The model breaks down half way: its requests hear of it, nothing it wrote is ever used."""
-        requests = [self._request(user, "whole", 0), self._request(user, "longer", 1), self._request(mate, "whole", 0)]
+    @rule(user=st.integers(0, NUM_USERS - 1), mate=st.integers(0, NUM_USERS - 1), num_good=st.integers(0, 1))
+    def fail_a_step(self, user: int, mate: int, num_good: int) -> None:
+        """The model breaks down half way, perhaps with a step ahead of it: nothing it wrote is ever used."""
+        asks = [("longer", 1.0), ("whole", 0.0), ("whole", 0.0), ("older", 0.5), ("whole", 0.0)]
+        requests = [self._request(mate if i == 2 else user, *ask) for i, ask in enumerate(asks)]
         futures = [self.engine.submit(request) for request in requests]
-        head = HstuModel.head
+        head, calls = HstuModel.head, Counter[str]()
+
+        def break_down(*args: Any) -> Any:
+            calls["head"] += 1
+            if calls["head"] > num_good:
+                raise Breakdown
+            return head(*args)
+
         try:
-            HstuModel.head = _break_down  # type: ignore[assignment, method-assign]
+            HstuModel.head = break_down  # type: ignore[assignment, method-assign]
             while self.engine.step():
-                self.engine.check()
+                if self.engine._pipeline.is_empty:
+                    self.engine.check()
         finally:
             HstuModel.head = head  # type: ignore[method-assign]
-        assert all(isinstance(future.exception(timeout=0), Breakdown) for future in futures)
+        failures = [isinstance(future.exception(timeout=0), Breakdown) for future in futures]
+        assert failures == sorted(failures), "one failed behind whom another did not"
+        assert failures[0] == (num_good == 0)
+        for request, future, failed in zip(requests, futures, failures, strict=True):
+            if not failed:
+                assert np.abs(future.result().scores - self.reference.scores(request)).max() <= TOLERANCE, "off by"
 
     @rule(user=st.integers(0, NUM_USERS - 1))
     def cancel(self, user: int) -> None:

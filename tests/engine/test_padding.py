@@ -11,7 +11,6 @@ from helmrec.engine.padding import (
     pad_candidates,
     pad_rows,
     pad_tokens,
-    padded_places,
 )
 from tests.engine.test_assemble import CONFIG, PAGE_TOKENS, plan, prepare
 
@@ -77,7 +76,8 @@ def test_every_row_lies_where_its_place_says_and_the_rest_is_filler(resident: in
     layout = RowLayout(NUM_FEATURES, step.event_at.size, SIZE, context_places(step, SEQUENCES))
     target = np.full(NUM_FEATURES * SIZE + 2 * SEQUENCES, POISON, np.int32)
     pad_rows(target, step.rows.astype(np.int32), layout, -7)
-    places = padded_places(np.arange(step.rows.size), layout)
+    of_events = [feature * SIZE + event for feature in range(NUM_FEATURES) for event in range(step.event_at.size)]
+    places = np.array([*of_events, *(NUM_FEATURES * SIZE + layout.context_at)])
     assert np.array_equal(target[places], step.rows)
     assert len(set(places.tolist())) == step.rows.size
     assert set(np.delete(target, places).tolist()) == {-7}

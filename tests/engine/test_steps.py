@@ -10,7 +10,7 @@ import pytest
 
 from helmrec.clock import ManualClock, MonotonicClock
 from helmrec.engine.engine import Engine
-from helmrec.engine.runner import Runner, Running
+from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError, DeadlineExceeded
 from helmrec.types import RankResult
@@ -154,3 +154,45 @@ def test_a_host_page_made_from_an_old_row_is_not_used_once_that_row_was_computed
     for request, result in zip((short, whole), engine.rank([short, whole]), strict=True):
         plain = engine._runner.score_without_caches(engine._intake.prepare(request))
         assert np.abs(result.scores - plain).max() <= 1e-5
+
+
+def test_a_step_that_fails_takes_those_launched_on_top_of_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(overlap=True, max_batch_requests=1)
+    rng = np.random.default_rng(0)
+    futures = [engine.submit(random_request(rng, engine.model_config, 1)) for _ in range(3)]
+    finish, failures = Runner.finish, [RuntimeError("lost")]
+
+    def fail_first(self: Runner, running: Running) -> StepOutput:
+        if failures:
+            raise failures.pop()
+        return finish(self, running)
+
+    monkeypatch.setattr(Runner, "finish", fail_first)
+    while engine.step():
+        pass
+    assert [str(future.exception()) for future in futures] == ["lost", "lost", "None"]
+    assert engine.stats().steps == engine._pipeline.num_launched == 3
+    assert engine.stats().served == 1
+    engine.check()
+
+
+def test_overlapping_steps_are_not_counted_twice_when_a_deadline_is_judged() -> None:
+    clock = ManualClock()
+    engine = tiny_engine(clock=clock, overlap=True, max_batch_requests=1)
+    rng = np.random.default_rng(0)
+    for user in range(40):
+        engine.submit(random_request(rng, engine.model_config, user))
+    while engine.step():
+        clock.advance(0.01)
+    assert engine._scheduler._ms_per_request == pytest.approx(10, rel=0.15)
+
+
+def test_nothing_runs_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(overlap=True)
+    future = engine.submit(random_request(np.random.default_rng(0), engine.model_config, 1))
+    engine.step()
+    engine.close()
+    assert future.result(timeout=0).scores.shape == (3, 2)
+    monkeypatch.setattr(Runner, "refill", lambda *_: pytest.fail("a refill after close"))
+    engine.close()
+    engine.check()

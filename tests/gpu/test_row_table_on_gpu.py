@@ -35,7 +35,9 @@ class Driven:
         self.rows.add_pages(range(num_pages))
         torch.cuda.synchronize()
         if device.type == "cuda":
-            self.rows.capture_moves(2, GraphMaker().capture)
+            maker = GraphMaker()
+            self.rows.capture_moves(2, maker.capture)
+            self.rows.capture_refill(64, self.master, maker.capture)
             torch.cuda.synchronize()
 
     def read(self, wanted: IntArray) -> int:
@@ -98,6 +100,8 @@ def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
         kind, num = rng.integers(0, 4), int(rng.choice([2, 2, 1, 7]))
         if kind == 0:
             driven.rows.add_pages([free.pop() for _ in range(num)])
+            driven.rows.observe(0, 0, driven.rows.table.tally.cpu().numpy().copy())
+            driven.rows.refill(64, driven.master)
         elif kind == 1 and num * PER_PAGE <= driven.rows.capacity:
             free += driven.rows.give_up_pages(num)
         elif kind == 2:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.memory.expander import Expander, HostPage, PageKey, PageSave, StepCosts
+from helmrec.memory.expander import Expander, HostPage, PageKey, PageSave, ReloadCosts, StepCosts
 from helmrec.memory.history import chain
 
 STATES = chain((1,), 0, np.arange(24).reshape(1, -1))
@@ -86,3 +86,26 @@ def test_pages_are_taken_back_where_that_is_cheaper(page_s: float, is_worth_it: 
     assert tier.is_worth_it(0, 400, 4) == is_worth_it
     assert Expander(4, "always").is_worth_it(0, 400, 4)
     assert not Expander(4, "never").is_worth_it(0, 400, 4)
+
+
+def test_a_save_that_was_not_made_is_taken_back() -> None:
+    expander = Expander(num_slots=4)
+    saves = [save for state in range(3) if (save := expander.save(PageKey(state, page=state, epoch=0))) is not None]
+    expander.withdraw(saves[1:])
+    expander.check()
+    assert expander.num_pages == 1
+    assert [len(expander.find(np.array([state], np.uint64), 0, 1)) for state in range(3)] == [1, 0, 0]
+
+
+def test_what_a_reload_delays_is_learned_and_doubted_until_it_is_tried() -> None:
+    costs = ReloadCosts(StepCosts(), page_s=1.0)
+    for tokens in (100, 200, 300) * 20:
+        costs.steps.observe(tokens, 0.0, 1e-3 * tokens)
+    assert not costs.prefers_reload(0, 100, num_pages=1)
+    tries = 0
+    while not costs.prefers_reload(0, 100, num_pages=1):
+        tries += 1
+    assert 100 < tries < 400
+    for _ in range(30):
+        costs.observe_reload(2, exposed_s=0.5)
+    assert costs.page_s == pytest.approx(0.25, rel=0.01)

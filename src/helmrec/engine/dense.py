@@ -76,7 +76,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerLaunch:
-    """Wherever operations run as they are called, the step has ended when this is made."""
+    """A step whose operations were called one by one, in the caller's stream."""
 
     logits: Tensor
     reading: Reading

@@ -6,10 +6,11 @@ runner. Safe to call from several threads; steps run one at a time.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from numpy.typing import ArrayLike
@@ -124,21 +125,27 @@ class Engine:
         with self._lock:
             batch = self._scheduler.next_batch(self._now())
             expired = self._scheduler.take_expired()
-            ended = self._pipeline.push(batch)
+            ended = self._count(self._pipeline.push(batch))
         for future, error in expired:
             future.set_exception(error)
         self._conclude(ended)
         return batch is not None or bool(ended)
 
+    def _flush(self) -> list[Ended]:
+        """End what is running; to be concluded once the lock is released."""
+        return self._count(self._pipeline.flush())
+
+    def _count(self, ended: list[Ended]) -> list[Ended]:
+        self._served += sum(len(step.batch.members) for step in ended if isinstance(step.outcome, StepOutput))
+        return ended
+
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
         for step in ended:
-            if isinstance(step.outcome, StepOutput):
-                self._served += len(step.batch.members)
-        for step in ended:
             self._hand_out(step)
         with self._lock:
-            self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
+            if not self._is_closed:
+                self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
@@ -153,17 +160,25 @@ class Engine:
     def _work_in_background(self, ended: Sequence[Ended]) -> None:
         """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
         demand_bytes = 0
+        for step in ended:
+            assert isinstance(step.outcome, StepOutput)
+            demand_bytes += step.outcome.missed_bytes
+            self._try(self._follow_up, step.batch, step.outcome)
+        self._try(self._move_boundary)
+        self._try(self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
         try:
-            for step in ended:
-                assert isinstance(step.outcome, StepOutput)
-                demand_bytes += step.outcome.missed_bytes
-                self._follow_up(step.batch, step.outcome)
-            self._runner.refill(self.config.refill_bytes_per_step - demand_bytes)
-            self._pool.ledger.retire(self._pipeline.num_ended - 1)
-            self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
+            work(*args)
         except Exception:
             self._background_failures += 1
             log.exception("background work failed")
+
+    def _move_boundary(self) -> None:
+        """A page that leaves EMB is free once a step has ended that was launched after it left."""
+        self._runner.finish_saves_before_moves()
+        self._pool.ledger.retire(self._pipeline.num_ended - 1)
+        self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 
     def _follow_up(self, batch: Batch, output: StepOutput) -> None:
         self._learn_costs(batch, output.device_s)
@@ -193,9 +208,10 @@ class Engine:
     def settle(self) -> None:
         """Finish the boundary's move now."""
         with self._lock:
-            ended = self._pipeline.flush()
+            ended = self._flush()
             while not self._pool.is_settled:
-                self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
+                self._move_boundary()
+                self._runner.synchronize()
                 self._pool.ledger.retire(self._pipeline.num_launched)
         self._conclude(ended)
 
@@ -205,12 +221,17 @@ class Engine:
         rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
         with self._lock:
             self._now()
-            ended = self._pipeline.flush()
+            ended = self._flush()
             self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
             try:
                 self._runner.update_rows(rows, new)
-            finally:
-                self._conclude(ended)
+            except BaseException as error:
+                failure: BaseException | None = error
+            else:
+                failure = None
+        self._conclude(ended)
+        if failure is not None:
+            raise failure
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -234,17 +255,21 @@ class Engine:
     def check(self) -> None:
         """End what is running, then assert every invariant of the pool, both caches and the queue."""
         with self._lock:
-            self._conclude(self._pipeline.flush())
+            ended = self._flush()
+        self._conclude(ended)
+        with self._lock:
             self._pool.check()
             self._scheduler.check()
-            assert self._pool.kv.is_idle, "a pin outlived its step"
+            assert self._pool.kv.is_idle or not self._pipeline.is_empty, "a pin outlived its step"
 
     def close(self) -> None:
         """End what is running, refuse what waits and everything after; unlock the host memory."""
         with self._lock:
-            self._conclude(self._pipeline.flush())
-            self._is_closed = True
-            self._runner.close()
+            was_closed, self._is_closed = self._is_closed, True
+            ended = self._flush()
+            if not was_closed:
+                self._runner.close()
+        self._conclude(ended)
         self._scheduler.drain(EngineClosed("the engine was closed"))
 
     def __enter__(self) -> "Engine":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
-from helmrec.engine.dense import EagerDense, Launched, Memory, Progress, Scored, WaitForPages
+from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
@@ -81,7 +81,6 @@ class GraphedDense:
     def __init__(self, model: HstuModel, memory: Memory, rows: DeviceRowStage, limits: Limits) -> None:
         config, device = model.config, model.device
         self._model, self._memory, self._limits = model, memory, limits
-        self._eager = EagerDense(model, memory, rows)
         self.rows = rows
         self._event_sizes = bucket_sizes(limits.num_events)
         self._head_sizes = bucket_sizes(limits.num_candidates)
@@ -130,10 +129,9 @@ class GraphedDense:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> Launched:
-        """As `EagerDense.launch`, to which a step beyond the limits falls back; returns before it has ended."""
-        if not self._is_within_limits(step):
-            return self._eager.launch(step, wait_for_pages)
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> GraphLaunch:
+        """As `EagerDense.launch`; returns before the step has ended."""
+        assert self._is_within_limits(step), "the scheduler made a step that no graph holds"
         captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
         head = self._heads[fitting(self._head_sizes, step.candidates.size)]
         self.last_step, self.last_head = captured, head

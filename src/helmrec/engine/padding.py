@@ -110,20 +110,6 @@ def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: R
 
 
 @numba.njit(cache=True)
-def padded_places(positions: IntArray, layout: RowLayout) -> IntArray:
-    """Where the padded step has the rows at these positions of `Assembly.rows`."""
-    places = np.empty(positions.size, np.int64)
-    split = layout.num_features * layout.num_events
-    for i in range(positions.size):
-        if positions[i] < split:
-            feature, event = divmod(positions[i], layout.num_events)
-            places[i] = feature * layout.size + event
-        else:
-            places[i] = layout.num_features * layout.size + layout.context_at[positions[i] - split]
-    return places
-
-
-@numba.njit(cache=True)
 def pad_candidates(
     at: IntArray, rows: NDArray[np.int64], candidates: IntArray, event_at: IntArray, row_starts: IntArray
 ) -> None:

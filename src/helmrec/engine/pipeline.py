@@ -3,6 +3,7 @@
 While one computes, the rows of the next are read. Where steps do not overlap, each is finished as it is launched.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from helmrec.clock import Clock
@@ -49,9 +50,9 @@ class Pipeline:
         planned_s = self._clock.now()
         failed: list[Ended] = []
         if batch is not None:
+            self.num_launched += 1
             try:
                 self._in_flight = _Launched(batch, self._runner.launch(batch), planned_s)
-                self.num_launched += 1
             except BaseException as error:  # the engine tells the clients, and goes down if it must
                 failed = [self._fail(batch, planned_s, error)]
         ended = [] if before is None else self._finish(before)
@@ -66,16 +67,18 @@ class Pipeline:
         batch = launched.batch
         try:
             output = self._runner.finish(launched.running)
+            ended_s = self._clock.now()
+            self._scheduler.commit(batch, ended_s)
         except BaseException as error:  # as above; what was launched on top of it fails with it
             after, self._in_flight = self._in_flight, None
             followers = [] if after is None else [after]
             return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
-        finally:
-            self.num_ended += 1
-        ended_s = self._clock.now()
-        self._scheduler.commit(batch, ended_s)
+        self.num_ended += 1
         return [Ended(batch, output, launched.planned_s, ended_s)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
+        with suppress(Exception):  # a step that failed half-way may still write to its pages
+            self._runner.synchronize()
         self._scheduler.abort(batch)
+        self.num_ended += 1
         return Ended(batch, error, planned_s, self._clock.now())

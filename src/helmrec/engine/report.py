@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.pool import Pool
 
 _MIB = 1 << 20
@@ -11,7 +12,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Memory of one engine. Bytes on the device, except the index and the master, which are on the host."""
+    """Memory of one engine, in bytes."""
 
     num_pages: int
     page_bytes: int
@@ -19,8 +20,9 @@ class EngineReport:
     rows_per_page: int
     kv_waste: float
     emb_pages: int
-    index_bytes: int
-    master_bytes: int
+    index_bytes: int  # of resident rows
+    is_index_on_card: bool
+    master_bytes: int  # on the host
     num_graphs: int
     graph_buffer_bytes: int
     reserved_bytes: int  # by this process, all told; 0 on a CPU
@@ -33,7 +35,8 @@ class EngineReport:
             f"({self.page_tokens} tokens or {self.rows_per_page} rows; {self.kv_waste:.1%} of a KV page is padding)",
             f"  EMB {self.emb_pages:,} pages: {self.emb_pages * self.rows_per_page:,} rows",
             f"  KV  {kv_pages:,} pages: {kv_pages * self.page_tokens:,} tokens",
-            f"host: residency index {self.index_bytes / _MIB:,.0f} MiB, tables {self.master_bytes / _MIB:,.0f} MiB",
+            f"tables: {self.master_bytes / _MIB:,.0f} MiB on the host; index of resident rows: "
+            f"{self.index_bytes / _MIB:,.0f} MiB on the {'card' if self.is_index_on_card else 'host'}",
         ]
         if self.reserved_bytes:
             lines.append(
@@ -53,6 +56,7 @@ def make_report(pool: Pool, master_bytes: int, num_graphs: int, graph_buffer_byt
         kv_waste=pool.geometry.kv_waste,
         emb_pages=stats.emb_pages,
         index_bytes=pool.rows.index_bytes,
+        is_index_on_card=on_card and isinstance(pool.rows, DeviceRows),
         master_bytes=master_bytes,
         num_graphs=num_graphs,
         graph_buffer_bytes=graph_buffer_bytes,

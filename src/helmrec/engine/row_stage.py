@@ -166,7 +166,7 @@ class DeviceRowStage:
         self.cache.capture_refill(budget_bytes // self._row_bytes, self._master_rows, capture)
 
     def write(self, rows: IntArray, values: Tensor) -> None:
-        self.cache.write(rows, values.to(self.arena_rows.device))
+        self.cache.write(rows, values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,13 +85,27 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Unlock the host's memory."""
+        """Unlock the host's memory, once nothing reads it any more."""
+        self.synchronize()
         self._host.close()
         self._master.close()
 
     def save_pages(self, saves: Sequence[PageSave]) -> None:
         """Copy sealed pages to the host; off the request path."""
-        self._host.save(saves)
+        try:
+            self._host.save(saves)
+        except BaseException:
+            self._pool.expander.withdraw(saves)
+            raise
+
+    def finish_saves_before_moves(self) -> None:
+        """What moves into EMB pages from now on waits for saves that may still read them."""
+        self._host.finish_saves_before(self._dense.rows.stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was started."""
+        if self._arena.rows.is_cuda:
+            torch.cuda.synchronize()
 
     def admit(self, running: Running) -> None:
         """Let missed rows into the cache, off the request path; not if their values have changed since."""
@@ -101,13 +115,11 @@ class Runner:
     def refill(self, budget_bytes: int) -> None:
         """Read rows ahead of demand into empty slots; off the request path."""
         if budget_bytes > 0:
-            self._host.finish_saves_before(self._dense.rows.stream)
             self._dense.rows.refill(budget_bytes)
 
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
         """Master and resident copy together; no step may be running."""
-        if self._arena.rows.is_cuda:
-            torch.cuda.synchronize()  # a refill may still read the master
+        self.synchronize()  # a refill may still read the master
         self._master.update(rows, values)
         self._dense.rows.write(rows, values)
 

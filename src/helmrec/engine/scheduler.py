@@ -4,6 +4,7 @@ Pure bookkeeping: time comes in as an argument and scores as values. It takes wh
 for a fuller batch.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._expired: list[Expired] = []
         self._ms_per_request = 0.0
+        self._last_ended_s = -math.inf
         self.refused = 0
 
     @property
@@ -167,7 +169,8 @@ class Scheduler:
         for member in batch.members:
             self._kv.commit(member.plan, now)
         self._kv.restore_reserve()
-        took_ms = (now - batch.started_s) * 1e3 / len(batch.members)
+        took_ms = (now - max(batch.started_s, self._last_ended_s)) * 1e3 / len(batch.members)  # steps may overlap
+        self._last_ended_s = now
         self._ms_per_request += _SMOOTHING * (took_ms - self._ms_per_request)
 
     def abort(self, batch: Batch) -> None:

@@ -58,5 +58,5 @@ class Staging:
             start += -(-field.nbytes // _ALIGN) * _ALIGN
 
     def send(self) -> None:
-        """Start the copy; the host block may be written again once the step that follows has ended."""
+        """Start the copy; the host block may be written again once it has ended."""
         self._target.copy_(self._source, non_blocking=True)

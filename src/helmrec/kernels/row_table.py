@@ -140,7 +140,10 @@ def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_l
 
 
 def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """Let rows that were missed claim a slot, each once; with a filter, those missed before, or if slots are empty."""
+    """Let rows that were missed claim a slot, each once; with a filter, those missed before, or if slots are empty.
+
+    A row that is missed twice by one step has been missed before, the second time.
+    """
     generation, filling = (int(table.control[i]) for i in (Control.GENERATION, Control.IS_FILLING))
     for source, entry in zip(missed.sources[: int(missed.count)].tolist(), missed.places.tolist(), strict=False):
         if source == SKIP:

@@ -27,6 +27,7 @@ _BLOCK = 1024
 _NOW, _GENERATION, _IS_FILLING = (tl.constexpr(int(i)) for i in (Control.NOW, Control.GENERATION, Control.IS_FILLING))
 _ADMITTED, _EVICTED, _GHOSTS = (tl.constexpr(int(i)) for i in (Tally.ADMITTED, Tally.EVICTED, Tally.GHOSTS))
 _SKIP, _ABSENT, _CLAIMED = tl.constexpr(SKIP), tl.constexpr(ABSENT), tl.constexpr(CLAIMED)
+_NEVER = tl.constexpr(-7)  # no entry of `slot_of` is
 _MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr(SECOND)
 
 # One argument a line would bury the kernels.
@@ -74,7 +75,7 @@ def _mark(seen, hashed, generation, missed, WORDS: tl.constexpr):
 
 @triton.jit
 def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, control, claim_rows, claim_entries,
-                  count, num_rows, LIMIT: tl.constexpr, WORDS: tl.constexpr, IS_FILTERED: tl.constexpr,
+                  count, LIMIT: tl.constexpr, WORDS: tl.constexpr, IS_FILTERED: tl.constexpr,
                   BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_missed = tl.load(missed_count)
@@ -93,9 +94,10 @@ def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, co
         here_b, there_b = _mark(seen, _mixed(hashed ^ _SECOND), generation, missed, WORDS)
         earned = missed & (((here_a & here_b) | (there_a & there_b)) != 0)
         wanted = earned | (missed & (tl.load(control + _IS_FILLING).to(tl.int32) != 0))
-    # Who wants nothing asks for the last entry, which is never free.
-    place = slot_of + tl.where(wanted, row, num_rows).to(tl.int64)
-    won = tl.atomic_cas(place, tl.full((BLOCK,), _ABSENT, tl.int32), tl.full((BLOCK,), _CLAIMED, tl.int32)) == _ABSENT
+    # Who wants nothing expects what is never there.
+    place = slot_of + row.to(tl.int64)
+    found = tl.atomic_cas(place, tl.where(wanted, _ABSENT, _NEVER), tl.full((BLOCK,), _CLAIMED, tl.int32))
+    won = tl.where(wanted, found, _NEVER) == _ABSENT
     base = tl.atomic_add(count, tl.sum(won.to(tl.int32), axis=0))
     at = base + tl.cumsum(won.to(tl.int32), axis=0) - 1
     tl.store(claim_rows + at, row, mask=won & (at < LIMIT))
@@ -164,7 +166,6 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool)
             claims.rows,
             claims.entries,
             claims.count,
-            table.slot_of.numel() - 1,
             LIMIT=claims.rows.numel(),
             WORDS=table.seen.shape[1],
             IS_FILTERED=is_filtered,

@@ -97,6 +97,8 @@ class DeviceRows:
         self._pages_in_graph = self._rows_in_graph = 0
         self._tally = np.zeros(len(Tally), np.int64)
         self.hits = self.misses = self.evictions = self.refills = self.moves = 0
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # where all this was filled
 
     @property
     def capacity(self) -> int:
@@ -160,7 +162,7 @@ class DeviceRows:
         return self._page_list[ordinals // per_page] * per_page + ordinals % per_page
 
     def observe(self, hits: int, misses: int, tally: NDArray[np.int64]) -> None:
-        """A step found so many of its rows; `tally` is the table's as the step left it."""
+        """A step found so many of its rows; `tally` is the table's of about that time."""
         self._tally = tally
         self.hits += hits
         self.misses += misses
@@ -177,13 +179,14 @@ class DeviceRows:
     @_in_stream
     def add_pages(self, pages: Sequence[int]) -> None:
         """If no slot was empty, the hand goes to the first of the new ones."""
+        if not pages:
+            return
         start = len(self._pages)
         if self.num_resident >= self.capacity:
             self._empty_from = self.capacity
             self._hand = self.capacity - self._window.numel()  # the next step moves it before it looks
         self._pages += pages
-        new = torch.tensor(self._pages[start:], dtype=torch.int64)
-        self._page_list[start : len(self._pages)].copy_(new)
+        self._send(self._pages[start:], self._page_list[start : len(self._pages)])
 
     @_in_stream
     def give_up_pages(self, num: int, mover: RowMover | None = None) -> list[int]:
@@ -192,7 +195,7 @@ class DeviceRows:
         self._empty_from = min(self._empty_from, self.capacity)
         num_gone, num_kept = num * self._rows_per_page, self.capacity
         num_others = min(num_kept, _SHRINK_WINDOW * num_gone)
-        self._bounds.copy_(torch.tensor([self._hand % max(1, num_kept), num_kept]), non_blocking=True)
+        self._send([self._hand % max(1, num_kept), num_kept], self._bounds)
         if num_others == _SHRINK_WINDOW * num_gone and num == self._pages_in_graph and self._shrink_graph is not None:
             self._shrink_graph.replay()
         else:
@@ -207,7 +210,8 @@ class DeviceRows:
         """
         num_gone = num_pages * self._rows_per_page
         if (1 + _SHRINK_WINDOW) * num_gone <= len(self._arena_rows):
-            self._bounds.copy_(torch.tensor([0, _SHRINK_WINDOW * num_gone]))
+            self._send([0, _SHRINK_WINDOW * num_gone], self._bounds)
+            torch.cuda.synchronize()
             self._shrink_graph = capture(partial(self._shrink, num_gone, _SHRINK_WINDOW * num_gone))
             self._pages_in_graph = num_pages
 
@@ -233,7 +237,7 @@ class DeviceRows:
     def refill(self, num: int, master: Tensor) -> None:
         """Read up to `num` of the rows evicted last into slots that are empty since pages came.
 
-        They are colder than the coldest, since nobody asked yet.
+        They are colder than what they lie beside, since nobody asked yet.
         """
         num = min(num, self._room_to_refill())
         if num > 0:
@@ -243,7 +247,7 @@ class DeviceRows:
     def _refill_now(self, num: int, master: Tensor) -> None:
         hand = self._empty_from + self._refill_hand % max(1, self.capacity - self._empty_from)
         self._refill_hand += num
-        self._refill_control.copy_(torch.from_numpy(self._control(hand)), non_blocking=True)
+        self._send(self._control(hand).tolist(), self._refill_control)
         if self._refill_graph is not None and num == self._rows_in_graph:
             self._refill_graph.replay()
         else:
@@ -252,13 +256,13 @@ class DeviceRows:
     def _refill(self, num: int, master: Tensor) -> None:
         table = self.table
         table.control.copy_(self._refill_control)
-        now = table.control[Control.NOW]
-        now.copy_(torch.where(table.heat > EMPTY, table.heat, now.float()).amin() - 0.5)
+        coldest, now = self._coldest(), table.control[Control.NOW]
+        is_warm = (coldest.heat > EMPTY) & (coldest.heat < UNUSABLE)
+        now.copy_(torch.where(is_warm, coldest.heat, now.float()).amin() - 0.5)
         sources = self._pop_ghosts(num)
         self._claims.count.zero_()
         asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
         self._kernels.claim(table, asked, self._claims, is_filtered=False)
-        coldest = self._coldest()
         empty = Victims(coldest.slots, torch.where(coldest.heat == EMPTY, coldest.heat, UNUSABLE))
         self._kernels.publish(table, self._claims, empty, self._copies)
         is_read = self._copies != SKIP
@@ -280,7 +284,8 @@ class DeviceRows:
 
     @_in_stream
     def write(self, rows: IntArray, values: Tensor) -> None:
-        """New values of rows, for those that are resident; (rows, row_dim) on the device."""
+        """New values of rows, (rows, row_dim), for those that are resident."""
+        values = values.to(self._arena_rows.device)
         slots = self.table.slot_of[torch.from_numpy(rows).to(values.device)]
         sources = torch.where(slots >= 0, self._count(len(rows)), SKIP).int()
         self._kernels.gather_rows(values, values, sources, self._arena_rows, places=slots.clamp_min(0).long())
@@ -297,7 +302,7 @@ class DeviceRows:
     def _push_ghosts(self, rows: Tensor) -> None:
         table, is_row = self.table, rows != ABSENT
         num = is_row.sum()
-        packed = _packed(rows, is_row)[-len(table.ghosts) :]
+        packed = _packed(rows, is_row)
         places = (table.tally[Tally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
         table.ghosts[places] = torch.where(self._count(len(packed)) < num, packed, table.ghosts[places]).int()
         table.tally[Tally.GHOSTS] += num
@@ -323,9 +328,15 @@ class DeviceRows:
         """Indices into `slot_of`; of no row, the entry that is nobody's."""
         return torch.where(rows == ABSENT, len(self.table.slot_of) - 1, rows).long()
 
+    def _send(self, values: Sequence[float], target: Tensor) -> None:
+        """From pinned memory, so that the host does not wait for what the stream has still to do."""
+        torch_values = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
+        target.copy_(torch_values, non_blocking=True)
+
     def _count(self, num: int) -> Tensor:
         return torch.arange(num, device=self.table.heat.device)
 
+    @_in_stream
     def check(self) -> None:
         """Waits for the device."""
         slot_of, row_of, heat = (part.cpu() for part in (self.table.slot_of, self.table.row_of, self.table.heat))

@@ -6,6 +6,7 @@ beats computing it again. It does not know users, tensors or devices.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,6 +143,12 @@ class Expander:
         self._pages.move_to_end(key.state)
         self.saved_pages += 1
         return PageSave(key.page, slot)
+
+    def withdraw(self, saves: Sequence[PageSave]) -> None:
+        """These pages were not copied after all."""
+        slots = {save.slot for save in saves}
+        for state in [state for state, page in self._pages.items() if page.slot in slots]:
+            self._free.append(self._pages.pop(state).slot)
 
     def _take_slot(self) -> int:
         if self._free:

@@ -84,9 +84,11 @@ class KVCache:
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
         """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
         page_tokens, prefix = self.limits.page_tokens, plan.prefix
+        if prefix is None or (plan.num_resident % page_tokens and prefix.pins > 1):
+            return plan  # a page may not be loaded over what others still write or read
         first = plan.num_resident // page_tokens
         found = self._expander.find(history.states, first, page_tokens)
-        if not found or prefix is None:
+        if not found:
             return plan
         end = (first + len(found)) * page_tokens
         # A page was computed on top of everything before it: no row of the whole history may have changed since,
@@ -153,8 +155,7 @@ class KVCache:
         Plans of one step are aborted in the order they were made, or the last one alone.
         """
         if plan.prefix is not None:
-            loaded = len(plan.loads) * self.limits.page_tokens
-            self._truncate(plan.prefix, plan.num_resident - loaded)
+            self._truncate(plan.prefix, plan.num_before)
             self._unpin(plan)
 
     @property
@@ -230,7 +231,7 @@ class KVCache:
     def _reuse(self, match: Match) -> KVPlan:
         match.prefix.pins += 1
         pages = match.prefix.pages[: self._pages_for(match.num_tokens)]
-        return KVPlan(match.prefix, match.num_tokens, match.num_tokens, pages)
+        return KVPlan(match.prefix, match.num_tokens, match.num_tokens, pages, num_before=match.prefix.num_tokens)
 
     def _extend(self, prefix: Prefix, history: History) -> KVPlan | None:
         resident = prefix.num_tokens
@@ -238,7 +239,7 @@ class KVCache:
         if not self._grow(prefix, history):
             prefix.pins -= 1
             return None
-        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages))
+        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), num_before=resident)
 
     def _start(self, history: History, now: float) -> KVPlan | None:
         prefix = Prefix(history.user_id, history.states, [], pins=1)
@@ -267,7 +268,7 @@ class KVCache:
         self._running[id(prefix)] = prefix
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
-        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor=donor)
+        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor=donor, num_before=resident)
 
     def _overwrite(self, prefix: Prefix, resident: int, history: History) -> KVPlan | None:
         """Too few pages for a second history beside the first: the new one takes the old one's place."""

@@ -57,6 +57,7 @@ class KVPlan(NamedTuple):
     copy: PageCopy | None = None
     loads: tuple[PageLoad, ...] = ()  # of those resident, pages that must come from the host first
     donor: Prefix | None = None  # pinned too: its pages are shared or copied
+    num_before: int = 0  # tokens the prefix had, some of them perhaps still being computed by a step ahead
 
     @property
     def num_new(self) -> int:
