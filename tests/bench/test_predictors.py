@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -73,8 +74,8 @@ def test_training_leaves_the_caller_s_random_state_alone() -> None:
 
 
 def test_an_example_pairs_windows_with_the_split_wanted_after_them() -> None:
-    data = examples(lessons()[:2], 3)
-    first = lessons()[0]
+    first = replace(lessons()[0], alpha_star=np.arange(120) / 120)
+    data = examples((first, lessons()[1]), 3)
     assert data.inputs.shape == (2 * (120 - 3), 3, NUM_FEATURES)
     np.testing.assert_array_equal(data.inputs[5], [features(stats) for stats in first.stats[5:8]])
     assert data.alphas[5] == first.alpha_star[8]

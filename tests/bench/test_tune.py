@@ -85,3 +85,11 @@ def test_every_rival_runs_with_any_settings_of_its_space_and_keeps_its_limits(na
         steps = np.abs(np.diff(path))
         assert steps.max() <= 0.07 + 1e-12
         assert steps.sum() <= 0.4 + 1e-9
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reset_rival_is_as_new(name: str) -> None:
+    used, fresh = FAMILIES[name].build({}), FAMILIES[name].build({})
+    follow(used, bowls(1)[:13], seed=1)
+    used.reset()
+    np.testing.assert_array_equal(follow(used, bowls(2)[:25], seed=2), follow(fresh, bowls(2)[:25], seed=2))

@@ -120,6 +120,25 @@ def test_pid_settles_where_both_caches_cost_as_set(start: float, setpoint: float
     assert np.ptp(path[-50:]) < 0.005
 
 
+def test_pid_adds_its_three_terms() -> None:
+    """Computed tokens stay, missed rows are set so that the imbalance is as wished."""
+    settings = PIDSettings(proportional=0.07, integral=0.05, derivative=0.03, smoothing=1.0, deadband=0.0)
+    policy, errors, stats = PID(COST, settings), [0.5, 0.2, -0.4], MIDDLE.window(0.5)
+    tokens_ms = COST.token_ms * stats.new_tokens_per_request
+    changes = []
+    for error in errors:
+        missed = tokens_ms * (1 + error) / (1 - error) / COST.missed_row_ms
+        move = policy.decide(replace(stats, missed_rows_per_request=missed))
+        assert move is not None
+        changes.append(move.alpha - 0.5)
+    wanted = [
+        0.05 * 0.5,
+        0.05 * 0.2 + 0.07 * (0.2 - 0.5) + 0.03 * (0.2 - 2 * 0.5 + 0.5),
+        0.05 * -0.4 + 0.07 * (-0.4 - 0.2) + 0.03 * (-0.4 - 2 * 0.2 + 0.5),
+    ]
+    assert changes == pytest.approx(wanted)
+
+
 def test_pid_stays_close_under_noise() -> None:
     path = drive(PID(COST), replace(MIDDLE, noise=0.2), 0.9, 400)
     assert abs(float(np.mean(path[200:])) - balance(MIDDLE, 0.0)) < 0.03
@@ -148,6 +167,26 @@ def test_hill_climber_does_not_judge_while_caches_settle() -> None:
     policy = HillClimber(HillSettings(settle_windows=2, trial_windows=3))
     moves = [policy.decide(MIDDLE.window(0.5, float(window))) is not None for window in range(10)]
     assert moves == [False, False, False, False, True] * 2
+
+
+def test_hill_climber_leaves_latency_out_while_caches_settle() -> None:
+    """The second split is better once settled, however bad it was at first: the climber goes on the same way."""
+    policy = HillClimber(HillSettings(settle_windows=2, trial_windows=3))
+    moves = []
+    for window, mean_ms in enumerate([90, 90, 10, 10, 10, 90, 90, 9, 9, 9]):
+        stats = MIDDLE.window(0.5, float(window))
+        moves.append(policy.decide(replace(stats, traffic=replace(stats.traffic, mean_ms=float(mean_ms)))))
+    assert moves[4] is not None
+    assert moves[9] is not None
+    assert moves[4].alpha > 0.5
+    assert moves[9].alpha > 0.5
+
+
+def test_hill_climber_turns_round_at_a_wall() -> None:
+    policy = HillClimber(HillSettings(settle_windows=0, trial_windows=1))
+    move = policy.decide(replace(MIDDLE.window(0.55), alpha_max=0.6))
+    assert move is not None
+    assert move.alpha == pytest.approx(0.47)
 
 
 def test_reset_makes_a_policy_new() -> None:

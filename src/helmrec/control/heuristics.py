@@ -71,7 +71,7 @@ class PID:
         settings, imbalance = self.settings, self._imbalance(stats)
         last = self._errors[-1] if self._errors else imbalance
         error = last + settings.smoothing * (imbalance - last)
-        one, two = (*reversed(self._errors), error, error)[:2]
+        two, one = (last, last, *self._errors)[-2:]
         self._errors = (*self._errors, error)[-2:]
         if abs(error) < settings.deadband:
             return None
