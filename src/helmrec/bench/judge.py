@@ -1,0 +1,66 @@
+"""How runs are held against each other: intervals over paired seeds, and the largest load that meets a target."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from helmrec.errors import ConfigError
+
+# Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T95_BEYOND = 2.12  # of 16, and of more a little too wide
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over seeds and where it lies with 95% confidence, if seeds are independent and near normal."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Of one value per seed; from a single seed the interval is unbounded."""
+    seen = np.asarray(values, np.float64)
+    if not seen.size:
+        raise ConfigError("an interval needs at least one value, got none")
+    mean = float(seen.mean())
+    if seen.size == 1:
+        return Interval(mean, -np.inf, np.inf)
+    point = _T95[seen.size - 2] if seen.size - 2 < len(_T95) else _T95_BEYOND
+    half = point * float(seen.std(ddof=1)) / np.sqrt(seen.size)
+    return Interval(mean, mean - half, mean + half)
+
+
+def paired_change(values: Sequence[float], references: Sequence[float]) -> Interval:
+    """Relative change against a reference on the same seeds: -0.1 is a tenth less."""
+    if len(values) != len(references):
+        raise ConfigError(f"pairs need as many references ({len(references)}) as values ({len(values)})")
+    return interval([value / reference - 1 for value, reference in zip(values, references, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Where the largest load is looked for."""
+
+    low: float
+    high: float
+    tolerance: float = 0.01  # relative
+
+
+def largest_load(is_met: Callable[[float], bool], search: Search) -> float | None:
+    """The largest load that is met, by bisection over its logarithm; None if not even the lowest is.
+
+    Supposes that a load is met if a larger one is; noise near the edge moves the answer by as much as it blurs that.
+    """
+    low, high = search.low, search.high
+    if not is_met(low):
+        return None
+    if is_met(high):
+        return high
+    while high / low > 1 + search.tolerance:
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
