@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import BusLoad, compute_ms, default_cost, load_cost, prefers_reload, reload_ms, rows_ms
+from helmrec.sim.cost import BusLoad, compute_ms, default_cost, load_cost, reload_ms, rows_ms, tokens_ms
 
 COST = default_cost()
 TERMS = COST.terms()
@@ -49,9 +49,9 @@ def test_few_rows_come_in_arrival_order_and_a_slow_bus_is_slow() -> None:
 
 def test_long_prefixes_are_worth_taking_back_before_short_ones() -> None:
     """Bytes grow with the tokens, computing them with their square."""
-    free_pairs = TERMS._replace(compute_token_us=0.0)
-    assert not prefers_reload(free_pairs, 0, 128, 128 * 10_240)
-    assert prefers_reload(free_pairs, 0, 128_000, 128_000 * 10_240)
+    ratios = [tokens_ms(TERMS, 0, n) / reload_ms(TERMS, float(n * 10_240), 1.0) for n in (1_000, 4_000, 16_000)]
+    assert ratios == sorted(ratios)
+    assert tokens_ms(TERMS, 500, 1_000) > tokens_ms(TERMS, 0, 500), "later tokens look at more"
 
 
 def test_a_calibration_that_is_none_is_told_plainly(tmp_path: Path) -> None:

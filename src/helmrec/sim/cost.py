@@ -129,8 +129,6 @@ def rows_ms(terms: CostTerms, load: BusLoad, beside_ms: float, bus_speed: float)
 
 
 @numba.njit(cache=True)
-def prefers_reload(terms: CostTerms, start: int, end: int, num_bytes: float) -> bool:
-    """Whether taking pages back beats computing tokens [start, end) of a history."""
-    pairs = (end - start) * (start + end) / 2
-    computing_ms = compute_ms(terms, end - start, pairs) - terms.compute_floor_ms
-    return num_bytes / (terms.reload_gb_per_s * 1e6) < computing_ms
+def tokens_ms(terms: CostTerms, start: int, end: int) -> float:
+    """What tokens [start, end) of a history add to a step that computes them."""
+    return compute_ms(terms, end - start, (end - start) * (start + end) / 2) - terms.compute_floor_ms

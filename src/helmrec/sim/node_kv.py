@@ -1,0 +1,378 @@
+"""KV prefixes of a simulated node: `KVCache`, `PageLedger` and `VisitLog`, compiled.
+
+Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts a prefix,
+extends one or reuses one; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not
+named. Every decision is made as there; `tests/sim/test_node_conformance.py` holds one to the other.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.sim.node_jit import inner
+from helmrec.sim.node_visits import Visits, make_visits, record_visit
+from helmrec.types import IntArray
+
+NONE = -1
+SHORT = -2  # pages are short for now
+
+
+class Kv(IntEnum):
+    """Places in `KVState.counts`."""
+
+    FREE = 0  # pages
+    EMB = 1
+    HELD = 2
+    DRAINING = 3
+    RESERVE = 4  # kept free for the next step
+    IDLE = 5  # pages of kept prefixes nobody uses
+    RUNNING = 6  # pages of prefixes whose fate is not decided
+    REUSED = 7  # tokens
+    TOTAL = 8
+    EVICTED = 9  # pages
+    REFUSED = 10  # prefixes
+    STALE = 11  # cuts
+    RETURNS = 12
+    STRANGERS = 13
+    USERS = 14
+    EPOCH = 15  # of the rows
+    SPARE = 16  # slots on the stack
+    REVISITS = 17  # requests by users who came lately
+    VISITED = 18  # requests that ended
+
+
+class P(IntEnum):
+    """Fields of a prefix."""
+
+    USER = 0
+    WINDOW = 1
+    TOKENS = 2
+    PAGES = 3
+    SETTLED = 4
+    PINS = 5
+    KIND = 6
+    BEFORE = 7
+    AFTER = 8
+    MATE = 9  # another prefix of the same user
+    GENERATION = 10  # tells apart prefixes that lived in one slot
+    VERIFIED = 11  # row epoch up to which its rows were held against updates
+    MADE = 12  # row epoch of its first token
+
+
+SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
+
+
+class KVRules(NamedTuple):
+    page_tokens: int
+    max_forks: int
+    admission: int  # 0 always, 1 second visit, 2 expected benefit
+    linear_tokens: int
+
+
+class KVState(NamedTuple):
+    counts: IntArray
+    prefix: IntArray  # (slots + 1, fields); the last line holds the ends of the order, coldest first
+    last_use_s: NDArray[np.float64]  # (slots,)
+    head: NDArray[np.int32]  # (users,) slot of a user's first prefix plus one; zero is none
+    spare: NDArray[np.int32]  # stack of empty slots
+    visits: Visits
+
+
+def make_kv(num_pages: int, num_users: int) -> KVState:
+    """All pages are free. A prefix has a page at least, so there are never more prefixes than pages."""
+    prefix = np.zeros((num_pages + 1, len(P)), np.int64)
+    prefix[num_pages, P.BEFORE] = prefix[num_pages, P.AFTER] = num_pages
+    counts = np.zeros(len(Kv), np.int64)
+    counts[Kv.FREE] = counts[Kv.SPARE] = num_pages
+    return KVState(
+        counts=counts,
+        prefix=prefix,
+        last_use_s=np.zeros(num_pages),
+        head=np.zeros(num_users, np.int32),
+        spare=np.arange(num_pages - 1, -1, -1).astype(np.int32),
+        visits=make_visits(num_users),
+    )
+
+
+@inner
+def find_prefix(kv: KVState, user: int, window: int) -> int:
+    """The slot of a user's prefix of this window, or NONE."""
+    slot = int(kv.head[user]) - 1
+    while slot != NONE and kv.prefix[slot, P.WINDOW] != window:
+        slot = kv.prefix[slot, P.MATE]
+    return slot
+
+
+@inner
+def note_lookup(kv: KVState, user: int, slot: int) -> None:
+    """Count lookups of resident users, and how many of them matched nothing."""
+    if _num_kept(kv, user):
+        kv.counts[Kv.RETURNS] += 1
+        kv.counts[Kv.STRANGERS] += slot == NONE
+
+
+@inner
+def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> tuple[int, int, int]:
+    """Pin pages for a history: the prefix's slot, or SHORT, tokens that are resident, and those it held before."""
+    slot = find_prefix(kv, user, window)
+    prefix = kv.prefix
+    is_new = slot == NONE
+    if is_new:
+        slot = _take_slot(kv, user, window)
+    before = prefix[slot, P.TOKENS]
+    resident = min(before, num_tokens)
+    _pin(kv, slot)
+    if resident < num_tokens and not _grow(kv, rules, slot, num_tokens):
+        if is_new:
+            prefix[slot, P.PINS] = 0
+            _release_slot(kv, slot)
+        else:
+            unpin(kv, rules, slot)
+        return SHORT, 0, 0
+    return slot, resident, before
+
+
+@inner
+def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
+    counts, prefix = kv.counts, kv.prefix
+    missing = pages_for(rules, num_tokens) - prefix[slot, P.PAGES]
+    short = missing - counts[Kv.FREE]
+    if short > counts[Kv.IDLE]:
+        return False
+    if short > 0:
+        evict(kv, rules, short)
+    counts[Kv.FREE] -= missing
+    counts[Kv.HELD] += missing
+    prefix[slot, P.PAGES] += missing
+    if prefix[slot, P.KIND] == RUNNING:
+        counts[Kv.RUNNING] += missing
+    prefix[slot, P.TOKENS] = num_tokens
+    return True
+
+
+@inner
+def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
+    """The step has ended: unpin, keep or drop the prefix; says whether it is kept. `served`: resident, all tokens."""
+    counts, prefix, (resident, num_tokens) = kv.counts, kv.prefix, served
+    user = prefix[slot, P.USER]
+    counts[Kv.REUSED] += resident
+    counts[Kv.TOTAL] += num_tokens
+    seen = record_visit(kv.visits, user, now_s)
+    counts[Kv.VISITED] += 1
+    counts[Kv.REVISITS] += seen.num >= 2
+    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], num_tokens)
+    kv.last_use_s[slot] = now_s
+    if prefix[slot, P.KIND] == KEPT:
+        _take_out(prefix, slot)
+        _put_last(prefix, slot)
+    elif _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s):
+        _adopt(kv, slot)
+    is_kept = prefix[slot, P.KIND] == KEPT
+    unpin(kv, rules, slot)
+    _limit_forks(kv, rules, user)
+    return is_kept
+
+
+@inner
+def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
+    """As `kv_admission` decides; `seen` is how often the user came and how long ago it came before."""
+    counts = kv.counts
+    others = counts[Kv.RUNNING] - kv.prefix[slot, P.PAGES]
+    has_room = counts[Kv.FREE] + others >= counts[Kv.RESERVE]
+    if rules.admission == 0 or has_room:
+        return True
+    if rules.admission == 1 or seen[0] < 2:
+        return seen[0] >= 2
+    coldest = _coldest_idle(kv)
+    coldest_idle_s = 0.0 if coldest == NONE else now_s - kv.last_use_s[coldest]
+    saving = 1 + kv.prefix[slot, P.TOKENS] / rules.linear_tokens
+    return saving * coldest_idle_s >= seen[1]
+
+
+@inner
+def _adopt(kv: KVState, slot: int) -> None:
+    prefix = kv.prefix
+    kv.counts[Kv.RUNNING] -= prefix[slot, P.PAGES]
+    kv.counts[Kv.USERS] += _num_kept(kv, prefix[slot, P.USER]) == 0
+    prefix[slot, P.KIND] = KEPT
+    _put_last(prefix, slot)
+
+
+@inner
+def _num_kept(kv: KVState, user: int) -> int:
+    num, slot = 0, int(kv.head[user]) - 1
+    while slot != NONE:
+        num += kv.prefix[slot, P.KIND] == KEPT
+        slot = kv.prefix[slot, P.MATE]
+    return num
+
+
+@inner
+def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
+    """Of a user's windows the ones used longest ago go; mates are few, so each round looks at all of them."""
+    prefix = kv.prefix
+    for _ in range(_num_kept(kv, user) - rules.max_forks):
+        oldest, slot = NONE, int(kv.head[user]) - 1
+        while slot != NONE:
+            is_idle = prefix[slot, P.KIND] == KEPT and prefix[slot, P.PINS] == 0
+            if is_idle and (oldest == NONE or kv.last_use_s[slot] <= kv.last_use_s[oldest]):
+                oldest = slot
+            slot = prefix[slot, P.MATE]
+        if oldest == NONE:
+            return
+        truncate(kv, rules, oldest, 0)
+
+
+@inner
+def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
+    """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+    freed = 0
+    while freed < num_pages:
+        victim = _coldest_idle(kv)
+        if victim == NONE:
+            break
+        dropped = min(kv.prefix[victim, P.PAGES], num_pages - freed)
+        _drop(kv, rules, victim, kv.prefix[victim, P.PAGES] - dropped)
+        _release_if_empty(kv, victim)
+        freed += dropped
+    kv.counts[Kv.EVICTED] += freed
+    return freed
+
+
+@inner
+def _coldest_idle(kv: KVState) -> int:
+    prefix, ends = kv.prefix, kv.prefix.shape[0] - 1
+    slot = prefix[ends, P.AFTER]
+    while slot != ends and prefix[slot, P.PINS]:
+        slot = prefix[slot, P.AFTER]
+    return NONE if slot == ends else slot
+
+
+@inner
+def truncate(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> None:
+    """Keep the first tokens; a prefix that is left empty and unpinned is gone."""
+    prefix = kv.prefix
+    num_tokens = min(num_tokens, prefix[slot, P.TOKENS])
+    _drop(kv, rules, slot, pages_for(rules, num_tokens))
+    prefix[slot, P.TOKENS] = num_tokens
+    prefix[slot, P.SETTLED] = min(prefix[slot, P.SETTLED], num_tokens)
+    if prefix[slot, P.PINS] == 0:
+        _release_if_empty(kv, slot)
+
+
+@inner
+def _drop(kv: KVState, rules: KVRules, slot: int, keep: int) -> None:
+    counts, prefix = kv.counts, kv.prefix
+    dropped = prefix[slot, P.PAGES] - keep
+    prefix[slot, P.PAGES] = keep
+    counts[Kv.FREE] += dropped
+    counts[Kv.HELD] -= dropped
+    if prefix[slot, P.KIND] == RUNNING:
+        counts[Kv.RUNNING] -= dropped
+    elif prefix[slot, P.PINS] == 0:
+        counts[Kv.IDLE] -= dropped
+    prefix[slot, P.TOKENS] = min(prefix[slot, P.TOKENS], keep * rules.page_tokens)
+    prefix[slot, P.SETTLED] = min(prefix[slot, P.SETTLED], prefix[slot, P.TOKENS])
+
+
+@inner
+def _pin(kv: KVState, slot: int) -> None:
+    if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.PINS] == 0:
+        kv.counts[Kv.IDLE] -= kv.prefix[slot, P.PAGES]
+    kv.prefix[slot, P.PINS] += 1
+
+
+@inner
+def unpin(kv: KVState, rules: KVRules, slot: int) -> None:
+    prefix = kv.prefix
+    prefix[slot, P.PINS] -= 1
+    if prefix[slot, P.PINS]:
+        return
+    if prefix[slot, P.KIND] == RUNNING:
+        kv.counts[Kv.REFUSED] += 1
+        truncate(kv, rules, slot, 0)
+        return
+    kv.counts[Kv.IDLE] += prefix[slot, P.PAGES]
+    _release_if_empty(kv, slot)
+
+
+@inner
+def _take_slot(kv: KVState, user: int, window: int) -> int:
+    counts, prefix = kv.counts, kv.prefix
+    counts[Kv.SPARE] -= 1
+    slot = int(kv.spare[counts[Kv.SPARE]])
+    generation = prefix[slot, P.GENERATION]
+    prefix[slot] = 0
+    prefix[slot, P.GENERATION] = generation
+    prefix[slot, P.USER], prefix[slot, P.WINDOW] = user, window
+    prefix[slot, P.KIND] = RUNNING
+    prefix[slot, P.VERIFIED] = prefix[slot, P.MADE] = counts[Kv.EPOCH]
+    prefix[slot, P.MATE] = int(kv.head[user]) - 1
+    kv.head[user] = slot + 1
+    return slot
+
+
+@inner
+def _release_if_empty(kv: KVState, slot: int) -> None:
+    prefix = kv.prefix
+    if prefix[slot, P.PAGES]:
+        return
+    is_kept = prefix[slot, P.KIND] == KEPT
+    if is_kept:
+        _take_out(prefix, slot)
+    _release_slot(kv, slot)
+    kv.counts[Kv.USERS] -= is_kept and _num_kept(kv, prefix[slot, P.USER]) == 0
+
+
+@inner
+def _release_slot(kv: KVState, slot: int) -> None:
+    counts, prefix = kv.counts, kv.prefix
+    user = prefix[slot, P.USER]
+    if kv.head[user] == slot + 1:
+        kv.head[user] = prefix[slot, P.MATE] + 1
+    else:
+        before = int(kv.head[user]) - 1
+        while prefix[before, P.MATE] != slot:
+            before = prefix[before, P.MATE]
+        prefix[before, P.MATE] = prefix[slot, P.MATE]
+    prefix[slot, P.KIND] = SPARE
+    prefix[slot, P.SETTLED] = 0
+    prefix[slot, P.GENERATION] += 1
+    kv.spare[counts[Kv.SPARE]] = slot
+    counts[Kv.SPARE] += 1
+
+
+@inner
+def _take_out(prefix: IntArray, slot: int) -> None:
+    before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
+    prefix[before, P.AFTER] = after
+    prefix[after, P.BEFORE] = before
+
+
+@inner
+def _put_last(prefix: IntArray, slot: int) -> None:
+    ends = prefix.shape[0] - 1
+    last = prefix[ends, P.BEFORE]
+    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = last, ends
+    prefix[last, P.AFTER] = prefix[ends, P.BEFORE] = slot
+
+
+@inner
+def pages_for(rules: KVRules, num_tokens: int) -> int:
+    return -(-num_tokens // rules.page_tokens)
+
+
+def check_kv(kv: KVState, rules: KVRules) -> None:
+    counts, lines = kv.counts, kv.prefix[:-1]
+    held = lines[lines[:, P.KIND] != SPARE]
+    kept = held[held[:, P.KIND] == KEPT]
+    assert counts[[Kv.FREE, Kv.EMB, Kv.HELD, Kv.DRAINING]].sum() == len(lines), "a page is lost"
+    assert held[:, P.PAGES].sum() == counts[Kv.HELD], "pages held and prefixes disagree"
+    assert np.array_equal(held[:, P.PAGES], -(-held[:, P.TOKENS] // rules.page_tokens)), "a page is not filled"
+    assert (held[:, P.PAGES] > 0).all(), "an empty prefix is kept"
+    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are off"
+    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are off"
+    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are off"
+    assert counts[Kv.SPARE] + len(held) == len(lines), "a slot is lost"

@@ -1,0 +1,124 @@
+"""The life of a simulated node: plan a batch, launch it, wait for the one before, commit, work in the background.
+
+The order of things is that of `Engine.step` and `Pipeline`: at most two steps are on their way, and while one
+computes, the rows of the next are read.
+"""
+
+import numba
+
+from helmrec.sim.cost import reload_ms
+from helmrec.sim.node_jit import inner
+from helmrec.sim.node_kv import Kv
+from helmrec.sim.node_plan import (
+    advance_boundary,
+    commit_step,
+    learn_reload_cost,
+    next_batch,
+    save_sealed,
+    take_arrivals,
+)
+from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, Status
+from helmrec.sim.node_step import bus_speed_at, launch, read_ahead
+
+
+@numba.njit(cache=True)
+def run_until(
+    node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], until_s: float
+) -> None:
+    """Let the node live until `until_s`. Whatever has been sent to it by then is in the inbox."""
+    counts, clocks, (inbox, out, faults) = node.counts, node.clocks, io
+    while clocks[C.NOW_S] < until_s:
+        stalled_until_s = _stall_end(faults, clocks[C.NOW_S])
+        if stalled_until_s > clocks[C.NOW_S]:
+            clocks[C.NOW_S] = stalled_until_s
+            continue
+        take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
+        if counts[N.ENDING] >= 0:
+            _end_step(node, setup, io)
+        if _update_is_due(node, faults):
+            _update_rows(node, setup, requests, faults)
+            continue
+        which = 1 - counts[N.IN_FLIGHT] if counts[N.IN_FLIGHT] >= 0 else 0
+        if next_batch(node, setup, requests, io, (which, clocks[C.NOW_S])):
+            _launch(node, setup, requests, io, which)
+        elif counts[N.IN_FLIGHT] >= 0:
+            _wait_for(node, counts[N.IN_FLIGHT])
+            counts[N.IN_FLIGHT] = -1
+        elif counts[N.INBOX_NEXT] < counts[N.INBOX_END]:
+            clocks[C.NOW_S] = min(until_s, inbox.time_s[counts[N.INBOX_NEXT]])
+        else:
+            clocks[C.NOW_S] = until_s
+
+
+@inner
+def _launch(node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], which: int) -> None:
+    """Launch a planned step; then the one before is waited for, or this one where steps do not overlap."""
+    counts, clocks = node.counts, node.clocks
+    now_s, before = clocks[C.NOW_S], counts[N.IN_FLIGHT]
+    clocks[C.NOW_S] += launch(node, setup, requests, io[1], (which, now_s, bus_speed_at(io[2], now_s)))
+    if not setup.overlaps:
+        _wait_for(node, which)
+        return
+    counts[N.IN_FLIGHT] = which
+    if before >= 0:
+        _wait_for(node, before)
+
+
+@inner
+def _wait_for(node: NodeState, which: int) -> None:
+    node.counts[N.ENDING] = which
+    node.clocks[C.NOW_S] = max(node.clocks[C.NOW_S], node.step[which, 1])
+
+
+@inner
+def _end_step(node: NodeState, setup: Setup, io: tuple[Inbox, Outcomes, Faults]) -> None:
+    """Settle the step that was waited for, hand out its results, then do what must not delay them."""
+    counts, now_s, which, (inbox, out, faults) = node.counts, node.clocks[C.NOW_S], node.counts[N.ENDING], io
+    counts[N.ENDED] += 1
+    commit_step(node, setup, which, now_s)
+    for index in range(node.size[which]):
+        request = node.members[which, index, Member.REQUEST]
+        out.status[request] = Status.SERVED
+        out.latency_ms[request] = (now_s - node.arrived_s[which, index]) * 1e3 + setup.terms.intake_ms
+        out.queue_ms[request] = (node.step[which, 0] - node.arrived_s[which, index]) * 1e3
+        inbox.log[counts[N.LOGGED]] = request
+        counts[N.LOGGED] += 1
+    counts[N.SERVED] += node.size[which]
+    counts[N.ENDING] = -1
+    learn_reload_cost(node, which)
+    save_sealed(node, setup)
+    advance_boundary(node, setup)
+    read_ahead(node, setup, which, (now_s, bus_speed_at(faults, now_s)))
+
+
+@inner
+def _stall_end(faults: Faults, now_s: float) -> float:
+    """When a stall that holds the node now is over; now, if none does."""
+    end_s = now_s
+    for i in range(faults.stall.shape[0]):
+        if faults.stall[i, 0] <= now_s < faults.stall[i, 1]:
+            end_s = max(end_s, faults.stall[i, 1])
+    return end_s
+
+
+@inner
+def _update_is_due(node: NodeState, faults: Faults) -> bool:
+    epoch = node.kv.counts[Kv.EPOCH]
+    return epoch < faults.update_s.size and faults.update_s[epoch] <= node.clocks[C.NOW_S]
+
+
+@inner
+def _update_rows(node: NodeState, setup: Setup, requests: Requests, faults: Faults) -> None:
+    """End what runs, then let items change: KV made from them lapses, and the new rows cross the bus."""
+    counts, clocks, epoch = node.counts, node.clocks, node.kv.counts[Kv.EPOCH]
+    if counts[N.IN_FLIGHT] >= 0:
+        _wait_for(node, counts[N.IN_FLIGHT])
+        counts[N.IN_FLIGHT] = -1
+        return
+    draws = requests.reads.draws
+    num_bytes = faults.update_share[epoch] * draws.num_lanes * draws.num_blocks * setup.row_bytes
+    took_ms = reload_ms(setup.terms, num_bytes, bus_speed_at(faults, clocks[C.NOW_S]))
+    node.kv.counts[Kv.EPOCH] += 1
+    clocks[C.NOW_S] += took_ms / 1e3
+    clocks[C.BUS_BUSY_MS] += took_ms
+    counts[N.UPDATE_BYTES] += int(num_bytes)
