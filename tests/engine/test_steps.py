@@ -196,3 +196,17 @@ def test_nothing_runs_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "refill", lambda *_: pytest.fail("a refill after close"))
     engine.close()
     engine.check()
+
+
+def test_what_a_step_takes_is_counted_from_the_end_of_the_one_before() -> None:
+    clock = ManualClock()
+    engine = tiny_engine(clock=clock, overlap=True, max_batch_requests=1)
+    rng = np.random.default_rng(0)
+    for user in range(3):
+        engine.submit(random_request(rng, engine.model_config, user))
+    took = []
+    for _ in range(4):
+        batch = engine._scheduler.next_batch(clock.now())
+        clock.advance(0.01)
+        took += [step.took_s for step in engine._pipeline.push(batch)]
+    assert took == pytest.approx([0.02, 0.01, 0.01])

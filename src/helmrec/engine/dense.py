@@ -1,6 +1,5 @@
 """The dense stage of a step, run as it comes: any device, any shape. The twin of `graphs.py`."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +25,6 @@ class Scored:
 
     logits: NDArray[np.float32]  # (candidates, tasks)
     row_misses: IntArray  # (requests,) rows that came from the host
-    device_s: float  # how long the device computed
 
 
 class Launched(Protocol):
@@ -80,11 +78,9 @@ class EagerLaunch:
 
     logits: Tensor
     reading: Reading
-    started_s: float
 
     def wait(self) -> Scored:
-        logits = self.logits.cpu().numpy()
-        return Scored(logits, self.reading.count_misses(), time.perf_counter() - self.started_s)
+        return Scored(self.logits.cpu().numpy(), self.reading.count_misses())
 
     def admit(self) -> None:
         self.reading.admit()
@@ -107,8 +103,8 @@ class EagerDense:
 
     @torch.inference_mode()
     def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> EagerLaunch:
-        started_s, reading = time.perf_counter(), self.rows.read(step)
-        return EagerLaunch(self._score(step, reading.values, wait_for_pages), reading, started_s)
+        reading = self.rows.read(step)
+        return EagerLaunch(self._score(step, reading.values, wait_for_pages), reading)
 
     def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """values: (rows, row_dim), in the order of `Assembly.rows`"""

@@ -163,7 +163,7 @@ class Engine:
         for step in ended:
             assert isinstance(step.outcome, StepOutput)
             demand_bytes += step.outcome.missed_bytes
-            self._try(self._follow_up, step.batch, step.outcome)
+            self._try(self._follow_up, step.batch, step.outcome, step.took_s)
         self._try(self._move_boundary)
         self._try(self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
 
@@ -180,8 +180,8 @@ class Engine:
         self._pool.ledger.retire(self._pipeline.num_ended - 1)
         self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 
-    def _follow_up(self, batch: Batch, output: StepOutput) -> None:
-        self._learn_costs(batch, output.device_s)
+    def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
+        self._learn_costs(batch, took_s)
         self._warn_of_strangers()
         self._runner.admit(output.running)
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows

@@ -62,14 +62,12 @@ class GraphLaunch:
     """A step whose scores arrive in pinned memory."""
 
     reading: GraphReading
-    started: torch.cuda.Event
     ended: torch.cuda.Event
     logits: NDArray[np.float32]  # there once `ended`, until the step after the next
 
     def wait(self) -> Scored:
         self.ended.synchronize()
-        device_s = self.started.elapsed_time(self.ended) / 1e3
-        return Scored(self.logits.copy(), self.reading.count_misses(), device_s)
+        return Scored(self.logits.copy(), self.reading.count_misses())
 
     def admit(self) -> None:
         """Done: the device admits what it missed right after it read it."""
@@ -139,9 +137,7 @@ class GraphedDense:
         context_at = context_places(step, self._limits.num_sequences)
         reading = self._row_graphs.read(step, captured.size, context_at, self._embedded)
         self._load(captured, head, step, context_at)
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.stream.wait_event(reading.gathered)
-        started.record(self.stream)
         captured.embed.replay()
         head.pick.replay()
         self._embedded = torch.cuda.Event()
@@ -152,8 +148,9 @@ class GraphedDense:
         self._turn ^= 1
         logits = self._scores_host[self._turn, : step.candidates.size]
         logits.copy_(self._scores[: step.candidates.size], non_blocking=True)
+        ended = torch.cuda.Event()
         ended.record(self.stream)
-        return GraphLaunch(reading, started, ended, logits.numpy())
+        return GraphLaunch(reading, ended, logits.numpy())
 
     def _is_within_limits(self, step: Assembly) -> bool:
         return (

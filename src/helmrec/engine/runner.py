@@ -41,7 +41,6 @@ class StepOutput:
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
     missed_bytes: int  # that crossed the bus for it
-    device_s: float  # how long it computed
     running: Running
 
 
@@ -80,7 +79,6 @@ class Runner:
             row_hits=step.num_rows - scored.row_misses,
             row_misses=scored.row_misses,
             missed_bytes=int(scored.row_misses.sum()) * self._pool.geometry.row_stride,
-            device_s=scored.device_s,
             running=running,
         )
 
