@@ -32,10 +32,13 @@ def _cpu_info() -> list[str]:
 
 
 def _commit() -> str:
+    """Named by the environment where the tree is a copy without its history."""
+    if named := os.environ.get("HELMREC_COMMIT"):
+        return named
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("HELMREC_COMMIT", "unknown")
+        return "unknown"
     return done.stdout.strip()
 
 
