@@ -11,6 +11,7 @@ SOURCE = Path(helmrec.__file__).parent
 BASE = ("types", "config", "errors", "clock")
 RANKS = {
     **dict.fromkeys(BASE, 0),
+    "console": 1,
     "kernels": 1,
     "memory": 2,
     "model": 3,
@@ -18,8 +19,10 @@ RANKS = {
     "engine": 4,
     "sim": 5,
     "demo": 5,
+    "load": 5,
     "bench": 6,
     "trace_cli": 6,
+    "load_cli": 6,
     "cli": 7,
 }
 MAY_IMPORT_TORCH_IN_MEMORY = {

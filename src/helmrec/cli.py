@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from helmrec.config import EngineConfig
+from helmrec.console import err, out, told_plainly
 from helmrec.demo import run_demo
 from helmrec.engine.engine import Engine
-from helmrec.errors import HelmRecError, RequestError
+from helmrec.errors import RequestError
+from helmrec.load_cli import load
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
@@ -32,17 +33,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
-out, err = Console(), Console(stderr=True)
-
-
-@contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Errors a caller can cause end the command with one line, not a traceback."""
-    try:
-        yield
-    except HelmRecError as error:
-        err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+app.command()(load)
 
 
 def _bytes_bar() -> Progress:
@@ -58,7 +49,7 @@ def init(
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:
     """Make a model with random weights: for trying things out and for measuring."""
-    with _told_plainly(), _bytes_bar() as bar:
+    with told_plainly(), _bytes_bar() as bar:
         config = profile(name, rows)
         task = bar.add_task("writing and hashing", total=2 * total_table_bytes(config))
         init_model(folder, config, seed, lambda done: bar.advance(task, done))
@@ -71,7 +62,7 @@ def info(
     verify: Annotated[bool, typer.Option(help="Checksum tables over 256 MiB too.")] = False,
 ) -> None:
     """Show a model's shape and check its files."""
-    with _told_plainly(), _bytes_bar() as bar:
+    with told_plainly(), _bytes_bar() as bar:
         task = bar.add_task("checking files", total=None)
         model = load_model(folder, verify=verify, progress=lambda done: bar.advance(task, done))
     dense = sum(tensor.numel() for tensor in model.dense.values())
@@ -107,7 +98,7 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what the pool holds once it is ready.")] = False,
 ) -> None:
     """Rank the requests of a file, in order; a bad line gets an error in its place and the rest go on."""
-    with _told_plainly():
+    with told_plainly():
         if not requests.is_file():
             raise RequestError("--requests", str(requests), "no such file")
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
@@ -182,5 +173,5 @@ def demo(
     seed: Annotated[int, typer.Option(help="Same seed, same traffic.")] = 0,
 ) -> None:
     """Watch two caches share a pool: traffic shifts, the boundary moves, no score changes."""
-    with _told_plainly():
+    with told_plainly():
         run_demo(out, seconds, seed)

@@ -1,15 +1,13 @@
 """`helmrec trace`: make, import, describe and plot traces."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from helmrec.errors import ConfigError, HelmRecError
+from helmrec.console import out, told_plainly
+from helmrec.errors import ConfigError
 from helmrec.sim.describe import PUBLISHED, Description, describe
 from helmrec.sim.families import FAMILIES, PRESETS, family, preset
 from helmrec.sim.generate import generate
@@ -20,20 +18,9 @@ from helmrec.sim.trace_file import read_trace, write_trace
 from helmrec.sim.workload import Workload, load_workload
 
 trace_app = typer.Typer(help="Make, import, describe and plot traces of traffic.", no_args_is_help=True)
-out, err = Console(), Console(stderr=True)
 
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]
-
-
-@contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Errors a caller can cause end the command with one line, not a traceback."""
-    try:
-        yield
-    except HelmRecError as error:
-        err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
 
 
 @trace_app.command("make")
@@ -52,7 +39,7 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
 ) -> None:
     """Make a synthetic trace: a family over a preset, or a workload file."""
-    with _told_plainly():
+    with told_plainly():
         if config is not None:
             workload = load_workload(config)
         else:
@@ -84,7 +71,7 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     seed: Annotated[int, typer.Option(help="Of the candidates.", min=0)] = 0,
 ) -> None:
     """Turn a published interaction log into a trace."""
-    with _told_plainly():
+    with told_plainly():
         config = ImportConfig(
             source=f"{kind}: {log_path.name}",
             history_share=history_share,
@@ -101,7 +88,7 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
 @trace_app.command("describe")
 def describe_(path: TraceFile) -> None:
     """Print reuse, skew and return times beside published figures."""
-    with _told_plainly():
+    with told_plainly():
         trace = read_trace(path)
         found = describe(trace)
     out.print(_overview(trace.catalogue.source, found))
@@ -112,7 +99,7 @@ def describe_(path: TraceFile) -> None:
 @trace_app.command("plot")
 def plot(path: TraceFile, picture: Out) -> None:
     """Draw a trace: arrivals, who asks, item popularity, return times."""
-    with _told_plainly():
+    with told_plainly():
         plot_trace(read_trace(path), picture)
     out.print(f"{picture}", highlight=False)
 

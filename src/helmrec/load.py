@@ -1,0 +1,156 @@
+"""Open-loop load on an engine in this process: requests arrive when they arrive, whether or not it keeps up.
+
+Latency counts from the moment a request was due, not from when it could be sent, so a stall is felt by everyone who
+would have come during it.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.engine.engine import Engine
+from helmrec.errors import ConfigError, DeadlineExceeded, EngineClosed, QueueFull
+from helmrec.memory.stats import PoolStats
+from helmrec.types import RankRequest, RankResult
+
+_IDLE_WAIT_S = 0.001
+_REFUSALS: dict[type[BaseException], str] = {QueueFull: "queue full", DeadlineExceeded: "deadline"}
+
+
+def arrival_times(trace_times_s: NDArray[np.float64], rate: float | None, seed: int) -> NDArray[np.float64]:
+    """Seconds from the start: as in the trace, or Poisson at `rate` requests a second."""
+    if rate is None:
+        return trace_times_s - trace_times_s[:1]
+    if not rate > 0:
+        raise ConfigError(f"rate must be more than 0, got {rate:g}")
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, trace_times_s.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A look at a run, live or at its end."""
+
+    elapsed_s: float
+    offered: int
+    answered: int
+    refused: dict[str, int]
+    failed: int
+    p50_ms: float  # of all answered so far
+    p99_ms: float
+    recent_p99_ms: float  # of the last few hundred
+    lag_p99_ms: float  # how late the driver itself was: beyond a millisecond or two, it and not the engine is slow
+    pool: PoolStats
+
+
+@dataclass(slots=True)
+class _Tally:
+    latencies_ms: list[float] = field(default_factory=list)
+    recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=400))
+    lags_ms: list[float] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+
+
+class Load:
+    """Offers requests at given times and follows what becomes of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tally = _Tally()
+        self._has_work = threading.Event()
+        self._is_over = False
+        self._started_s = time.perf_counter()
+
+    def run(
+        self,
+        requests: Iterator[RankRequest],
+        times_s: NDArray[np.float64],
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch_every_s: float = 0.5,
+    ) -> Snapshot:
+        """Offer a request at each of the times; returns when all are answered, refused or failed."""
+        stepper = threading.Thread(target=self._step_until_over, name="helmrec-steps")
+        self._started_s, next_watch_s = time.perf_counter(), watch_every_s
+        stepper.start()
+        try:
+            for due_s, request in zip(times_s.tolist(), requests, strict=False):
+                while (left_s := due_s - self._elapsed_s()) > 0:
+                    time.sleep(min(left_s, watch_every_s))
+                    next_watch_s = self._watch(watch, next_watch_s, watch_every_s)
+                next_watch_s = self._watch(watch, next_watch_s, watch_every_s)
+                self._offer(request, due_s)
+        finally:
+            self._is_over = True
+            self._has_work.set()
+            stepper.join()
+        return self.snapshot()
+
+    def snapshot(self) -> Snapshot:
+        tally = self._tally
+        p50, p99 = _percentiles(tally.latencies_ms, 50, 99)
+        return Snapshot(
+            elapsed_s=self._elapsed_s(),
+            offered=len(tally.lags_ms),
+            answered=len(tally.latencies_ms),
+            refused=dict(tally.refused),
+            failed=tally.failed,
+            p50_ms=p50,
+            p99_ms=p99,
+            recent_p99_ms=_percentiles(list(tally.recent_ms), 99)[0],
+            lag_p99_ms=_percentiles(tally.lags_ms, 99)[0],
+            pool=self._engine.stats().pool,
+        )
+
+    def _watch(self, watch: Callable[[Snapshot], None], next_s: float, every_s: float) -> float:
+        if self._elapsed_s() < next_s:
+            return next_s
+        watch(self.snapshot())
+        return self._elapsed_s() + every_s
+
+    def _offer(self, request: RankRequest, due_s: float) -> None:
+        self._tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
+        try:
+            future = self._engine.submit(request)
+        except tuple(_REFUSALS) as error:
+            self._tally.refused[_REFUSALS[type(error)]] += 1
+            return
+        future.add_done_callback(lambda done: self._record(done, due_s))
+        self._has_work.set()
+
+    def _record(self, done: "Future[RankResult]", due_s: float) -> None:
+        error = done.exception()
+        if error is None:
+            latency_ms = (self._elapsed_s() - due_s) * 1e3
+            self._tally.latencies_ms.append(latency_ms)
+            self._tally.recent_ms.append(latency_ms)
+        elif type(error) in _REFUSALS:
+            self._tally.refused[_REFUSALS[type(error)]] += 1
+        else:
+            self._tally.failed += 1
+
+    def _step_until_over(self) -> None:
+        """Serve until the last request is offered and nothing is left to do."""
+        while True:
+            is_over = self._is_over  # before the step: what was offered until then is in the queue
+            try:
+                had_work = self._engine.step()
+            except EngineClosed:
+                return
+            if not had_work:
+                if is_over:
+                    return
+                self._has_work.wait(_IDLE_WAIT_S)
+                self._has_work.clear()
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+
+def _percentiles(values: list[float], *shares: float) -> list[float]:
+    return [float(p) for p in np.percentile(values, shares)] if values else [float("nan")] * len(shares)

@@ -1,0 +1,68 @@
+"""`helmrec load`: offer a trace to a model and watch the latency."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from helmrec.config import EngineConfig
+from helmrec.console import err, out, told_plainly
+from helmrec.engine.engine import Engine
+from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.sim.requests import rank_requests
+from helmrec.sim.trace_file import read_trace
+
+_SLOW_DRIVER_MS = 5.0
+
+
+def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
+    trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
+    rate: Annotated[float | None, typer.Option(help="Poisson requests per second; else the trace's own times.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Stop after so many.", min=1)] = None,
+    pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
+    alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
+    results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
+) -> None:
+    """Offer the requests of a trace to a model, on time, and report latency from when each was due."""
+    with told_plainly():
+        trace = read_trace(trace_path)
+        times_s = arrival_times(trace.time_s, rate, seed)[:requests]
+        settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
+        with err.status("getting the model ready"):
+            engine = Engine.from_model(model, EngineConfig(**settings))
+            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
+        with engine, Live(console=err, transient=True, auto_refresh=False) as live:
+            end = Load(engine).run(
+                rank_requests(trace, engine.model_config),
+                times_s,
+                lambda seen: live.update(_table(seen), refresh=True),
+            )
+    out.print(_table(end))
+    if end.lag_p99_ms > _SLOW_DRIVER_MS:
+        err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
+    if results is not None:
+        results.write_text(json.dumps(asdict(end), indent=2) + "\n")
+
+
+def _table(seen: Snapshot) -> Table:
+    table = Table(title=f"{seen.elapsed_s:.1f} s", show_header=False)
+    refused = ", ".join(f"{num} {cause}" for cause, num in seen.refused.items()) or "none"
+    for label, value in (
+        ("offered / answered", f"{seen.offered:,} / {seen.answered:,} ({seen.answered / seen.elapsed_s:,.1f}/s)"),
+        ("refused, failed", f"{refused}; {seen.failed}"),
+        ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (p99 of late {seen.recent_p99_ms:.1f})"),
+        ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
+        ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),
+        ("rows hit", f"{seen.pool.row_hit_rate:.1%}"),
+        ("alpha", f"{seen.pool.alpha:.3f}"),
+    ):
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,112 @@
+"""Open-loop load: what is offered, and what latency means."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from helmrec.cli import app
+from helmrec.clock import MonotonicClock
+from helmrec.engine.engine import Engine
+from helmrec.engine.runner import Runner, Running
+from helmrec.engine.scheduler import Batch
+from helmrec.errors import ConfigError
+from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.model.profiles import profile
+from helmrec.model.weights import init_model
+from helmrec.sim.families import family, preset
+from helmrec.sim.generate import generate
+from helmrec.sim.trace_file import write_trace
+from tests.helpers import random_request, tiny_engine
+
+
+def live_engine(**settings: Any) -> Engine:
+    engine = tiny_engine(clock=MonotonicClock(), **settings)
+    engine.rank([random_request(np.random.default_rng(0), engine.model_config, 99)])  # compiles
+    return engine
+
+
+def requests(engine: Engine, num: int) -> Any:
+    rng = np.random.default_rng(0)
+    return iter([random_request(rng, engine.model_config, user % 7) for user in range(num)])
+
+
+def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    launch = Runner.launch
+
+    def late(self: Runner, batch: Batch) -> Running:
+        time.sleep(seconds)
+        return launch(self, batch)
+
+    monkeypatch.setattr(Runner, "launch", late)
+
+
+def test_every_request_is_answered_and_counted_once() -> None:
+    engine, seen = live_engine(), list[Snapshot]()
+    times = arrival_times(np.zeros(60), rate=400, seed=0)
+    result = Load(engine).run(requests(engine, 60), times, seen.append, watch_every_s=0.02)
+    assert (result.offered, result.answered, result.failed, result.refused) == (60, 60, 0, {})
+    assert result.elapsed_s >= times[-1]
+    assert 0 < result.p50_ms <= result.p99_ms
+    assert seen
+    assert seen[-1].answered <= 60
+    engine.check()
+
+
+def test_a_stall_is_felt_by_all_who_would_have_come_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = live_engine(max_batch_requests=1)
+    slow_steps(monkeypatch, 0.05)
+    result = Load(engine).run(requests(engine, 10), np.zeros(10))
+    assert result.p50_ms > 200, "half of them waited for five steps of 50 ms"
+    assert result.p99_ms > 450
+
+
+def test_refusals_are_counted_by_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = live_engine(max_batch_requests=1, queue_limit=2)
+    slow_steps(monkeypatch, 0.02)
+    result = Load(engine).run(requests(engine, 30), np.zeros(30))
+    assert result.refused["queue full"] > 10
+    assert result.answered + sum(result.refused.values()) == 30
+
+
+def test_a_failing_engine_fails_requests_and_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = live_engine()
+
+    def fail(self: Runner, batch: Batch) -> Running:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Runner, "launch", fail)
+    result = Load(engine).run(requests(engine, 5), np.zeros(5))
+    assert (result.answered, result.failed) == (0, 5)
+
+
+def test_poisson_arrivals_have_the_rate_asked_for_and_repeat() -> None:
+    times = arrival_times(np.zeros(20_000), rate=250, seed=3)
+    assert times[-1] == pytest.approx(80, rel=0.03)
+    assert np.array_equal(times, arrival_times(np.zeros(20_000), rate=250, seed=3))
+    assert np.array_equal(arrival_times(np.array([5.0, 6.5]), None, 0), [0.0, 1.5])
+
+
+@pytest.mark.parametrize("rate", [0, -3.0])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="rate must be more than 0"):
+        arrival_times(np.zeros(3), rate, 0)
+
+
+def test_the_command_offers_a_trace_and_writes_what_it_saw(tmp_path: Path) -> None:
+    shape = preset("amazon-video-games").stretched(40)
+    trace = generate(family("steady", type(shape)(**shape.model_dump() | {"rate": 50.0, "duration_s": 1.0})), seed=0)
+    write_trace(trace, tmp_path / "trace.parquet")
+    init_model(tmp_path / "model", profile("demo", trace.catalogue.num_items), 0)
+    command = ["load", str(tmp_path / "model"), "--trace", str(tmp_path / "trace.parquet"), "--rate", "100"]
+    done = CliRunner().invoke(app, [*command, "--requests", "20", "--out", str(tmp_path / "result.json")])
+    assert done.exit_code == 0, done.output
+    assert "20 / 20" in done.output
+    assert json.loads((tmp_path / "result.json").read_text())["answered"] == 20
+    refused = CliRunner().invoke(app, [*command, "--rate", "-1"])
+    assert refused.exit_code == 2
+    assert "rate must be more than 0, got -1" in refused.output
