@@ -137,11 +137,11 @@ def finish(node: Node, tick_s: float) -> None:
 class Watch:
     """Looks at a node at the end of each window and acts on what a policy decides."""
 
-    def __init__(self, node: Node, feed: CurveFeed | None = None) -> None:
+    def __init__(self, node: Node, feed: CurveFeed | None = None, start_s: float = 0.0) -> None:
         self._node = node
         self._feed = feed
         self._before = node.stats()
-        self._start_s = 0.0
+        self.start_s = start_s
         self._num_logged = 0
         self._counters = self._look()
 
@@ -173,7 +173,7 @@ class Watch:
         self._bytes = {
             cause: num - self._before.bytes_by_cause.get(cause, 0) for cause, num in after.bytes_by_cause.items()
         }
-        self._before, self._counters, self._start_s = after, counters, now_s
+        self._before, self._counters, self.start_s = after, counters, now_s
         self._num_logged += answered.size
         return stats, int(grown[4])
 
@@ -181,9 +181,9 @@ class Watch:
         """`latency_ms`: of requests answered in the window, NaN for those refused."""
         served = latency_ms[~np.isnan(latency_ms)]
         p50_ms, p99_ms = np.percentile(served, (50, 99)) if served.size else (0.0, 0.0)
-        slo_ms, span_ms = self._node.config.slo_ms, (now_s - self._start_s) * 1e3
+        slo_ms, span_ms = self._node.config.slo_ms, (now_s - self.start_s) * 1e3
         return Traffic(
-            start_s=self._start_s,
+            start_s=self.start_s,
             end_s=now_s,
             num_requests=latency_ms.size,
             hot_user_share=float(grown[0] / max(1.0, grown[1])),

@@ -1,0 +1,268 @@
+"""Many simulated nodes behind a router, node loss included.
+
+Time goes by in slices: the requests of a slice are routed by what the router knew at its start, as in a real cluster,
+where load reports are a fraction of a second old. A node that is lost gives its unanswered requests back; each is
+sent once more, to another node, and its latency counts from when it first came.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numba
+import numpy as np
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.control.policy import Policy
+from helmrec.errors import ConfigError
+from helmrec.sim.cost import CostModel
+from helmrec.sim.node import Node
+from helmrec.sim.node_config import NodeConfig, prepare_requests
+from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
+from helmrec.sim.popularity import mix
+from helmrec.sim.simulate import Summary, Watch, Window, summarise
+from helmrec.sim.trace import Trace
+from helmrec.types import IntArray
+
+
+class NodeLoss(Frozen):
+    """A node dies and may come back, empty."""
+
+    node: int = Field(ge=0)
+    at_s: float = Field(ge=0)
+    back_s: float | None = Field(None, gt=0, description="None: it stays away")
+
+
+class ClusterConfig(Frozen):
+    """How many nodes there are and how their time is cut."""
+
+    num_nodes: int = Field(ge=1)
+    slice_s: float = Field(0.1, gt=0, description="how old the loads are that a router sees, at most")
+    tick_s: float = Field(1.0, gt=0, description="how often policies look; a whole number of slices")
+    notice_s: float = Field(1.0, ge=0, description="until the requests of a lost node are sent again")
+    losses: tuple[NodeLoss, ...] = ()
+
+    @property
+    def slices_per_tick(self) -> int:
+        return max(1, round(self.tick_s / self.slice_s))
+
+
+class Router(Protocol):
+    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
+        """A node for each request, in order. `loads`: requests each node had not answered, infinite for dead ones."""
+
+
+class ByHash:
+    """A user always goes to the same node, as long as it is there; others do not move when a node goes."""
+
+    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
+        return _highest_hash(users, np.flatnonzero(np.isfinite(loads)))
+
+
+class LeastLoaded:
+    """The node with the fewest unanswered requests, those just sent included; of equals the first."""
+
+    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
+        return _least_loaded(users.size, loads.copy())
+
+
+@numba.njit(cache=True)
+def _highest_hash(users: IntArray, alive: IntArray) -> IntArray:
+    chosen = np.empty(users.size, np.int64)
+    for i in range(users.size):
+        best, highest = alive[0], np.uint64(0)
+        for node in alive:
+            word = mix(users[i], node + 1)
+            if word > highest:
+                best, highest = node, word
+        chosen[i] = best
+    return chosen
+
+
+@numba.njit(cache=True)
+def _least_loaded(num: int, loads: FloatArray) -> IntArray:
+    chosen = np.empty(num, np.int64)
+    for i in range(num):
+        chosen[i] = loads.argmin()
+        loads[chosen[i]] += 1
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterResult:
+    calibration: str
+    slo_ms: float
+    arrived_s: FloatArray
+    outcomes: Outcomes
+    node: IntArray  # (requests,) that served it last
+    num_retried: int
+    windows: list[list[Window]]  # by node
+    wall_s: float
+
+    def summary(self, begin_s: float = 0.0, end_s: float = np.inf) -> Summary:
+        """Of requests that arrived in [begin_s, end_s)."""
+        return summarise(self.outcomes, (self.arrived_s >= begin_s) & (self.arrived_s < end_s), self.slo_ms)
+
+
+class Fleet(NamedTuple):
+    """What all nodes are made of, and what happens to them."""
+
+    config: NodeConfig
+    cost: CostModel
+    policy_for: Callable[[int], Policy]
+    faults: dict[int, Faults] = {}  # noqa: RUF012 - never written; by node
+
+
+def simulate_cluster(
+    trace: Trace,
+    fleet: Fleet,
+    router: Router,
+    config: ClusterConfig,
+    on_tick: Callable[[float], None] = lambda now_s: None,
+) -> ClusterResult:
+    """Serve all of a trace on a cluster."""
+    started_s = time.perf_counter()
+    cluster = _Cluster(trace, fleet, router, config)
+    num_slices = int(np.ceil(trace.duration_s / config.slice_s)) + 1
+    for index in range(1, num_slices + 1):
+        cluster.run_slice(index * config.slice_s)
+        if index % config.slices_per_tick == 0:
+            cluster.tick(index * config.slice_s)
+            on_tick(index * config.slice_s)
+    cluster.finish(num_slices * config.slice_s)
+    cluster.check()
+    return ClusterResult(
+        calibration=fleet.cost.name,
+        slo_ms=fleet.config.slo_ms,
+        arrived_s=trace.time_s,
+        outcomes=cluster.outcomes,
+        node=cluster.node_of,
+        num_retried=cluster.num_retried,
+        windows=cluster.windows,
+        wall_s=time.perf_counter() - started_s,
+    )
+
+
+class _Cluster:
+    def __init__(self, trace: Trace, fleet: Fleet, router: Router, config: ClusterConfig) -> None:
+        if unknown := [loss.node for loss in config.losses if loss.node >= config.num_nodes]:
+            raise ConfigError(f"losses must name nodes below {config.num_nodes}, got {unknown[0]}")
+        self._trace, self._fleet, self._router, self._config = trace, fleet, router, config
+        self._requests: Requests = prepare_requests(trace, fleet.config)
+        self.outcomes = make_outcomes(trace.num_requests)
+        self.node_of = np.full(trace.num_requests, -1, np.int64)
+        self._nodes = [self._make_node(i) for i in range(config.num_nodes)]
+        self._watches = [Watch(node) for node in self._nodes]
+        self._policies = [fleet.policy_for(i) for i in range(config.num_nodes)]
+        self._is_alive = np.ones(config.num_nodes, np.bool_)
+        self._events = _loss_events(config.losses)
+        self._next_arrival = 0
+        self._retries: list[tuple[float, int]] = []  # when, request
+        self._retried_at: dict[int, float] = {}
+        self.windows: list[list[Window]] = [[] for _ in self._nodes]
+
+    @property
+    def num_retried(self) -> int:
+        return len(self._retried_at)
+
+    def _make_node(self, index: int) -> Node:
+        fleet = self._fleet
+        return Node(fleet.config, fleet.cost, self._requests, self.outcomes, fleet.faults.get(index))
+
+    def run_slice(self, end_s: float) -> None:
+        """Route what comes before `end_s`, then let every node live until then."""
+        self._send(*self._arrivals(end_s))
+        for index in np.flatnonzero(self._is_alive).tolist():
+            self._nodes[index].run_until(end_s)
+        while self._events and self._events[0].time_s <= end_s:
+            event = self._events.pop(0)
+            if event.comes_back:
+                self._revive(event.node, end_s)
+            elif self._is_alive[event.node]:
+                self._lose(event.node, end_s)
+
+    def _arrivals(self, end_s: float) -> tuple[IntArray, FloatArray]:
+        """Requests that come before `end_s`, first or again, and when."""
+        times_s, begin = self._trace.time_s, self._next_arrival
+        self._next_arrival = end = int(np.searchsorted(times_s, end_s))
+        requests, when_s = np.arange(begin, end), times_s[begin:end]
+        due = [retry for retry in self._retries if retry[0] < end_s]
+        if not due:
+            return requests, when_s
+        self._retries = [retry for retry in self._retries if retry[0] >= end_s]
+        requests = np.concatenate([requests, [request for _, request in due]])
+        when_s = np.concatenate([when_s, [at_s for at_s, _ in due]])
+        order = np.argsort(when_s, kind="stable")
+        return requests[order], when_s[order]
+
+    def _send(self, requests: IntArray, when_s: FloatArray) -> None:
+        if not requests.size:
+            return
+        if not self._is_alive.any():
+            self.outcomes.status[requests] = Status.LOST
+            return
+        chosen = self._router.route(self._trace.user[requests], self._loads())
+        assert self._is_alive[chosen].all(), "a request was sent to a dead node"
+        self.node_of[requests] = chosen
+        order = np.argsort(chosen, kind="stable")
+        ends = np.searchsorted(chosen[order], np.arange(len(self._nodes) + 1))
+        for index in np.unique(chosen).tolist():
+            mine = order[ends[index] : ends[index + 1]]
+            self._nodes[index].send(requests[mine], when_s[mine])
+
+    def _loads(self) -> FloatArray:
+        loads = np.array([node.num_unanswered for node in self._nodes], np.float64)
+        loads[~self._is_alive] = np.inf
+        return loads
+
+    def _lose(self, index: int, now_s: float) -> None:
+        """The node is gone; what it had not answered is sent once more, or lost if it was sent twice."""
+        self._is_alive[index] = False
+        for request in self._nodes[index].unanswered().tolist():
+            if request in self._retried_at:
+                self.outcomes.status[request] = Status.LOST
+            else:
+                self._retried_at[request] = now_s + self._config.notice_s
+                self._retries.append((now_s + self._config.notice_s, request))
+
+    def _revive(self, index: int, now_s: float) -> None:
+        self._nodes[index] = self._make_node(index)
+        self._nodes[index].run_until(now_s)
+        self._watches[index] = Watch(self._nodes[index], start_s=now_s)
+        self._policies[index].reset()
+        self._is_alive[index] = True
+
+    def tick(self, now_s: float) -> None:
+        for index in np.flatnonzero(self._is_alive).tolist():
+            if self._watches[index].start_s == now_s:  # just revived
+                continue
+            self.windows[index].append(self._watches[index].decide(self._policies[index], now_s))
+
+    def finish(self, now_s: float) -> None:
+        """Go on without new requests until all is answered."""
+        while self._retries or any(self._loads()[self._is_alive]):
+            now_s += self._config.slice_s
+            self.run_slice(now_s)
+        for request, retried_s in self._retried_at.items():
+            waited_ms = (retried_s - self._trace.time_s[request]) * 1e3
+            self.outcomes.latency_ms[request] += waited_ms
+            self.outcomes.queue_ms[request] += waited_ms
+
+    def check(self) -> None:
+        assert (self.outcomes.status != Status.WAITING).all(), "a request vanished"
+        for index in np.flatnonzero(self._is_alive).tolist():
+            self._nodes[index].check()
+
+
+class _LossEvent(NamedTuple):
+    time_s: float
+    node: int
+    comes_back: bool
+
+
+def _loss_events(losses: tuple[NodeLoss, ...]) -> list[_LossEvent]:
+    events = [_LossEvent(loss.at_s, loss.node, comes_back=False) for loss in losses]
+    events += [_LossEvent(loss.back_s, loss.node, comes_back=True) for loss in losses if loss.back_s is not None]
+    return sorted(events)
