@@ -3,14 +3,16 @@
 from typing import NamedTuple
 
 import torch
+from pydantic import ByteSize
 
 from helmrec.config import EngineConfig
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
-from helmrec.errors import ConfigError
+from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import layer_for
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
+from helmrec.kernels.row_table import RowTable
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
@@ -43,6 +45,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     hstu = HstuModel(shape, dense_weights, layer_for(_kernels(config)))
     master = _master(model, config, progress)
     geometry = _geometry(shape, config)
+    config = less_the_index(config, geometry, shape.num_rows)
     arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
@@ -50,6 +53,18 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense = _make_dense(hstu, arena, geometry, _row_stage(rows, arena, master, config), config)
     dense.warm_up(progress)
     return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)))
+
+
+def less_the_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:
+    """What is left of the pool for pages: an index on the card is paid for by the pool."""
+    if config.device != "cuda" or _row_index(config) != "device":
+        return config
+    index_bytes = RowTable.bytes_for(num_rows, config.pool_bytes // geometry.row_stride)
+    if index_bytes >= config.pool_bytes:
+        raise PoolTooSmall(
+            f"pool_bytes must be more than {index_bytes}, the index of {num_rows} rows, got {int(config.pool_bytes)}"
+        )
+    return config.model_copy(update={"pool_bytes": ByteSize(config.pool_bytes - index_bytes)})
 
 
 def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: RowStage, config: EngineConfig) -> Dense:

@@ -57,22 +57,32 @@ class RowTable:
         def full(shape: int | tuple[int, int], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=dtype, device=device)
 
-        words = 1 << max(10, (num_slots // 4).bit_length())  # at least eight bits a slot in each generation
         slot_of = full(num_rows + 1, ABSENT, torch.int32)
         slot_of[-1] = CLAIMED
         return cls(
             slot_of=slot_of,
             row_of=full(num_slots + 1, ABSENT, torch.int32),
             heat=full(num_slots + 1, EMPTY, torch.float32),
-            seen=full((2, words), 0, torch.int32),
+            seen=full((2, _seen_words(num_slots)), 0, torch.int32),
             ghosts=full(max(1, num_slots), ABSENT, torch.int32),
             control=full(len(Control), 0, torch.float64),
             tally=full(len(Tally), 0, torch.int64),
         )
 
+    @staticmethod
+    def bytes_for(num_rows: int, num_slots: int) -> int:
+        """What `allocate` takes."""
+        words = (num_rows + 1) + 2 * (num_slots + 1) + 2 * _seen_words(num_slots) + max(1, num_slots)
+        return 4 * words
+
     @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in (self.slot_of, self.row_of, self.heat, self.seen, self.ghosts))
+
+
+def _seen_words(num_slots: int) -> int:
+    """At least eight bits a slot in each generation."""
+    return 1 << max(10, (num_slots // 4).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
