@@ -98,6 +98,9 @@ class EngineConfig(Frozen):
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20), description="pool bytes that may change owner between two steps"
     )
+    miss_curves: bool = Field(
+        False, description="estimate while serving what other splits of the pool would hit; controllers read it"
+    )
     audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
     audit_tolerance: float | None = Field(
         None, gt=0, description="largest score difference an audit accepts; by default what the model's dtype allows"

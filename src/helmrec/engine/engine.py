@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
+from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
@@ -26,6 +27,7 @@ from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed
+from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import Ids, RankRequest, RankResult, Timing
@@ -73,6 +75,7 @@ class Engine:
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)
         self._intake = Intake(model.config, model.version, config.max_history)
+        self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
         self._is_closed = False
         self._pipeline = Pipeline(self._runner, self._scheduler, self._clock, overlaps=_overlaps(config, self._dense))
@@ -187,6 +190,14 @@ class Engine:
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
             self._auditor.look_at([member.request for member in batch.members], output.scores)
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
+        if self._curves is not None:
+            for member in batch.members:
+                self._curves.observe(member.request)
+
+    def _make_curves(self) -> CurveFeed:
+        shape, pool = self.model_config, self._pool
+        seen = MissCurveConfig.of_engine(self.config, pool.geometry, self.config.max_batch_tokens)
+        return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
         if not self._pool.expander.num_slots:
@@ -246,6 +257,11 @@ class Engine:
                 audit_max_error=self._auditor.max_error,
                 background_failures=self._background_failures,
             )
+
+    def curves(self) -> JointCurves | None:
+        """What other splits would hit, judged by late traffic; None without `miss_curves`, or while it is too early."""
+        with self._lock:
+            return None if self._curves is None else self._curves.curves()
 
     def report(self) -> EngineReport:
         """What the pool holds, and what is left of the card."""

@@ -1,0 +1,70 @@
+"""Miss curves from a live engine, held against what the engine itself did."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.engine.engine import Engine
+from tests.helpers import random_request, tiny_engine
+
+
+def serve(engine: Engine, num: int, seed: int = 0) -> None:
+    """Users come again and again, some more often, their histories growing."""
+    rng = np.random.default_rng(seed)
+    users = [random_request(rng, engine.model_config, user, 16) for user in range(12)]
+    lengths = dict.fromkeys(range(12), 3)
+    for _ in range(num):
+        user = min(int(rng.zipf(1.3)) - 1, 11)
+        lengths[user] = min(16, lengths[user] + int(rng.integers(0, 3)))
+        whole, length = users[user], lengths[user]
+        request = random_request(
+            rng,
+            engine.model_config,
+            user,
+            items=whole.items[:length],
+            actions=whole.actions[:length],
+            timestamps=whole.timestamps[:length],
+            features={"category": whole.features["category"][:length]},
+            context={**whole.context, "hour": int(rng.integers(24))},
+            candidates=np.minimum(rng.zipf(1.3, 4) - 1, 299),
+            candidate_features={"category": rng.integers(0, 20, 4)},
+        )
+        engine.rank([request])
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("kv_admission", ["always", "second-visit"])
+def test_they_tell_what_the_engine_did_at_its_own_split(alpha: float, kv_admission: str) -> None:
+    settings: dict[str, Any] = {
+        "alpha": alpha,
+        "kv_admission": kv_admission,
+        "row_admission": "always",
+        "max_batch_requests": 1,
+    }
+    engine = tiny_engine(miss_curves=True, max_batch_tokens=4, refill_bytes_per_step=0, **settings)
+    assert engine.curves() is None
+    serve(engine, 400)
+    curves, pool = engine.curves(), engine.stats().pool
+    assert curves is not None
+    at = int(np.argmin(np.abs(curves.alphas - alpha)))
+    assert pool.row_evictions > 50
+    assert 0.05 < pool.token_reuse_rate < 1
+    assert curves.kv_token_hit_rate[at] == pytest.approx(pool.token_reuse_rate, abs=0.02)
+    assert curves.emb_hit_rate[at] == pytest.approx(pool.row_hit_rate, abs=0.02)
+
+
+def test_more_pages_never_look_worse_for_the_cache_that_gets_them() -> None:
+    engine = tiny_engine(miss_curves=True, kv_admission="always", row_admission="always")
+    serve(engine, 300)
+    curves = engine.curves()
+    assert curves is not None
+    assert (np.diff(curves.kv_token_hit_rate) <= 1e-9).all()
+    assert curves.kv_token_hit_rate[0] > curves.kv_token_hit_rate[-1] + 0.1
+    assert curves.missed_rows_per_request[0] > 0
+
+
+def test_an_engine_without_them_has_none() -> None:
+    engine = tiny_engine()
+    serve(engine, 40)
+    assert engine.curves() is None
