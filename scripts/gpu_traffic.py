@@ -16,6 +16,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.kernels.row_table import Tally
 from helmrec.memory.device_rows import DeviceRows
+from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense
@@ -183,6 +184,8 @@ def forget(engine: Engine, alpha: float) -> None:
     rows.table.seen.zero_()
     torch.cuda.synchronize()
     expander = pool.expander
+    if expander.num_slots:  # what reloads cost was learned under the load before
+        expander.costs = ReloadCosts(StepCosts(), engine._runner._host._time_a_page())
     expander._free += [page.slot for page in expander._pages.values()]
     expander._pages.clear()
     engine.move_alpha(alpha)

@@ -42,7 +42,9 @@ def test_they_tell_what_the_engine_did_at_its_own_split(alpha: float, kv_admissi
         "row_admission": "always",
         "max_batch_requests": 1,
     }
-    engine = tiny_engine(miss_curves=True, max_batch_tokens=4, refill_bytes_per_step=0, **settings)
+    engine = tiny_engine(
+        miss_curves=True, max_batch_requests=1, max_batch_tokens=4, refill_bytes_per_step=0, **settings
+    )
     assert engine.curves() is None
     serve(engine, 400)
     curves, pool = engine.curves(), engine.stats().pool
