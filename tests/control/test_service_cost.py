@@ -40,7 +40,7 @@ def test_without_load_both_stages_simply_add_up() -> None:
     stats = Bowl(rate=1).window(0.5)
     reckoned = reckon(stats, COST)
     assert reckoned is not None
-    np.testing.assert_allclose(reckoned.latency_ms, reckoned.compute_ms + reckoned.bus_ms, rtol=0.02)
+    np.testing.assert_allclose(reckoned.latency_ms, reckoned.compute_ms + reckoned.lead_ms, rtol=0.02)
 
 
 def test_overlap_shortens_the_queue_not_the_lone_request() -> None:
@@ -51,6 +51,18 @@ def test_overlap_shortens_the_queue_not_the_lone_request() -> None:
         assert both is not None
         assert apart is not None
         assert (both.latency_at(0.5) < 0.9 * apart.latency_at(0.5)) == is_shorter
+
+
+def test_the_host_s_time_comes_before_the_rows() -> None:
+    """A host that works for every computed token makes the other stage the slower one, and tokens dearer."""
+    stats, busy = Bowl(rate=1).window(0.5), COST.model_copy(update={"host_token_ms": 0.002, "host_floor_ms": 0.3})
+    with_host, without = reckon(stats, busy), reckon(stats, COST)
+    assert with_host is not None
+    assert without is not None
+    np.testing.assert_allclose(with_host.compute_ms, without.compute_ms)
+    at = int(np.argmin(np.abs(with_host.alphas - 0.5)))
+    added = 0.3 + 0.002 * Bowl().computed(0.5)
+    assert with_host.lead_ms[at] - without.lead_ms[at] == pytest.approx(added, rel=1e-6)
 
 
 def test_load_changes_which_split_is_best() -> None:

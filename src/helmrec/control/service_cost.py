@@ -24,7 +24,9 @@ class ServiceCost(Frozen):
     pair_ms: float = Field(0.0, ge=0, description="ms of compute per pair of tokens in attention")
     floor_ms: float = Field(0.0, ge=0, description="ms of compute per request whatever is cached, candidates included")
     missed_row_ms: float = Field(gt=0, description="ms of the host bus per missed row")
-    is_overlapping: bool = Field(True, description="whether rows of the next batch are read while one computes")
+    host_token_ms: float = Field(0.0, ge=0, description="ms of the host per history token, before rows are read")
+    host_floor_ms: float = Field(0.0, ge=0, description="ms of the host per request whatever is cached")
+    is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +35,7 @@ class Reckoning:
 
     alphas: Curve
     compute_ms: Curve
-    bus_ms: Curve
+    lead_ms: Curve  # before compute can start: the host, then the bus
     latency_ms: Curve  # both, and the wait in the queue at the window's arrival rate
 
     def latency_at(self, alpha: float) -> float:
@@ -82,6 +84,6 @@ def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Recko
     computed = smooth(alphas, curves.alphas, curves.computed_tokens_per_request)
     missed = smooth(alphas, curves.alphas, curves.missed_rows_per_request)
     compute = compute_ms(cost, computed, stats.new_tokens_per_request + stats.resident_tokens_per_request)
-    bus = cost.missed_row_ms * missed
-    service = np.maximum(compute, bus) if cost.is_overlapping else compute + bus
-    return Reckoning(alphas, compute, bus, compute + bus + wait_ms(service, traffic.arrival_rate))
+    lead = cost.host_floor_ms + cost.host_token_ms * computed + cost.missed_row_ms * missed
+    service = np.maximum(compute, lead) if cost.is_overlapping else compute + lead
+    return Reckoning(alphas, compute, lead, compute + lead + wait_ms(service, traffic.arrival_rate))
