@@ -36,12 +36,7 @@ def serve(engine: Engine, num: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.4])
 @pytest.mark.parametrize("kv_admission", ["always", "second-visit"])
 def test_they_tell_what_the_engine_did_at_its_own_split(alpha: float, kv_admission: str) -> None:
-    settings: dict[str, Any] = {
-        "alpha": alpha,
-        "kv_admission": kv_admission,
-        "row_admission": "always",
-        "max_batch_requests": 1,
-    }
+    settings: dict[str, Any] = {"alpha": alpha, "kv_admission": kv_admission, "row_admission": "always"}
     engine = tiny_engine(
         miss_curves=True, max_batch_requests=1, max_batch_tokens=4, refill_bytes_per_step=0, **settings
     )
