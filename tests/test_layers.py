@@ -21,6 +21,7 @@ RANKS = {
     "demo": 5,
     "load": 5,
     "bench": 6,
+    "simulate_cli": 6,
     "trace_cli": 6,
     "load_cli": 6,
     "cli": 7,

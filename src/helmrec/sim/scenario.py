@@ -1,0 +1,148 @@
+"""A scenario: traffic, node, faults and what is counted, as one TOML file. Everything of a run but policy and seed."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from helmrec.config import EngineConfig, Frozen
+from helmrec.control.service_cost import ServiceCost
+from helmrec.errors import ConfigError
+from helmrec.model.profiles import profile
+from helmrec.sim.cost import CostModel, default_cost, load_cost
+from helmrec.sim.families import Shape, family, preset
+from helmrec.sim.generate import generate
+from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node_state import Faults
+from helmrec.sim.trace import Trace
+from helmrec.sim.trace_file import read_trace
+from helmrec.sim.workload import Workload
+
+
+class SlowBus(Frozen):
+    """For a while the bus is only so fast."""
+
+    from_s: float = Field(ge=0)
+    until_s: float = Field(gt=0)
+    speed: float = Field(gt=0, le=1, description="share of what it should be")
+
+
+class Stall(Frozen):
+    """For a while the node does nothing."""
+
+    from_s: float = Field(ge=0)
+    until_s: float = Field(gt=0)
+
+
+class UpdateStorm(Frozen):
+    """Items get new rows again and again; each time others."""
+
+    from_s: float = Field(ge=0)
+    until_s: float = Field(gt=0)
+    every_s: float = Field(1.0, gt=0)
+    share: float = Field(0.001, gt=0, le=1, description="of all items, each time")
+
+
+class FaultPlan(Frozen):
+    """What goes wrong on a node."""
+
+    slow_bus: tuple[SlowBus, ...] = ()
+    stalls: tuple[Stall, ...] = ()
+    storms: tuple[UpdateStorm, ...] = ()
+
+    def compiled(self) -> Faults:
+        times = [np.arange(storm.from_s, storm.until_s, storm.every_s) for storm in self.storms]
+        shares = [np.full(when.size, storm.share) for when, storm in zip(times, self.storms, strict=True)]
+        update_s, share = np.concatenate([[], *times]), np.concatenate([[], *shares])
+        order = np.argsort(update_s, kind="stable")
+        return Faults(
+            slow_bus=np.array([(f.from_s, f.until_s, f.speed) for f in self.slow_bus], np.float64).reshape(-1, 3),
+            stall=np.array([(f.from_s, f.until_s) for f in self.stalls], np.float64).reshape(-1, 2),
+            update_s=update_s[order],
+            update_share=share[order],
+            update_salt=np.arange(update_s.size),
+        )
+
+
+class FamilyChoice(Frozen):
+    """A named family over a preset; `shape` replaces settings of the preset."""
+
+    name: str = "steady"
+    preset: str = "dlrmv3"
+    shape: dict[str, Any] = Field(default_factory=dict)
+
+    def workload(self) -> Workload:
+        return family(self.name, Shape(**preset(self.preset).model_dump() | self.shape))
+
+
+class Scenario(Frozen):
+    """Traffic is one of family, workload and trace; only the first two have seeds."""
+
+    name: str = Field(min_length=1)
+    profile: str = Field("dlrmv3", description="model shape")
+    num_items: int | None = Field(None, ge=1, description="rows of the item table; default: as many as the traffic has")
+    engine: EngineConfig
+    family: FamilyChoice | None = None
+    workload: Workload | None = None
+    trace: Path | None = Field(None, description="a trace file, relative to the scenario")
+    calibration: Path | None = Field(None, description="a cost file, relative to the scenario; default: the H200's")
+    row_sample: float = Field(5 / 256, gt=0, le=1, description="share of the rows that is simulated")
+    slo_ms: float = Field(80.0, gt=0)
+    tick_s: float = Field(1.0, gt=0, description="how often the policy looks")
+    warm_up_s: float = Field(0.0, ge=0, description="left out of the figures")
+    faults: FaultPlan = FaultPlan()
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine(cls, value: object) -> object:
+        return EngineConfig(**value) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_traffic(self) -> Self:
+        given = [name for name in ("family", "workload", "trace") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"one of family, workload and trace is needed, not {len(given)}")
+        return self
+
+    def make_trace(self, seed: int) -> Trace:
+        if self.trace is not None:
+            return read_trace(self.trace)
+        workload = self.workload or (self.family or FamilyChoice()).workload()
+        return generate(workload, seed)
+
+    def node_config(self, trace: Trace) -> NodeConfig:
+        model = profile(self.profile, self.num_items or trace.catalogue.num_items)
+        return NodeConfig(model=model, engine=self.engine, row_sample=self.row_sample, slo_ms=self.slo_ms)
+
+    def cost(self) -> CostModel:
+        return default_cost() if self.calibration is None else load_cost(self.calibration)
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario from TOML; unknown keys are errors."""
+    try:
+        settings = tomllib.loads(path.read_text())
+        for name in ("trace", "calibration"):
+            if name in settings:
+                settings[name] = path.parent / str(settings[name])
+        return Scenario(**settings)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read scenario {path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCost:
+    """A calibration in the few coefficients that policies reckon with, for the mean request of a trace."""
+    history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
+    candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
+    token_ms, pair_ms = cost.compute_token_us / 1e3, cost.compute_pair_ns / 1e6
+    return ServiceCost(
+        token_ms=token_ms,
+        pair_ms=pair_ms,
+        floor_ms=candidates * (token_ms + min(history, config.model.window) * pair_ms),
+        missed_row_ms=config.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
+        is_overlapping=config.engine.overlap is not False,
+    )

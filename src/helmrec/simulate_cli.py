@@ -1,0 +1,134 @@
+"""`helmrec simulate`: policies on a scenario, over seeds."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from helmrec.console import err, out, told_plainly
+from helmrec.control.heuristics import PID, HillClimber, OneCache
+from helmrec.control.model_based import MarginalUtility, MissCurveArgmin
+from helmrec.control.policy import Limited, Limits, Policy
+from helmrec.control.service_cost import ServiceCost
+from helmrec.control.static import Static, StaticSettings
+from helmrec.errors import ConfigError
+from helmrec.sim.scenario import Scenario, load_scenario, service_cost
+from helmrec.sim.simulate import Options, SimResult, simulate
+from helmrec.sim.simulate_plot import plot_run
+
+_MAKERS: dict[str, Callable[[ServiceCost], Policy]] = {
+    "kv-only": lambda cost: OneCache("kv"),
+    "emb-only": lambda cost: OneCache("emb"),
+    "pid": PID,
+    "hill": lambda cost: HillClimber(),
+    "marginal": MarginalUtility,
+    "argmin": MissCurveArgmin,
+}
+_BLIND = {"pid", "hill"}  # need no miss curves
+_FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
+
+
+def make_policy(text: str, cost: ServiceCost) -> Policy:
+    """`static:ALPHA`, or one of the others by name, held to the limits every policy is held to."""
+    name, _, value = text.partition(":")
+    if name == "static":
+        try:
+            return Static(StaticSettings(alpha=float(value)))
+        except ValueError:
+            raise ConfigError(f"policy static needs an alpha, as in static:0.4, got {text!r}") from None
+    if value or name not in _MAKERS:
+        raise ConfigError(f"policy must be static:ALPHA or one of {', '.join(_MAKERS)}, got {text!r}")
+    return Limited(_MAKERS[name](cost), Limits())
+
+
+def run_simulate(
+    path: Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario as TOML.")],
+    policies: Annotated[list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(_MAKERS)}; may repeat.")],
+    seeds: Annotated[int, typer.Option(help="Traces made, from seed 0 on.", min=1)] = 1,
+    report: Annotated[Path | None, typer.Option("--out", help="Write the figures as JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for a picture per policy, of the first seed.")] = None,
+) -> None:
+    """Simulate a node on a scenario under one or more policies and compare them."""
+    with told_plainly():
+        scenario = load_scenario(path)
+        with Progress(console=err, transient=True) as bar:
+            task = bar.add_task("simulating", total=None)
+            runs = {
+                policy: [
+                    _run(scenario, policy, seed, lambda done, total: bar.update(task, completed=done, total=total))
+                    for seed in range(seeds)
+                ]
+                for policy in policies
+            }
+        out.print(_table(scenario, runs))
+        if report is not None:
+            report.write_text(json.dumps(_as_json(scenario, runs), indent=2) + "\n")
+        if plots is not None:
+            _plot_all(scenario, runs, plots)
+
+
+def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, float], None]) -> SimResult:
+    trace, cost = scenario.make_trace(seed), scenario.cost()
+    config = scenario.node_config(trace)
+    options = Options(
+        faults=scenario.faults.compiled(),
+        has_curves=not policy.startswith("static") and policy not in _BLIND,
+        on_tick=lambda now_s: progress(now_s, trace.duration_s),
+    )
+    decider = make_policy(policy, service_cost(cost, config, trace))
+    start = StaticSettings(alpha=config.engine.alpha)
+    if isinstance(decider, Static):  # born there, as a tuned node would be
+        start = decider.settings
+    engine = config.engine.model_copy(update={"alpha": start.alpha})
+    return simulate(trace, config.model_copy(update={"engine": engine}), cost, decider, scenario.tick_s, options)
+
+
+def _figures(scenario: Scenario, results: list[SimResult]) -> dict[str, list[float]]:
+    summaries = [asdict(result.summary(scenario.warm_up_s)) for result in results]
+    return {name: [float(summary[name]) for summary in summaries] for name in (*_FIGURES, "num_refused")}
+
+
+def _table(scenario: Scenario, runs: dict[str, list[SimResult]]) -> Table:
+    """Means over seeds, and the spread of the mean where there is more than one."""
+    first = next(iter(runs.values()))
+    num_requests = sum(result.arrived_s.size for result in first)
+    title = f"{scenario.name}: {num_requests:,} requests, {len(first)} seeds, costs of {first[0].calibration}"
+    table = Table("policy", "mean ms", "p50", "p99", "in SLO", "reuse", "rows missed", "last alpha", title=title)
+    for policy, results in runs.items():
+        figures = _figures(scenario, results)
+        last = np.mean([result.pool.alpha for result in results])
+        cells = (f"{np.mean(figures[name]):.2f}{_spread(figures[name])}" for name in _FIGURES[:3])
+        slo, reuse, missed = (float(np.mean(figures[name])) for name in _FIGURES[3:])
+        table.add_row(policy, *cells, f"{slo:.2%}", f"{reuse:.1%}", f"{missed:,.0f}", f"{last:.3f}")
+    return table
+
+
+def _spread(values: list[float]) -> str:
+    return f" ±{np.std(values, ddof=1) / np.sqrt(len(values)):.2f}" if len(values) > 1 else ""
+
+
+def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]]) -> dict[str, Any]:
+    return {
+        "scenario": scenario.model_dump(mode="json"),
+        "policies": {
+            policy: {
+                "calibration": results[0].calibration,
+                "by_seed": _figures(scenario, results),
+                "bytes_by_cause": [result.pool.bytes_by_cause for result in results],
+                "alpha_by_window": [[round(w.stats.alpha, 4) for w in result.windows] for result in results],
+            }
+            for policy, results in runs.items()
+        },
+    }
+
+
+def _plot_all(scenario: Scenario, runs: dict[str, list[SimResult]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for policy, results in runs.items():
+        plot_run(results[0], f"{scenario.name}, {policy}", folder / f"{policy.replace(':', '-')}.png")
