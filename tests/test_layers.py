@@ -16,6 +16,7 @@ RANKS = {
     "memory": 2,
     "model": 3,
     "control": 3,
+    "history": 3,
     "engine": 4,
     "sim": 5,
     "demo": 5,
@@ -104,7 +105,9 @@ def test_rivals_of_the_bench_serve_only_comparisons() -> None:
 
 
 def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:
-    pure = {m for m in IMPORTS if layer(m) in (*BASE, "memory", "control", "sim")} - MAY_IMPORT_TORCH_IN_MEMORY
+    pure = {
+        m for m in IMPORTS if layer(m) in (*BASE, "memory", "control", "history", "sim")
+    } - MAY_IMPORT_TORCH_IN_MEMORY
     assert {"helmrec.memory.pool", "helmrec.memory.kv_cache", "helmrec.types"} <= pure
     for module in pure:
         for seen in (module, *reach(module)):

@@ -6,6 +6,9 @@ HelmRecError
 │   └── AlphaOutOfRange  the asked split leaves one cache without room to work
 ├── ModelError           a model folder is missing, corrupt, truncated, mismatched or pickled
 ├── TraceError           a trace, or a file a trace is made from, is not what it should be
+├── HistoryError         a history store is foreign, damaged, closed, or held by another writer
+│   └── HistoryFull      it has no room for more events
+├── StaleVersion         events were appended to a version that is not the latest; carries `current`
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
@@ -36,6 +39,24 @@ class ModelError(HelmRecError):
 
 class TraceError(HelmRecError):
     """A trace, or a file a trace is made from, is not what it should be."""
+
+
+class HistoryError(HelmRecError):
+    """A history store cannot be used as it is."""
+
+
+class HistoryFull(HistoryError):
+    """The history store has no room for more events."""
+
+
+class StaleVersion(HelmRecError):
+    """Events were appended to a version of a history that is not the latest. Nothing was kept."""
+
+    def __init__(self, user_id: int, base: int, current: int) -> None:
+        super().__init__(f"user {user_id} is at version {current}, not at base version {base}")
+        self.user_id = user_id
+        self.base = base
+        self.current = current
 
 
 class RequestError(HelmRecError, ValueError):

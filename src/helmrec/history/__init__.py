@@ -1,0 +1,1 @@
+"""Users' events, kept by the node so that clients send only what is new."""

@@ -1,0 +1,34 @@
+"""Settings of a history store, frozen and whole at birth."""
+
+from typing import Annotated, Literal
+
+from pydantic import ByteSize, Field
+
+from helmrec.config import Frozen
+
+
+class HistoryConfig(Frozen):
+    """How a store trades speed for power loss, and how large it may grow. Sizes take units: max_bytes="1TiB".
+
+    Acknowledged events survive the death of the process under every `sync`; it is about power loss alone:
+    commit     nothing acknowledged is lost
+    interval   what was acknowledged in the last `sync_interval_s` may be lost
+    os         what the operating system has not written yet may be lost
+    Under the last two, a file system that writes out of order may leave a damaged file. Damage is told, when the
+    store is opened or the user is read; it is never served.
+    """
+
+    sync: Literal["commit", "interval", "os"] = Field("commit", description="when events are forced to the disk")
+    sync_interval_s: float = Field(1.0, gt=0, description="between two forced writes where sync is 'interval'")
+    max_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
+        ByteSize(64 << 30), description="most the file may take; appends beyond it are refused"
+    )
+    map_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
+        ByteSize(64 << 20), description="address space at start; doubles by itself, up to max_bytes"
+    )
+    max_events_per_user: int = Field(
+        100_000, ge=1, description="events kept of a user, at least; older ones leave by the page"
+    )
+    max_append_events: int = Field(100_000, ge=1, description="most events one append may bring")
+    max_commit_appends: int = Field(1_024, ge=1, description="most appends that share a transaction")
+    queue_limit: int = Field(8_192, ge=1, description="appends that may wait for the writer")

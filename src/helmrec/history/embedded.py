@@ -1,0 +1,158 @@
+"""The default store: one folder on this machine, no server to install, one process that writes.
+
+Ties checking, the writer's thread and the file together; `EmbeddedReader` is the same store seen from another
+process. A forked child must open its own.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from helmrec.clock import Clock, MonotonicClock
+from helmrec.errors import RequestError
+from helmrec.history.commit import GroupCommit
+from helmrec.history.config import HistoryConfig
+from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
+from helmrec.history.file import HistoryFile
+from helmrec.history.pages import PAGE_EVENTS
+from helmrec.history.store import Appended, UserState
+from helmrec.history.users import Append, UserTable
+from helmrec.history.words import event_words
+
+_USERS_AT_ONCE = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStats:
+    """What a store holds and takes."""
+
+    num_users: int
+    num_pages: int
+    used_bytes: int  # how far the file reaches
+    map_bytes: int  # how far it may reach before it has to be mapped anew
+
+
+class EmbeddedReader:
+    """The store, read only. Sees what the writer has acknowledged, from this or another process."""
+
+    def __init__(self, path: Path | str, schema: EventSchema) -> None:
+        """Raise HistoryError if there is no store at `path`, or not one for these fields."""
+        config = HistoryConfig()
+        self._view(HistoryFile(Path(path), schema, config, readonly=True), schema, config)
+
+    def _view(self, file: HistoryFile, schema: EventSchema, config: HistoryConfig) -> None:
+        self._file = file
+        self._schema = schema
+        self._users = UserTable(file.tables, schema.num_fields, config.max_events_per_user)
+
+    def read_last(self, user_id: int, num_events: int) -> Events:
+        """The last events, at most this many; none, at version 0, of an unknown user."""
+        _check_whole("num_events", num_events)
+        return self._read(user_id, lambda version: version - num_events)
+
+    def read_from(self, user_id: int, first_event: int) -> Events:
+        """The events from this absolute index on that are still kept."""
+        _check_whole("first_event", first_event)
+        return self._read(user_id, lambda _: first_event)
+
+    def _read(self, user_id: int, start: Callable[[int], int]) -> Events:
+        """Events from `start(version)` on, or from the oldest that is kept."""
+        _check_whole("user_id", user_id)
+        with self._file.reading() as txn:
+            record = self._users.record(txn, user_id)
+            version = 0 if record is None else record.version
+            first_event = version if record is None else max(record.first_event, start(version))
+            if record is None or first_event >= version:
+                empty = np.empty((self._schema.num_fields, 0), np.int64)
+                return to_events(self._schema, version, empty, np.empty(0, np.uint64))
+            found = self._users.read(txn, user_id, record, first_event)
+        skip = first_event % PAGE_EVENTS
+        return to_events(self._schema, first_event, found.columns[:, skip:], found.words[skip:])
+
+    def state(self, user_id: int) -> UserState | None:
+        """None if the user is unknown."""
+        _check_whole("user_id", user_id)
+        with self._file.reading() as txn:
+            record = self._users.record(txn, user_id)
+        return None if record is None else UserState(*record)
+
+    def user_ids(self) -> Iterator[int]:
+        """All users, ascending. Those that come or go meanwhile may be seen or not."""
+        start = 0
+        while start <= MAX_ID:
+            with self._file.reading() as txn:  # a few at a time: a view held for long keeps the file from shrinking
+                some = self._users.list_ids(txn, start, _USERS_AT_ONCE)
+            yield from some
+            if len(some) < _USERS_AT_ONCE:
+                return
+            start = some[-1] + 1
+
+    def stats(self) -> HistoryStats:
+        with self._file.reading() as txn:
+            sizes = self._users.sizes(txn)
+        return HistoryStats(sizes.num_users, sizes.num_pages, self._file.used_bytes, self._file.map_bytes)
+
+    def check(self) -> None:
+        """Read everything; raise HistoryError if any history is damaged."""
+        for user_id in self.user_ids():
+            with self._file.reading() as txn:
+                self._users.check(txn, user_id)
+
+    def close(self) -> None:
+        """Let go of the file. Closing twice is fine."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EmbeddedHistory(EmbeddedReader):
+    """The store, open for reading and writing. `HistoryStore` says what its methods promise."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        schema: EventSchema,
+        config: HistoryConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Open the store at `path`, or make one. Raise HistoryError if it is foreign, damaged or in use."""
+        self._config = config or HistoryConfig()
+        self._view(HistoryFile(Path(path), schema, self._config, readonly=False), schema, self._config)
+        self._writer = GroupCommit(self._file, self._config, clock or MonotonicClock())
+
+    def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
+        _check_whole("user_id", user_id)
+        _check_whole("base_version", base_version)
+        columns = to_columns(self._schema, events, self._config.max_append_events)
+        new = Append(user_id, base_version, columns, event_words(columns))
+        return self._writer.submit(lambda txn: self._users.append(txn, new))
+
+    def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
+        return self.submit(user_id, base_version, events).result()
+
+    def delete(self, user_id: int) -> bool:
+        """Forget a user; False if there was none. Its bytes stay in free pages of the file until those are reused."""
+        _check_whole("user_id", user_id)
+        return self._writer.submit(lambda txn: self._users.delete(txn, user_id), frees=True).result()
+
+    @property
+    def num_commits(self) -> int:
+        """Transactions so far; fewer than appends where appends shared one."""
+        return self._writer.num_commits
+
+    def close(self) -> None:
+        self._writer.close()
+        super().close()
+
+
+def _check_whole(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
+        raise RequestError(field, value, f"an integer from 0 to {MAX_ID} is needed")

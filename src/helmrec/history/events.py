@@ -1,0 +1,132 @@
+"""What goes into a history and what comes out, and every way new events can be wrong.
+
+Columns stand in the order of the engine's intake: items, further feature tables, actions, timestamps. Knows the
+model's ids, not how they are stored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.errors import RequestError
+from helmrec.history.words import Words
+from helmrec.model.config import ModelConfig
+from helmrec.types import Ids, IntArray
+
+MAX_ID = int(np.iinfo(np.int64).max)
+
+
+class FeatureTable(Frozen):
+    """A feature of events besides the item."""
+
+    name: str
+    num_rows: int = Field(ge=1, description="ids are smaller")
+
+
+class EventSchema(Frozen):
+    """The fields of an event and how far their ids run.
+
+    A store remembers the names; limits are held against new events only, so tables may grow.
+    """
+
+    num_items: int = Field(ge=1)
+    num_actions: int = Field(ge=1)
+    features: tuple[FeatureTable, ...] = ()
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> "EventSchema":
+        features = tuple(FeatureTable(name=t.name, num_rows=t.num_rows) for t in model.features[1:])
+        return cls(num_items=model.features[0].num_rows, num_actions=model.num_actions, features=features)
+
+    @cached_property
+    def feature_names(self) -> tuple[str, ...]:
+        return tuple(table.name for table in self.features)
+
+    @property
+    def num_fields(self) -> int:
+        return 3 + len(self.features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewEvents:
+    """Events a client sends, oldest first; every field has one value per event."""
+
+    items: Ids
+    actions: Ids
+    timestamps: Ids
+    features: Mapping[str, Ids] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """The latest events of a user, oldest first: the history fields of a `RankRequest`, by the same names."""
+
+    first_event: int  # absolute index of the first one here
+    items: IntArray
+    actions: IntArray
+    timestamps: IntArray
+    features: Mapping[str, IntArray]
+    words: Words  # (events,) hash of each; folding them gives the states of any seed
+
+    @property
+    def num_events(self) -> int:
+        return self.items.size
+
+    @property
+    def version(self) -> int:
+        """What the next append must name as its base."""
+        return self.first_event + self.items.size
+
+
+def to_columns(schema: EventSchema, events: NewEvents, max_events: int) -> IntArray:  # (fields, events)
+    """Raise RequestError, naming field and value, or return a copy in columns."""
+    given = events.features
+    if not isinstance(given, Mapping) or given.keys() != set(schema.feature_names):
+        seen = sorted(given, key=str) if isinstance(given, Mapping) else given
+        raise RequestError("features", seen, f"values by name are needed for exactly {list(schema.feature_names)}")
+    lines = [
+        _line("items", events.items, schema.num_items),
+        *(_line(f"features[{t.name!r}]", given[t.name], t.num_rows) for t in schema.features),
+        _line("actions", events.actions, schema.num_actions),
+        _line("timestamps", events.timestamps, MAX_ID),
+    ]
+    num_events = lines[0].size
+    if not 1 <= num_events <= max_events:
+        raise RequestError("items", num_events, f"between 1 and {max_events} events are needed")
+    names = ["items", *(f"features[{name!r}]" for name in schema.feature_names), "actions", "timestamps"]
+    for name, line in zip(names, lines, strict=True):
+        if line.size != num_events:
+            raise RequestError(name, line.size, f"one value per item is needed, {num_events} in all")
+    times = lines[-1]
+    if (back := np.flatnonzero(times[1:] < times[:-1])).size:
+        at = int(back[0]) + 1
+        raise RequestError(f"timestamps[{at}]", int(times[at]), f"time runs backwards from {times[at - 1]}")
+    return np.stack(lines)
+
+
+def to_events(schema: EventSchema, first_event: int, columns: IntArray, words: Words) -> Events:
+    items, *features, actions, timestamps = columns
+    return Events(
+        first_event, items, actions, timestamps, dict(zip(schema.feature_names, features, strict=True)), words
+    )
+
+
+def _line(field_name: str, values: Ids, limit: int) -> IntArray:
+    try:
+        line = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):  # a ragged list, or something that is none
+        raise RequestError(field_name, values, "a flat list of integers is needed") from None
+    if line.ndim != 1:
+        raise RequestError(field_name, line.shape, "a flat list of integers is needed")
+    if line.size == 0:
+        return np.empty(0, np.int64)
+    if line.dtype.kind not in "iu":
+        raise RequestError(f"{field_name}[0]", line[0], f"integers of 64 bits are needed, not {line.dtype}")
+    if (outside := np.flatnonzero((line < 0) | (line >= limit))).size:
+        at = int(outside[0])
+        raise RequestError(f"{field_name}[{at}]", int(line[at]), f"values run from 0 to {limit - 1}")
+    return line.astype(np.int64)

@@ -1,0 +1,205 @@
+"""One LMDB file that is a history store: opened with care, grown by itself, written by one process.
+
+Knows transactions, sizes and locks; what is in them is the business of `users.py`.
+"""
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import lmdb
+
+from helmrec.errors import HistoryError, HistoryFull
+from helmrec.history.config import HistoryConfig
+from helmrec.history.events import EventSchema
+
+T = TypeVar("T")
+Txn: TypeAlias = "lmdb.Transaction[memoryview]"
+
+_FORMAT = 1
+_DESCRIPTION = b"helmrec-history"
+_DATA = "data.mdb"
+_LOCK = "writer.lock"
+_HEADROOM_BYTES = 16 << 20
+
+
+class Tables(NamedTuple):
+    """The two parts of the file."""
+
+    users: lmdb._Database
+    pages: lmdb._Database
+
+
+class HistoryFile:
+    """The open file. A process that forks must open it after the fork."""
+
+    def __init__(self, path: Path, schema: EventSchema, config: HistoryConfig, *, readonly: bool) -> None:
+        """Raise HistoryError if `path` is foreign, damaged, of other fields, or another process writes to it."""
+        self.path = path
+        self.readonly = readonly
+        self._config = config
+        self._no_growth = threading.Lock()  # the map must not grow while a transaction of this process reads it
+        _check_place(path, readonly=readonly)
+        self._lock = None if readonly else _take_writer_lock(path)
+        self._env: lmdb.Environment | None = None
+        try:
+            with self._told():
+                self._env = self._open()
+                self.tables = self._describe(schema)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> lmdb.Environment:
+        env = lmdb.open(
+            str(self.path),
+            map_size=min(self._config.map_bytes, self._config.max_bytes),
+            readonly=self.readonly,
+            create=not self.readonly,
+            sync=self._config.sync == "commit",
+            readahead=False,  # users come in no order
+            max_dbs=2,
+        )
+        _fill_up(env, self.path, self._lock)
+        env.reader_check()  # readers that were killed no longer keep old pages alive
+        return env
+
+    def _describe(self, schema: EventSchema) -> Tables:
+        """Recognise the file as ours, or, if it is new, make it so."""
+        wanted = json.dumps({"format": _FORMAT, "features": list(schema.feature_names)})
+        with self.env.begin() as txn:
+            found, is_empty = txn.get(_DESCRIPTION), txn.stat()["entries"] == 0
+        if found is None and (self.readonly or not is_empty):
+            raise HistoryError(f"{self.path} holds a database that is not a history store")
+        if found is None:
+            with self.env.begin(write=True) as txn:
+                tables = Tables(self.env.open_db(b"users", txn), self.env.open_db(b"pages", txn))
+                txn.put(_DESCRIPTION, wanted.encode())
+            return tables
+        if bytes(found).decode(errors="replace") != wanted:
+            raise HistoryError(f"{self.path} was made for {bytes(found)!r}; this model and release need {wanted!r}")
+        return Tables(self.env.open_db(b"users", create=False), self.env.open_db(b"pages", create=False))
+
+    @property
+    def env(self) -> lmdb.Environment:
+        if self._env is None:
+            raise HistoryError(f"{self.path} is closed")
+        return self._env
+
+    @property
+    def map_bytes(self) -> int:
+        return self.env.info()["map_size"]
+
+    @property
+    def used_bytes(self) -> int:
+        """How far the file reaches, free pages inside it included."""
+        return (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
+
+    @contextmanager
+    def reading(self) -> Iterator[Txn]:
+        """A view of one moment. Keep it short: pages freed meanwhile cannot be used again, nor can the map grow."""
+        with self._no_growth, self._told(), self._begin() as txn:
+            yield txn
+
+    def _begin(self) -> Txn:
+        try:
+            return self.env.begin(buffers=True)
+        except lmdb.MapResizedError:  # by the writer, in another process
+            self.env.set_mapsize(0)
+            return self.env.begin(buffers=True)
+
+    def write(self, work: Callable[[Txn], T], *, may_exceed: bool = False) -> T:
+        """Do `work` in one transaction and commit it. It runs again from the start when the map had to grow.
+
+        `may_exceed` is for work that frees more than it takes, but must first take a little.
+        """
+        with self._told():
+            while True:
+                try:
+                    with self.env.begin(write=True, buffers=True) as txn:
+                        return work(txn)
+                except lmdb.MapFullError:
+                    self._grow(may_exceed=may_exceed)
+
+    def _grow(self, *, may_exceed: bool) -> None:
+        old = self.map_bytes
+        new = old + _HEADROOM_BYTES if may_exceed else min(2 * old, self._config.max_bytes)
+        if new <= old:
+            raise HistoryFull(f"{self.path} has reached max_bytes, {self._config.max_bytes}")
+        with self._no_growth:
+            self.env.set_mapsize(new)
+
+    def sync(self) -> None:
+        """Force everything committed to the disk."""
+        with self._told():
+            self.env.sync(True)
+
+    def close(self) -> None:
+        """Let go of file and lock; everything committed is on the disk then. Closing twice is fine."""
+        with self._no_growth:
+            env, self._env = self._env, None
+        if env is not None:
+            with self._told():
+                if not self.readonly:
+                    env.sync(True)
+                env.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """LMDB's errors as ours, with the path."""
+        try:
+            yield
+        except lmdb.MapFullError:
+            raise
+        except (lmdb.Error, OSError) as error:
+            raise HistoryError(f"{self.path}: {error}") from error
+
+
+def _check_place(path: Path, *, readonly: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise HistoryError(f"{path} is not a folder")
+    if readonly and not (path / _DATA).exists():
+        raise HistoryError(f"{path} holds no history store")
+    if not readonly and not (path / _DATA).exists() and path.exists() and any(p.name != _LOCK for p in path.iterdir()):
+        raise HistoryError(f"{path} holds other files and no history store")
+
+
+def _take_writer_lock(path: Path) -> int:
+    """A lock the kernel drops when this process ends, however it ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise HistoryError(f"{path}: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise HistoryError(f"{path} is open for writing elsewhere; there can be one writer") from None
+    return lock
+
+
+def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> None:
+    """Make the file as long as its last page says, so that no access to the map can kill the process.
+
+    The end may be missing because a copy was cut short, and then the seals tell; or because nothing was ever
+    written to those pages, which is normal. Where another process writes, that one has seen to it.
+    """
+    end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if (path / _DATA).stat().st_size >= end:
+        return
+    try:
+        held = _take_writer_lock(path) if lock is None else None
+    except HistoryError:
+        return
+    os.truncate(path / _DATA, end)
+    if held is not None:
+        os.close(held)

@@ -1,0 +1,137 @@
+"""Bytes of a history: pages of events and the record of a user. Knows no database.
+
+A page is little-endian words of 64 bits: number of events, chain state before its first event, chain state after
+its last (the seal), then its columns one after the other. Every page of a user but the last holds PAGE_EVENTS
+events. Reading hashes what it read and holds it against the seals, so what comes out is what went in.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from helmrec.history.words import Words, _event_words, _fold_words, seed_state
+from helmrec.types import IntArray
+
+PAGE_EVENTS = 128
+_HEADER_WORDS = 3
+_USER = struct.Struct("<QQQQ")
+_PAGE_KEY = struct.Struct(">QQ")  # big-endian: keys sort by user, then by page
+_USER_KEY = struct.Struct(">Q")
+
+
+class UserRecord(NamedTuple):
+    """Where a user's history stands."""
+
+    version: int
+    first_event: int  # the oldest event kept, first of its page
+    seal: int
+    last_timestamp: int
+
+
+class Page(NamedTuple):
+    """Some events in columns, and the chain states around them."""
+
+    before: int
+    seal: int
+    columns: IntArray  # (fields, events)
+
+
+class Unpacked(NamedTuple):
+    """Events of consecutive pages, hashed; only those that the seals vouch for may be used."""
+
+    columns: IntArray  # (fields, events)
+    words: Words
+    before: int
+    seal: int
+    num_sound: int  # leading events that the seals vouch for
+
+
+def new_user(user_id: int) -> UserRecord:
+    """A history before its first event."""
+    return UserRecord(0, 0, seed_state((user_id,)), 0)
+
+
+def user_key(user_id: int) -> bytes:
+    return _USER_KEY.pack(user_id)
+
+
+def user_of_key(key: bytes | memoryview) -> int:
+    return int(_USER_KEY.unpack(key)[0])
+
+
+def page_key(user_id: int, page: int) -> bytes:
+    return _PAGE_KEY.pack(user_id, page)
+
+
+def pack_user(record: UserRecord) -> bytes:
+    return _USER.pack(*record)
+
+
+def unpack_user(value: bytes | memoryview) -> UserRecord | None:
+    """None if these bytes are no record of a user."""
+    if len(value) != _USER.size:
+        return None
+    record = UserRecord(*_USER.unpack(value))
+    is_sound = record.first_event < record.version and record.first_event % PAGE_EVENTS == 0
+    return record if is_sound else None
+
+
+def pack_page(page: Page) -> bytes:
+    num_fields, num_events = page.columns.shape
+    words = np.empty(_HEADER_WORDS + num_fields * num_events, "<u8")
+    words[:_HEADER_WORDS] = num_events, page.before, page.seal
+    words[_HEADER_WORDS:] = page.columns.reshape(-1).view(np.uint64)
+    return words.tobytes()
+
+
+def unpack_pages(values: Sequence[bytes | memoryview], num_fields: int, num_events: int) -> Unpacked:
+    """`num_events` events from consecutive pages."""
+    columns = np.empty((num_fields, num_events), np.int64)
+    joined = b"".join(values)
+    flat = np.frombuffer(joined, "<i8", len(joined) // 8)
+    num_copied = _copy_columns(flat, columns)
+    words = _event_words(columns[:, :num_copied])
+    before = int(flat[1:2].view(np.uint64).sum())  # 0 if there is none
+    sound = _count_sound(flat, num_fields, words)
+    return Unpacked(columns, words, before, int(sound.seal), int(sound.num_events))
+
+
+@numba.njit(cache=True)
+def _copy_columns(flat: IntArray, columns: IntArray) -> int:
+    """Lay the pages in `flat` out side by side; events copied before the first page that cannot be right."""
+    num_fields, num_events = columns.shape
+    at = first = 0
+    while first < num_events and at + _HEADER_WORDS <= flat.size:
+        count = flat[at]
+        at += _HEADER_WORDS
+        if count != min(PAGE_EVENTS, num_events - first) or at + num_fields * count > flat.size:
+            return first
+        for field in range(num_fields):
+            columns[field, first : first + count] = flat[at : at + count]
+            at += count
+        first += count
+    return first
+
+
+class _Sound(NamedTuple):
+    num_events: int
+    seal: np.uint64
+
+
+@numba.njit(cache=True)
+def _count_sound(flat: IntArray, num_fields: int, words: Words) -> _Sound:
+    """Leading events whose words lead from seal to seal, page by page, and the last such seal."""
+    at = first = 0
+    seal = np.uint64(flat[1]) if words.size else np.uint64(0)
+    while first < words.size:
+        count = flat[at]
+        states = _fold_words(seal, words[first : first + count])
+        if np.uint64(flat[at + 1]) != seal or np.uint64(flat[at + 2]) != states[-1]:
+            break
+        seal = states[-1]
+        first += count
+        at += _HEADER_WORDS + num_fields * count
+    return _Sound(first, seal)

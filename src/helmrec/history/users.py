@@ -1,0 +1,153 @@
+"""What a transaction does for one user: append, read, drop, check. Versions and time are guarded here."""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from helmrec.errors import HistoryError, RequestError, StaleVersion
+from helmrec.history.file import Tables, Txn
+from helmrec.history.pages import (
+    PAGE_EVENTS,
+    Page,
+    Unpacked,
+    UserRecord,
+    new_user,
+    pack_page,
+    pack_user,
+    page_key,
+    unpack_pages,
+    unpack_user,
+    user_key,
+    user_of_key,
+)
+from helmrec.history.store import Appended
+from helmrec.history.words import Words, fold_words
+from helmrec.types import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Append:
+    """New events, checked and hashed before they wait for the writer."""
+
+    user_id: int
+    base_version: int
+    columns: IntArray  # (fields, events)
+    words: Words
+
+    @property
+    def num_events(self) -> int:
+        return self.words.size
+
+
+class Sizes(NamedTuple):
+    num_users: int
+    num_pages: int
+
+
+class UserTable:
+    """Histories by user, inside transactions that others begin and end."""
+
+    def __init__(self, tables: Tables, num_fields: int, keep_events: int) -> None:
+        self._tables = tables
+        self._num_fields = num_fields
+        self._keep_events = keep_events
+
+    def record(self, txn: Txn, user_id: int) -> UserRecord | None:
+        value = txn.get(user_key(user_id), db=self._tables.users)
+        if value is None:
+            return None
+        record = unpack_user(value)
+        if record is None:
+            raise HistoryError(f"the record of user {user_id} is damaged")
+        return record
+
+    def read(self, txn: Txn, user_id: int, record: UserRecord, first_event: int) -> Unpacked:
+        """All events of the page that holds `first_event`, which must be kept, and of those after it; verified."""
+        first_page = first_event // PAGE_EVENTS
+        num_events = record.version - first_page * PAGE_EVENTS
+        pages = range(first_page, -(-record.version // PAGE_EVENTS))
+        values = [txn.get(page_key(user_id, page), b"", db=self._tables.pages) for page in pages]
+        found = unpack_pages(values, self._num_fields, num_events)
+        if found.num_sound < num_events:
+            at = record.version - num_events + found.num_sound
+            raise HistoryError(f"the history of user {user_id} is damaged from event {at} on")
+        if found.seal != record.seal or (first_page == 0 and found.before != new_user(user_id).seal):
+            raise HistoryError(f"the history of user {user_id} is damaged: its record and its pages disagree")
+        return found
+
+    def append(self, txn: Txn, new: Append) -> Appended:
+        """Raise before anything is written, or write all of it."""
+        record = self.record(txn, new.user_id) or new_user(new.user_id)
+        if new.base_version != record.version:
+            return self._repeated(txn, record, new)
+        if new.columns[-1, 0] < record.last_timestamp:
+            problem = f"time runs backwards from the last event kept, {record.last_timestamp}"
+            raise RequestError("timestamps[0]", int(new.columns[-1, 0]), problem)
+        seal = self._write_pages(txn, record, new)
+        version = record.version + new.num_events
+        first_event = self._drop_old(txn, new.user_id, record.first_event, version)
+        latest = UserRecord(version, first_event, seal, int(new.columns[-1, -1]))
+        txn.put(user_key(new.user_id), pack_user(latest), db=self._tables.users)
+        return Appended(record.version, version, is_repeat=False)
+
+    def _repeated(self, txn: Txn, record: UserRecord, new: Append) -> Appended:
+        """Acknowledge again what is already there; anything else was meant for another version."""
+        end = new.base_version + new.num_events
+        if record.first_event <= new.base_version and end <= record.version:
+            kept = self.read(txn, new.user_id, record, new.base_version).columns
+            skip = new.base_version % PAGE_EVENTS
+            if np.array_equal(kept[:, skip : skip + new.num_events], new.columns):
+                return Appended(new.base_version, record.version, is_repeat=True)
+        raise StaleVersion(new.user_id, new.base_version, record.version)
+
+    def _write_pages(self, txn: Txn, record: UserRecord, new: Append) -> int:
+        """Fill up the last page and add others; returns the seal after the last event."""
+        columns, words, before = new.columns, new.words, record.seal
+        page, in_tail = divmod(record.version, PAGE_EVENTS)
+        if in_tail:
+            tail = self.read(txn, new.user_id, record, record.version - 1)  # to be written again: verified
+            columns = np.concatenate((tail.columns, columns), axis=1)
+            before = tail.before
+        states = fold_words(record.seal, words)
+        for first in range(0, columns.shape[1], PAGE_EVENTS):
+            some = np.ascontiguousarray(columns[:, first : first + PAGE_EVENTS])
+            seal = int(states[first + some.shape[1] - in_tail - 1])
+            packed = pack_page(Page(before, seal, some))
+            txn.put(page_key(new.user_id, page + first // PAGE_EVENTS), packed, db=self._tables.pages)
+            before = seal
+        return before
+
+    def _drop_old(self, txn: Txn, user_id: int, first_event: int, version: int) -> int:
+        """Drop pages with nothing to keep; returns the first event kept."""
+        kept_from = max(first_event, (version - self._keep_events) // PAGE_EVENTS * PAGE_EVENTS)
+        for page in range(first_event // PAGE_EVENTS, kept_from // PAGE_EVENTS):
+            txn.delete(page_key(user_id, page), db=self._tables.pages)
+        return kept_from
+
+    def delete(self, txn: Txn, user_id: int) -> bool:
+        """Every page under the user's key, whatever the record says."""
+        prefix = user_key(user_id)
+        with txn.cursor(self._tables.pages) as cursor:
+            is_there = cursor.set_range(page_key(user_id, 0))
+            while is_there and bytes(cursor.key()[: len(prefix)]) == prefix:
+                cursor.delete()
+                is_there = bool(cursor.key())
+        return txn.delete(prefix, db=self._tables.users)
+
+    def list_ids(self, txn: Txn, start: int, limit: int) -> list[int]:
+        """The first users from id `start` on."""
+        with txn.cursor(self._tables.users) as cursor:
+            if not cursor.set_range(user_key(start)):
+                return []
+            return [user_of_key(key) for key in islice(cursor.iternext(values=False), limit)]
+
+    def sizes(self, txn: Txn) -> Sizes:
+        return Sizes(txn.stat(self._tables.users)["entries"], txn.stat(self._tables.pages)["entries"])
+
+    def check(self, txn: Txn, user_id: int) -> None:
+        """Raise HistoryError unless all that is kept of the user is sound. A user deleted meanwhile is."""
+        record = self.record(txn, user_id)
+        if record is not None:
+            self.read(txn, user_id, record, record.first_event)
