@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow check format measure gpu clean
+.PHONY: help demo test test-slow check format measure gpu gpu-serving clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -35,6 +35,10 @@ measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/me
 gpu:  ## On a machine with a card: check every kernel, time the dense path and row reads; writes docs/measurements
 	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu
 	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_rows
+
+gpu-serving:  ## On a machine with a card: what moving data costs, and the trade-off map (ten minutes, 100 GB of memory)
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_moves
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_tradeoff
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -115,7 +115,7 @@ class Streams(RuleBasedStateMachine):
     @rule(user=st.integers(0, NUM_USERS - 1), mate=st.integers(0, NUM_USERS - 1), num_good=st.integers(0, 1))
     def fail_a_step(self, user: int, mate: int, num_good: int) -> None:
         """The model breaks down half way, perhaps with a step ahead of it: nothing it wrote is ever used."""
-        asks = [("longer", 1.0), ("whole", 0.0), ("whole", 0.0), ("older", 0.5), ("whole", 0.0)]
+        asks = [("longer", 1.0), ("longer", 0.5), ("whole", 0.0), ("older", 0.5), ("whole", 0.0)]
         requests = [self._request(mate if i == 2 else user, *ask) for i, ask in enumerate(asks)]
         futures = [self.engine.submit(request) for request in requests]
         head, calls = HstuModel.head, Counter[str]()
