@@ -10,6 +10,7 @@ from scripts.gpu import ROWS
 
 MEASUREMENTS = Path("docs/measurements")
 OUT = Path("src/helmrec/sim/calibrations/h200.json")
+STEPS, MOVES, ROWS_FILE = "gpu-dlrmv3-h200.json", "gpu-moves-h200.json", "gpu-rows-h200.json"
 SHAPE = "dlrmv3"
 ROW_BYTES = 1_024
 ALONE_PROGRAMS, BESIDE_PROGRAMS = 4, 8  # the engine runs eight; alone, four is the nearest that was timed
@@ -22,7 +23,7 @@ def read(name: str) -> dict[str, Any]:
 
 def compute_terms() -> dict[str, Any]:
     """Floor, tokens and pairs by least squares of the relative error over every dlrmv3 row that was timed."""
-    timed = read("gpu-h200.json")["rows"]
+    timed = read(STEPS)["rows"]
     measured = {row["work"]: row["layers_ms"] + row["embed_ms"] + row["head_ms"] for row in timed}
     rows = [row for row in ROWS if row.profile == SHAPE]
     work = [
@@ -44,19 +45,29 @@ def compute_terms() -> dict[str, Any]:
     }
 
 
-def host_terms() -> dict[str, float]:
-    """Two steps of eight requests: 8 x (128 + 256) and 8 x (1,024 + 256) computed tokens."""
-    few, many = (row for row in read("gpu-h200.json")["host"] if row["profile"] == SHAPE)
+def host_terms(compute: dict[str, Any]) -> dict[str, float]:
+    """From two steps of eight requests, which differ in computed tokens, and one of a lone request.
+
+    The lone one is timed from its plan to its scores; what is left when its compute is taken off is the host's.
+    """
+    few, many = (row for row in read(STEPS)["host"] if row["profile"] == SHAPE)
     token_ms = (many["step_ms_median"] - few["step_ms_median"]) / (8 * 1_280 - 8 * 384)
+    eight_ms = few["step_ms_median"] - token_ms * 8 * 384
+    lone, num_candidates = read(MOVES)["crossover"][0], read(MOVES)["candidates"]
+    lone_ms = lone["resident_ms"] - compute["compute_floor_ms"] - token_ms * num_candidates
+    lone_ms -= compute["compute_token_us"] * num_candidates / 1e3
+    lone_ms -= compute["compute_pair_ns"] * num_candidates * lone["tokens"] / 1e6
+    request_ms = (eight_ms - lone_ms) / 7
     return {
-        "host_floor_ms": round(few["step_ms_median"] - token_ms * 8 * 384, 3),
+        "host_floor_ms": round(lone_ms - request_ms, 3),
+        "host_request_ms": round(request_ms, 4),
         "host_token_us": round(token_ms * 1e3, 4),
         "intake_ms": round(few["intake_ms_median"] / 8, 3),
     }
 
 
 def row_terms() -> dict[str, float]:
-    rows = [row for row in read("gpu-rows-h200.json")["rows"] if row["row_bytes"] == ROW_BYTES]
+    rows = [row for row in read(ROWS_FILE)["rows"] if row["row_bytes"] == ROW_BYTES]
 
     def find(work: str, order: str, programs: int | str) -> dict[str, Any]:
         return next(
@@ -78,16 +89,15 @@ def row_terms() -> dict[str, float]:
     }
 
 
-def reload_terms() -> tuple[dict[str, float], str]:
-    """From the load of one prefix timed alone, where that is kept; else from copies noted before files were kept."""
-    path = MEASUREMENTS / "gpu-moves-h200.json"
-    if not path.exists():
-        note = "pinned copies of 1 MiB on an H200: 37 GB/s after a floor of 20 us; noted early, in no kept file yet"
-        return {"reload_gb_per_s": 37.0, "reload_floor_ms": 0.02}, note
-    exposure = json.loads(path.read_text())["exposure"]
+def reload_terms() -> dict[str, float]:
+    """One prefix alone, and how much longer a step of eight took because one of them had to come from the host."""
+    exposure = read(MOVES)["exposure"]
     num_bytes = -(-exposure["tokens"] // 128) * 128 * 10 * 1_024
-    speed = num_bytes / exposure["load_alone_ms"] / 1e6
-    return {"reload_gb_per_s": round(speed, 1), "reload_floor_ms": 0.0}, "gpu-moves-h200.json, exposure.load_alone_ms"
+    return {
+        "reload_gb_per_s": round(num_bytes / exposure["load_alone_ms"] / 1e6, 1),
+        "reload_floor_ms": 0.0,
+        "reload_exposed": round(exposure["exposed_ms"] / exposure["load_alone_ms"], 3),
+    }
 
 
 def _how(name: str) -> str:
@@ -96,21 +106,22 @@ def _how(name: str) -> str:
 
 
 def main() -> None:
-    reload, reload_source = reload_terms()
-    compute, host, rows = compute_terms(), host_terms(), row_terms()
+    compute = compute_terms()
+    host, rows, reload = host_terms(compute), row_terms(), reload_terms()
     sources = {
-        **dict.fromkeys(compute.keys() - {"fit"}, "gpu-h200.json, rows: layers + embed + head of dlrmv3 work, fitted"),
+        **dict.fromkeys(compute.keys() - {"fit"}, f"{STEPS}, rows: layers + embed + head of all work, fitted"),
         **dict.fromkeys(
-            host, "gpu-h200.json, host: dlrmv3, eight requests, few and many tokens; row index on the host"
+            host, f"{STEPS}, host: steps of eight; {MOVES}, crossover: a lone request, its compute taken off"
         ),
-        **{name: f"gpu-rows-h200.json, {ROW_BYTES} byte rows, {_how(name)}" for name in rows},
-        "hit_gb_per_s": f"gpu-rows-h200.json, {ROW_BYTES} byte rows, full grid",
+        "intake_ms": f"{STEPS}, host: eight returning users of 4,096 events",
+        **{name: f"{ROWS_FILE}, {ROW_BYTES} byte rows, {_how(name)}" for name in rows},
+        "hit_gb_per_s": f"{ROWS_FILE}, {ROW_BYTES} byte rows, full grid",
         "sorted_from_rows": "a setting of the engine (docs/decisions/0008-rows-by-address.md)",
-        **dict.fromkeys(reload, reload_source),
+        **dict.fromkeys(reload, f"{MOVES}, exposure: 6,700 tokens; the floor is inside the speed"),
     }
     calibration = {
         "name": "h200",
-        "device": read("gpu-h200.json")["hardware"]["gpu"],
+        "device": read(STEPS)["hardware"]["gpu"],
         "shape": SHAPE,
         **compute,
         **host,

@@ -129,22 +129,24 @@ class PlainNode:
         self.pool.bytes_by_cause["kv-reload"] += loads * geometry.page_bytes
         stride = geometry.row_stride
         load = BusLoad(float(num_read - num_missed) * stride, float(num_missed) * stride, float(num_missed))
-        host_s = host_ms(terms, tokens) / 1e3
+        host_s = host_ms(terms, len(batch.members), tokens) / 1e3
         bus_s = max(self.now_s + host_s, self._bus_free_s)
         beside_s = max(0.0, self._compute_free_s - bus_s)
         rows_s = rows_ms(terms, load, beside_s * 1e3, 1.0) / 1e3
-        bus_end_s = bus_s + rows_s + reload_ms(terms, float(loads * geometry.page_bytes), 1.0) / 1e3
+        load_s = reload_ms(terms, float(loads * geometry.page_bytes), 1.0) / 1e3
+        bus_end_s = bus_s + rows_s + load_s
         if self._in_flight is not None:
             overlap_s = max(0.0, min(bus_end_s, self._compute_free_s) - bus_s)
             self._in_flight.end_s += overlap_s * terms.beside_slowdown
             self._compute_free_s += overlap_s * terms.beside_slowdown
-        started_s = max(bus_s + rows_s, self._compute_free_s)
-        computed_s = started_s + compute_ms(terms, tokens, pairs) / 1e3
-        end_s = max(computed_s, bus_end_s)
+        compute_s = compute_ms(terms, tokens, pairs) / 1e3
+        without_pages_s = max(bus_s + rows_s, self._compute_free_s) + compute_s
+        started_s = max(bus_s + rows_s + terms.reload_exposed * load_s, self._compute_free_s)
+        end_s = max(started_s + compute_s, bus_end_s)
         self._bus_free_s, self._compute_free_s = bus_end_s, end_s
         self.now_s += host_s
         self.launched += 1
-        return _Step(batch, end_s, num_missed * stride, end_s - computed_s)
+        return _Step(batch, end_s, num_missed * stride, end_s - without_pages_s)
 
     def _read_rows(self, batch: Batch) -> tuple[int, int]:
         """All rows of a batch are looked up, then what was missed is admitted, as on the device."""

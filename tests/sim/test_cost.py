@@ -21,7 +21,7 @@ def test_every_figure_says_where_it_was_measured() -> None:
 
 
 def test_compute_lies_within_a_tenth_of_every_timed_step() -> None:
-    timed = json.loads((MEASUREMENTS / "gpu-h200.json").read_text())["rows"]
+    timed = json.loads((MEASUREMENTS / "gpu-dlrmv3-h200.json").read_text())["rows"]
     work = {
         "dlrmv3 8 x 6700+2048": (8 * 8_748, 8 * (6_700 * 3_350 + 2_048 * 6_700)),
         "dlrmv3 8 x 1024+256": (8 * 1_280, 8 * (1_024 * 512 + 256 * 1_024)),

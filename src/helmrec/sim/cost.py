@@ -25,6 +25,7 @@ class CostTerms(NamedTuple):
     compute_token_us: float
     compute_pair_ns: float
     host_floor_ms: float
+    host_request_ms: float
     host_token_us: float
     intake_ms: float
     hit_gb_per_s: float
@@ -36,6 +37,7 @@ class CostTerms(NamedTuple):
     beside_slowdown: float
     reload_gb_per_s: float
     reload_floor_ms: float
+    reload_exposed: float
 
 
 class CostModel(Frozen):
@@ -48,6 +50,7 @@ class CostModel(Frozen):
     compute_token_us: float = Field(ge=0, description="per computed token: input MLPs, products, head")
     compute_pair_ns: float = Field(ge=0, description="per pair of tokens that attention looks at, all layers")
     host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
+    host_request_ms: float = Field(ge=0, description="host time per request of a step")
     host_token_us: float = Field(ge=0, description="host time per computed token")
     intake_ms: float = Field(ge=0, description="checking and hashing one request, before it queues")
     hit_gb_per_s: float = Field(gt=0, description="resident rows read from the pool")
@@ -59,6 +62,9 @@ class CostModel(Frozen):
     beside_slowdown: float = Field(ge=0, description="share by which reading rows slows the compute beside it")
     reload_gb_per_s: float = Field(gt=0, description="KV pages from the host")
     reload_floor_ms: float = Field(ge=0, description="of one transfer of pages")
+    reload_exposed: float = Field(
+        ge=0, le=1, description="share of a reload that its step waits for before it computes"
+    )
     sources: dict[str, str] = Field(description="figure -> where it was measured")
     fit: dict[str, float] = Field(default_factory=dict, description="measured work -> predicted over measured time")
 
@@ -96,9 +102,9 @@ def compute_ms(terms: CostTerms, num_tokens: int, num_pairs: float) -> float:
 
 
 @numba.njit(cache=True)
-def host_ms(terms: CostTerms, num_tokens: int) -> float:
+def host_ms(terms: CostTerms, num_requests: int, num_tokens: int) -> float:
     """What the host does for a step before the device can start on it."""
-    return terms.host_floor_ms + terms.host_token_us * num_tokens / 1e3
+    return terms.host_floor_ms + terms.host_request_ms * num_requests + terms.host_token_us * num_tokens / 1e3
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
     clocks, terms = node.clocks, setup.terms
     num_read, num_missed = _read_rows(node, setup, requests, out, which)
     tokens, pairs, loaded = _work(node, setup, requests, out, which)
-    host_s = host_ms(terms, tokens) / 1e3
+    host_s = host_ms(terms, node.size[which], tokens) / 1e3
     busy_s = clocks[C.COMPUTE_FREE_S]
     bus_s = max(now_s + host_s, clocks[C.BUS_FREE_S])
     load = BusLoad((num_read - num_missed) * setup.row_bytes, num_missed * setup.row_bytes, num_missed)
@@ -26,8 +26,8 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
         node.step[node.counts[N.IN_FLIGHT], 1] += delay_s
         busy_s += delay_s
     compute_s = compute_ms(terms, tokens, pairs) / 1e3
-    computed_s = max(bus_s + row_s, busy_s) + compute_s
-    end_s = max(computed_s, bus_end_s)
+    computed_s = max(bus_s + row_s, busy_s) + compute_s  # if no page had to come
+    end_s = max(max(bus_s + row_s + terms.reload_exposed * load_s, busy_s) + compute_s, bus_end_s)
     clocks[C.BUS_FREE_S], clocks[C.COMPUTE_FREE_S] = bus_end_s, end_s
     clocks[C.BUS_BUSY_MS] += (row_s + load_s) * 1e3
     clocks[C.COMPUTE_BUSY_MS] += (compute_s + delay_s) * 1e3
