@@ -21,10 +21,12 @@ RANKS = {
     "sim": 5,
     "demo": 5,
     "load": 5,
+    "serve": 6,
     "bench": 6,
     "simulate_cli": 6,
     "trace_cli": 6,
     "load_cli": 6,
+    "serve_cli": 6,
     "cli": 7,
 }
 MAY_IMPORT_TORCH_IN_MEMORY = {

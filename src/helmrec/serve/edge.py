@@ -1,0 +1,70 @@
+"""Where requests enter and leave: one id each, one log line, one count; a failure of ours ends here as a plain 500."""
+
+import itertools
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from helmrec.serve import problems
+from helmrec.serve.metrics import Metrics
+
+log = logging.getLogger("helmrec.serve")
+ID_HEADER = "x-request-id"
+CLIENT_GONE = 499  # for logs and metrics: nobody is there to read a status
+_VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Edge:
+    """Wraps the routes. `scope["state"]["request_id"]` is set for everything inside."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._prefix = secrets.token_hex(6)
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.perf_counter()
+        request_id = self._request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = CLIENT_GONE
+        except Exception:
+            log.exception("request failed", extra={"id": request_id, "path": scope["path"]})
+            if status:  # the answer has begun: the server can only hang up
+                raise
+            await problems.of_failure(request_id, scope["path"])(scope, receive, send_with_id)
+        finally:
+            self._conclude(scope, request_id, status, time.perf_counter() - started_s)
+
+    def _request_id(self, scope: Scope) -> str:
+        """The client's own id if it gave a sane one; else one that no other request has."""
+        given = Headers(scope=scope).get(ID_HEADER, "")
+        return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
+
+    def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")  # never the path: clients could make up any number
+        self._metrics.count_request(route, status, seconds)
+        level = logging.DEBUG if status < 400 else logging.INFO if status < 500 else logging.WARNING
+        if log.isEnabledFor(level):
+            fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
+            log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})

@@ -1,0 +1,101 @@
+"""What Prometheus may ask: requests as the front saw them, and the engine's own counters at the time of asking."""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from helmrec.engine.engine import EngineStats
+from helmrec.types import RankResult
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.08, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0)
+_GAUGES = {
+    "alpha": "embedding share of the pool's pages",
+    "alpha_target": "embedding share the boundary is aimed at",
+    "num_pages": "pages of the pool",
+    "free_pages": "pages nobody owns",
+    "emb_pages": "pages that hold embedding rows",
+    "kv_pages": "pages that hold KV prefixes",
+    "draining_pages": "pages that wait for running steps",
+    "resident_rows": "embedding rows in the pool",
+    "resident_users": "users with a prefix in the pool",
+    "host_pages": "KV pages kept on the host",
+}
+_COUNTERS = {
+    "row_hits": "embedding rows read from the pool",
+    "row_misses": "embedding rows read from the host",
+    "row_evictions": "rows that gave up their slot",
+    "row_refills": "rows read ahead into empty slots",
+    "reused_tokens": "history tokens whose KV was resident",
+    "total_tokens": "history tokens of all requests",
+    "kv_evicted_pages": "pages taken from prefixes",
+    "kv_refused_prefixes": "prefixes that did not earn their pages",
+    "stale_cuts": "prefixes cut because rows had changed",
+    "host_reloaded_pages": "KV pages taken back from the host",
+}
+_ENGINE_COUNTERS = {
+    "steps": "steps run",
+    "served": "requests ranked",
+    "refused": "requests refused by queue or deadline",
+    "audits": "requests scored again without caches",
+    "audit_mismatches": "audits whose scores differed: alarm on any",
+    "background_failures": "failures of background work",
+}
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector()
+        self._registry.register(self._engine)
+        self._requests = Counter(
+            "helmrec_http_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
+        )
+        self._seconds = self._histogram("helmrec_http_request_seconds", "From first byte to answer.", ["route"])
+        self._queue = self._histogram("helmrec_queue_seconds", "Time ranked requests waited for their step.")
+        self._compute = self._histogram("helmrec_compute_seconds", "Time ranked requests took to compute.")
+
+    def _histogram(self, name: str, help_: str, labels: Iterable[str] = ()) -> Histogram:
+        return Histogram(name, help_, labels, buckets=_SECONDS, registry=self._registry)
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def count_result(self, result: RankResult) -> None:
+        self._queue.observe(result.timing.queue_ms / 1e3)
+        self._compute.observe(result.timing.compute_ms / 1e3)
+
+    def render(self, stats: EngineStats) -> bytes:
+        self._engine.stats = stats
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Shows one look at the engine."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        if stats is None:
+            return
+        yield GaugeMetricFamily("helmrec_queue_length", "Requests that wait.", stats.queue_length)
+        yield GaugeMetricFamily(
+            "helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error
+        )
+        for name, help_ in _ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
+        for name, help_ in _GAUGES.items():
+            yield GaugeMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
+        for name, help_ in _COUNTERS.items():
+            yield CounterMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
+        moved = CounterMetricFamily("helmrec_pool_bytes", "Bytes moved, by cause.", labels=["cause"])
+        for cause, num_bytes in stats.pool.bytes_by_cause.items():
+            moved.add_metric([cause], num_bytes)
+        yield moved

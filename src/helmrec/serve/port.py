@@ -1,0 +1,155 @@
+"""What the HTTP front knows of an engine, and an engine in the same process behind it.
+
+The front awaits; an engine steps. A port stands between the two and is all that has to change when the engine
+moves to a process of its own.
+"""
+
+import asyncio
+import enum
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from helmrec.engine.engine import Engine, EngineStats
+from helmrec.model.config import ModelConfig
+from helmrec.types import Ids, RankRequest, RankResult
+
+log = logging.getLogger("helmrec.serve")
+_IDLE_WAIT_S = 0.02  # the boundary goes on moving while nobody asks; a request ends the wait at once
+
+
+class Health(enum.Enum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class EnginePort(Protocol):
+    """An engine as the front sees it. Awaiting never blocks the event loop."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def health(self) -> Health: ...
+
+    def start(self) -> None:
+        """Begin to get ready; `health` says when that is done."""
+
+    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+        """Score all requests or none: one that is wrong or refused refuses the call, before any other has run."""
+
+    async def stats(self) -> EngineStats: ...
+
+    async def move_alpha(self, alpha: float) -> None: ...
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None: ...
+
+    async def close(self) -> None:
+        """Stop serving; what still waits is refused."""
+
+
+class InProcessPort:
+    """An engine in this process, stepped by one thread. Owns the engine and closes it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._health = Health.STARTING
+        self._has_work = threading.Event()
+        self._is_over = False
+        self._stepper = threading.Thread(target=self._run, name="helmrec-steps", daemon=True)
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._engine.model_config
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    def start(self) -> None:
+        self._stepper.start()
+
+    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+        if len(requests) > 1:  # a lone request is looked at once, by the engine itself
+            for request in requests:
+                self._engine.validate(request)
+        futures: list[Future[RankResult]] = []
+        try:
+            futures.extend(self._engine.submit(request) for request in requests)
+            self._has_work.set()
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+        finally:
+            for future in futures:
+                future.cancel()  # of a call that was refused half way; one that is done stays as it is
+            self._has_work.set()  # the next step takes the cancelled out of the queue
+
+    async def stats(self) -> EngineStats:
+        return await asyncio.to_thread(self._engine.stats)  # waits for the running step
+
+    async def move_alpha(self, alpha: float) -> None:
+        await asyncio.to_thread(self._engine.move_alpha, alpha)
+        self._has_work.set()
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        await asyncio.to_thread(self._engine.update_rows, table, ids, values)
+
+    async def close(self) -> None:
+        self._is_over = True
+        self._has_work.set()
+        if self._stepper.is_alive():
+            await asyncio.to_thread(self._stepper.join)
+        else:
+            self._engine.close()
+
+    def _run(self) -> None:
+        try:
+            warm_up(self._engine)
+            self._health = Health.READY
+            log.info("ready", extra={"model": self.model.name})
+            self._step_until_over()
+            self._health = Health.CLOSED
+        except Exception:
+            self._health = Health.FAILED
+            log.exception("the engine failed")
+        finally:
+            self._engine.close()
+
+    def _step_until_over(self) -> None:
+        while not self._is_over:
+            self._has_work.clear()  # before the step: what is submitted during it must end the wait
+            if not self._engine.step():
+                self._has_work.wait(_IDLE_WAIT_S)
+
+
+def warm_up(engine: Engine) -> None:
+    """Rank made-up requests, so that whatever compiles on first use does so before clients wait for it.
+
+    The user comes back with one event more, because a prefix that is extended takes another path than a new one.
+    """
+    for num_events in (2, 3, 3):
+        engine.rank([made_up_request(engine.model_config, num_events)])
+
+
+def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
+    """A valid request that reads only the first row of each table."""
+    extra = [table.name for table in model.features[1:]]
+    events, candidates = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
+    return RankRequest(
+        user_id=int(np.iinfo(np.int64).max),
+        items=events,
+        actions=events,
+        timestamps=events,
+        candidates=candidates,
+        features=dict.fromkeys(extra, events),
+        candidate_features=dict.fromkeys(extra, candidates),
+        context={table.name: 0 for table in (*model.user_context, *model.request_context)},
+    )

@@ -1,0 +1,71 @@
+"""A route as a value: the application and its OpenAPI document are both made from the same list."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+Handler = Callable[[Request], Awaitable[Response]]
+_REF = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One path and method, what it takes and what it gives."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    takes: Any = None
+    gives: Any = None
+    gives_media_type: str = "application/json"
+    takes_media_types: tuple[str, ...] = ("application/json",)
+    statuses: tuple[int, ...] = ()  # of problems, beyond 500
+    is_admin: bool = False
+
+
+def json_answer(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def openapi(endpoints: Sequence[Endpoint], problem: type, version: str) -> dict[str, Any]:
+    """An OpenAPI 3.1 document of the endpoints; schemas come from the types they take and give."""
+    types = [kind for each in endpoints for kind in (each.takes, each.gives) if kind is not None]
+    distinct = list(dict.fromkeys([*types, problem]))
+    schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
+    by_type = dict(zip(distinct, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for each in endpoints:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, by_type, by_type[problem])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "HelmRec", "version": version},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, Any]) -> dict[str, Any]:
+    content = {endpoint.gives_media_type: {"schema": by_type.get(endpoint.gives, {})}}
+    bad = {"application/problem+json": {"schema": problem}}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "responses": {
+            "200": {"description": "done", "content": content},
+            **{str(status): {"description": "a problem", "content": bad} for status in (*endpoint.statuses, 500)},
+        },
+    }
+    if endpoint.takes is not None:
+        body = {kind: {"schema": by_type[endpoint.takes]} for kind in endpoint.takes_media_types}
+        operation["requestBody"] = {"required": True, "content": body}
+    if names := [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if endpoint.is_admin:
+        operation["security"] = [{"admin": []}]
+    return operation

@@ -1,0 +1,128 @@
+"""What `/v1` takes and gives, as types: decoding, the answers and the OpenAPI document all follow from them."""
+
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from helmrec.types import RankRequest, RankResult, Timing
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """Rank candidates for a user with this history; events run from the oldest to the newest."""
+
+    user_id: Count
+    items: Annotated[list[int], Meta(description="one id per event")]
+    actions: Annotated[list[int], Meta(description="one per event")]
+    timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")]
+    candidates: Annotated[list[int], Meta(description="ids to score")]
+    features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
+    candidate_features: Annotated[dict[str, list[int]], Meta(description="by table: one id per candidate")] = {}
+    context: Annotated[dict[str, int], Meta(description="by table: one id")] = {}
+    first_event: Annotated[int, Meta(ge=0, description="how many events came before those sent")] = 0
+    request_time: Annotated[Count | None, Meta(description="now, on the clock of the timestamps")] = None
+    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+
+    def request(self, header_deadline_ms: float | None) -> RankRequest:
+        """As the engine takes it. Where header and body name a deadline, the tighter one holds."""
+        return RankRequest(
+            user_id=self.user_id,
+            items=self.items,
+            actions=self.actions,
+            timestamps=self.timestamps,
+            candidates=self.candidates,
+            features=self.features,
+            candidate_features=self.candidate_features,
+            context=self.context,
+            first_event=self.first_event,
+            request_time=self.request_time,
+            deadline_ms=tighter(self.deadline_ms, header_deadline_ms),
+        )
+
+
+class RankAnswer(Struct, frozen=True):
+    """Scores (logits) and what it took to make them."""
+
+    scores: Annotated[list[list[float]], Meta(description="a row per candidate, a column per task")]
+    reused_tokens: int
+    computed_tokens: int
+    row_hits: int
+    row_misses: int
+    window_start: Annotated[int, Meta(description="absolute index of the first event the model saw")]
+    truncated_events: Annotated[int, Meta(description="events sent that lie before the window")]
+    timing: Timing
+
+    @classmethod
+    def of(cls, result: RankResult) -> "RankAnswer":
+        return cls(
+            scores=result.scores.tolist(),
+            reused_tokens=result.reused_tokens,
+            computed_tokens=result.computed_tokens,
+            row_hits=result.row_hits,
+            row_misses=result.row_misses,
+            window_start=result.window_start,
+            truncated_events=result.truncated_events,
+            timing=result.timing,
+        )
+
+    def result(self) -> RankResult:
+        return RankResult(
+            scores=np.array(self.scores, np.float32),
+            reused_tokens=self.reused_tokens,
+            computed_tokens=self.computed_tokens,
+            row_hits=self.row_hits,
+            row_misses=self.row_misses,
+            window_start=self.window_start,
+            truncated_events=self.truncated_events,
+            timing=self.timing,
+        )
+
+
+class AlphaBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """Aim the boundary at this embedding share of the pool."""
+
+    alpha: Annotated[float, Meta(ge=0, le=1)]
+
+
+class AlphaAnswer(Struct, frozen=True):
+    """Where the boundary is, and where it is going."""
+
+    alpha: float
+    alpha_target: float
+
+
+class RowsBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """New values of some rows of a table."""
+
+    table: str
+    ids: Annotated[list[int], Meta(description="distinct")]
+    values: Annotated[list[list[float]], Meta(description="one row of numbers per id")]
+
+
+class RowsAnswer(Struct, frozen=True):
+    updated: int
+
+
+class HealthAnswer(Struct, frozen=True):
+    status: str
+
+
+class Problem(Struct, frozen=True, omit_defaults=True):
+    """What went wrong (RFC 9457); `field` and `value` where one field of the request is at fault."""
+
+    title: str
+    status: int
+    detail: str
+    request_id: str
+    field: str | None = None
+    value: str | int | float | bool | None = None
+    error: Annotated[str | None, Meta(description="the detail again, where the Open Inference Protocol looks")] = None
+
+
+def tighter(one_ms: float | None, other_ms: float | None) -> float | None:
+    """The smaller of two deadlines, either of which may be absent."""
+    if one_ms is None or other_ms is None:
+        return other_ms if one_ms is None else one_ms
+    return min(one_ms, other_ms)

@@ -1,0 +1,87 @@
+"""An engine behind its port: all of a call or nothing, and an end that leaves nobody waiting."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.engine.engine import Engine
+from helmrec.errors import EngineClosed, QueueFull, RequestError
+from helmrec.serve.port import Health, InProcessPort
+from tests.helpers import tiny_engine
+from tests.serve.cases import rank_requests
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[InProcessPort]:
+    port = InProcessPort(engine)
+    port.start()
+    while port.health is Health.STARTING:
+        await asyncio.sleep(0.005)
+    try:
+        yield port
+    finally:
+        await port.close()
+
+
+def live_engine(**settings: Any) -> Engine:
+    return tiny_engine(clock=MonotonicClock(), **settings)
+
+
+def test_results_come_in_the_order_of_the_requests() -> None:
+    requests = rank_requests(20)
+    expected = tiny_engine().rank(requests)
+
+    async def ask() -> None:
+        async with running(live_engine()) as port:
+            results = await port.submit(requests)
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_allclose(got.scores, want.scores, atol=1e-5)
+
+    asyncio.run(ask())
+
+
+def test_one_wrong_request_keeps_the_others_of_its_call_from_running() -> None:
+    engine = live_engine()
+    good, *_ = rank_requests(1)
+    wrong = type(good)(user_id=-1, items=[], actions=[], timestamps=[], candidates=[1])
+
+    async def ask() -> None:
+        async with running(engine) as port:
+            before = await port.stats()
+            with pytest.raises(RequestError, match="user_id"):
+                await port.submit([good, wrong])
+            assert (await port.stats()) == before
+
+    asyncio.run(ask())
+
+
+def test_a_call_too_long_for_the_queue_leaves_nothing_in_it() -> None:
+    engine = live_engine(queue_limit=2, max_batch_requests=1)
+
+    async def ask() -> None:
+        async with running(engine) as port:
+            with pytest.raises(QueueFull):
+                await port.submit(rank_requests(64))
+            while (await port.stats()).queue_length:
+                await asyncio.sleep(0.005)
+            assert len(await port.submit(rank_requests(1))) == 1
+            engine.check()
+
+    asyncio.run(ask())
+
+
+def test_a_closed_port_refuses_and_a_port_never_started_closes() -> None:
+    async def ask() -> None:
+        async with running(live_engine()) as port:
+            pass
+        assert port.health is Health.CLOSED
+        with pytest.raises(EngineClosed):
+            await port.submit(rank_requests(1))
+        await InProcessPort(live_engine()).close()
+
+    asyncio.run(ask())
