@@ -43,6 +43,7 @@ class EngineStats:
     pool: PoolStats
     queue_length: int
     steps: int
+    busy_s: float  # that they took
     served: int
     refused: int
     audits: int
@@ -250,6 +251,7 @@ class Engine:
                 pool=self._pool.stats(),
                 queue_length=self._scheduler.queue_length,
                 steps=self._pipeline.num_ended,
+                busy_s=self._pipeline.busy_s,
                 served=self._served,
                 refused=self._scheduler.refused,
                 audits=self._auditor.audits,

@@ -40,6 +40,7 @@ class Pipeline:
         self._overlaps = overlaps
         self._in_flight: _Launched | None = None
         self._last_ended_s = -math.inf
+        self.busy_s = 0.0  # that steps took, all together
         self.num_launched = 0
         self.num_ended = 0
 
@@ -87,5 +88,6 @@ class Pipeline:
     def _end(self, batch: Batch, outcome: StepOutput | BaseException, planned_s: float, ended_s: float) -> Ended:
         took_s = ended_s - max(batch.started_s, self._last_ended_s)
         self._last_ended_s = ended_s
+        self.busy_s += took_s
         self.num_ended += 1
         return Ended(batch, outcome, planned_s, ended_s, took_s)

@@ -1,0 +1,127 @@
+"""The one that acts: at every tick it shows a policy the window that ended and aims the boundary where it says.
+
+Knows a pool that can be looked at and moved, never tensors or requests. Time comes in from outside.
+"""
+
+import logging
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from helmrec.control.policy import Move, Policy, Traffic, WindowStats
+from helmrec.errors import ConfigError
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.memory.stats import PoolStats
+
+log = logging.getLogger("helmrec.control")
+Mode = Literal["adaptive", "freeze"]
+_REMEMBERED_USERS = 1 << 16
+
+
+class Look(Protocol):
+    """What a look at a steered engine shows."""
+
+    @property
+    def pool(self) -> PoolStats: ...
+
+    @property
+    def queue_length(self) -> int: ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds it was at work since the start."""
+
+
+class Steered(Protocol):
+    """An engine, or whatever else has a boundary."""
+
+    def stats(self) -> Look: ...
+
+    def curves(self) -> JointCurves | None: ...
+
+    def move_alpha(self, alpha: float) -> None: ...
+
+
+class _Answer(NamedTuple):
+    user_id: int
+    latency_ms: float | None  # None: it was refused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """A window, and what was made of it."""
+
+    window: WindowStats
+    move: Move | None
+
+
+class Rebalancer:
+    """Asks a policy once per `tick_s`. Answers may be recorded from any thread; `tick` is one caller's."""
+
+    def __init__(self, steered: Steered, policy: Policy, slo_ms: float, tick_s: float = 1.0) -> None:
+        if not tick_s > 0:
+            raise ConfigError(f"tick_s must be more than 0, got {tick_s:g}")
+        self._steered = steered
+        self._policy = policy
+        self._slo_ms = slo_ms
+        self._tick_s = tick_s
+        self._answers: deque[_Answer] = deque()
+        self._users: OrderedDict[int, None] = OrderedDict()  # who came lately, longest unseen first
+        self._before = steered.stats()
+        self._start_s: float | None = None
+        self.mode: Mode = "adaptive"
+
+    def record(self, user_id: int, latency_ms: float | None) -> None:
+        """A request was answered, or refused."""
+        self._answers.append(_Answer(user_id, latency_ms))
+
+    def tick(self, now_s: float) -> Decision | None:
+        """Look and act if a window has ended; None if not. Frozen, it looks and does not act."""
+        if self._start_s is None:
+            self._start_s = now_s
+        if now_s - self._start_s < self._tick_s:
+            return None
+        window = self._look(now_s)
+        move = self._policy.decide(window) if self.mode == "adaptive" else None
+        if move is not None:
+            alpha = min(max(move.alpha, window.alpha_min), window.alpha_max)
+            self._steered.move_alpha(alpha)
+            log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, move.reason)
+        return Decision(window, move)
+
+    def _look(self, now_s: float) -> WindowStats:
+        after = self._steered.stats()
+        window = WindowStats.between(self._before.pool, after.pool, self._traffic(now_s, after), self._steered.curves())
+        self._before, self._start_s = after, now_s
+        return window
+
+    def _traffic(self, now_s: float, after: Look) -> Traffic:
+        assert self._start_s is not None
+        answers = [self._answers.popleft() for _ in range(len(self._answers))]
+        returning = sum(self._has_come_lately(answer.user_id) for answer in answers)
+        served = [answer.latency_ms for answer in answers if answer.latency_ms is not None]
+        p50_ms, p99_ms = np.percentile(served, (50, 99)) if served else (0.0, 0.0)
+        return Traffic(
+            start_s=self._start_s,
+            end_s=now_s,
+            num_requests=len(answers),
+            hot_user_share=returning / max(1, len(answers)),
+            mean_ms=float(np.mean(served)) if served else 0.0,
+            p50_ms=float(p50_ms),
+            p99_ms=float(p99_ms),
+            slo_ms=self._slo_ms,
+            slo_satisfaction=sum(ms <= self._slo_ms for ms in served) / max(1, len(answers)),
+            num_queued=after.queue_length,
+            compute_busy=min(1.0, (after.busy_s - self._before.busy_s) / (now_s - self._start_s)),
+            bus_busy=0.0,  # an engine does not know how fast its bus is
+        )
+
+    def _has_come_lately(self, user_id: int) -> bool:
+        has_come = user_id in self._users
+        self._users[user_id] = None
+        self._users.move_to_end(user_id)
+        if len(self._users) > _REMEMBERED_USERS:
+            self._users.popitem(last=False)
+        return has_come
