@@ -18,7 +18,7 @@ from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.row_cache import Slots
-from helmrec.sim.cost import BusLoad, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.sim.cost import BusLoad, CostModel, CostTerms, Work, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.node_plan import has_changed
 from helmrec.sim.node_state import Faults, Outcomes, Status, make_outcomes
@@ -35,13 +35,15 @@ class _NoMover:
 class _KnownCosts(StepCosts):
     """Costs that need no learning."""
 
-    def __init__(self, terms: CostTerms) -> None:
+    def __init__(self, terms: CostTerms, rows_per_token: int) -> None:
         super().__init__()
         self._terms = terms
+        self._rows_per_token = rows_per_token
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
         floor_ms = 0.0 if is_whole_step else self._terms.compute_floor_ms
-        return float(compute_ms(self._terms, num_tokens, num_pairs) - floor_ms) / 1e3
+        work = Work(num_tokens, num_pairs, float(num_tokens * self._rows_per_token))
+        return float(compute_ms(self._terms, work) - floor_ms) / 1e3
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +62,7 @@ class PlainNode:
             engine, geometry, Demand(model.num_rows, model.max_prefix_tokens, engine.max_batch_tokens), _NoMover()
         )
         page_s = reload_ms(self._terms, float(geometry.page_bytes), 1.0) / 1e3
-        self.pool.expander.costs = ReloadCosts(_KnownCosts(self._terms), page_s)
+        self.pool.expander.costs = ReloadCosts(_KnownCosts(self._terms, len(model.features)), page_s)
         self.scheduler = Scheduler(engine, self.pool.kv)
         self.outcomes: Outcomes = make_outcomes(trace.num_requests)
         self._reads = row_reads(trace, row_space(trace, model, 1.0))
@@ -139,7 +141,7 @@ class PlainNode:
             overlap_s = max(0.0, min(bus_end_s, self._compute_free_s) - bus_s)
             self._in_flight.end_s += overlap_s * terms.beside_slowdown
             self._compute_free_s += overlap_s * terms.beside_slowdown
-        compute_s = compute_ms(terms, tokens, pairs) / 1e3
+        compute_s = compute_ms(terms, Work(tokens, pairs, float(num_read))) / 1e3
         without_pages_s = max(bus_s + rows_s, self._compute_free_s) + compute_s
         started_s = max(bus_s + rows_s + terms.reload_exposed * load_s, self._compute_free_s)
         end_s = max(started_s + compute_s, bus_end_s)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import BusLoad, compute_ms, default_cost, load_cost, reload_ms, rows_ms, tokens_ms
+from helmrec.sim.cost import BusLoad, Work, compute_ms, default_cost, load_cost, reload_ms, rows_ms, tokens_ms
 
 COST = default_cost()
 TERMS = COST.terms()
@@ -30,7 +30,9 @@ def test_compute_lies_within_a_tenth_of_every_timed_step() -> None:
     for row in timed:
         if row["work"] in work:
             measured = row["layers_ms"] + row["embed_ms"] + row["head_ms"]
-            assert compute_ms(TERMS, *work[row["work"]]) == pytest.approx(measured, rel=0.1)
+            assert compute_ms(TERMS, Work(*work[row["work"]], 6.0 * work[row["work"]][0])) == pytest.approx(
+                measured, rel=0.1
+            )
 
 
 def test_rows_come_slower_beside_compute_and_speed_up_when_it_ends() -> None:
@@ -49,9 +51,9 @@ def test_few_rows_come_in_arrival_order_and_a_slow_bus_is_slow() -> None:
 
 def test_long_prefixes_are_worth_taking_back_before_short_ones() -> None:
     """Bytes grow with the tokens, computing them with their square."""
-    ratios = [tokens_ms(TERMS, 0, n) / reload_ms(TERMS, float(n * 10_240), 1.0) for n in (1_000, 4_000, 16_000)]
+    ratios = [tokens_ms(TERMS, 0, n, 6) / reload_ms(TERMS, float(n * 10_240), 1.0) for n in (1_000, 4_000, 16_000)]
     assert ratios == sorted(ratios)
-    assert tokens_ms(TERMS, 500, 1_000) > tokens_ms(TERMS, 0, 500), "later tokens look at more"
+    assert tokens_ms(TERMS, 500, 1_000, 6) > tokens_ms(TERMS, 0, 500, 6), "later tokens look at more"
 
 
 def test_a_calibration_that_is_none_is_told_plainly(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class CostTerms(NamedTuple):
     compute_floor_ms: float
     compute_token_us: float
     compute_pair_ns: float
+    compute_row_ns: float
     host_floor_ms: float
     host_request_ms: float
     host_token_us: float
@@ -47,8 +48,9 @@ class CostModel(Frozen):
     device: str = Field(min_length=1)
     shape: str = Field(min_length=1, description="model profile the compute terms were fitted to")
     compute_floor_ms: float = Field(ge=0, description="of a step, whatever it holds")
-    compute_token_us: float = Field(ge=0, description="per computed token: input MLPs, products, head")
+    compute_token_us: float = Field(ge=0, description="per computed token: input MLPs, products, head; rows left out")
     compute_pair_ns: float = Field(ge=0, description="per pair of tokens that attention looks at, all layers")
+    compute_row_ns: float = Field(ge=0, description="per row that goes into the tokens, wherever it came from")
     host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
     host_request_ms: float = Field(ge=0, description="host time per request of a step")
     host_token_us: float = Field(ge=0, description="host time per computed token")
@@ -95,10 +97,20 @@ def default_cost() -> CostModel:
         return load_cost(path)
 
 
+class Work(NamedTuple):
+    """What a step computes."""
+
+    num_tokens: int
+    num_pairs: float
+    num_rows: float  # that go into its tokens
+
+
 @numba.njit(cache=True)
-def compute_ms(terms: CostTerms, num_tokens: int, num_pairs: float) -> float:
+def compute_ms(terms: CostTerms, work: Work) -> float:
     """The compute stage of a step, undisturbed."""
-    return terms.compute_floor_ms + terms.compute_token_us * num_tokens / 1e3 + terms.compute_pair_ns * num_pairs / 1e6
+    token_ms = terms.compute_token_us * work.num_tokens / 1e3
+    attention_ms, row_ms = terms.compute_pair_ns * work.num_pairs / 1e6, terms.compute_row_ns * work.num_rows / 1e6
+    return terms.compute_floor_ms + token_ms + attention_ms + row_ms
 
 
 @numba.njit(cache=True)
@@ -135,6 +147,7 @@ def rows_ms(terms: CostTerms, load: BusLoad, beside_ms: float, bus_speed: float)
 
 
 @numba.njit(cache=True)
-def tokens_ms(terms: CostTerms, start: int, end: int) -> float:
+def tokens_ms(terms: CostTerms, start: int, end: int, rows_per_token: int) -> float:
     """What tokens [start, end) of a history add to a step that computes them."""
-    return compute_ms(terms, end - start, (end - start) * (start + end) / 2) - terms.compute_floor_ms
+    num = end - start
+    return compute_ms(terms, Work(num, num * (start + end) / 2, float(num * rows_per_token))) - terms.compute_floor_ms

@@ -201,7 +201,8 @@ def _reload(node: NodeState, setup: Setup, requests: Requests, faults: Faults, a
 def _prefers_reload(node: NodeState, setup: Setup, span: tuple[int, int, int]) -> bool:
     """Whether pages are cheaper than computing tokens; span: first and end token, pages. A refusal is doubted."""
     start, end, num_pages = span
-    is_cheaper = num_pages * node.clocks[C.RELOAD_PAGE_S] < tokens_ms(setup.terms, start, end) / 1e3
+    computing_ms = tokens_ms(setup.terms, start, end, setup.rows_per_event)
+    is_cheaper = num_pages * node.clocks[C.RELOAD_PAGE_S] < computing_ms / 1e3
     if not is_cheaper:
         node.clocks[C.RELOAD_PAGE_S] *= _DOUBT
     return is_cheaper

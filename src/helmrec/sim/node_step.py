@@ -1,6 +1,6 @@
 """One step of a simulated node: which rows it reads, and when its two stages end."""
 
-from helmrec.sim.cost import BusLoad, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.sim.cost import BusLoad, Work, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_rows import admit, begin_step, look_up, refill
 from helmrec.sim.node_state import C, Faults, Member, N, NodeState, Outcomes, Requests, Setup
@@ -25,7 +25,7 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
     if node.counts[N.IN_FLIGHT] >= 0:
         node.step[node.counts[N.IN_FLIGHT], 1] += delay_s
         busy_s += delay_s
-    compute_s = compute_ms(terms, tokens, pairs) / 1e3
+    compute_s = compute_ms(terms, Work(tokens, pairs, num_read)) / 1e3
     computed_s = max(bus_s + row_s, busy_s) + compute_s  # if no page had to come
     end_s = max(max(bus_s + row_s + terms.reload_exposed * load_s, busy_s) + compute_s, bus_end_s)
     clocks[C.BUS_FREE_S], clocks[C.COMPUTE_FREE_S] = bus_end_s, end_s

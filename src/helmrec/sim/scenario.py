@@ -138,7 +138,8 @@ def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCo
     """A calibration in the few coefficients that policies reckon with, for the mean request of a trace."""
     history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
     candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
-    token_ms, pair_ms = cost.compute_token_us / 1e3, cost.compute_pair_ns / 1e6
+    token_ms = cost.compute_token_us / 1e3 + len(config.model.features) * cost.compute_row_ns / 1e6
+    pair_ms = cost.compute_pair_ns / 1e6
     return ServiceCost(
         token_ms=token_ms,
         pair_ms=pair_ms,
