@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from helmrec.cli import app
 from helmrec.clock import MonotonicClock
+from helmrec.control.policy import Move, WindowStats
+from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
@@ -110,3 +112,28 @@ def test_the_command_offers_a_trace_and_writes_what_it_saw(tmp_path: Path) -> No
     refused = CliRunner().invoke(app, [*command, "--rate", "-1"])
     assert refused.exit_code == 2
     assert "rate must be more than 0, got -1" in refused.output
+
+
+class Wants:
+    """A policy that asks for one split and counts its windows."""
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.windows: list[WindowStats] = []
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        self.windows.append(stats)
+        return Move(self.alpha, "asked for")
+
+    def reset(self) -> None: ...
+
+
+def test_a_policy_moves_the_boundary_under_load_and_sees_every_request() -> None:
+    engine, policy = live_engine(alpha=0.2), Wants(0.6)
+    load = Load(engine, Rebalancer(engine, policy, slo_ms=80, tick_s=0.05))
+    result = load.run(requests(engine, 60), arrival_times(np.zeros(60), rate=300, seed=0))
+    assert result.answered == 60
+    assert engine.stats().pool.alpha == pytest.approx(0.6, abs=0.02)
+    assert 0 < sum(window.traffic.num_requests for window in policy.windows) <= 60
+    assert max(window.traffic.compute_busy for window in policy.windows) > 0
+    engine.check()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, DeadlineExceeded, EngineClosed, QueueFull
 from helmrec.memory.stats import PoolStats
@@ -60,8 +61,10 @@ class _Tally:
 class Load:
     """Offers requests at given times and follows what becomes of them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rebalancer: Rebalancer | None = None) -> None:
+        """`rebalancer`, if any, moves the engine's boundary as the load goes on."""
         self._engine = engine
+        self._rebalancer = rebalancer
         self._tally = _Tally()
         self._has_work = threading.Event()
         self._is_over = False
@@ -118,21 +121,27 @@ class Load:
         try:
             future = self._engine.submit(request)
         except tuple(_REFUSALS) as error:
+            self._tell(request.user_id, None)
             self._tally.refused[_REFUSALS[type(error)]] += 1
             return
-        future.add_done_callback(lambda done: self._record(done, due_s))
+        future.add_done_callback(lambda done: self._record(done, request.user_id, due_s))
         self._has_work.set()
 
-    def _record(self, done: "Future[RankResult]", due_s: float) -> None:
+    def _record(self, done: "Future[RankResult]", user_id: int, due_s: float) -> None:
         error = done.exception()
+        latency_ms = (self._elapsed_s() - due_s) * 1e3
+        self._tell(user_id, latency_ms if error is None else None)
         if error is None:
-            latency_ms = (self._elapsed_s() - due_s) * 1e3
             self._tally.latencies_ms.append(latency_ms)
             self._tally.recent_ms.append(latency_ms)
         elif type(error) in _REFUSALS:
             self._tally.refused[_REFUSALS[type(error)]] += 1
         else:
             self._tally.failed += 1
+
+    def _tell(self, user_id: int, latency_ms: float | None) -> None:
+        if self._rebalancer is not None:
+            self._rebalancer.record(user_id, latency_ms)
 
     def _step_until_over(self) -> None:
         """Serve until the last request is offered and nothing is left to do."""
@@ -142,6 +151,8 @@ class Load:
                 had_work = self._engine.step()
             except EngineClosed:
                 return
+            if self._rebalancer is not None:
+                self._rebalancer.tick(self._elapsed_s())
             if not had_work:
                 if is_over:
                     return

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from helmrec.config import EngineConfig
 from helmrec.console import err, out, told_plainly
+from helmrec.control.by_name import make_policy, needs_curves
+from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
 from helmrec.sim.requests import rank_requests
@@ -28,6 +30,8 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Who moves the boundary: hill, kv-only, emb-only.")] = None,
+    slo_ms: Annotated[float, typer.Option("--slo", help="Milliseconds a request should take at most.")] = 80,
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
     results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
 ) -> None:
@@ -35,12 +39,15 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     with told_plainly():
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
+        decider = None if policy is None else make_policy(policy, cost=None)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
+        settings["miss_curves"] = policy is not None and needs_curves(policy)
         with err.status("getting the model ready"):
             engine = Engine.from_model(model, EngineConfig(**settings))
             engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
-            end = Load(engine).run(
+            rebalancer = None if decider is None else Rebalancer(engine, decider, slo_ms)
+            end = Load(engine, rebalancer).run(
                 rank_requests(trace, engine.model_config),
                 times_s,
                 lambda seen: live.update(_table(seen), refresh=True),
@@ -62,7 +69,7 @@ def _table(seen: Snapshot) -> Table:
         ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
         ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),
         ("rows hit", f"{seen.pool.row_hit_rate:.1%}"),
-        ("alpha", f"{seen.pool.alpha:.3f}"),
+        ("alpha, wanted", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
     ):
         table.add_row(label, value)
     return table

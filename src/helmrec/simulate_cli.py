@@ -12,44 +12,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from helmrec.console import err, out, told_plainly
-from helmrec.control.heuristics import PID, HillClimber, OneCache
-from helmrec.control.model_based import MarginalUtility, MissCurveArgmin
-from helmrec.control.policy import Limited, Limits, Policy
-from helmrec.control.service_cost import ServiceCost
+from helmrec.control.by_name import POLICY_NAMES, make_policy, needs_curves
 from helmrec.control.static import Static, StaticSettings
-from helmrec.errors import ConfigError
 from helmrec.sim.scenario import Scenario, load_scenario, service_cost
 from helmrec.sim.simulate import Options, SimResult, simulate
 from helmrec.sim.simulate_plot import plot_run
 
-_MAKERS: dict[str, Callable[[ServiceCost], Policy]] = {
-    "kv-only": lambda cost: OneCache("kv"),
-    "emb-only": lambda cost: OneCache("emb"),
-    "pid": PID,
-    "hill": lambda cost: HillClimber(),
-    "marginal": MarginalUtility,
-    "argmin": MissCurveArgmin,
-}
-_BLIND = {"pid", "hill"}  # need no miss curves
 _FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
-
-
-def make_policy(text: str, cost: ServiceCost) -> Policy:
-    """`static:ALPHA`, or one of the others by name, held to the limits every policy is held to."""
-    name, _, value = text.partition(":")
-    if name == "static":
-        try:
-            return Static(StaticSettings(alpha=float(value)))
-        except ValueError:
-            raise ConfigError(f"policy static needs an alpha, as in static:0.4, got {text!r}") from None
-    if value or name not in _MAKERS:
-        raise ConfigError(f"policy must be static:ALPHA or one of {', '.join(_MAKERS)}, got {text!r}")
-    return Limited(_MAKERS[name](cost), Limits())
 
 
 def run_simulate(
     path: Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario as TOML.")],
-    policies: Annotated[list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(_MAKERS)}; may repeat.")],
+    policies: Annotated[
+        list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(POLICY_NAMES)}; may repeat.")
+    ],
     seeds: Annotated[int, typer.Option(help="Traces made, from seed 0 on.", min=1)] = 1,
     report: Annotated[Path | None, typer.Option("--out", help="Write the figures as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for a picture per policy, of the first seed.")] = None,
@@ -78,7 +54,7 @@ def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, 
     config = scenario.node_config(trace)
     options = Options(
         faults=scenario.faults.compiled(),
-        has_curves=not policy.startswith("static") and policy not in _BLIND,
+        has_curves=needs_curves(policy),
         on_tick=lambda now_s: progress(now_s, trace.duration_s),
     )
     decider = make_policy(policy, service_cost(cost, config, trace))
