@@ -66,6 +66,7 @@ class RequestError(HelmRecError, ValueError):
         super().__init__(f"{field}: {problem}, got {value!r}")
         self.field = field
         self.value = value
+        self.problem = problem
 
 
 class Refused(HelmRecError):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.errors import RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.types import Ids, RankRequest, RankResult
 
@@ -80,8 +81,8 @@ class InProcessPort:
 
     async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         if len(requests) > 1:  # a lone request is looked at once, by the engine itself
-            for request in requests:
-                self._engine.validate(request)
+            for i, request in enumerate(requests):
+                self._validate(i, request)
         futures: list[Future[RankResult]] = []
         try:
             futures.extend(self._engine.submit(request) for request in requests)
@@ -91,6 +92,12 @@ class InProcessPort:
             for future in futures:
                 future.cancel()  # of a call that was refused half way; one that is done stays as it is
             self._has_work.set()  # the next step takes the cancelled out of the queue
+
+    def _validate(self, i: int, request: RankRequest) -> None:
+        try:
+            self._engine.validate(request)
+        except RequestError as error:
+            raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._engine.stats)  # waits for the running step

@@ -1,0 +1,256 @@
+"""Ranking requests as tensors of the Open Inference Protocol: flat ids, with lengths that say whose they are.
+
+Pure: bytes in, values out. Ids that come as binary tensors are read where they lie in the body.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from helmrec.errors import RequestError
+from helmrec.model.config import ModelConfig
+from helmrec.serve.bodies import decode
+from helmrec.types import RankRequest, RankResult
+
+SCORES = "SCORES"
+EVENT_INPUTS = ("ITEMS", "ACTIONS", "TIMESTAMPS")
+OPTIONAL_INPUTS = ("FIRST_EVENTS", "REQUEST_TIMES")
+_DTYPES = {
+    f"{kind}{bits}": np.dtype(f"<{letter}{bits // 8}")
+    for kind, letter in (("INT", "i"), ("UINT", "u"))
+    for bits in (8, 16, 32, 64)
+}
+Tensor = NDArray[np.integer]
+
+
+class TensorParameters(Struct, frozen=True):
+    binary_data_size: Annotated[int, Meta(ge=0)] | None = None
+
+
+class InputTensor(Struct, frozen=True):
+    """A flat tensor of integers: its values in `data`, or after the JSON in as many bytes as it says."""
+
+    name: str
+    shape: list[Annotated[int, Meta(ge=0)]]
+    datatype: str
+    parameters: TensorParameters = TensorParameters()
+    data: list[int] | None = None
+
+
+class OutputParameters(Struct, frozen=True):
+    binary_data: bool | None = None
+
+
+class RequestedOutput(Struct, frozen=True):
+    name: str
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferParameters(Struct, frozen=True):
+    binary_data_output: bool = False
+    timeout: Annotated[int, Meta(gt=0, description="microseconds")] | None = None
+
+
+class InferBody(Struct, frozen=True):
+    """An inference request; tensors may follow the JSON as bytes (Inference-Header-Content-Length)."""
+
+    inputs: list[InputTensor]
+    id: str = ""
+    parameters: InferParameters = InferParameters()
+    outputs: list[RequestedOutput] = []
+
+    @property
+    def deadline_ms(self) -> float | None:
+        return None if self.parameters.timeout is None else self.parameters.timeout / 1e3
+
+    @property
+    def wants_binary(self) -> bool:
+        """What the output says, else what the request says."""
+        asked = [output.parameters.binary_data for output in self.outputs]
+        return asked[0] if asked and asked[0] is not None else self.parameters.binary_data_output
+
+
+class OutputTensor(Struct, frozen=True, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, int] = {}
+    data: list[float] | None = None
+
+
+class InferAnswer(Struct, frozen=True, omit_defaults=True):
+    """Scores of all candidates, one after another, and in `parameters` what it took to make them."""
+
+    model_name: str
+    outputs: list[OutputTensor]
+    parameters: dict[str, int]
+    id: str = ""
+
+
+_DECODER = msgspec.json.Decoder(InferBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A decoded inference request."""
+
+    body: InferBody
+    tensors: dict[str, Tensor]
+
+
+def read_inference(body: bytes, header_length: str | None) -> Inference:
+    """Raise RequestError, naming field and value, or return the request with all tensors found."""
+    json_bytes = _json_bytes(header_length, len(body))
+    parsed = decode(_DECODER, memoryview(body)[:json_bytes])
+    for i, output in enumerate(parsed.outputs):
+        if output.name != SCORES or i:
+            raise RequestError(f"outputs[{i}].name", output.name, f"the only output is {SCORES}")
+    return Inference(parsed, _tensors(parsed.inputs, body, json_bytes))
+
+
+def _tensors(inputs: list[InputTensor], body: bytes, offset: int) -> dict[str, Tensor]:
+    """All tensors by name; those that come as bytes lie behind each other from `offset` to the end."""
+    tensors: dict[str, Tensor] = {}
+    for i, tensor in enumerate(inputs):
+        if tensor.name in tensors:
+            raise RequestError(f"inputs[{i}].name", tensor.name, "each tensor may be given once")
+        tensors[tensor.name] = _values(i, tensor, body, offset)
+        offset += tensor.parameters.binary_data_size or 0
+    if offset != len(body):
+        raise RequestError("body", len(body), f"JSON and tensors take {offset} bytes")
+    return tensors
+
+
+def _json_bytes(header_length: str | None, body_bytes: int) -> int:
+    if header_length is None:
+        return body_bytes
+    if header_length.isdecimal() and len(header_length) < 20 and int(header_length) <= body_bytes:
+        return int(header_length)
+    problem = f"a number of bytes within the body of {body_bytes} is needed"
+    raise RequestError("inference-header-content-length", header_length[:100], problem)
+
+
+def _values(i: int, tensor: InputTensor, body: bytes, offset: int) -> Tensor:
+    dtype = _DTYPES.get(tensor.datatype)
+    if dtype is None:
+        raise RequestError(f"inputs[{i}].datatype", tensor.datatype, f"one of {', '.join(_DTYPES)} is needed")
+    if len(tensor.shape) != 1:
+        raise RequestError(f"inputs[{i}].shape", tensor.shape, "a flat tensor is needed")
+    (num,) = tensor.shape
+    num_bytes = tensor.parameters.binary_data_size
+    if num_bytes is None:
+        return _listed(i, tensor, num, dtype)
+    if tensor.data is not None:
+        raise RequestError(f"inputs[{i}].data", len(tensor.data), "values come as data or as bytes, not as both")
+    if num_bytes != num * dtype.itemsize or num_bytes > len(body) - offset:
+        problem = f"shape and datatype make {num * dtype.itemsize} bytes, {len(body) - offset} are left in the body"
+        raise RequestError(f"inputs[{i}].parameters.binary_data_size", num_bytes, problem)
+    return np.frombuffer(body, dtype, num, offset) if num else np.empty(0, dtype)
+
+
+def _listed(i: int, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Tensor:
+    if tensor.data is None or len(tensor.data) != num:
+        seen = None if tensor.data is None else len(tensor.data)
+        raise RequestError(f"inputs[{i}].data", seen, f"as many values as the shape says are needed, {num}")
+    try:
+        return np.array(tensor.data, dtype)
+    except OverflowError:
+        widest = max(tensor.data, key=abs)
+        raise RequestError(f"inputs[{i}].data", widest, f"integers that fit {tensor.datatype} are needed") from None
+
+
+class TensorNames:
+    """The tensors one model takes, by name."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        extra = [table.name for table in model.features[1:]]
+        context = [table.name for table in (*model.user_context, *model.request_context)]
+        self.features = {f"features.{name}": name for name in extra}
+        self.candidate_features = {f"candidate_features.{name}": name for name in extra}
+        self.context = {f"context.{name}": name for name in context}
+        self.per_event = (*EVENT_INPUTS, *self.features)
+        self.per_candidate = ("CANDIDATES", *self.candidate_features)
+        self.per_request = ("USER_IDS", "LENGTHS", "NUM_CANDIDATES", *self.context)
+        self.required = (*self.per_request, *self.per_event, *self.per_candidate)
+
+    def requests(self, tensors: dict[str, Tensor], deadline_ms: float | None) -> list[RankRequest]:
+        """One request per user; their ids are views of the tensors."""
+        self._check(tensors)
+        events = _bounds("LENGTHS", tensors["LENGTHS"], "ITEMS", tensors["ITEMS"].size)
+        candidates = _bounds("NUM_CANDIDATES", tensors["NUM_CANDIDATES"], "CANDIDATES", tensors["CANDIDATES"].size)
+        first_events, request_times = (tensors[n].tolist() if n in tensors else None for n in OPTIONAL_INPUTS)
+        contexts = {name: tensors[tensor].tolist() for tensor, name in self.context.items()}
+        return [
+            RankRequest(
+                user_id=user_id,
+                items=tensors["ITEMS"][event],
+                actions=tensors["ACTIONS"][event],
+                timestamps=tensors["TIMESTAMPS"][event],
+                candidates=tensors["CANDIDATES"][candidate],
+                features={name: tensors[tensor][event] for tensor, name in self.features.items()},
+                candidate_features={
+                    name: tensors[tensor][candidate] for tensor, name in self.candidate_features.items()
+                },
+                context={name: values[i] for name, values in contexts.items()},
+                first_event=first_events[i] if first_events else 0,
+                request_time=request_times[i] if request_times else None,
+                deadline_ms=deadline_ms,
+            )
+            for i, (user_id, event, candidate) in enumerate(
+                zip(tensors["USER_IDS"].tolist(), events, candidates, strict=True)
+            )
+        ]
+
+    def _check(self, tensors: dict[str, Tensor]) -> None:
+        """All are there, none is unknown, and those that go together are equally long."""
+        if unknown := tensors.keys() - {*self.required, *OPTIONAL_INPUTS}:
+            raise RequestError("inputs", min(unknown), f"the model takes {', '.join(self.required)}")
+        if missing := [name for name in self.required if name not in tensors]:
+            raise RequestError("inputs", sorted(tensors), f"{missing[0]} is needed")
+        optional = [name for name in OPTIONAL_INPUTS if name in tensors]
+        for names in ((*self.per_request, *optional), self.per_event, self.per_candidate):
+            num = tensors[names[0]].size
+            for name in names:
+                if tensors[name].size != num:
+                    raise RequestError(name, tensors[name].size, f"as many values as {names[0]} has are needed, {num}")
+        if not tensors["USER_IDS"].size:
+            raise RequestError("USER_IDS", 0, "at least one user is needed")
+
+
+def _bounds(name: str, lengths: Tensor, of_name: str, num: int) -> list[slice]:
+    """Where the values of each request lie, once the lengths are known to add up."""
+    values = lengths.tolist()  # Python's integers: made-up lengths must not wrap around
+    if min(values) < 0:
+        raise RequestError(name, min(values), "lengths are not negative")
+    if sum(values) != num:
+        raise RequestError(name, sum(values), f"lengths add up to the values of {of_name}, {num}")
+    return [slice(start, end) for start, end in pairwise(accumulate(values, initial=0))]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The body of an answer; `json_bytes` of it are JSON, or all if that is None."""
+
+    body: bytes
+    json_bytes: int | None
+
+
+def encode_answer(inference: InferBody, model_name: str, results: list[RankResult]) -> Encoded:
+    scores = np.concatenate([result.scores for result in results], dtype="<f4")
+    is_binary = inference.wants_binary
+    output = OutputTensor(
+        name=SCORES,
+        datatype="FP32",
+        shape=list(scores.shape),
+        parameters={"binary_data_size": scores.nbytes} if is_binary else {},
+        data=None if is_binary else scores.ravel().tolist(),
+    )
+    counts = ("reused_tokens", "computed_tokens", "row_hits", "row_misses")
+    totals = {name: sum(getattr(result, name) for result in results) for name in counts}
+    header = msgspec.json.encode(InferAnswer(model_name, [output], totals, inference.id))
+    return Encoded(header + scores.tobytes(), len(header)) if is_binary else Encoded(header, None)

@@ -1,0 +1,99 @@
+"""Friendly JSON under `/v1`, health, and metrics."""
+
+import hmac
+from typing import TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from helmrec.engine.engine import EngineStats
+from helmrec.serve import metrics as prometheus
+from helmrec.serve.bodies import deadline_ms, decode
+from helmrec.serve.front import Front
+from helmrec.serve.port import Health
+from helmrec.serve.routes import Endpoint, json_answer
+from helmrec.serve.schema import (
+    AlphaAnswer,
+    AlphaBody,
+    HealthAnswer,
+    RankAnswer,
+    RankBody,
+    RowsAnswer,
+    RowsBody,
+)
+
+T = TypeVar("T")
+
+
+class FriendlyRoutes:
+    """Handlers of `/v1` and of what surrounds it."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._port = front.port
+        self._rank_body = msgspec.json.Decoder(RankBody)
+        self._alpha_body = msgspec.json.Decoder(AlphaBody)
+        self._rows_body = msgspec.json.Decoder(RowsBody)
+
+    async def rank(self, request: Request) -> Response:
+        self._front.need_ready()
+        body = decode(self._rank_body, await self._front.body(request))
+        (result,) = await self._port.submit([body.request(deadline_ms(request))])
+        self._front.metrics.count_result(result)
+        return json_answer(RankAnswer.of(result))
+
+    async def pool(self, _: Request) -> Response:
+        return json_answer(await self._port.stats())
+
+    async def move_alpha(self, request: Request) -> Response:
+        asked = await self._admin(request, self._alpha_body)
+        await self._port.move_alpha(asked.alpha)
+        pool = (await self._port.stats()).pool
+        return json_answer(AlphaAnswer(alpha=pool.alpha, alpha_target=pool.alpha_target))
+
+    async def update_rows(self, request: Request) -> Response:
+        asked = await self._admin(request, self._rows_body)
+        await self._port.update_rows(asked.table, asked.ids, asked.values)
+        return json_answer(RowsAnswer(updated=len(asked.ids)))
+
+    async def healthz(self, _: Request) -> Response:
+        health = self._port.health
+        return json_answer(HealthAnswer(health.value), 503 if health is Health.FAILED else 200)
+
+    async def readyz(self, _: Request) -> Response:
+        health = self._port.health
+        return json_answer(HealthAnswer(health.value), 200 if self._front.is_ready else 503)
+
+    async def show_metrics(self, _: Request) -> Response:
+        return Response(self._front.metrics.render(await self._port.stats()), media_type=prometheus.MEDIA_TYPE)
+
+    async def _admin(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body of an admin call, once its token is known to be right."""
+        token = self._front.config.admin_token
+        if token is None:
+            raise HTTPException(403, "admin calls are off: the server was given no admin_token")
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token.get_secret_value()}".encode()):
+            raise HTTPException(401, "the admin token is needed", {"www-authenticate": "Bearer"})
+        self._front.need_ready()
+        return decode(decoder, await self._front.body(request))
+
+    def endpoints(self) -> list[Endpoint]:
+        refusals, admin = (400, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
+        return [
+            Endpoint("POST", "/v1/rank", "Rank candidates", self.rank, RankBody, RankAnswer, statuses=refusals),
+            Endpoint("GET", "/v1/pool", "Look at the pool and the engine", self.pool, gives=EngineStats),
+            Endpoint(
+                "POST", "/v1/admin/alpha", "Aim the boundary", self.move_alpha, AlphaBody, AlphaAnswer,
+                statuses=admin, is_admin=True,
+            ),
+            Endpoint(
+                "POST", "/v1/admin/rows", "Replace rows of a table", self.update_rows, RowsBody, RowsAnswer,
+                statuses=admin, is_admin=True,
+            ),
+            Endpoint("GET", "/healthz", "Does the process live", self.healthz, gives=HealthAnswer),
+            Endpoint("GET", "/readyz", "May requests be sent", self.readyz, gives=HealthAnswer),
+            Endpoint("GET", "/metrics", "For Prometheus", self.show_metrics, gives_media_type="text/plain"),
+        ]  # fmt: skip
