@@ -37,7 +37,7 @@ class HistoryStats:
 
 
 class EmbeddedReader:
-    """The store, read only. Sees what the writer has acknowledged, from this or another process."""
+    """The store, read only, for a process beside the one that writes: it sees what the writer has acknowledged."""
 
     def __init__(self, path: Path | str, schema: EventSchema) -> None:
         """Raise HistoryError if there is no store at `path`, or not one for these fields."""
@@ -97,7 +97,8 @@ class EmbeddedReader:
         return HistoryStats(sizes.num_users, sizes.num_pages, self._file.used_bytes, self._file.map_bytes)
 
     def check(self) -> None:
-        """Read everything; raise HistoryError if any history is damaged."""
+        """Read everything; raise HistoryError if any history, or the way to it, is damaged."""
+        self._file.check_index()
         for user_id in self.user_ids():
             with self._file.reading() as txn:
                 self._users.check(txn, user_id)

@@ -17,6 +17,7 @@ import lmdb
 from helmrec.errors import HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
+from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -50,7 +51,10 @@ class HistoryFile:
         try:
             with self._told():
                 self._env = self._open()
+                was_short = _fill_up(self._env, self.path, self._lock)
                 self.tables = self._describe(schema)
+            if was_short:
+                self.check_index()
         except BaseException:
             self.close()
             raise
@@ -65,7 +69,6 @@ class HistoryFile:
             readahead=False,  # users come in no order
             max_dbs=2,
         )
-        _fill_up(env, self.path, self._lock)
         env.reader_check()  # readers that were killed no longer keep old pages alive
         return env
 
@@ -134,6 +137,12 @@ class HistoryFile:
         with self._no_growth:
             self.env.set_mapsize(new)
 
+    def check_index(self) -> None:
+        """Raise HistoryError unless every key that is counted is there, whole and in order."""
+        with self.reading() as txn:
+            _check_keys(txn, self.tables.users, USER_KEY_BYTES)
+            _check_keys(txn, self.tables.pages, PAGE_KEY_BYTES)
+
     def sync(self) -> None:
         """Force everything committed to the disk."""
         with self._told():
@@ -187,19 +196,36 @@ def _take_writer_lock(path: Path) -> int:
     return lock
 
 
-def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> None:
+def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> bool:
     """Make the file as long as its last page says, so that no access to the map can kill the process.
 
-    The end may be missing because a copy was cut short, and then the seals tell; or because nothing was ever
-    written to those pages, which is normal. Where another process writes, that one has seen to it.
+    True if it was shorter. The end may be missing because a copy was cut short; or because nothing was ever
+    written to those pages, which happens. Where another process writes, that one has seen to it.
     """
-    end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if (path / _DATA).stat().st_size >= end:
-        return
+    page_bytes = env.stat()["psize"]
+    end = (env.info()["last_pgno"] + 1) * page_bytes
+    size = (path / _DATA).stat().st_size
+    if size >= end:
+        return False
+    if size % page_bytes:
+        raise HistoryError(f"{path} is cut short: {size} bytes of {end}")
     try:
         held = _take_writer_lock(path) if lock is None else None
     except HistoryError:
-        return
+        return False
     os.truncate(path / _DATA, end)
     if held is not None:
         os.close(held)
+    return True
+
+
+def _check_keys(txn: Txn, table: lmdb._Database, key_bytes: int) -> None:
+    last, num_keys = b"", 0
+    with txn.cursor(table) as cursor:
+        for key in cursor.iternext(values=False):
+            if len(key) != key_bytes or bytes(key) <= last:
+                raise HistoryError(f"the index is damaged at key {bytes(key)!r}")
+            last = bytes(key)
+            num_keys += 1
+    if num_keys != txn.stat(table)["entries"]:
+        raise HistoryError(f"the index is damaged: {num_keys} keys of {txn.stat(table)['entries']} are there")

@@ -20,6 +20,8 @@ _HEADER_WORDS = 3
 _USER = struct.Struct("<QQQQ")
 _PAGE_KEY = struct.Struct(">QQ")  # big-endian: keys sort by user, then by page
 _USER_KEY = struct.Struct(">Q")
+PAGE_KEY_BYTES = _PAGE_KEY.size
+USER_KEY_BYTES = _USER_KEY.size
 
 
 class UserRecord(NamedTuple):
@@ -93,9 +95,9 @@ def unpack_pages(values: Sequence[bytes | memoryview], num_fields: int, num_even
     joined = b"".join(values)
     flat = np.frombuffer(joined, "<i8", len(joined) // 8)
     num_copied = _copy_columns(flat, columns)
-    words = _event_words(columns[:, :num_copied])
+    words = _event_words(columns)
     before = int(flat[1:2].view(np.uint64).sum())  # 0 if there is none
-    sound = _count_sound(flat, num_fields, words)
+    sound = _count_sound(flat, num_fields, words[:num_copied])
     return Unpacked(columns, words, before, int(sound.seal), int(sound.num_events))
 
 

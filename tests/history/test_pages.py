@@ -1,0 +1,99 @@
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmrec.history.pages import (
+    PAGE_EVENTS,
+    Page,
+    UserRecord,
+    new_user,
+    pack_page,
+    pack_user,
+    page_key,
+    unpack_pages,
+    unpack_user,
+    user_key,
+    user_of_key,
+)
+from helmrec.memory.history import chain
+from helmrec.types import IntArray
+
+FIELDS = 3
+
+
+def pages_of(columns: IntArray, user_id: int = 4) -> list[bytes]:
+    """The plain twin of writing: one chain over everything, cut at page ends."""
+    states = chain((user_id,), 0, columns)
+    pages, before = [], new_user(user_id).seal
+    for first in range(0, columns.shape[1], PAGE_EVENTS):
+        some = columns[:, first : first + PAGE_EVENTS]
+        seal = int(states[first + some.shape[1] - 1])
+        words = [some.shape[1], before, seal, *(int(v) for line in some for v in line)]
+        pages.append(struct.pack(f"<{len(words)}Q", *words))
+        before = seal
+    return pages
+
+
+@pytest.mark.parametrize("num_events", [1, PAGE_EVENTS - 1, PAGE_EVENTS, PAGE_EVENTS + 1, 3 * PAGE_EVENTS + 5])
+def test_pages_come_back_as_they_were(num_events: int, rng: np.random.Generator) -> None:
+    columns = rng.integers(0, 2**63 - 1, (FIELDS, num_events))
+    found = unpack_pages(pages_of(columns), FIELDS, num_events)
+    assert found.num_sound == num_events
+    assert np.array_equal(found.columns, columns)
+    assert found.before == new_user(4).seal
+    assert found.seal == chain((4,), 0, columns)[-1]
+
+
+def test_a_page_is_packed_as_its_plain_twin_says(rng: np.random.Generator) -> None:
+    columns = rng.integers(0, 2**63 - 1, (FIELDS, 20))
+    seal = int(chain((4,), 0, columns)[-1])
+    assert [pack_page(Page(new_user(4).seal, seal, columns))] == pages_of(columns)
+
+
+WHOLE = np.random.default_rng(3).integers(0, 1_000, (FIELDS, 2 * PAGE_EVENTS + 9))
+
+
+@given(st.data())
+def test_any_changed_bit_is_noticed_where_it_is(data: st.DataObject) -> None:
+    pages = pages_of(WHOLE)
+    hurt = data.draw(st.integers(0, len(pages) - 1))
+    page = bytearray(pages[hurt])
+    page[data.draw(st.integers(0, len(page) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    pages[hurt] = bytes(page)
+    found = unpack_pages(pages, FIELDS, WHOLE.shape[1])
+    if found.num_sound == WHOLE.shape[1]:  # only the state before the first page has nothing before it to be held to
+        assert hurt == 0
+        assert found.before != new_user(4).seal
+    else:
+        assert found.num_sound <= hurt * PAGE_EVENTS
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4), st.integers(1, 300))
+def test_bytes_that_are_no_pages_give_nothing(values: list[bytes], num_events: int) -> None:
+    assert unpack_pages(values, FIELDS, num_events).num_sound == 0
+
+
+def test_missing_and_swapped_pages_are_noticed() -> None:
+    pages = pages_of(WHOLE)
+    assert unpack_pages([pages[0], b"", pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
+    assert unpack_pages([pages[1], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound <= PAGE_EVENTS
+    assert unpack_pages([pages[0], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
+
+
+def test_keys_sort_by_user_then_page() -> None:
+    ids = [0, 1, 255, 256, 2**63 - 1]
+    assert sorted(map(user_key, ids)) == [user_key(i) for i in ids]
+    assert page_key(1, 300) < page_key(2, 0)
+    assert page_key(1, 255) < page_key(1, 256)
+    assert [user_of_key(user_key(i)) for i in ids] == ids
+
+
+def test_a_user_record_comes_back_and_bad_ones_do_not() -> None:
+    record = UserRecord(300, 128, 2**64 - 1, 17)
+    assert unpack_user(pack_user(record)) == record
+    assert unpack_user(b"short") is None
+    assert unpack_user(pack_user(UserRecord(300, 300, 0, 0))) is None
+    assert unpack_user(pack_user(UserRecord(300, 127, 0, 0))) is None
