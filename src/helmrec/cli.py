@@ -22,6 +22,7 @@ from helmrec.load_cli import load
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
+from helmrec.serve_cli import serve
 from helmrec.simulate_cli import run_simulate
 from helmrec.trace_cli import trace_app
 from helmrec.types import RankRequest, RankResult
@@ -35,6 +36,7 @@ model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
 app.command()(load)
+app.command()(serve)
 app.command("simulate")(run_simulate)
 
 

@@ -1,10 +1,22 @@
-"""Settings of a server, and where each came from: flags win over the environment, the environment over a file."""
+"""Settings of a server, and where each came from: flags win over the environment, the environment over a file.
 
-from typing import Annotated, Literal
+The environment and the command line come in as values: this module reads nothing but the file it is told of.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, SecretStr
 
-from helmrec.config import Frozen
+from helmrec.config import EngineConfig, Frozen
+from helmrec.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "HELMREC_"
+_DEFAULTS = {"pool_bytes": "256MiB"}  # an engine must be told; a server starts with something small
 
 
 class ServeConfig(Frozen):
@@ -14,5 +26,70 @@ class ServeConfig(Frozen):
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
-    drain_s: float = Field(30.0, ge=0, description="how long running requests may take once told to stop")
+    drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
+
+
+_SERVE_FIELDS, _ENGINE_FIELDS = ServeConfig.model_fields.keys(), EngineConfig.model_fields.keys()
+assert not _SERVE_FIELDS & _ENGINE_FIELDS, "one name, one setting"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A setting that was given, and by whom."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of a server, checked."""
+
+    engine: EngineConfig
+    serve: ServeConfig
+    sources: Mapping[str, str]  # by name; a setting that is not here has its default
+    ignored: tuple[str, ...]  # variables that look like settings and are none
+
+    def lines(self) -> Iterator[str]:
+        """Every setting as a line of TOML that says where its value came from; secrets stay secret."""
+        for name, value in {**self.serve.model_dump(), **self.engine.model_dump()}.items():
+            source = self.sources.get(name, "default")
+            if value is None or isinstance(value, SecretStr):
+                yield f"# {name} is {'unset' if value is None else 'set'}  # {source}"
+            else:
+                yield f"{name} = {json.dumps(value)}  # {source}"
+
+
+def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Path | None) -> Settings:
+    """Put the layers on top of each other; ConfigError says which value is wrong."""
+    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in (*_SERVE_FIELDS, *_ENGINE_FIELDS)}
+    named = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
+    given = {
+        **{name: Given(value, "default") for name, value in _DEFAULTS.items()},
+        **(_read(file) if file else {}),
+        **{n: Given(environment[v], f"environment {v}") for n, v in variables.items() if v in environment},
+        **flags,
+    }
+    if unknown := given.keys() - variables.keys():
+        name = min(unknown)
+        raise ConfigError(f"{name} is not a known setting ({given[name].source}), got {given[name].value!r}")
+    return Settings(
+        engine=EngineConfig(**{name: each.value for name, each in given.items() if name in _ENGINE_FIELDS}),
+        serve=ServeConfig(**{name: _hidden(name, each.value) for name, each in given.items() if name in _SERVE_FIELDS}),
+        sources={name: each.source for name, each in given.items()},
+        ignored=tuple(sorted(named - set(variables.values()))),
+    )
+
+
+def _hidden(name: str, value: Any) -> Any:
+    """A secret is wrapped before it is checked, or the message that refuses it would show it."""
+    return SecretStr(value) if name == "admin_token" and isinstance(value, str) else value
+
+
+def _read(file: Path) -> dict[str, Given]:
+    try:
+        values = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the settings file cannot be read ({error}), got {str(file)!r}") from None
+    return {name: Given(value, f"file {file}") for name, value in values.items()}

@@ -1,0 +1,44 @@
+"""A process that serves: it listens, and when told to stop it lets running requests end first."""
+
+import logging
+import signal
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from helmrec.errors import ConfigError
+from helmrec.serve.settings import ServeConfig
+
+log = logging.getLogger("helmrec.serve")
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket bound as the settings say; its port is a real one even if they leave it open."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"host, port: cannot listen ({error.strerror}), got {config.host}:{config.port}") from None
+
+
+def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)  # the server raises what it caught again when it is done; to us that is the end
+    host, port = listener.getsockname()[:2]
+    log.info("listening", extra={"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"})
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=config.drain_s,
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+    log.info("stopped")
+
+
+def _ignore(*_: object) -> None:
+    """A handler, so that the signal does not end the process."""

@@ -1,0 +1,69 @@
+"""`helmrec serve`: one model behind HTTP."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from helmrec.console import err, out, told_plainly
+from helmrec.engine.engine import Engine
+from helmrec.errors import ConfigError
+from helmrec.serve.app import make_app
+from helmrec.serve.logs import log_to_stderr
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.server import listen, serve_until_told
+from helmrec.serve.settings import Given, Settings, resolve
+
+log = logging.getLogger("helmrec.serve")
+
+
+def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
+    pool: Annotated[str | None, typer.Option(help="Memory both caches share, such as 24GiB.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Embedding share of the pool.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
+    others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show all settings, and stop.")] = False,
+) -> None:
+    """Serve a model over HTTP. Flags win over HELMREC_* variables, those over the file of --config.
+
+    The token of admin calls is best given as HELMREC_ADMIN_TOKEN: flags are seen by every user of a machine.
+    """
+    with told_plainly():
+        flags = {"pool_bytes": ("--pool", pool), "deadline_ms": ("--deadline", deadline_ms)} | {
+            name: (f"--{name}", value)
+            for name, value in (("alpha", alpha), ("device", device), ("host", host), ("port", port))
+        }
+        settings = resolve(_given(flags) | _parsed(others or []), os.environ, config)
+        if print_config:
+            for line in settings.lines():
+                out.print(line, highlight=False, markup=False, soft_wrap=True)
+            return
+        _serve(model, settings)
+
+
+def _given(flags: dict[str, tuple[str, Any]]) -> dict[str, Given]:
+    return {name: Given(value, f"flag {flag}") for name, (flag, value) in flags.items() if value is not None}
+
+
+def _parsed(others: list[str]) -> dict[str, Given]:
+    for each in others:
+        if "=" not in each:
+            raise ConfigError(f"--set: NAME=VALUE is needed, got {each!r}")
+    return {name: Given(value, "flag --set") for name, _, value in (each.partition("=") for each in others)}
+
+
+def _serve(model: Path, settings: Settings) -> None:
+    log_to_stderr(settings.serve.log_level)
+    for name in settings.ignored:
+        log.warning("not a setting", extra={"variable": name})
+    with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once
+        with err.status("getting the model ready"):
+            engine = Engine.from_model(model, settings.engine)
+        serve_until_told(make_app(InProcessPort(engine), settings.serve), settings.serve, listener)

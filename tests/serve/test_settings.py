@@ -1,0 +1,73 @@
+"""Where settings come from, and which wins."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from helmrec.errors import ConfigError
+from helmrec.serve.settings import Given, resolve
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.toml"
+    path.write_text('pool_bytes = "1GiB"\nalpha = 0.1\nport = 1000\n')
+    return path
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(file: Path) -> None:
+    settings = resolve({"alpha": Given(0.3, "flag --alpha")}, {"HELMREC_ALPHA": "0.2", "HELMREC_PORT": "2000"}, file)
+    assert (settings.engine.alpha, settings.serve.port, settings.engine.pool_bytes) == (0.3, 2000, 1 << 30)
+    assert settings.sources == {
+        "alpha": "flag --alpha",
+        "port": "environment HELMREC_PORT",
+        "pool_bytes": f"file {file}",
+    }
+
+
+def test_what_is_shown_can_be_read_back_and_hides_the_token(file: Path) -> None:
+    settings = resolve({}, {"HELMREC_ADMIN_TOKEN": "open sesame"}, file)
+    text = "\n".join(settings.lines())
+    assert "sesame" not in text
+    assert "# admin_token is set  # environment HELMREC_ADMIN_TOKEN" in text
+    assert f"alpha = 0.1  # file {file}" in text
+    assert 'host = "127.0.0.1"  # default' in text
+    back = {name: Given(value, "shown") for name, value in tomllib.loads(text).items()}
+    assert resolve(back, {}, None).engine == settings.engine
+
+
+def test_nobody_listens_beyond_loopback_and_no_admin_call_works_unless_told() -> None:
+    settings = resolve({}, {}, None)
+    assert (settings.serve.host, settings.serve.admin_token) == ("127.0.0.1", None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "content", "message"),
+    [
+        ({"HELMREC_ALPHA": "1.5"}, "", "alpha must be at most 1"),
+        ({"HELMREC_PORT": "http"}, "", "port: .* got 'http'"),
+        ({"HELMREC_ADMIN_TOKEN": "short"}, "", "admin_token: .* at least 8"),
+        ({}, "shoes = 4", r"shoes is not a known setting \(file .*\), got 4"),
+        ({}, "alpha", "the settings file cannot be read"),
+        ({}, None, "the settings file cannot be read"),
+    ],
+)
+def test_a_wrong_setting_is_told(
+    tmp_path: Path, environment: dict[str, str], content: str | None, message: str
+) -> None:
+    path = tmp_path / "wrong.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        resolve({}, environment, path)
+
+
+def test_a_token_that_is_refused_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, {"HELMREC_ADMIN_TOKEN": "short"}, None)
+    assert "short'" not in str(caught.value)
+
+
+def test_variables_that_look_like_settings_are_told_of() -> None:
+    assert resolve({}, {"HELMREC_POLL": "1GiB", "HOME": "/"}, None).ignored == ("HELMREC_POLL",)

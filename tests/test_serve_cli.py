@@ -1,0 +1,132 @@
+"""`helmrec serve`, as a process."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from helmrec.cli import app
+from helmrec.model.profiles import profile
+from helmrec.model.weights import init_model
+from tests.serve.asgi import wait_for
+from tests.serve.cases import rank_body
+
+BODY = json.dumps(rank_body()).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "model"
+    init_model(path, profile("demo", 500), 0)
+    return path
+
+
+class Process:
+    """A server in a process of its own, and what it has logged so far."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.lines: list[str] = []
+        command = [sys.executable, "-m", "helmrec", "serve", *arguments, "--port", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HELMREC_POLL": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        wait_for(lambda: self.has("event=ready model="))
+        (address,) = re.findall(r"address=http://127.0.0.1:(\d+)", "".join(self.lines))
+        self.port = int(address)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(self.process.stderr)
+
+    def has(self, text: str) -> bool:
+        assert self.process.poll() is None or text in "".join(self.lines), "".join(self.lines)
+        return text in "".join(self.lines)
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def end(self) -> int:
+        code = self.process.wait(timeout=60)
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Process]:
+    process = Process(str(folder), "--pool", "8MiB")
+    yield process
+    if process.process.poll() is None:
+        process.process.kill()
+        process.end()
+
+
+def test_sigterm_lets_running_requests_end_and_the_process_ends_well(server: Process) -> None:
+    connection = server.connection()
+    connection.putrequest("POST", "/v1/rank")
+    connection.putheader("content-length", str(len(BODY)))
+    connection.endheaders()
+    connection.send(BODY[:10])  # the request is running now: its handler waits for the rest
+    idle = server.connection()
+    idle.request("GET", "/readyz")
+    assert idle.getresponse().read() == b'{"status":"ready"}'
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: is_refused(server.port))
+    connection.send(BODY[10:])
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert len(json.loads(answer.read())["scores"]) == 2
+    connection.close()
+    idle.close()
+    assert server.end() == 0
+    log = "".join(server.lines)
+    assert "event=stopped" in log
+    assert 'level=warning logger=helmrec.serve event="not a setting" variable=HELMREC_POLL' in log
+    assert "level=error" not in log
+
+
+def is_refused(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_print_config_shows_where_each_value_came_from(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "serve.toml").write_text("queue_limit = 64\n")
+    flags = ["--pool", "24GiB", "--set", "audit_every=100", "--config", str(tmp_path / "serve.toml"), "--print-config"]
+    done = CliRunner().invoke(app, ["serve", str(folder), *flags], env={"HELMREC_DRAIN_S": "5"})
+    assert done.exit_code == 0, done.output
+    for line in (
+        "pool_bytes = 25769803776  # flag --pool",
+        "audit_every = 100  # flag --set",
+        "drain_s = 5  # environment HELMREC_DRAIN_S",
+        f"queue_limit = 64  # file {tmp_path / 'serve.toml'}",
+        "port = 8000  # default",
+    ):
+        assert line in done.output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pool", "much"], "pool_bytes: "),
+        (["--set", "alpha"], "--set: NAME=VALUE is needed, got 'alpha'"),
+        (["--set", "shoes=4"], "shoes is not a known setting (flag --set), got '4'"),
+        (["--port", "70000"], "port must be at most 65535, got 70000"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(folder: Path, flags: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["serve", str(folder), *flags])
+    assert done.exit_code == 2
+    assert message in done.output
