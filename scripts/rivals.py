@@ -127,13 +127,14 @@ def service_cost() -> ServiceCost:
         NodeConfig(model=profile("wide", NUM_ITEMS), engine=EngineConfig(pool_bytes=POOL_BYTES)),
     )
     candidates, history = 2_048, 6_700
+    token_ms = cost.compute_token_us / 1e3 + len(node.model.features) * cost.compute_row_ns / 1e6
     return ServiceCost(
-        token_ms=cost.compute_token_us / 1e3,
+        token_ms=token_ms,
         pair_ms=cost.compute_pair_ns / 1e6,
-        floor_ms=candidates * (cost.compute_token_us / 1e3 + history * cost.compute_pair_ns / 1e6),
+        floor_ms=candidates * (token_ms + history * cost.compute_pair_ns / 1e6),
         missed_row_ms=node.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
         host_token_ms=cost.host_token_us / 1e3,
-        host_floor_ms=candidates * cost.host_token_us / 1e3,
+        host_floor_ms=cost.host_request_ms + candidates * cost.host_token_us / 1e3,
     )
 
 
