@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from helmrec.config import Frozen
@@ -45,6 +46,20 @@ class EventSchema(Frozen):
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
         return tuple(table.name for table in self.features)
+
+    @cached_property
+    def known_features(self) -> frozenset[str]:
+        return frozenset(self.feature_names)
+
+    @cached_property
+    def field_names(self) -> tuple[str, ...]:
+        """In the order of columns, as messages name them."""
+        return ("items", *(f"features[{name!r}]" for name in self.feature_names), "actions", "timestamps")
+
+    @cached_property
+    def limits(self) -> NDArray[np.uint64]:  # (fields, 1) ids are smaller
+        rows = (self.num_items, *(table.num_rows for table in self.features), self.num_actions, MAX_ID)
+        return np.array(rows, np.uint64)[:, None]
 
     @property
     def num_fields(self) -> int:
@@ -85,27 +100,32 @@ class Events:
 def to_columns(schema: EventSchema, events: NewEvents, max_events: int) -> IntArray:  # (fields, events)
     """Raise RequestError, naming field and value, or return a copy in columns."""
     given = events.features
-    if not isinstance(given, Mapping) or given.keys() != set(schema.feature_names):
+    if not isinstance(given, Mapping) or given.keys() != schema.known_features:
         seen = sorted(given, key=str) if isinstance(given, Mapping) else given
         raise RequestError("features", seen, f"values by name are needed for exactly {list(schema.feature_names)}")
-    lines = [
-        _line("items", events.items, schema.num_items),
-        *(_line(f"features[{t.name!r}]", given[t.name], t.num_rows) for t in schema.features),
-        _line("actions", events.actions, schema.num_actions),
-        _line("timestamps", events.timestamps, MAX_ID),
-    ]
+    values = (events.items, *(given[name] for name in schema.feature_names), events.actions, events.timestamps)
+    lines = [_line(name, line) for name, line in zip(schema.field_names, values, strict=True)]
     num_events = lines[0].size
     if not 1 <= num_events <= max_events:
         raise RequestError("items", num_events, f"between 1 and {max_events} events are needed")
-    names = ["items", *(f"features[{name!r}]" for name in schema.feature_names), "actions", "timestamps"]
-    for name, line in zip(names, lines, strict=True):
+    columns = np.empty((len(lines), num_events), np.int64)
+    for name, line, column in zip(schema.field_names, lines, columns, strict=True):
         if line.size != num_events:
             raise RequestError(name, line.size, f"one value per item is needed, {num_events} in all")
-    times = lines[-1]
+        column[:] = line
+    outside = columns.view(np.uint64) >= schema.limits  # what is negative, or was too large to be signed, is large
+    if outside.any():
+        field_at, at = np.argwhere(outside)[0].tolist()
+        problem = f"values run from 0 to {int(schema.limits[field_at, 0]) - 1}"
+        raise RequestError(f"{schema.field_names[field_at]}[{at}]", int(lines[field_at][at]), problem)
+    _check_forward(columns[-1])
+    return columns
+
+
+def _check_forward(times: IntArray) -> None:
     if (back := np.flatnonzero(times[1:] < times[:-1])).size:
         at = int(back[0]) + 1
         raise RequestError(f"timestamps[{at}]", int(times[at]), f"time runs backwards from {times[at - 1]}")
-    return np.stack(lines)
 
 
 def to_events(schema: EventSchema, first_event: int, columns: IntArray, words: Words) -> Events:
@@ -115,18 +135,14 @@ def to_events(schema: EventSchema, first_event: int, columns: IntArray, words: W
     )
 
 
-def _line(field_name: str, values: Ids, limit: int) -> IntArray:
+def _line(name: str, values: Ids) -> NDArray[np.integer]:
+    """The values as a flat array of integers."""
     try:
         line = np.asarray(values)
     except (ValueError, TypeError, OverflowError):  # a ragged list, or something that is none
-        raise RequestError(field_name, values, "a flat list of integers is needed") from None
+        raise RequestError(name, values, "a flat list of integers is needed") from None
     if line.ndim != 1:
-        raise RequestError(field_name, line.shape, "a flat list of integers is needed")
-    if line.size == 0:
-        return np.empty(0, np.int64)
-    if line.dtype.kind not in "iu":
-        raise RequestError(f"{field_name}[0]", line[0], f"integers of 64 bits are needed, not {line.dtype}")
-    if (outside := np.flatnonzero((line < 0) | (line >= limit))).size:
-        at = int(outside[0])
-        raise RequestError(f"{field_name}[{at}]", int(line[at]), f"values run from 0 to {limit - 1}")
-    return line.astype(np.int64)
+        raise RequestError(name, line.shape, "a flat list of integers is needed")
+    if line.size and line.dtype.kind not in "iu":
+        raise RequestError(f"{name}[0]", line[0], f"integers of 64 bits are needed, not {line.dtype}")
+    return line

@@ -17,6 +17,7 @@ from helmrec.types import IntArray
 
 PAGE_EVENTS = 128
 _HEADER_WORDS = 3
+_WORD = (1 << 64) - 1
 _USER = struct.Struct("<QQQQ")
 _PAGE_KEY = struct.Struct(">QQ")  # big-endian: keys sort by user, then by page
 _USER_KEY = struct.Struct(">Q")
@@ -96,9 +97,10 @@ def unpack_pages(values: Sequence[bytes | memoryview], num_fields: int, num_even
     flat = np.frombuffer(joined, "<i8", len(joined) // 8)
     num_copied = _copy_columns(flat, columns)
     words = _event_words(columns)
-    before = int(flat[1:2].view(np.uint64).sum())  # 0 if there is none
+    if not num_copied:
+        return Unpacked(columns, words, 0, 0, 0)
     sound = _count_sound(flat, num_fields, words[:num_copied])
-    return Unpacked(columns, words, before, int(sound.seal), int(sound.num_events))
+    return Unpacked(columns, words, int(flat[1]) & _WORD, int(sound.seal), int(sound.num_events))
 
 
 @numba.njit(cache=True)
@@ -127,7 +129,7 @@ class _Sound(NamedTuple):
 def _count_sound(flat: IntArray, num_fields: int, words: Words) -> _Sound:
     """Leading events whose words lead from seal to seal, page by page, and the last such seal."""
     at = first = 0
-    seal = np.uint64(flat[1]) if words.size else np.uint64(0)
+    seal = np.uint64(flat[1])
     while first < words.size:
         count = flat[at]
         states = _fold_words(seal, words[first : first + count])

@@ -73,7 +73,7 @@ class UserTable:
         if found.num_sound < num_events:
             at = record.version - num_events + found.num_sound
             raise HistoryError(f"the history of user {user_id} is damaged from event {at} on")
-        if found.seal != record.seal or (first_page == 0 and found.before != new_user(user_id).seal):
+        if found.seal != record.seal:
             raise HistoryError(f"the history of user {user_id} is damaged: its record and its pages disagree")
         return found
 
@@ -150,4 +150,6 @@ class UserTable:
         """Raise HistoryError unless all that is kept of the user is sound. A user deleted meanwhile is."""
         record = self.record(txn, user_id)
         if record is not None:
-            self.read(txn, user_id, record, record.first_event)
+            found = self.read(txn, user_id, record, record.first_event)
+            if record.first_event == 0 and found.before != new_user(user_id).seal:
+                raise HistoryError(f"the history of user {user_id} is damaged: it is another user's")
