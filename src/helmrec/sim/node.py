@@ -18,6 +18,7 @@ from helmrec.sim.node_loop import run_until
 from helmrec.sim.node_plan import row_capacity
 from helmrec.sim.node_rows import Row, check_rows, make_rows, resize
 from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, no_faults
+from helmrec.sim.rows import candidate_rows, context_rows, history_rows
 from helmrec.types import IntArray
 
 _Number = TypeVar("_Number", np.int64, np.float64)
@@ -41,6 +42,7 @@ class Node:
         self.outcomes = outcomes
         self.faults = faults or no_faults()
         self.state = _make_state(config, self.setup, requests)
+        _compile_readers(requests, self.state.scratch)
         self._inbox = Inbox(np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64))
         self.aim(config.engine.alpha)
         self._start_at_target()
@@ -181,6 +183,14 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
         rows=make_rows(space.num_kept_rows, num_slots, _max_missed(config, setup, requests), is_filtered=is_filtered),
         host=make_host(config.engine.host_kv_bytes // setup.page_bytes),
     )
+
+
+def _compile_readers(requests: Requests, scratch: IntArray) -> None:
+    """Read the rows of one request, so that the functions that do so are compiled as they are meant (`node_jit`)."""
+    if requests.window.size:
+        history_rows(requests.reads, 0, int(requests.anchor[0]), scratch)
+        candidate_rows(requests.reads, 0, scratch)
+        context_rows(requests.reads, 0, scratch)
 
 
 def _max_missed(config: NodeConfig, setup: Setup, requests: Requests) -> int:
