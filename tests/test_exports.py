@@ -6,6 +6,7 @@ import helmrec
 
 EXPORTS = [
     "AlphaOutOfRange",
+    "Client",
     "ConfigError",
     "DeadlineExceeded",
     "Engine",
@@ -23,6 +24,7 @@ EXPORTS = [
     "RankResult",
     "Refused",
     "RequestError",
+    "ServerError",
     "StaleVersion",
     "Timing",
     "TraceError",

@@ -15,16 +15,19 @@ from helmrec.errors import (
     QueueFull,
     Refused,
     RequestError,
+    ServerError,
     StaleVersion,
     TraceError,
 )
 from helmrec.memory.stats import PoolStats
+from helmrec.serve.client import Client
 from helmrec.types import RankRequest, RankResult, Timing
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AlphaOutOfRange",
+    "Client",
     "ConfigError",
     "DeadlineExceeded",
     "Engine",
@@ -42,6 +45,7 @@ __all__ = [
     "RankResult",
     "Refused",
     "RequestError",
+    "ServerError",
     "StaleVersion",
     "Timing",
     "TraceError",

@@ -13,7 +13,8 @@ HelmRecError
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
 │   └── DeadlineExceeded
-└── EngineClosed
+├── EngineClosed
+└── ServerError          a server failed or could not be reached; raised by the client
 """
 
 
@@ -83,3 +84,7 @@ class DeadlineExceeded(Refused):
 
 class EngineClosed(HelmRecError):
     """The engine was closed."""
+
+
+class ServerError(HelmRecError):
+    """A server failed, or could not be reached."""

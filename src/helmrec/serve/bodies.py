@@ -12,6 +12,7 @@ from helmrec.errors import RequestError
 DEADLINE_HEADER = "deadline-ms"
 _AT = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<path>.*)`$")
 _NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>.*?)`")
+_EXPECTED = re.compile(r"^Expected (?P<what>.+?)(?:, got (?P<kind>.+))?$")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _MAX_SHOWN = 100
 T = TypeVar("T")
@@ -67,7 +68,13 @@ def _explained(message: str, body: bytes | memoryview) -> RequestError:
         return RequestError(named["name"][:_MAX_SHOWN], None, "not a known field" if is_unknown else "is required")
     at = _AT.match(message)
     problem, path = (at["problem"], at["path"]) if at else (message, "")
-    return RequestError(path or "body", _value_at(path, body), problem.replace("`", "'"))
+    problem = _EXPECTED.sub(_needed, problem).replace("`", "")
+    return RequestError(path or "body", _value_at(path, body), problem)
+
+
+def _needed(expected: re.Match[str]) -> str:
+    """In the words all our messages have, which end in the value that was got."""
+    return f"{expected['what']} is needed" + (f", not {expected['kind']}" if expected["kind"] else "")
 
 
 def _value_at(path: str, body: bytes | memoryview) -> object:

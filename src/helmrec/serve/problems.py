@@ -17,6 +17,7 @@ from helmrec.errors import (
 from helmrec.serve.schema import Problem
 
 MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:helmrec:error:"
 _MAX_DETAIL = 500
 _MAX_VALUE = 100
 _RETRY_AFTER = {"retry-after": "1"}
@@ -36,7 +37,7 @@ def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) ->
             Problem(_title(error.status_code), error.status_code, _cut(error.detail), request_id), path, error
         )
     status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
-    problem = Problem(_title(status), status, _cut(str(error)), request_id)
+    problem = Problem(_title(status), status, _cut(str(error)), request_id, TYPE_PREFIX + type(error).__name__)
     if isinstance(error, RequestError):
         problem = msgspec.structs.replace(problem, field=error.field, value=_plain(error.value))
     return _answer(problem, path)

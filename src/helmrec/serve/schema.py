@@ -116,6 +116,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
     status: int
     detail: str
     request_id: str
+    type: Annotated[str, Meta(description="which of our errors it is")] = "about:blank"
     field: str | None = None
     value: str | int | float | bool | None = None
     error: Annotated[str | None, Meta(description="the detail again, where the Open Inference Protocol looks")] = None

@@ -1,0 +1,104 @@
+"""The client raises what an engine would, and survives connections that were closed on it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.errors import ConfigError, DeadlineExceeded, EngineClosed, QueueFull, RequestError, ServerError
+from helmrec.serve.app import make_app
+from helmrec.serve.client import Client
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.settings import ServeConfig
+from tests.helpers import tiny_engine
+from tests.serve.asgi import on_loopback, wait_for
+from tests.serve.cases import as_request, rank_body, rank_requests
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with (
+        on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig())) as port,
+        Client(f"http://127.0.0.1:{port}") as client,
+    ):
+        wait_for(client.is_ready)
+        yield client
+
+
+def test_a_client_ranks_as_an_engine_does(client: Client) -> None:
+    requests = rank_requests(5)
+    for request, expected in zip(requests, tiny_engine().rank(requests), strict=True):
+        result = client.rank(request)
+        np.testing.assert_allclose(result.scores, expected.scores, atol=1e-5)
+        assert result.scores.dtype == np.float32
+        assert result.window_start == expected.window_start
+
+
+def test_a_wrong_field_is_the_same_error_as_in_process(client: Client) -> None:
+    wrong = as_request(rank_body(items=[1, 2, 999]))
+    with pytest.raises(RequestError) as there:
+        client.rank(wrong)
+    with pytest.raises(RequestError) as here:
+        tiny_engine().rank([wrong])
+    assert str(there.value) == str(here.value)
+    assert (there.value.field, there.value.value) == (here.value.field, here.value.value)
+
+
+@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed])
+def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    async def refuse(self: InProcessPort, requests: Any) -> Any:
+        raise kind("not now")
+
+    monkeypatch.setattr(InProcessPort, "submit", refuse)
+    with pytest.raises(kind, match=r"not now \(request .+\)"):
+        client.rank(as_request(rank_body()))
+
+
+def test_a_failure_of_the_server_is_told_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: InProcessPort, requests: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(InProcessPort, "submit", fail)
+    with pytest.raises(ServerError, match=r"the server failed.*\(request .+\)"):
+        client.rank(as_request(rank_body()))
+
+
+def test_a_connection_closed_while_idle_is_opened_again(client: Client) -> None:
+    assert client.is_ready()
+    client._connection.sock.shutdown(socket.SHUT_RDWR)
+    assert client.rank(as_request(rank_body())).scores.shape == (2, 2)
+
+
+def test_no_server_and_no_url_are_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    client = Client(url)
+    assert not client.is_ready()
+    with pytest.raises(ServerError, match=f"no answer .* from {url}"):
+        client.rank(as_request(rank_body()))
+    for wrong in ("127.0.0.1:8000", "ftp://host", "http://"):
+        with pytest.raises(ConfigError, match="url must look like"):
+            Client(wrong)
+
+
+def test_an_answer_that_is_not_ours_is_a_server_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 418 Teapot\r\ncontent-length: 5\r\n\r\nhello")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with (
+            Client(f"http://127.0.0.1:{other.getsockname()[1]}") as client,
+            pytest.raises(ServerError, match="status 418 without a reason, got b'hello'"),
+        ):
+            client.rank(as_request(rank_body()))
+        thread.join()

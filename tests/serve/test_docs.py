@@ -1,0 +1,68 @@
+"""Every example of docs/serving.md, run as it stands there."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.config import EngineConfig
+from helmrec.engine.engine import Engine
+from helmrec.model.profiles import profile
+from helmrec.model.weights import init_model
+from helmrec.serve.app import make_app
+from helmrec.serve.client import Client
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.settings import ServeConfig
+from tests.serve.asgi import on_loopback, wait_for
+
+TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+SHELL = re.findall(r"```sh\n(.*?)```\n```json\n(.*?)```", TEXT, re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("docs") / "demo-model"
+    init_model(folder, profile("demo", 500), 0)
+    settings: dict[str, Any] = {"pool_bytes": "64MiB"}
+    engine = Engine.from_model(folder, EngineConfig(**settings), MonotonicClock())
+    with on_loopback(make_app(InProcessPort(engine), ServeConfig(admin_token="open-sesame"))) as port:
+        url = f"http://127.0.0.1:{port}"
+        with Client(url) as client:
+            wait_for(client.is_ready)
+        yield url
+
+
+def test_every_shell_example_has_its_answer_beside_it() -> None:
+    assert len(SHELL) == TEXT.count("```sh") == 5
+    assert len(PYTHON) == 1
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize(("command", "shown"), SHELL)
+def test_a_curl_example_answers_in_the_shape_shown(address: str, command: str, shown: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, address)], capture_output=True, check=True, timeout=60
+    )
+    assert shape(json.loads(done.stdout)) == shape(json.loads(shown))
+
+
+def test_the_python_example_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(PYTHON[0].replace(ADDRESS, address), "docs/serving.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("[[")
+
+
+def shape(value: Any) -> Any:
+    """Names and kinds of a JSON value; what says which problem it is counts word by word."""
+    if isinstance(value, dict):
+        return {name: value[name] if name in {"status", "field", "detail"} else shape(value[name]) for name in value}
+    if isinstance(value, list):
+        return [shape(each) for each in value]
+    return float if isinstance(value, int | float) else type(value)
