@@ -1,1 +1,1 @@
-"""The pool and its two caches: bookkeeping that never imports torch, and the one tensor it describes."""
+"""The pool and its two caches: bookkeeping without torch, the one tensor it describes, and rows kept track of on a card."""

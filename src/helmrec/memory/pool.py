@@ -1,7 +1,7 @@
 """One pool, two caches: the ledger, both caches and the boundary between them.
 
-The pool decides; whatever must move in memory goes through `RowMover`. No torch here, so the simulator runs
-the same pool as the engine.
+The pool decides; whatever must move in memory goes through `RowMover`. No torch here, so that the simulator's compiled
+twin can be held to it.
 """
 
 from collections import Counter
