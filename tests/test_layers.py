@@ -16,6 +16,7 @@ RANKS = {
     "memory": 2,
     "model": 3,
     "control": 3,
+    "router": 3,
     "history": 3,
     "engine": 4,
     "sim": 5,
@@ -100,6 +101,14 @@ def test_what_controls_sees_values_only() -> None:
     for module in (m for m in IMPORTS if layer(m) == "control"):
         assert {layer(other) for other in ours(module)} <= {*BASE, "memory", "control"}
         assert {m for m in ours(module) if layer(m) == "memory"} <= SEEN_BY_CONTROL
+
+
+def test_routing_sees_base_and_the_sampling_hash_only() -> None:
+    for module in (m for m in IMPORTS if layer(m) == "router"):
+        assert {layer(other) for other in ours(module)} <= {*BASE, "memory", "router"}
+        assert {m for m in ours(module) if layer(m) == "memory"} <= {"helmrec.memory", "helmrec.memory.sampling"}
+        for seen in (module, *reach(module)):
+            assert not any(uses(seen, library) for library in ("torch", "ray", "socket", "time", "random"))
 
 
 def test_rivals_of_the_bench_serve_only_comparisons() -> None:

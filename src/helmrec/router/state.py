@@ -1,0 +1,297 @@
+"""What a router believes of every node: its own sends and guesses at once, the node's reports when they come.
+
+A guess is that a node holds the prefix of a user it was sent, until it has had other tokens to hold than fit, some time
+has passed, or its report says otherwise. Knows no policy and no socket; time comes with every call.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.errors import ConfigError
+from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
+from helmrec.router.sketch import DEFAULT_BITS, RowSketch
+
+
+class StateSettings(Frozen):
+    """How long and how much a router remembers."""
+
+    stale_s: float = Field(2.0, gt=0, description="age from which a report is not used any more")
+    prefix_ttl_s: float = Field(3600.0, gt=0, description="how long a prefix is believed to stay without a new visit")
+    open_ttl_s: float = Field(10.0, gt=0, description="how long a send counts as load if nobody says it ended")
+    kept_from_visit: int = Field(2, ge=1, description="visit from which nodes keep a prefix: their KV admission")
+    max_users: int = Field(200_000, ge=1, description="users remembered, newest first; half a kilobyte each")
+    sketch_bits: int = Field(DEFAULT_BITS, ge=64, description="of each node's row sketch; others are not used")
+
+
+class UserTokens(NamedTuple):
+    """KV a node really holds of a user; both 0 once it is gone."""
+
+    user: int
+    resident_tokens: int
+    host_tokens: int = 0  # pool and host tier together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeReport:
+    """What a node says of itself. Everything before `as_of_s` is in it."""
+
+    node: int
+    as_of_s: float
+    queue_ms: float
+    num_waiting: int
+    waiting_tokens: int
+    alpha: float
+    pool_tokens: int  # KV tokens the whole pool would hold
+    row_hit_rate: float
+    sketch: RowSketch | None = None
+    users: tuple[UserTokens, ...] = ()  # whose KV changed in a way the router cannot guess
+
+
+class Sent(NamedTuple):
+    """One request on its way; `finished` takes it back."""
+
+    serial: int
+    node: int
+    sent_s: float
+    service_ms: float
+    num_tokens: int
+
+
+class _Guess(NamedTuple):
+    resident_tokens: int
+    host_tokens: int
+    visits: int
+    written_tokens: int  # the node's count when the user was last there
+    expires_s: float
+    life: int  # of the node: one that came back holds nothing
+
+
+_NOTHING = _Guess(0, 0, 0, 0, 0.0, 0)
+
+
+class _Load(NamedTuple):
+    queue_ms: float = 0.0
+    num_waiting: float = 0.0
+    waiting_tokens: float = 0.0
+
+    def plus(self, sent: Sent, sign: int) -> "_Load":
+        return _Load(
+            max(0.0, self.queue_ms + sign * sent.service_ms),
+            max(0.0, self.num_waiting + sign),
+            max(0.0, self.waiting_tokens + sign * sent.num_tokens),
+        )
+
+
+_NO_LOAD = _Load()
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Load of one node: as reported, and sends the report could not know of."""
+
+    reported: _Load = _NO_LOAD
+    unreported: _Load = _NO_LOAD
+    open: dict[int, Sent] = field(default_factory=dict)  # unreported ones, by serial, oldest first
+
+    def add(self, sent: Sent) -> None:
+        self.open[sent.serial] = sent
+        self.unreported = self.unreported.plus(sent, 1)
+
+    def remove(self, sent: Sent) -> None:
+        if self.open.pop(sent.serial, None) is None:
+            self.reported = self.reported.plus(sent, -1)
+        else:
+            self.unreported = self.unreported.plus(sent, -1) if self.open else _NO_LOAD
+
+    def forget_before(self, time_s: float) -> None:
+        """Sends until then are in a report, or long answered."""
+        while self.open and (oldest := next(iter(self.open.values()))).sent_s <= time_s:
+            self.remove(oldest)
+
+
+class ClusterState:
+    """Nodes that come and go, and what is believed of them."""
+
+    def __init__(self, settings: StateSettings | None = None) -> None:
+        self.settings = settings or StateSettings()
+        if self.settings.sketch_bits & (self.settings.sketch_bits - 1):
+            raise ConfigError(f"sketch_bits must be a power of two, got {self.settings.sketch_bits}")
+        self._place: dict[int, int] = {}  # node -> index into everything below
+        self._nodes = self._blank([])
+        self._ledgers: list[_Ledger] = []
+        self._reported_s = np.empty(0)
+        self._loads = np.zeros((6, 0))  # reported, then unreported; a _Load each
+        self._room_tokens: list[float] = []  # KV tokens that fit at the node's alpha; infinite if it never said
+        self._written_tokens: list[int] = []  # ever given to it to hold
+        self._guesses: OrderedDict[int, dict[int, _Guess]] = OrderedDict()  # user -> node -> guess
+        self._num_sent = 0
+        self._num_joined = 0
+        self._life: list[int] = []  # which join it was
+
+    def _blank(self, ids: list[int]) -> Nodes:
+        return blank_nodes(np.array(ids, np.int64), self.settings.sketch_bits // 64)
+
+    def join(self, node: int) -> None:
+        """A node begins to take requests, empty. One that was here before starts again."""
+        self.leave(node)
+        self._place[node] = len(self._place)
+        self._nodes = _mapped(lambda a, b: np.concatenate([a, b], axis=-1), self._nodes, self._blank([node]))
+        self._ledgers.append(_Ledger())
+        self._reported_s = np.append(self._reported_s, -np.inf)
+        self._loads = np.hstack([self._loads, np.zeros((6, 1))])
+        self._room_tokens.append(np.inf)
+        self._written_tokens.append(0)
+        self._num_joined += 1
+        self._life.append(self._num_joined)
+
+    def leave(self, node: int) -> None:
+        """A node is gone, and all it held with it. Unknown ones may leave, too."""
+        place = self._place.pop(node, None)
+        if place is None:
+            return
+        self._place = {other: at - (at > place) for other, at in self._place.items()}
+        self._nodes = _mapped(lambda column: np.delete(column, place, axis=-1), self._nodes)
+        self._reported_s = np.delete(self._reported_s, place)
+        self._loads = np.delete(self._loads, place, axis=1)
+        del self._ledgers[place], self._room_tokens[place], self._written_tokens[place], self._life[place]
+
+    def set_alive(self, node: int, is_alive: bool) -> None:
+        """A node that drains, or does not answer for now, keeps what is believed of it."""
+        if node in self._place:
+            alive = self._nodes.is_alive.copy()
+            alive[self._place[node]] = is_alive
+            self._nodes = self._nodes._replace(is_alive=alive)
+
+    def look(self, user: int, now_s: float) -> Nodes:
+        """All nodes as they are for a request of this user. Good until the state changes."""
+        is_fresh = self._reported_s >= now_s - self.settings.stale_s
+        load = np.where(is_fresh, self._loads[:3], 0.0) + self._loads[3:]
+        seen = self._nodes._replace(is_fresh=is_fresh, queue_ms=load[0], num_waiting=load[1], waiting_tokens=load[2])
+        guesses = self._guesses.get(user)
+        return seen if not guesses else self._with_prefixes(seen, guesses, now_s)
+
+    def _with_prefixes(self, seen: Nodes, guesses: dict[int, _Guess], now_s: float) -> Nodes:
+        held = np.zeros((3, seen.num_nodes), np.int64)
+        for node, guess in guesses.items():
+            place = self._place.get(node)
+            if place is None or not self._holds(place, guess, now_s):
+                continue
+            is_kept = guess.visits >= self.settings.kept_from_visit
+            others = self._written_tokens[place] - guess.written_tokens
+            fits = is_kept and others + guess.resident_tokens <= self._room_tokens[place]
+            resident = guess.resident_tokens if fits else 0
+            held[:, place] = resident, max(resident, guess.host_tokens), guess.visits
+        return seen._replace(resident_tokens=held[0], host_tokens=held[1], visits=held[2])
+
+    def _holds(self, place: int, guess: _Guess, now_s: float) -> bool:
+        return guess.life == self._life[place] and guess.expires_s >= now_s
+
+    def sent(self, request: RouteRequest, node: int, service_ms: float, now_s: float) -> Sent:
+        """A request is on its way: its node is busier, and will hold the user's prefix."""
+        place = self._place[node]
+        self._num_sent += 1
+        sent = Sent(self._num_sent, node, now_s, service_ms, request.num_tokens)
+        self._ledgers[place].forget_before(now_s - self.settings.open_ttl_s)
+        self._ledgers[place].add(sent)
+        self._publish(place)
+        self._guess(request, place, now_s)
+        return sent
+
+    def _guess(self, request: RouteRequest, place: int, now_s: float) -> None:
+        """The node will hold this prefix once it has kept one visit, and something else will have to go."""
+        node, kept_from = int(self._nodes.ids[place]), self.settings.kept_from_visit
+        before = self._guesses.get(request.user, {}).get(node)
+        if before is None or not self._holds(place, before, now_s):
+            before = _NOTHING
+        if before.visits + 1 >= kept_from:
+            known = before.resident_tokens if before.visits >= kept_from else 0
+            self._written_tokens[place] += max(0, request.num_tokens - known)
+        held = UserTokens(request.user, request.num_tokens, before.host_tokens)
+        self._remember(place, held, before.visits + 1, now_s)
+
+    def _remember(self, place: int, held: UserTokens, visits: int, now_s: float) -> None:
+        expires_s = now_s + self.settings.prefix_ttl_s
+        guess = _Guess(*held[1:], visits, self._written_tokens[place], expires_s, self._life[place])
+        self._guesses.setdefault(held.user, {})[int(self._nodes.ids[place])] = guess
+        self._guesses.move_to_end(held.user)
+        while len(self._guesses) > self.settings.max_users:
+            self._guesses.popitem(last=False)
+
+    def finished(self, sent: Sent) -> None:
+        """A request was answered, refused or lost. Its node may be gone."""
+        place = self._place.get(sent.node)
+        if place is not None:
+            self._ledgers[place].remove(sent)
+            self._publish(place)
+
+    def report(self, report: NodeReport, now_s: float) -> None:
+        """Take a node's word over guesses. Those of unknown nodes, or older than the last one, are passed over."""
+        place = self._place.get(report.node)
+        if place is None or report.as_of_s < self._reported_s[place]:
+            return
+        ledger = self._ledgers[place]
+        ledger.forget_before(report.as_of_s)
+        ledger.reported = _Load(report.queue_ms, report.num_waiting, report.waiting_tokens)
+        self._publish(place)
+        self._reported_s[place] = report.as_of_s
+        self._room_tokens[place] = (1 - report.alpha) * report.pool_tokens
+        self._nodes.alpha[place] = report.alpha
+        self._nodes.row_hit_rate[place] = report.row_hit_rate
+        if report.sketch is not None:
+            self._take_sketch(place, report.sketch)
+        for held in report.users:
+            self.correct(report.node, held, now_s)
+
+    def _take_sketch(self, place: int, sketch: RowSketch) -> None:
+        fits = sketch.words.size == len(self._nodes.sketch_words)
+        if fits:
+            self._nodes.sketch_words[:, place] = sketch.words
+        self._nodes.sketch_threshold[place] = sketch.threshold if fits else 0
+        self._nodes.sketch_fill[place] = sketch.fill
+
+    def correct(self, node: int, held: UserTokens, now_s: float) -> None:
+        """What a node holds of one user, known from a report or an answer."""
+        place = self._place.get(node)
+        if place is None:
+            return
+        guesses = self._guesses.get(held.user, {})
+        if held.resident_tokens or held.host_tokens:
+            visits = guesses[node].visits if node in guesses else 0
+            self._remember(place, held, max(self.settings.kept_from_visit, visits), now_s)
+        elif guesses.pop(node, None) and not guesses:
+            del self._guesses[held.user]
+
+    def _publish(self, place: int) -> None:
+        ledger = self._ledgers[place]
+        self._loads[:3, place], self._loads[3:, place] = ledger.reported, ledger.unreported
+
+    @property
+    def num_users(self) -> int:
+        """Whose prefix is believed to be somewhere."""
+        return len(self._guesses)
+
+    def check(self) -> None:
+        """Every column has one entry per node, loads add up, and memory is bounded."""
+        count = len(self._place)
+        assert sorted(self._place.values()) == list(range(count))
+        assert all(column.shape[-1] == count for column in (*self._nodes, self._loads, self._reported_s))
+        assert all(len(c) == count for c in (self._ledgers, self._room_tokens, self._written_tokens, self._life))
+        assert all(self._nodes.ids[place] == node for node, place in self._place.items())
+        for place, ledger in enumerate(self._ledgers):
+            assert abs(sum(s.service_ms for s in ledger.open.values()) - ledger.unreported.queue_ms) < 1e-6
+            assert len(ledger.open) == ledger.unreported.num_waiting
+            assert tuple(self._loads[:, place]) == (*ledger.reported, *ledger.unreported)
+        assert len(self._guesses) <= self.settings.max_users
+        assert all(self._guesses.values()), "a user without a guess is forgotten"
+
+
+def _mapped(change: Callable[..., NDArray[Any]], *nodes: Nodes) -> Nodes:
+    """Change every column."""
+    return Nodes._make(change(*columns) for columns in zip(*nodes, strict=True))
