@@ -158,7 +158,8 @@ def test_the_disk_is_forced_once_an_interval(make: Make, file: Watched, clock: M
         writer.submit(lambda _: 0).result()
         counts.append(file.num_syncs)
         clock.advance(2)
-    assert file.num_syncs in (3, 4)
+    writer.close()
+    assert file.num_syncs in (3, 4)  # the writer looks at the clock before or after it is moved on
     assert counts == sorted(counts)
 
 

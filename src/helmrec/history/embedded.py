@@ -84,7 +84,7 @@ class EmbeddedReader:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""
         start = 0
         while start <= MAX_ID:
-            with self._file.reading() as txn:  # a few at a time: a view held for long keeps the file from shrinking
+            with self._file.reading() as txn:  # a few at a time: while a view is held, no freed page is used again
                 some = self._users.list_ids(txn, start, _USERS_AT_ONCE)
             yield from some
             if len(some) < _USERS_AT_ONCE:
@@ -155,5 +155,5 @@ class EmbeddedHistory(EmbeddedReader):
 
 
 def _check_whole(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= MAX_ID:
         raise RequestError(field, value, f"an integer from 0 to {MAX_ID} is needed")
