@@ -1,1 +1,1 @@
-"""The pool and its two caches: bookkeeping without torch, the one tensor it describes, and rows kept track of on a card."""
+"""The pool and its two caches: bookkeeping without torch, the one tensor it describes, and rows tracked on a card."""
