@@ -81,6 +81,13 @@ def test_marginal_utility_walks_to_the_bottom_of_a_bowl_in_small_steps(bowl: Bow
     assert max(abs(b - a) for a, b in pairwise(path)) <= 0.02 + 1e-12
 
 
+def test_marginal_utility_never_walks_beyond_the_curves() -> None:
+    for bowl, end in ((Bowl(emb_scale=1.0, kv_scale=0.005), 0.9), (Bowl(emb_scale=0.005, kv_scale=1.0), 0.1)):
+        path = drive(MarginalUtility(COST), bowl, 0.5, 60)
+        assert path[-1] == pytest.approx(end)
+        assert 0.1 <= min(path) <= max(path) <= 0.9
+
+
 def test_marginal_utility_comes_back_to_the_curves_from_outside() -> None:
     for start, sign in ((0.0, 1), (1.0, -1)):
         move = MarginalUtility(COST).decide(MIDDLE.window(start))

@@ -69,8 +69,10 @@ class MarginalUtility:
         gain_ms = abs(slope_ms) * settings.step
         if gain_ms < settings.min_gain * reckoned.latency_at(now):
             return None
-        name = "rows" if slope_ms < 0 else "prefixes"
-        return Move(now - float(np.copysign(settings.step, slope_ms)), f"{name} save more per page", gain_ms)
+        alpha = float(np.clip(now - np.copysign(settings.step, slope_ms), reckoned.alphas[0], reckoned.alphas[-1]))
+        if alpha == now:  # the curves end here: what lies beyond is unknown, and may leave a cache no room
+            return None
+        return Move(alpha, f"{'rows' if slope_ms < 0 else 'prefixes'} save more per page", gain_ms)
 
     def reset(self) -> None:
         """There is nothing to forget."""
