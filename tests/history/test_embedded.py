@@ -25,14 +25,14 @@ def test_the_embedded_store_keeps_the_protocol(store: EmbeddedHistory) -> None:
 
 def test_events_are_read_as_they_were_appended(store: EmbeddedHistory) -> None:
     at = 0
-    for num in (1, 126, 1, 1, 300, 5):
+    for num in (1, PAGE_EVENTS - 2, 1, 1, 300, 5):
         assert store.append(8, at, events_of(8, at, num)).version == at + num
         at += num
-    for last in (1, 5, 50, 128, 200, at):
+    for last in (1, 5, 50, PAGE_EVENTS, 200, at):
         found = store.read_last(8, last)
         assert (found.first_event, found.num_events, found.version) == (at - last, last, at)
         assert same(found, events_of(8, at - last, last))
-    for first in (0, 127, 128, 400, at - 1):
+    for first in (0, PAGE_EVENTS - 1, PAGE_EVENTS, 400, at - 1):
         assert same(store.read_from(8, first), events_of(8, first, at - first))
 
 

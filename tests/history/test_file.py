@@ -3,12 +3,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 
 from helmrec.errors import HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory, EmbeddedReader
 from helmrec.history.events import EventSchema, FeatureTable
+from helmrec.history.pages import PAGE_EVENTS
 from tests.history.helpers import SCHEMA, events_of, same
 
 FAST = HistoryConfig(sync="os")
@@ -82,14 +84,14 @@ def test_there_is_one_writer(tmp_path: Path) -> None:
 
 def test_changed_bytes_are_told_for_the_user_they_belong_to(tmp_path: Path) -> None:
     fill(tmp_path, 20)
-    data = bytearray((tmp_path / "data.mdb").read_bytes())
-    needle = events_of(7, 130, 60)
-    at = data.find(b"".join(int(v).to_bytes(8, "little") for v in needle.items))
-    assert at > 0
-    data[at + 8 * 30] ^= 4
-    (tmp_path / "data.mdb").write_bytes(bytes(data))
+    items = np.asarray(events_of(7, PAGE_EVENTS + 4, 60).items)
+    changed = items.copy()
+    changed[30] ^= 4
+    data = (tmp_path / "data.mdb").read_bytes()
+    assert items.tobytes() in data
+    (tmp_path / "data.mdb").write_bytes(data.replace(items.tobytes(), changed.tobytes()))  # in free pages, too
     with EmbeddedHistory(tmp_path, SCHEMA, FAST) as store:
-        with pytest.raises(HistoryError, match="the history of user 7 is damaged from event 128 on"):
+        with pytest.raises(HistoryError, match=f"the history of user 7 is damaged from event {PAGE_EVENTS} on"):
             store.read_last(7, 300)
         with pytest.raises(HistoryError, match="user 7 is damaged"):
             store.check()
@@ -100,7 +102,7 @@ def test_changed_bytes_are_told_for_the_user_they_belong_to(tmp_path: Path) -> N
         store.check()
 
 
-@pytest.mark.parametrize("missing_pages", [1, 2, 3, 5, 10, 30, 60, 80])
+@pytest.mark.parametrize("missing_pages", [1, 2, 3, 5, 10, 30, 50])
 def test_a_file_cut_short_is_told_and_nothing_false_is_read(tmp_path: Path, missing_pages: int) -> None:
     fill(tmp_path, 20)
     data = tmp_path / "data.mdb"

@@ -92,8 +92,8 @@ def test_keys_sort_by_user_then_page() -> None:
 
 
 def test_a_user_record_comes_back_and_bad_ones_do_not() -> None:
-    record = UserRecord(300, 128, 2**64 - 1, 17)
+    record = UserRecord(300, PAGE_EVENTS, 2**64 - 1, 17)
     assert unpack_user(pack_user(record)) == record
     assert unpack_user(b"short") is None
     assert unpack_user(pack_user(UserRecord(300, 300, 0, 0))) is None
-    assert unpack_user(pack_user(UserRecord(300, 127, 0, 0))) is None
+    assert unpack_user(pack_user(UserRecord(300, PAGE_EVENTS - 1, 0, 0))) is None

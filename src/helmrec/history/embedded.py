@@ -140,7 +140,7 @@ class EmbeddedHistory(EmbeddedReader):
         return self.submit(user_id, base_version, events).result()
 
     def delete(self, user_id: int) -> bool:
-        """Forget a user; False if there was none. Its bytes stay in free pages of the file until those are reused."""
+        """Forget a user; False if there was none. Its bytes stay in unused parts of the file until reused."""
         _check_whole("user_id", user_id)
         return self._writer.submit(lambda txn: self._users.delete(txn, user_id), frees=True).result()
 

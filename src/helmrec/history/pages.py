@@ -15,7 +15,8 @@ import numpy as np
 from helmrec.history.words import Words, _event_words, _fold_words, seed_state
 from helmrec.types import IntArray
 
-PAGE_EVENTS = 128
+# Four or eight fields of 126 events, with headers, just fit one or two disk pages; 128 of eight would take three.
+PAGE_EVENTS = 126
 _HEADER_WORDS = 3
 _WORD = (1 << 64) - 1
 _USER = struct.Struct("<QQQQ")
