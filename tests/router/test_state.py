@@ -81,14 +81,23 @@ def test_a_node_knows_better_than_a_guess() -> None:
 
 def test_load_is_what_was_reported_and_what_was_sent_since() -> None:
     state = cluster(1, 2)
-    early = state.sent(request(num_tokens=100), 1, 2.0, now_s=0.5)
-    state.sent(request(num_tokens=200), 1, 3.0, now_s=1.5)
-    state.report(report(1, 1.0, queue_ms=10.0, num_waiting=4, waiting_tokens=400), now_s=1.6)
-    seen = state.look(0, 1.6)
-    assert (seen.queue_ms[0], seen.num_waiting[0], seen.waiting_tokens[0]) == (13.0, 5, 600)
+    early = state.sent(request(num_tokens=100), 1, 2.0, now_s=0.999)
+    state.sent(request(num_tokens=200), 1, 3.0, now_s=1.002)
+    state.report(report(1, 1.0, queue_ms=10.0, num_waiting=4, waiting_tokens=400), now_s=1.002)
+    seen = state.look(0, 1.002)
+    assert seen.queue_ms.tolist() == pytest.approx([10 - 2 + 3, 0.0]), "two milliseconds of it are done"
+    assert (seen.num_waiting[0], seen.waiting_tokens[0]) == (5, 600)
     state.finished(early)  # the report has counted it
-    assert state.look(0, 1.6).queue_ms.tolist() == [11.0, 0.0]
+    assert state.look(0, 1.002).num_waiting.tolist() == [4, 0]
     state.check()
+
+
+def test_a_queue_shrinks_as_time_goes_by_and_never_below_nothing() -> None:
+    state = cluster(1)
+    state.report(report(1, 0.0, queue_ms=10.0), now_s=0.0)
+    assert [state.look(0, now_s).queue_ms[0] for now_s in (0.0, 0.004, 0.5)] == pytest.approx([10, 6, 0])
+    state.sent(request(), 1, 5.0, now_s=1.0)
+    assert state.look(0, 1.001).queue_ms[0] == pytest.approx(4), "idle time is not saved up"
 
 
 def test_without_reports_load_is_what_was_sent_and_did_not_end() -> None:

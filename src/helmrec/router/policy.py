@@ -3,7 +3,6 @@
 Pure: a choice is a function of the request, the nodes as seen, and the clock. No state of the world makes it fail.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -35,8 +34,7 @@ class Reason(StrEnum):
     RANDOM = "random"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A node, what the request is expected to take there from arrival to answer, and what it adds to the queue."""
 
     node: int
@@ -176,11 +174,11 @@ class EmbKVAware:
 
     def __init__(self, cost: RouterCost, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
-        self._weighing = Weighing(cost.terms(), self.settings.sketch_weight, self.settings.hit_rate)
-        self._limits = _Limits(*(float(getattr(self.settings, name)) for name in _Limits._fields))
+        limits = [getattr(self.settings, name) for name in _Limits._fields]
+        self._figures = np.array([*limits, self.settings.sketch_weight, self.settings.hit_rate, *cost.terms()])
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
-        found = _decide(self._weighing, self._limits, request, nodes)
+        found = _Decision._make(_decide(self._figures, request, nodes))
         if found.place == NOBODY:
             return None
         return Choice(int(nodes.ids[found.place]), found.expected_ms, _reason(found), found.service_ms)
@@ -205,9 +203,15 @@ class _Limits(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _decide(weighing: Weighing, limits: _Limits, request: RouteRequest, nodes: Nodes) -> _Decision:
-    """All of a choice in one call: passing the arrays in costs as much as what is done with them."""
-    prices = price(weighing, request, nodes)
+def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, float, float, bool, bool, bool]:
+    """All of a choice in one call, a plain tuple of a `_Decision`: a way in or out of compiled code costs microseconds.
+
+    `figures`: the fields of `_Limits`, the last two of `Weighing`, those of `CostTerms`.
+    """
+    limits = _Limits(figures[0], figures[1], figures[2], figures[3], figures[4])
+    c = figures[7:]
+    terms = CostTerms(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
+    prices = price(Weighing(terms, figures[5], figures[6]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
     is_known, is_held, is_informed = False, False, False
     for i in range(nodes.ids.size):
@@ -223,10 +227,8 @@ def _decide(weighing: Weighing, limits: _Limits, request: RouteRequest, nodes: N
     if best == NOBODY:
         best = _for_cold_user(limits, request.user, nodes, prices)
     if best == NOBODY:
-        return _Decision(NOBODY, 0.0, 0.0, False, False, False)
-    return _Decision(
-        best, prices.expected_ms[best], prices.service_ms[best], _knows(nodes, best), is_known, is_informed
-    )
+        return NOBODY, 0.0, 0.0, False, False, False
+    return best, prices.expected_ms[best], prices.service_ms[best], _knows(nodes, best), is_known, is_informed
 
 
 @_inner

@@ -128,6 +128,7 @@ class ClusterState:
         self._ledgers: list[_Ledger] = []
         self._reported_s = np.empty(0)
         self._loads = np.zeros((6, 0))  # reported, then unreported; a _Load each
+        self._queue = np.zeros((2, 0))  # milliseconds of work, and when it was that much; it shrinks as time goes by
         self._room_tokens: list[float] = []  # KV tokens that fit at the node's alpha; infinite if it never said
         self._written_tokens: list[int] = []  # ever given to it to hold
         self._guesses: OrderedDict[int, dict[int, _Guess]] = OrderedDict()  # user -> node -> guess
@@ -146,6 +147,7 @@ class ClusterState:
         self._ledgers.append(_Ledger())
         self._reported_s = np.append(self._reported_s, -np.inf)
         self._loads = np.hstack([self._loads, np.zeros((6, 1))])
+        self._queue = np.hstack([self._queue, np.zeros((2, 1))])
         self._room_tokens.append(np.inf)
         self._written_tokens.append(0)
         self._num_joined += 1
@@ -160,6 +162,7 @@ class ClusterState:
         self._nodes = _mapped(lambda column: np.delete(column, place, axis=-1), self._nodes)
         self._reported_s = np.delete(self._reported_s, place)
         self._loads = np.delete(self._loads, place, axis=1)
+        self._queue = np.delete(self._queue, place, axis=1)
         del self._ledgers[place], self._room_tokens[place], self._written_tokens[place], self._life[place]
 
     def set_alive(self, node: int, is_alive: bool) -> None:
@@ -170,10 +173,16 @@ class ClusterState:
             self._nodes = self._nodes._replace(is_alive=alive)
 
     def look(self, user: int, now_s: float) -> Nodes:
-        """All nodes as they are for a request of this user. Good until the state changes."""
+        """All nodes as they are for a request of this user. Good until the state changes.
+
+        A node that reports works off its queue as time goes by. One that does not may be stuck: what it was sent counts
+        until somebody says that it ended.
+        """
         is_fresh = self._reported_s >= now_s - self.settings.stale_s
         load = np.where(is_fresh, self._loads[:3], 0.0) + self._loads[3:]
-        seen = self._nodes._replace(is_fresh=is_fresh, queue_ms=load[0], num_waiting=load[1], waiting_tokens=load[2])
+        left_ms = np.maximum(0.0, self._queue[0] - (now_s - self._queue[1]) * 1e3)
+        queue_ms = np.where(is_fresh, left_ms, self._loads[3])
+        seen = self._nodes._replace(is_fresh=is_fresh, queue_ms=queue_ms, num_waiting=load[1], waiting_tokens=load[2])
         guesses = self._guesses.get(user)
         return seen if not guesses else self._with_prefixes(seen, guesses, now_s)
 
@@ -201,6 +210,7 @@ class ClusterState:
         self._ledgers[place].forget_before(now_s - self.settings.open_ttl_s)
         self._ledgers[place].add(sent)
         self._publish(place)
+        self._enqueue(place, now_s, service_ms)
         self._guess(request, place, now_s)
         return sent
 
@@ -240,6 +250,9 @@ class ClusterState:
         ledger.forget_before(report.as_of_s)
         ledger.reported = _Load(report.queue_ms, report.num_waiting, report.waiting_tokens)
         self._publish(place)
+        self._queue[:, place] = report.queue_ms, report.as_of_s
+        for sent in ledger.open.values():
+            self._enqueue(place, sent.sent_s, sent.service_ms)
         self._reported_s[place] = report.as_of_s
         self._room_tokens[place] = (1 - report.alpha) * report.pool_tokens
         self._nodes.alpha[place] = report.alpha
@@ -268,6 +281,11 @@ class ClusterState:
         elif guesses.pop(node, None) and not guesses:
             del self._guesses[held.user]
 
+    def _enqueue(self, place: int, now_s: float, service_ms: float) -> None:
+        left_ms, since_s = self._queue[:, place].tolist()
+        now_s = max(now_s, since_s)
+        self._queue[:, place] = max(0.0, left_ms - (now_s - since_s) * 1e3) + service_ms, now_s
+
     def _publish(self, place: int) -> None:
         ledger = self._ledgers[place]
         self._loads[:3, place], self._loads[3:, place] = ledger.reported, ledger.unreported
@@ -281,7 +299,7 @@ class ClusterState:
         """Every column has one entry per node, loads add up, and memory is bounded."""
         count = len(self._place)
         assert sorted(self._place.values()) == list(range(count))
-        assert all(column.shape[-1] == count for column in (*self._nodes, self._loads, self._reported_s))
+        assert all(column.shape[-1] == count for column in (*self._nodes, self._loads, self._queue, self._reported_s))
         assert all(len(c) == count for c in (self._ledgers, self._room_tokens, self._written_tokens, self._life))
         assert all(self._nodes.ids[place] == node for node, place in self._place.items())
         for place, ledger in enumerate(self._ledgers):

@@ -1,0 +1,140 @@
+"""How long a routing decision takes: 32 nodes with full sketches, known and new users, reports coming in.
+
+Writes docs/measurements/router-speed.json. A decision is all between a described request and its node: looking at
+the state and choosing. What comes before (sampling a request's rows) and after (noting the send, taking a report) is
+timed apart. Times are of the wall clock, on whatever else the machine does, and of this thread's own work; the load of
+the machine is in the file.
+"""
+
+import argparse
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.nodes import RouteRequest
+from helmrec.router.policy import Policy
+from helmrec.router.rivals import policies
+from helmrec.router.sketch import RowSketch, build_sketch, sample_rows
+from helmrec.router.state import ClusterState, NodeReport, Sent
+from helmrec.sim.cost import default_cost
+from scripts.provenance import write_measurement
+
+OUT = Path("docs/measurements/router-speed.json")
+ROWS_PER_TOKEN, NUM_TOKENS, NUM_CANDIDATES = 6, 6_700, 2_048
+NUM_ROWS, RESIDENT_ROWS = 20_000_000, 2_000_000
+NUM_USERS, NUM_SHAPES = 40_000, 64
+RATE = 3_200.0  # requests a second, 100 a node
+BIN_EDGES_US = [0, 10, 15, 20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 500, 1_000, 5_000, 10**9]
+
+
+class Bench:
+    """One cluster under one policy; every phase of every request timed."""
+
+    def __init__(self, policy: Policy, sketches: list[RowSketch], requests: list[RouteRequest]) -> None:
+        self.policy, self.sketches, self.requests = policy, sketches, requests
+        self.state, self.open = ClusterState(), list[Sent]()
+        self.rng = np.random.default_rng(1)
+        for node in range(len(sketches)):
+            self.state.join(node)
+            self.report(node, 0.0)
+
+    def report(self, node: int, now_s: float) -> None:
+        waiting = sum(sent.node == node for sent in self.open)
+        self.state.report(
+            NodeReport(node, now_s, 1.5 * waiting, waiting, 6_700 * waiting, 0.4, 4_000_000, 0.7, self.sketches[node]),
+            now_s,
+        )
+
+    def run(self, count: int) -> dict[str, NDArray[np.int64]]:
+        taken = {name: np.empty(count, np.int64) for name in ("decision", "decision_cpu", "note")}
+        reports, wall, cpu = [], time.perf_counter_ns, time.thread_time_ns
+        users = self.rng.zipf(1.2, count) % NUM_USERS
+        for i in range(count):
+            now_s = i / RATE
+            request = self.requests[i % NUM_SHAPES]._replace(user=int(users[i]))
+            cpu_start, start = cpu(), wall()
+            choice = self.policy.choose(request, self.state.look(request.user, now_s), now_s)
+            end, cpu_end = wall(), cpu()
+            assert choice is not None
+            self.open.append(self.state.sent(request, choice.node, choice.service_ms, now_s))
+            taken["decision"][i], taken["decision_cpu"][i], taken["note"][i] = (
+                end - start,
+                cpu_end - cpu_start,
+                wall() - end,
+            )
+            if len(self.open) > 3 * len(self.sketches):
+                self.state.finished(self.open.pop(0))
+            if i % 16 == 0:  # every node reports about six times a second
+                start = wall()
+                self.report(i // 16 % len(self.sketches), now_s)
+                reports.append(wall() - start)
+        return {**taken, "report": np.array(reports)}
+
+
+def spread(times_ns: NDArray[np.int64]) -> dict[str, float]:
+    points = {"p50": 50, "p90": 90, "p99": 99, "p99_9": 99.9, "max": 100}
+    return {f"{name}_us": round(float(np.percentile(times_ns, q)) / 1e3, 1) for name, q in points.items()}
+
+
+def histogram(times_ns: NDArray[np.int64]) -> dict[str, int]:
+    counts, _ = np.histogram(times_ns / 1e3, BIN_EDGES_US)
+    names = [f"{low}-{high}" for low, high in pairwise(BIN_EDGES_US)]
+    return dict(zip(names, counts.tolist(), strict=True))
+
+
+def describe(rng: np.random.Generator) -> tuple[list[RouteRequest], NDArray[np.int64]]:
+    """Requests to route, and how long it took to sample the rows of each."""
+    requests, taken = [], []
+    for _ in range(NUM_SHAPES + 2):
+        history, candidates = (
+            rng.integers(0, NUM_ROWS, (count, ROWS_PER_TOKEN)) for count in (NUM_TOKENS, NUM_CANDIDATES)
+        )
+        start = time.perf_counter_ns()
+        sample = sample_rows(history, candidates)
+        taken.append(time.perf_counter_ns() - start)
+        requests.append(RouteRequest(0, NUM_TOKENS, NUM_CANDIDATES, ROWS_PER_TOKEN, sample))
+    return requests[2:], np.array(taken[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--decisions", type=int, default=100_000)
+    arguments = parser.parse_args()
+    load_before = round(os.getloadavg()[0], 2)
+    rng = np.random.default_rng(0)
+    shape = TokenShape(rows_per_token=ROWS_PER_TOKEN, row_bytes=1_024, kv_bytes=10_240)
+    cost = RouterCost.from_calibration(default_cost().model_dump(), shape)
+    sketches = [build_sketch(rng.integers(0, NUM_ROWS, RESIDENT_ROWS)) for _ in range(arguments.nodes)]
+    requests, sampling_ns = describe(rng)
+    results: dict[str, Any] = {}
+    for name, make in policies(cost, np.random.default_rng(2)).items():
+        Bench(make(), sketches, requests).run(200)  # compile
+        count = arguments.decisions if name == "emb-kv-aware" else arguments.decisions // 10
+        taken = Bench(make(), sketches, requests).run(count)
+        results[name] = {"decisions": count, **{phase: spread(times) for phase, times in taken.items()}}
+        if name == "emb-kv-aware":
+            results[name]["histogram_us"] = histogram(taken["decision"])
+        print(name, results[name]["decision"], results[name]["decision_cpu"], flush=True)
+    write_measurement(
+        OUT,
+        {
+            "nodes": arguments.nodes,
+            "sketch_bytes": sketches[0].num_bytes,
+            "rows_of_a_request": (NUM_TOKENS + NUM_CANDIDATES) * ROWS_PER_TOKEN,
+            "samples_of_a_request": round(float(np.mean([r.sample.hashes.size for r in requests]))),
+            "sampling_a_request": spread(sampling_ns),
+            "runnable_threads_before_and_after": [load_before, round(os.getloadavg()[0], 2)],
+            "policies": results,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
