@@ -159,11 +159,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, load = Path(name), [round(average, 1) for average in os.getloadavg()]
         rows = [appends(folder, sync, clients, options.seconds) for sync in SYNCS for clients in (1, 64, 1_024)]
         results = {
             "lmdb": {"package": lmdb.__version__, "library": ".".join(map(str, lmdb.version()))},
-            "load_average_before": [round(load, 1) for load in os.getloadavg()],
+            "load_average_before": load,
             "forced_write_us": forced_write(folder, 200),
             "appends_of_one_event": rows,
             "reads": reads(folder, 200, 2_000),
