@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def ranks(rng: np.random.Generator, count: int, popularity: tuple[int, int]) -> IntArray:
-    """Popularity falls as one over rank and head: ranks well below the head are equally popular. A Zipf law has head 1."""
+    """Popularity falls as one over rank and head: ranks well below the head are equally popular."""
     catalogue, head = popularity
     return (head * (np.exp(rng.random(count) * np.log1p(catalogue / head)) - 1)).astype(np.int64)
 

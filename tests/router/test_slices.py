@@ -13,9 +13,9 @@ from helmrec.sim.generate import generate
 from helmrec.sim.node_state import Status
 from helmrec.sim.trace import Trace
 from tests.router.cases import request
-from tests.sim.test_cluster import CONFIG, COST, FLEET
+from tests.sim.test_cluster import CONFIG, FLEET
 
-ROUTER_COST = RouterCost.from_calibration(COST.model_dump(), TokenShape(6, 1_024, 10_240))
+ROUTER_COST = RouterCost.from_calibration(FLEET.cost.model_dump(), TokenShape(6, 1_024, 10_240))
 
 
 @pytest.fixture(scope="module")

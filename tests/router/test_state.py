@@ -169,6 +169,14 @@ def test_memory_is_bounded_and_those_who_came_long_ago_go_first() -> None:
     state.check()
 
 
+def test_a_user_is_remembered_at_few_nodes_the_latest_ones() -> None:
+    state = cluster(1, 2, 3, max_homes=2)
+    for node in (1, 2, 1, 3):
+        state.sent(request(user=5), node, 1.0, now_s=0.0)
+    assert state.look(5, 0.0).visits.tolist() == [2, 0, 1]
+    state.check()
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.integers(0, 9)), max_size=60))
 def test_whatever_happens_the_books_balance_and_the_living_are_chosen(events: list[tuple[int, int, int]]) -> None:
     state, policy = cluster(0, 1), EmbKVAware(COST)

@@ -18,7 +18,7 @@ from helmrec.types import IntArray
 Words = NDArray[np.uint64]
 
 DEFAULT_BITS = 1 << 16
-DEFAULT_SAMPLES = 512
+DEFAULT_SAMPLES = 128
 _ROWS_PER_BIT = 0.7  # where the error of an estimate is least, whatever the share of absent rows is
 _WORD_BITS = 64
 

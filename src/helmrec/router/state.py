@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
-from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
+from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest, blank_nodes
 from helmrec.router.sketch import DEFAULT_BITS, RowSketch
+from helmrec.types import IntArray
 
 
 class StateSettings(Frozen):
@@ -27,6 +29,7 @@ class StateSettings(Frozen):
     open_ttl_s: float = Field(10.0, gt=0, description="how long a send counts as load if nobody says it ended")
     kept_from_visit: int = Field(2, ge=1, description="visit from which nodes keep a prefix: their KV admission")
     max_users: int = Field(200_000, ge=1, description="users remembered, newest first; half a kilobyte each")
+    max_homes: int = Field(4, ge=1, description="nodes remembered for a user; the one left longest ago goes first")
     sketch_bits: int = Field(DEFAULT_BITS, ge=64, description="of each node's row sketch; others are not used")
 
 
@@ -178,16 +181,22 @@ class ClusterState:
         A node that reports works off its queue as time goes by. One that does not may be stuck: what it was sent counts
         until somebody says that it ended.
         """
-        is_fresh = self._reported_s >= now_s - self.settings.stale_s
-        load = np.where(is_fresh, self._loads[:3], 0.0) + self._loads[3:]
-        left_ms = np.maximum(0.0, self._queue[0] - (now_s - self._queue[1]) * 1e3)
-        queue_ms = np.where(is_fresh, left_ms, self._loads[3])
-        seen = self._nodes._replace(is_fresh=is_fresh, queue_ms=queue_ms, num_waiting=load[1], waiting_tokens=load[2])
+        stale_s = now_s - self.settings.stale_s
+        is_fresh, load = _current(self._reported_s, self._loads, self._queue, (now_s, stale_s))
+        seen: dict[str, NDArray[Any]] = {
+            "is_fresh": is_fresh,
+            "queue_ms": load[0],
+            "num_waiting": load[1],
+            "waiting_tokens": load[2],
+        }
         guesses = self._guesses.get(user)
-        return seen if not guesses else self._with_prefixes(seen, guesses, now_s)
+        if guesses:
+            seen |= self._prefixes(guesses, now_s)
+        return self._nodes._replace(**seen)
 
-    def _with_prefixes(self, seen: Nodes, guesses: dict[int, _Guess], now_s: float) -> Nodes:
-        held = np.zeros((3, seen.num_nodes), np.int64)
+    def _prefixes(self, guesses: dict[int, _Guess], now_s: float) -> dict[str, IntArray]:
+        """Columns of `Nodes` about one user."""
+        resident, host, visits = ([0] * len(self._place) for _ in range(3))  # an array takes longer to write to
         for node, guess in guesses.items():
             place = self._place.get(node)
             if place is None or not self._holds(place, guess, now_s):
@@ -195,9 +204,10 @@ class ClusterState:
             is_kept = guess.visits >= self.settings.kept_from_visit
             others = self._written_tokens[place] - guess.written_tokens
             fits = is_kept and others + guess.resident_tokens <= self._room_tokens[place]
-            resident = guess.resident_tokens if fits else 0
-            held[:, place] = resident, max(resident, guess.host_tokens), guess.visits
-        return seen._replace(resident_tokens=held[0], host_tokens=held[1], visits=held[2])
+            resident[place] = guess.resident_tokens if fits else 0
+            host[place], visits[place] = max(resident[place], guess.host_tokens), guess.visits
+        held = np.array((resident, host, visits), np.int64)
+        return {"resident_tokens": held[0], "host_tokens": held[1], "visits": held[2]}
 
     def _holds(self, place: int, guess: _Guess, now_s: float) -> bool:
         return guess.life == self._life[place] and guess.expires_s >= now_s
@@ -229,7 +239,11 @@ class ClusterState:
     def _remember(self, place: int, held: UserTokens, visits: int, now_s: float) -> None:
         expires_s = now_s + self.settings.prefix_ttl_s
         guess = _Guess(*held[1:], visits, self._written_tokens[place], expires_s, self._life[place])
-        self._guesses.setdefault(held.user, {})[int(self._nodes.ids[place])] = guess
+        guesses = self._guesses.setdefault(held.user, {})
+        guesses.pop(node := int(self._nodes.ids[place]), None)
+        guesses[node] = guess
+        if len(guesses) > self.settings.max_homes:
+            del guesses[next(iter(guesses))]
         self._guesses.move_to_end(held.user)
         while len(self._guesses) > self.settings.max_users:
             self._guesses.popitem(last=False)
@@ -307,7 +321,20 @@ class ClusterState:
             assert len(ledger.open) == ledger.unreported.num_waiting
             assert tuple(self._loads[:, place]) == (*ledger.reported, *ledger.unreported)
         assert len(self._guesses) <= self.settings.max_users
-        assert all(self._guesses.values()), "a user without a guess is forgotten"
+        assert all(0 < len(guesses) <= self.settings.max_homes for guesses in self._guesses.values())
+
+
+@numba.njit(cache=True)
+def _current(reported_s: Floats, loads: Floats, queue: Floats, times: tuple[float, float]) -> tuple[Flags, Floats]:
+    """Who is fresh, and everybody's load: milliseconds, requests, tokens. `times`: now, and the stale limit."""
+    now_s, stale_s = times
+    is_fresh, load = reported_s >= stale_s, loads[3:].copy()
+    for i in range(reported_s.size):
+        if is_fresh[i]:
+            load[0, i] = max(0.0, queue[0, i] - (now_s - queue[1, i]) * 1e3)
+            load[1, i] += loads[1, i]
+            load[2, i] += loads[2, i]
+    return is_fresh, load
 
 
 def _mapped(change: Callable[..., NDArray[Any]], *nodes: Nodes) -> Nodes:
