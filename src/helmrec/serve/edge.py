@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,7 +13,7 @@ from helmrec.serve import problems
 from helmrec.serve.metrics import Metrics
 
 log = logging.getLogger("helmrec.serve")
-ID_HEADER = "x-request-id"
+_ID_HEADER = b"x-request-id"
 CLIENT_GONE = 499  # for logs and metrics: nobody is there to read a status
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -41,7 +40,7 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, request_id.encode())]
             await send(message)
 
         try:
@@ -58,7 +57,7 @@ class Edge:
 
     def _request_id(self, scope: Scope) -> str:
         """The client's own id if it gave a sane one; else one that no other request has."""
-        given = Headers(scope=scope).get(ID_HEADER, "")
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _ID_HEADER), "")
         return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
 
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:

@@ -50,6 +50,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._seen: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         self._requests = Counter(
@@ -63,8 +64,12 @@ class Metrics:
         return Histogram(name, help_, labels, buckets=_SECONDS, registry=self._registry)
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(route, status).inc()
-        self._seconds.labels(route).observe(seconds)
+        seen = self._seen.get((route, status))
+        if seen is None:  # finding a metric by its labels costs more than counting
+            seen = self._seen[route, status] = (self._requests.labels(route, status), self._seconds.labels(route))
+        counter, histogram = seen
+        counter.inc()
+        histogram.observe(seconds)
 
     def count_result(self, result: RankResult) -> None:
         self._queue.observe(result.timing.queue_ms / 1e3)

@@ -1,5 +1,6 @@
 """A process that serves: it listens, and when told to stop it lets running requests end first."""
 
+import gc
 import logging
 import signal
 import socket
@@ -26,6 +27,8 @@ def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket)
     """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ignore)  # the server raises what it caught again when it is done; to us that is the end
+    gc.collect()
+    gc.freeze()  # model and libraries stay: collections between requests need not look at them again
     host, port = listener.getsockname()[:2]
     log.info("listening", extra={"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"})
     settings = uvicorn.Config(
