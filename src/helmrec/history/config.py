@@ -14,8 +14,8 @@ class HistoryConfig(Frozen):
     commit     nothing acknowledged is lost
     interval   what was acknowledged in the last `sync_interval_s` may be lost
     os         what the operating system has not written yet may be lost
-    Under the last two, a file system that writes out of order may leave a damaged file. Damage is told, when the
-    store is opened or the user is read; it is never served.
+    Under the last two, a file system that writes out of order may leave a damaged file. Damaged events are told when
+    they are read, and never served; a damaged index may hide a user, which `check()` finds.
     """
 
     sync: Literal["commit", "interval", "os"] = Field("commit", description="when events are forced to the disk")
