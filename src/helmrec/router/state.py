@@ -196,7 +196,7 @@ class ClusterState:
 
     def _prefixes(self, guesses: dict[int, _Guess], now_s: float) -> dict[str, IntArray]:
         """Columns of `Nodes` about one user."""
-        resident, host, visits = ([0] * len(self._place) for _ in range(3))  # an array takes longer to write to
+        held = np.zeros((3, len(self._place)), np.int64)
         for node, guess in guesses.items():
             place = self._place.get(node)
             if place is None or not self._holds(place, guess, now_s):
@@ -204,9 +204,8 @@ class ClusterState:
             is_kept = guess.visits >= self.settings.kept_from_visit
             others = self._written_tokens[place] - guess.written_tokens
             fits = is_kept and others + guess.resident_tokens <= self._room_tokens[place]
-            resident[place] = guess.resident_tokens if fits else 0
-            host[place], visits[place] = max(resident[place], guess.host_tokens), guess.visits
-        held = np.array((resident, host, visits), np.int64)
+            resident = guess.resident_tokens if fits else 0
+            held[0, place], held[1, place], held[2, place] = resident, max(resident, guess.host_tokens), guess.visits
         return {"resident_tokens": held[0], "host_tokens": held[1], "visits": held[2]}
 
     def _holds(self, place: int, guess: _Guess, now_s: float) -> bool:
