@@ -94,7 +94,7 @@ def test_estimates_are_right_on_average_and_spread_as_the_sample_predicts(absent
     rng = np.random.default_rng(3)
     resident = np.unique(rng.integers(0, 10**9, 200_000))
     sketch, shape = build_sketch(resident, 1 << 15), (6_000, 2)
-    samples = [rows_from(rng, resident, absent_share, shape) for _ in range(300)]
+    samples = [rows_from(rng, resident, absent_share, shape) for _ in range(150)]
     found = np.array([estimate(sketch, sample_rows(rows, rows[:0], 512), rows.size) / rows.size for rows in samples])
     num_sampled = 12_000 * min(512 / 12_000, 0.7 * 2**15 / resident.size)
     clear_share = absent_share * (1 - sketch.fill)
