@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from helmrec.history.words import Words, _event_words, _fold_words, seed_state
+from helmrec.history.words import Words, compiled_fold, compiled_words, seed_state
 from helmrec.types import IntArray
 
 # Four or eight fields of 126 events, with headers, just fit one or two disk pages; 128 of eight would take three.
@@ -97,7 +97,7 @@ def unpack_pages(values: Sequence[bytes | memoryview], num_fields: int, num_even
     joined = b"".join(values)
     flat = np.frombuffer(joined, "<i8", len(joined) // 8)
     num_copied = _copy_columns(flat, columns)
-    words = _event_words(columns)
+    words = compiled_words(columns)
     if not num_copied:
         return Unpacked(columns, words, 0, 0, 0)
     sound = _count_sound(flat, num_fields, words[:num_copied])
@@ -133,7 +133,7 @@ def _count_sound(flat: IntArray, num_fields: int, words: Words) -> _Sound:
     seal = np.uint64(flat[1])
     while first < words.size:
         count = flat[at]
-        states = _fold_words(seal, words[first : first + count])
+        states = compiled_fold(seal, words[first : first + count])
         if np.uint64(flat[at + 1]) != seal or np.uint64(flat[at + 2]) != states[-1]:
             break
         seal = states[-1]

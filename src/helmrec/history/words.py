@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.memory.history import States, _fold, _mix  # the chain's own steps: words here must be words there
+from helmrec.memory.history import States, fold_state, mix_field
 from helmrec.types import IntArray
 
 Words = NDArray[np.uint64]
@@ -17,7 +17,7 @@ Words = NDArray[np.uint64]
 
 def event_words(columns: IntArray) -> Words:
     """One word per event. columns: (fields, events)."""
-    return _event_words(columns)
+    return compiled_words(columns)
 
 
 def seed_state(seed: tuple[int, ...]) -> int:
@@ -27,16 +27,16 @@ def seed_state(seed: tuple[int, ...]) -> int:
 
 def fold_words(state: int, words: Words) -> States:
     """States after each event that follows `state`."""
-    return _fold_words(np.uint64(state), words)
+    return compiled_fold(np.uint64(state), words)
 
 
 @numba.njit(cache=True)
-def _event_words(columns: IntArray) -> Words:
+def compiled_words(columns: IntArray) -> Words:
     num_fields, num_events = columns.shape
     words = np.zeros(num_events, np.uint64)
     for field in range(num_fields):  # field by field: these loops become vector instructions
         for i in range(num_events):
-            words[i] += _mix(columns[field, i], field)
+            words[i] += mix_field(columns[field, i], field)
     return words
 
 
@@ -44,14 +44,14 @@ def _event_words(columns: IntArray) -> Words:
 def _seed_state(seed: IntArray) -> np.uint64:
     state = np.uint64(0)
     for i in range(seed.size):
-        state = _fold(state, _mix(seed[i], i))
+        state = fold_state(state, mix_field(seed[i], i))
     return state
 
 
 @numba.njit(cache=True)
-def _fold_words(state: np.uint64, words: Words) -> States:
+def compiled_fold(state: np.uint64, words: Words) -> States:
     states = np.empty(words.size, np.uint64)
     for i in range(words.size):
-        state = _fold(state, words[i])
+        state = fold_state(state, words[i])
         states[i] = state
     return states

@@ -36,7 +36,7 @@ def chain(seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
 
 
 @numba.njit(cache=True, inline="always")
-def _mix(word: int, salt: int) -> np.uint64:
+def mix_field(word: int, salt: int) -> np.uint64:
     """Scatter one word over 64 bits; the salt tells apart fields that hold the same value.
 
     Two full rounds: with one, small words stay almost linear, and an item up by one beside a time down by
@@ -49,7 +49,7 @@ def _mix(word: int, salt: int) -> np.uint64:
 
 
 @numba.njit(cache=True, inline="always")
-def _fold(state: np.uint64, mixed: np.uint64) -> np.uint64:
+def fold_state(state: np.uint64, mixed: np.uint64) -> np.uint64:
     """Advance the chain. Only this is serial; the words of an event are mixed independently before it."""
     state ^= mixed
     return ((state << np.uint64(27)) | (state >> np.uint64(37))) * np.uint64(5) + np.uint64(0x52DCE729)
@@ -61,16 +61,16 @@ def _chain(seed: IntArray, num_context: int, columns: IntArray) -> States:
     states = np.zeros(num_context + num_events, np.uint64)
     state = np.uint64(0)
     for i in range(seed.size):
-        state = _fold(state, _mix(seed[i], i))
+        state = fold_state(state, mix_field(seed[i], i))
     for i in range(num_context):
-        state = _fold(state, _mix(i, seed.size))
+        state = fold_state(state, mix_field(i, seed.size))
         states[i] = state
     of_events = states[num_context:]
     for field in range(num_fields):  # field by field: these loops become vector instructions
         for i in range(num_events):
-            of_events[i] += _mix(columns[field, i], field)
+            of_events[i] += mix_field(columns[field, i], field)
     for i in range(num_events):
-        state = _fold(state, of_events[i])
+        state = fold_state(state, of_events[i])
         of_events[i] = state
     return states
 
