@@ -3,7 +3,6 @@
 While one computes, the rows of the next are read. Where steps do not overlap, each is finished as it is launched.
 """
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ class Ended:
     outcome: StepOutput | BaseException
     planned_s: float
     ended_s: float
-    took_s: float  # of the engine's time: since it began, or since the step before it ended
+    took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +38,6 @@ class Pipeline:
         self._clock = clock
         self._overlaps = overlaps
         self._in_flight: _Launched | None = None
-        self._last_ended_s = -math.inf
         self.busy_s = 0.0  # that steps took, all together
         self.num_launched = 0
         self.num_ended = 0
@@ -72,22 +70,18 @@ class Pipeline:
         try:
             output = self._runner.finish(launched.running)
             ended_s = self._clock.now()
-            self._scheduler.commit(batch, ended_s)
+            took_s = self._scheduler.commit(batch, ended_s)
         except BaseException as error:  # as above; what was launched on top of it fails with it
             after, self._in_flight = self._in_flight, None
             followers = [] if after is None else [after]
             return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
-        return [self._end(batch, output, launched.planned_s, ended_s)]
+        self.busy_s += took_s
+        self.num_ended += 1
+        return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
         with suppress(Exception):  # a step that failed half-way may still write to its pages
             self._runner.synchronize()
         self._scheduler.abort(batch)
-        return self._end(batch, error, planned_s, self._clock.now())
-
-    def _end(self, batch: Batch, outcome: StepOutput | BaseException, planned_s: float, ended_s: float) -> Ended:
-        took_s = ended_s - max(batch.started_s, self._last_ended_s)
-        self._last_ended_s = ended_s
-        self.busy_s += took_s
         self.num_ended += 1
-        return Ended(batch, outcome, planned_s, ended_s, took_s)
+        return Ended(batch, error, planned_s, self._clock.now(), took_s=0.0)

@@ -164,14 +164,15 @@ class Scheduler:
             return None
         return Scheduled(waiting, plan, num_tokens)
 
-    def commit(self, batch: Batch, now: float) -> None:
-        """The step has ended: settle its pages."""
+    def commit(self, batch: Batch, now: float) -> float:
+        """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended."""
         for member in batch.members:
             self._kv.commit(member.plan, now)
         self._kv.restore_reserve()
-        took_ms = (now - max(batch.started_s, self._last_ended_s)) * 1e3 / len(batch.members)  # steps may overlap
+        took_s = now - max(batch.started_s, self._last_ended_s)
         self._last_ended_s = now
-        self._ms_per_request += _SMOOTHING * (took_ms - self._ms_per_request)
+        self._ms_per_request += _SMOOTHING * (took_s * 1e3 / len(batch.members) - self._ms_per_request)
+        return took_s
 
     def abort(self, batch: Batch) -> None:
         """The step failed: nothing it wrote counts."""
