@@ -3,6 +3,7 @@
 All know which nodes are alive, and say what they expect by the same prices. Each says what else it looks at.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from helmrec.router.policy import Choice, EmbKVAware, Policy, Reason, RouterSett
 from helmrec.types import IntArray
 
 
-class _Rival:
+class _Rival(ABC):
     """Prices the request, then picks a place among the living."""
 
     reason = Reason.SCORE
@@ -32,8 +33,9 @@ class _Rival:
         place = self._pick(request, nodes, alive)
         return choice_at(place, nodes, price(self._weighing, request, nodes), self.reason)
 
+    @abstractmethod
     def _pick(self, request: RouteRequest, nodes: Nodes, alive: IntArray) -> int:
-        raise NotImplementedError
+        """One of the `alive` places."""
 
 
 class RandomNode(_Rival):
@@ -99,8 +101,9 @@ class _HitScore(_Rival):
         score = (1 - weight) * self._hits(request, nodes) - weight * load
         return _first_by_hash(request.user, nodes, nodes.is_alive & (score >= score[alive].max() - 1e-12))
 
+    @abstractmethod
     def _hits(self, request: RouteRequest, nodes: Nodes) -> Floats:
-        raise NotImplementedError
+        """Share of the request each node would not have to fetch or compute, 0 to 1."""
 
 
 class KVAware(_HitScore):
