@@ -1,4 +1,4 @@
-"""Imports point one way: base <- kernels <- memory <- model <- engine <- demo and cli (DESIGN section 3)."""
+"""Imports point one way, as docs/architecture.md says: RANKS holds who stands above whom."""
 
 import ast
 from pathlib import Path
