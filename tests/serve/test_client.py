@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ def test_a_client_ranks_as_an_engine_does(client: Client) -> None:
         np.testing.assert_allclose(result.scores, expected.scores, atol=1e-5)
         assert result.scores.dtype == np.float32
         assert result.window_start == expected.window_start
+
+
+def test_what_no_request_can_hold_is_refused_before_it_is_sent(client: Client) -> None:
+    with pytest.raises(RequestError, match="numbers, sequences and arrays are needed, got <object"):
+        client.rank(replace(rank_requests(1)[0], context={"hour": object()}))  # type: ignore[dict-item]
 
 
 def test_a_wrong_field_is_the_same_error_as_in_process(client: Client) -> None:

@@ -102,4 +102,4 @@ def _as_plain(value: object) -> object:
     """NumPy's arrays and numbers, as JSON has them."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise NotImplementedError(f"{type(value)} has no place in a request")
+    raise RequestError("request", value, "numbers, sequences and arrays are needed")
