@@ -77,6 +77,15 @@ def test_step_costs_are_learned_from_the_steps_that_ran() -> None:
     assert costs.seconds(1_000, 1e6) == pytest.approx(2e-3 + 3e-4, rel=0.02)
 
 
+def test_a_step_that_was_held_up_hardly_changes_what_steps_are_thought_to_cost() -> None:
+    costs, rng = StepCosts(), np.random.default_rng(0)
+    for i in range(60):
+        tokens = int(rng.integers(1, 5_000))
+        costs.observe(tokens, 0.0, 1e-3 + 2e-6 * tokens if i % 20 else 0.5)
+    assert costs.seconds(1_000, 0.0) == pytest.approx(2e-3, rel=0.05)
+    assert costs.seconds(0, 0.0, is_whole_step=True) == pytest.approx(1e-3, rel=0.1)
+
+
 @pytest.mark.parametrize(("page_s", "is_worth_it"), [(1e-6, True), (1.0, False)])
 def test_pages_are_taken_back_where_that_is_cheaper(page_s: float, is_worth_it: bool) -> None:
     tier = Expander(num_slots=4)

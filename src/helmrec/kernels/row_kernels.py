@@ -1,30 +1,31 @@
-"""What a row cache on a device is made of, plain or compiled, by name."""
+"""What the caches on a device are made of, plain or compiled, by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from helmrec.kernels import row_gather, row_table
+from helmrec.kernels import page_copy, row_gather, row_table
 
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:
-    """The three operations on a row table, and the gather. `...` stands for arguments as in the modules."""
+    """The three operations on a row table, the gather, and loads of pages. Arguments are as in the modules."""
 
     find: Callable[..., None]
     claim: Callable[..., None]
     publish: Callable[..., None]
     gather_rows: Callable[..., None]
     gather_few: Callable[..., None]  # the same by few programs, for rows that come over the bus
+    load_pages: Callable[..., None]
 
 
 def row_kernels(name: str) -> RowKernels:
     """Those called "torch", which run anywhere, or "triton", which need a card (or Triton's interpreter)."""
     if name == "torch":
         table, gather = row_table, row_gather.gather_rows
-        return RowKernels(table.find, table.claim, table.publish, gather, gather)
-    from helmrec.kernels import triton_row_gather, triton_row_table  # noqa: PLC0415 - triton is not on every machine
+        return RowKernels(table.find, table.claim, table.publish, gather, gather, page_copy.load_pages)
+    from helmrec.kernels import triton_page_copy, triton_row_gather, triton_row_table  # noqa: PLC0415 - triton is not everywhere
 
     compiled, gather = triton_row_table, triton_row_gather.gather_rows
     few = partial(gather, launch=triton_row_gather.BESIDE_COMPUTE)
-    return RowKernels(compiled.find, compiled.claim, compiled.publish, gather, few)
+    return RowKernels(compiled.find, compiled.claim, compiled.publish, gather, few, triton_page_copy.load_pages)

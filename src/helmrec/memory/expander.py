@@ -38,7 +38,8 @@ class PageSave(NamedTuple):
 class StepCosts:
     """Seconds a step takes, as a linear function of tokens and token pairs, learned from the steps that ran.
 
-    Least squares whose memory fades; the ridge keeps it sane before it has seen enough.
+    Least squares of the relative error, whose memory fades; the ridge keeps it sane before it has seen enough. A step
+    that something else held up weighs little, since its error is relative to its own time.
     """
 
     _FADE = 0.99
@@ -50,7 +51,9 @@ class StepCosts:
         self._weights: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        x = np.array([1.0, num_tokens, num_pairs]) / self._SCALE
+        expected_s = self.seconds(num_tokens, num_pairs, is_whole_step=True)
+        weight = 1e-3 / max(seconds, expected_s, 1e-9)
+        x, seconds = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE, weight * seconds
         self._moments = self._FADE * self._moments + np.outer(x, x)
         self._target = self._FADE * self._target + seconds * x
         self._weights = None

@@ -1,6 +1,5 @@
 """The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from helmrec.memory.prefix import PageLoad
 from helmrec.memory.streams import InStream
 
 _TIMED_PAGES = 32
-_PART_BYTES = 4096  # the bus likes records of this size
+_STEPS_IN_FLIGHT = 2
 
 
 class HostPages:
@@ -35,9 +34,9 @@ class HostPages:
         self._has_saved = False
         self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
         self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
-        part = math.gcd(_PART_BYTES, arena_pages.shape[1])
-        self._arena_parts, self._host_parts = (pages.view(-1, part) for pages in (self._arena, self._host))
-        self._parts = torch.arange(arena_pages.shape[1] // part, device=device)  # of one page
+        shape = (_STEPS_IN_FLIGHT, len(arena_pages), len(PageLoad._fields))
+        self._loads = torch.zeros(shape, dtype=torch.int32, pin_memory=is_card)  # read when the card comes to them
+        self._turn = 0
         if expander.num_slots:
             if is_card:
                 self._buffer.lock()
@@ -63,12 +62,13 @@ class HostPages:
                 (stream or torch.cuda.current_stream()).wait_stream(self._saving)
 
     def start_loading(self, loads: Sequence[PageLoad]) -> None:
+        """Once for a step: the step before may still be on its way, the one before that has ended."""
         self.finish_saves_before(self._loading)
+        self._turn = (self._turn + 1) % _STEPS_IN_FLIGHT
+        asked = self._loads[self._turn, : len(loads)]
+        asked.numpy()[:] = loads
         with InStream(self._loading):
-            asked = torch.tensor(loads).T.to(self._arena.device, non_blocking=True)
-            slots, pages = asked[:, :, None] * len(self._parts)
-            sources, places = ~(slots + self._parts).flatten().int(), (pages + self._parts).flatten()
-            self._kernels.gather_few(self._arena_parts, self._host_parts, sources, self._arena_parts, places=places)
+            self._kernels.load_pages(self._host, self._arena, asked)
 
     def finish_loading(self) -> None:
         """What follows in the current stream sees all pages whose loading has started."""
