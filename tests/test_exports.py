@@ -13,6 +13,7 @@ EXPORTS = [
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "Forgotten",
     "HelmRecError",
     "HistoryError",
     "HistoryFull",

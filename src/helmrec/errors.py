@@ -12,7 +12,8 @@ HelmRecError
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
-│   └── DeadlineExceeded
+│   ├── DeadlineExceeded
+│   └── Forgotten        its user was forgotten while it waited
 ├── EngineClosed
 └── ServerError          a server failed or could not be reached; raised by the client
 """
@@ -80,6 +81,10 @@ class QueueFull(Refused):
 
 class DeadlineExceeded(Refused):
     """The request's deadline has passed, or would before its scores are ready."""
+
+
+class Forgotten(Refused):
+    """The user was forgotten while the request waited."""
 
 
 class EngineClosed(HelmRecError):

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from helmrec.memory.expander import Expander
 from helmrec.memory.history import History, RowEpochs, chain
 from helmrec.memory.kv_admission import AdmitAlways, KVAdmission, SecondVisit
 from helmrec.memory.kv_cache import KVCache, KVLimits
@@ -34,13 +35,15 @@ class Bench:
     max_forks: int = 2
     lag_s: float = 0.0
     admission: KVAdmission = field(default_factory=AdmitAlways)
+    num_slots: int = 0
     now: float = 0.0
 
     def __post_init__(self) -> None:
         self.ledger = PageLedger(self.num_pages)
         self.epochs = RowEpochs(NUM_ROWS)
         limits = KVLimits(PAGE_TOKENS, self.max_forks, self.lag_s)
-        self.cache = KVCache(limits, self.ledger, self.epochs, self.admission)
+        self.expander = Expander(self.num_slots)
+        self.cache = KVCache(limits, self.ledger, self.epochs, self.admission, self.expander)
         self.cache.reserve_pages = self.reserve
 
     def plan(self, user_id: int, events: Sequence[int], context: Sequence[int] = ()) -> KVPlan:
@@ -386,6 +389,36 @@ def test_a_fork_replaces_its_donor_where_one_history_is_kept() -> None:
     assert bench.ledger.count(Owner.KV) == 2
 
 
+def test_a_forgotten_user_is_new_again() -> None:
+    bench = Bench(num_pages=12, admission=SecondVisit(), reserve=12)
+    for _ in range(2):
+        bench.serve(1, range(8))
+    fork = [*range(4), 90, 91, 92, 93]
+    bench.serve(1, fork)
+    bench.cache.forget(1)
+    bench.cache.check()
+    assert bench.ledger.num_free == bench.num_pages
+    assert (bench.resident(1, range(8)), bench.resident(1, fork), bench.cache.num_users) == (0, 0, 0)
+    bench.serve(1, range(8))
+    assert bench.resident(1, range(8)) == 0, "its visits were forgotten too: a first one earns no pages"
+    bench.cache.forget(2)
+
+
+def test_forgetting_a_user_takes_its_pages_off_the_host_and_nobody_elses() -> None:
+    bench = Bench(num_slots=3)
+    for user_id in (1, 2):
+        bench.serve(user_id, range(8))
+    assert len(bench.cache.next_saves(9)) == 4, "the first page had to make room for the fourth"
+    bench.cache.forget(1)
+    bench.expander.check()
+    assert bench.expander.num_pages == 2
+    assert bench.cache.next_saves(9) == []
+    bench.serve(3, range(8))
+    bench.cache.next_saves(9)
+    bench.cache.forget(1)
+    assert bench.expander.num_pages == 3, "its old slots belong to others now"
+
+
 users = st.integers(0, 2)
 rows = st.integers(0, 5)
 
@@ -481,6 +514,18 @@ class KVMachine(RuleBasedStateMachine):
     def evict(self, num: int) -> None:
         before = self.bench.ledger.num_free
         assert self.bench.cache.evict(num) == self.bench.ledger.num_free - before <= num
+
+    @precondition(lambda self: not self.open)
+    @rule(user_id=users)
+    def forget(self, user_id: int) -> None:
+        """The user may come back with the history it had: nothing of it may be found."""
+        others = {u: self.resident(u) for u in self.current if u != user_id}
+        self.bench.cache.forget(user_id)
+        assert self.resident(user_id) == 0
+        assert {u: self.resident(u) for u in others} == others, "others keep what they had"
+
+    def resident(self, user_id: int) -> int:
+        return self.bench.resident(user_id, self.current.get(user_id, []), context=[90 + user_id])
 
     @precondition(lambda self: not self.open)
     @rule(changed=st.sets(rows | st.integers(90, 92), min_size=1, max_size=2))

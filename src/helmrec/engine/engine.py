@@ -24,9 +24,9 @@ from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
-from helmrec.engine.scheduler import Batch, Scheduled, Scheduler
+from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, refuse
 from helmrec.engine.setup import build
-from helmrec.errors import EngineClosed
+from helmrec.errors import EngineClosed, Forgotten
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
@@ -244,6 +244,19 @@ class Engine:
         self._conclude(ended)
         if failure is not None:
             raise failure
+
+    def forget(self, user_id: int) -> None:
+        """Drop a user's KV, in the pool and on the host, and refuse what it has waiting. Rows belong to no user.
+
+        Nothing can find the dropped pages any more; their bytes stay until the pages are used again.
+        """
+        with self._lock:
+            self._now()
+            ended = self._flush()  # no step may still write what is to be dropped
+            waiting = self._scheduler.take_of(user_id)
+            self._pool.kv.forget(user_id)
+        refuse(waiting, Forgotten(f"user {user_id} was forgotten while the request waited"))
+        self._conclude(ended)
 
     def stats(self) -> EngineStats:
         with self._lock:

@@ -7,7 +7,7 @@ for a fuller batch.
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +62,13 @@ class Batch:
 
     members: list[Scheduled]
     started_s: float
+
+
+def refuse(waiting: Iterable[Waiting], error: HelmRecError) -> None:
+    """Tell clients whose requests were taken out of the queue; those that cancelled hear nothing."""
+    for each in waiting:
+        if each.claim():
+            each.future.set_exception(error)
 
 
 class Expired(NamedTuple):
@@ -190,9 +197,15 @@ class Scheduler:
         """Refuse everything that still waits."""
         with self._lock:
             waiting, self._queue = self._queue, deque()
-        for each in waiting:
-            if each.claim():
-                each.future.set_exception(error)
+        refuse(waiting, error)
+
+    def take_of(self, user_id: int) -> list[Waiting]:
+        """Take a user's requests out of the queue; the caller refuses them, with no lock held."""
+        with self._lock:
+            taken = [waiting for waiting in self._queue if waiting.request.history.user_id == user_id]
+            self._queue = deque(waiting for waiting in self._queue if waiting not in taken)
+            self.refused += len(taken)
+        return taken
 
     def check(self) -> None:
         assert len(self._queue) <= self._config.queue_limit

@@ -77,3 +77,6 @@ class VisitLog:
         if len(self._seen) > self._limit:
             self._seen.popitem(last=False)
         return Seen(count + 1, last_s)
+
+    def forget(self, user_id: int) -> None:
+        self._seen.pop(user_id, None)

@@ -48,6 +48,7 @@ class KVCache:
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
         self._refs = [0] * ledger.num_pages
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
+        self._saved_of: dict[int, int] = {}  # host slot -> the user it was last filled for
         self.reused_tokens = 0
         self.total_tokens = 0
         self.evicted_pages = 0
@@ -115,6 +116,7 @@ class KVCache:
             save = self._expander.save(PageKey(int(prefix.states[end - 1]), prefix.pages[i], epoch))
             if save is not None:
                 saves.append(save)
+                self._saved_of[save.slot] = prefix.user_id
         return saves
 
     def _note_unsaved(self, plan: KVPlan, prefix: Prefix) -> None:
@@ -158,6 +160,14 @@ class KVCache:
             self._truncate(plan.prefix, plan.num_before)
             self._unpin(plan)
 
+    def forget(self, user_id: int) -> None:
+        """Drop all that is kept of a user, here and on the host. No step may be running."""
+        for prefix in list(self._users.get(user_id, ())):
+            assert prefix.pins == 0, "a step still reads what is to be forgotten"
+            self._drop(prefix)
+        self._visits.forget(user_id)
+        self._expander.withdraw([PageSave(0, slot) for slot, user in self._saved_of.items() if user == user_id])
+
     @property
     def is_idle(self) -> bool:
         """No step holds a pin."""
@@ -189,8 +199,6 @@ class KVCache:
 
     def _coldest_idle(self) -> Prefix | None:
         return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
-
-    # Matching.
 
     def _match(self, history: History, now: float) -> Match | None:
         """The prefix of this user that shares the most tokens with `history`, cut to what is fresh."""
@@ -225,8 +233,6 @@ class KVCache:
         if fresh >= prefix.num_tokens:
             prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
         return min(fresh, prefix.num_tokens)
-
-    # The ways to serve a history.
 
     def _reuse(self, match: Match) -> KVPlan:
         match.prefix.pins += 1
@@ -300,8 +306,6 @@ class KVCache:
         prefix.num_tokens = history.num_tokens
         return True
 
-    # Keeping and dropping.
-
     def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
         coldest = self._coldest_idle()
         others_pages = sum([len(mate.pages) for mate in self._running.values()]) - len(prefix.pages)
@@ -325,8 +329,7 @@ class KVCache:
             return
         idle = sorted((p for p in mates if p.pins == 0), key=lambda prefix: prefix.last_use_s)
         for old in idle[:surplus]:
-            self._truncate(old, 0)
-            self._discard_if_empty(old)
+            self._drop(old)
 
     def _unpin(self, plan: KVPlan) -> None:
         for prefix in (plan.prefix, plan.donor):
@@ -349,6 +352,10 @@ class KVCache:
             mates.remove(prefix)
             if not mates:
                 del self._users[prefix.user_id]
+
+    def _drop(self, prefix: Prefix) -> None:
+        self._truncate(prefix, 0)
+        self._discard_if_empty(prefix)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_tokens)
