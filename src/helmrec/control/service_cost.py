@@ -26,6 +26,7 @@ class ServiceCost(Frozen):
     missed_row_ms: float = Field(gt=0, description="ms of the host bus per missed row")
     host_token_ms: float = Field(0.0, ge=0, description="ms of the host per history token, before rows are read")
     host_floor_ms: float = Field(0.0, ge=0, description="ms of the host per request whatever is cached")
+    step_ms: float = Field(0.0, ge=0, description="ms of a step whatever it holds; its requests share them")
     is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
 
 

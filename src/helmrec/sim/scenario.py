@@ -145,5 +145,8 @@ def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCo
         pair_ms=pair_ms,
         floor_ms=candidates * (token_ms + min(history, config.model.window) * pair_ms),
         missed_row_ms=config.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
+        host_token_ms=cost.host_token_us / 1e3,
+        host_floor_ms=cost.host_request_ms + candidates * cost.host_token_us / 1e3,
+        step_ms=cost.host_floor_ms + cost.compute_floor_ms,
         is_overlapping=config.engine.overlap is not False,
     )
