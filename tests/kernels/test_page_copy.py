@@ -17,7 +17,7 @@ SLOTS, PAGES = 9, 7
 
 
 @pytest.mark.parametrize("page_bytes", [64, 1_000, 4_096])
-@pytest.mark.parametrize("num_loads", [1, 2, 7])
+@pytest.mark.parametrize("num_loads", [0, 1, 2, 7])
 @pytest.mark.parametrize("programs", [1, 3, 64])
 def test_pages_land_where_they_should_and_nowhere_else(page_bytes: int, num_loads: int, programs: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -25,7 +25,9 @@ def test_pages_land_where_they_should_and_nowhere_else(page_bytes: int, num_load
         torch.randint(0, 255, (num, page_bytes), dtype=torch.uint8, generator=generator) for num in (SLOTS, PAGES)
     )
     slots, pages = (torch.randperm(num, generator=generator)[:num_loads] for num in (SLOTS, PAGES))
-    loads, twin = torch.stack([slots, pages], 1).int(), arena.clone()
+    loads, twin = torch.full((1 + PAGES, 2), -1, dtype=torch.int32), arena.clone()
+    loads[0, 0] = num_loads
+    loads[1 : 1 + num_loads] = torch.stack([slots, pages], 1)
     page_copy.load_pages(host, twin, loads)
     triton_page_copy.load_pages(host, arena, loads, PageLaunch(programs, tile_bytes=256, num_warps=4))
     assert torch.equal(arena, twin)

@@ -53,7 +53,7 @@ class Runner:
         self._arena = parts.arena
         self._master = parts.master
         self._pool = parts.pool
-        self._host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels)
+        self._host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""

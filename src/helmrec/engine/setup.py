@@ -6,6 +6,7 @@ import torch
 from pydantic import ByteSize
 
 from helmrec.config import EngineConfig
+from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
@@ -14,7 +15,7 @@ from helmrec.kernels import layer_for
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import RowTable
 from helmrec.memory.arena import Arena
-from helmrec.memory.device_rows import DeviceRows, RowPolicy
+from helmrec.memory.device_rows import Capture, DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.host_tier import RowMaster
@@ -35,6 +36,7 @@ class Parts(NamedTuple):
     pool: Pool
     dense: Dense
     row_kernels: RowKernels
+    capture: Capture | None  # makes graphs, where steps are graphs
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
@@ -52,7 +54,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     pool = Pool(config, geometry, demand, arena, rows)
     dense = _make_dense(hstu, arena, geometry, _row_stage(rows, arena, master, config), config)
     dense.warm_up(progress)
-    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)))
+    capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
+    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture)
 
 
 def less_the_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

@@ -48,22 +48,20 @@ class StepCosts:
     def __init__(self) -> None:
         self._moments = 1e-6 * np.eye(3)
         self._target = np.zeros(3)
-        self._weights: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+        self._floor_s = self._token_s = self._pair_s = 0.0
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         expected_s = self.seconds(num_tokens, num_pairs, is_whole_step=True)
         weight = 1e-3 / max(seconds, expected_s, 1e-9)
-        x, seconds = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE, weight * seconds
+        x = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE
         self._moments = self._FADE * self._moments + np.outer(x, x)
-        self._target = self._FADE * self._target + seconds * x
-        self._weights = None
+        self._target = self._FADE * self._target + weight * seconds * x
+        fitted = np.maximum(np.linalg.solve(self._moments, self._target), 0.0) / self._SCALE
+        self._floor_s, self._token_s, self._pair_s = fitted.tolist()
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
         """What adding so many tokens and pairs to a step costs, or a step of nothing else."""
-        if self._weights is None:
-            self._weights = np.maximum(np.linalg.solve(self._moments, self._target), 0.0)
-        x = np.array([float(is_whole_step), num_tokens, num_pairs]) / self._SCALE
-        return float(self._weights @ x)
+        return is_whole_step * self._floor_s + num_tokens * self._token_s + num_pairs * self._pair_s
 
 
 @dataclass(slots=True)

@@ -1,12 +1,17 @@
 """The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.kernels.row_kernels import RowKernels
+from helmrec.memory.device_rows import Capture
 from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.host_tier import LockedBuffer
 from helmrec.memory.prefix import PageLoad
@@ -14,6 +19,13 @@ from helmrec.memory.streams import InStream
 
 _TIMED_PAGES = 32
 _STEPS_IN_FLIGHT = 2
+
+
+class _Launch(NamedTuple):
+    """Loads of one step."""
+
+    loads: NDArray[np.int32]  # (1 + most, 2) how many, then which; read when the device comes to them
+    start: Callable[[], None]
 
 
 class HostPages:
@@ -25,21 +37,20 @@ class HostPages:
     beside whatever runs.
     """
 
-    def __init__(self, expander: Expander, arena_pages: Tensor, kernels: RowKernels) -> None:
-        """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages."""
+    def __init__(
+        self, expander: Expander, arena_pages: Tensor, kernels: RowKernels, capture: Capture | None = None
+    ) -> None:
+        """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages; capture: makes graphs, if any."""
         self._arena = arena_pages
-        self._kernels = kernels
         is_card, device = arena_pages.is_cuda, arena_pages.device
         self._saving, self._loading = (torch.cuda.Stream(device) if is_card else None for _ in range(2))
         self._has_saved = False
         self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
         self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
-        shape = (_STEPS_IN_FLIGHT, len(arena_pages), len(PageLoad._fields))
-        self._loads = torch.zeros(shape, dtype=torch.int32, pin_memory=is_card)  # read when the card comes to them
-        self._turn = 0
         if expander.num_slots:
             if is_card:
                 self._buffer.lock()
+            self._launches = [self._make_launch(kernels, capture) for _ in range(_STEPS_IN_FLIGHT)]
             expander.costs.page_s = self._time_a_page()
 
     def close(self) -> None:
@@ -64,16 +75,23 @@ class HostPages:
     def start_loading(self, loads: Sequence[PageLoad]) -> None:
         """Once for a step: the step before may still be on its way, the one before that has ended."""
         self.finish_saves_before(self._loading)
-        self._turn = (self._turn + 1) % _STEPS_IN_FLIGHT
-        asked = self._loads[self._turn, : len(loads)]
-        asked.numpy()[:] = loads
+        launch = self._launches[0]
+        self._launches.reverse()
+        launch.loads[0] = len(loads), 0
+        launch.loads[1 : 1 + len(loads)] = loads
         with InStream(self._loading):
-            self._kernels.load_pages(self._host, self._arena, asked)
+            launch.start()
 
     def finish_loading(self) -> None:
         """What follows in the current stream sees all pages whose loading has started."""
         if self._loading is not None:
             torch.cuda.current_stream().wait_stream(self._loading)
+
+    def _make_launch(self, kernels: RowKernels, capture: Capture | None) -> "_Launch":
+        loads = torch.zeros((1 + len(self._arena), len(PageLoad._fields)), dtype=torch.int32)
+        loads = loads.pin_memory() if self._loading is not None else loads
+        start = partial(kernels.load_pages, self._host, self._arena, loads)
+        return _Launch(loads.numpy(), start if capture is None else capture(start).replay)
 
     def _time_a_page(self) -> float:
         """Seconds of one page from host to arena, over pages nobody owns yet; the second pass counts."""
