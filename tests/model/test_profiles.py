@@ -5,7 +5,7 @@ from helmrec.model.profiles import PROFILES, profile
 
 
 def test_the_profiles_of_the_command_line_exist() -> None:
-    assert list(PROFILES) == ["demo", "kuairand", "dlrmv3", "wide", "nvidia-bench", "paper"]
+    assert list(PROFILES) == ["demo", "kuairand", "narrow", "dlrmv3", "wide", "nvidia-bench", "paper"]
 
 
 @pytest.mark.parametrize("name", PROFILES)

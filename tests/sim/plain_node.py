@@ -162,6 +162,7 @@ class PlainNode:
             rows = np.concatenate(parts)
             slots = cache.peek(rows)
             self.outcomes.missed_rows[index] = np.count_nonzero(slots == ABSENT)
+            self.outcomes.history_tokens[index] = member.plan.num_tokens
             self.outcomes.reused_tokens[index] = resident
             self.outcomes.computed_tokens[index] = member.num_tokens
             events = member.plan.num_tokens - max(resident, num_context) + member.request.num_candidates

@@ -68,6 +68,17 @@ def test_windows_add_up_to_what_the_pool_counted(result: SimResult) -> None:
     served = result.summary()
     assert served.num_requests == result.arrived_s.size
     assert served.p50_ms <= served.mean_ms <= served.p99_ms
+    assert served.token_reuse_rate == pytest.approx(result.pool.token_reuse_rate)
+    assert result.pool.token_reuse_rate > 0.05
+
+
+def test_it_is_known_from_when_on_both_caches_were_short(trace: Trace, result: SimResult) -> None:
+    tight = simulate(trace, dlrmv3(pool_bytes="4GB"), COST, static(0.1))
+    assert tight.evicting_from_s is not None
+    assert 1 < tight.evicting_from_s < trace.duration_s
+    assert result.pool.kv_evicted_pages > 0
+    assert result.pool.row_evictions == 0
+    assert result.evicting_from_s is None
 
 
 def test_the_same_trace_gives_the_same_bytes(trace: Trace, result: SimResult) -> None:

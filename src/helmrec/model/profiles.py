@@ -43,6 +43,11 @@ def _dlrmv3(num_rows: int | None) -> ModelConfig:
     return _dlrmv3_shape("dlrmv3", num_rows, num_extra=4)
 
 
+def _narrow(num_rows: int | None) -> ModelConfig:
+    """Meta DLRMv3 as published: of each event only the item has a large table."""
+    return _dlrmv3_shape("narrow", num_rows, num_extra=0)
+
+
 def _wide(num_rows: int | None) -> ModelConfig:
     """DLRMv3 with 24 feature rows per token: where the two caches really compete."""
     return _dlrmv3_shape("wide", num_rows, num_extra=22)
@@ -115,6 +120,7 @@ def _plain(  # noqa: PLR0913 - the columns of the table of published shapes
 PROFILES: dict[str, Callable[[int | None], ModelConfig]] = {
     "demo": _demo,
     "kuairand": _kuairand,
+    "narrow": _narrow,
     "dlrmv3": _dlrmv3,
     "wide": _wide,
     "nvidia-bench": _nvidia_bench,

@@ -67,6 +67,11 @@ class Node:
         return int(self.state.counts[N.INBOX_END] - self.state.counts[N.LOGGED])
 
     @property
+    def has_evicted(self) -> bool:
+        """Whether both caches have been short of room; figures of a cache that is still filling up flatter."""
+        return bool(self.state.rows.counts[Row.EVICTIONS] and self.state.kv.counts[Kv.EVICTED])
+
+    @property
     def answered(self) -> IntArray:
         """Requests in the order they were answered or refused."""
         return self._inbox.log[: self.state.counts[N.LOGGED]]

@@ -72,8 +72,9 @@ class Outcomes(NamedTuple):
     status: NDArray[np.int8]
     latency_ms: FloatArray  # from arrival to answer
     queue_ms: FloatArray
-    reused_tokens: NDArray[np.int32]
-    computed_tokens: NDArray[np.int32]
+    history_tokens: NDArray[np.int32]  # that can be cached
+    reused_tokens: NDArray[np.int32]  # of those
+    computed_tokens: NDArray[np.int32]  # candidates included
     missed_rows: FloatArray  # scaled up from the sample
 
 
@@ -170,6 +171,7 @@ def make_outcomes(num_requests: int) -> Outcomes:
         status=np.zeros(num_requests, np.int8),
         latency_ms=np.full(num_requests, np.nan),
         queue_ms=np.full(num_requests, np.nan),
+        history_tokens=np.zeros(num_requests, np.int32),
         reused_tokens=np.zeros(num_requests, np.int32),
         computed_tokens=np.zeros(num_requests, np.int32),
         missed_rows=np.zeros(num_requests),

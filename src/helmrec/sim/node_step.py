@@ -51,6 +51,7 @@ def _work(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, whic
         tokens += new + others
         pairs += new * (resident + new / 2) + others * total
         loaded += member[Member.LOADED]
+        out.history_tokens[request] = total
         out.reused_tokens[request], out.computed_tokens[request] = resident, new + others
     return tokens, pairs, loaded
 

@@ -50,7 +50,7 @@ class Summary:
     p50_ms: float
     p99_ms: float
     slo_satisfaction: float
-    token_reuse_rate: float
+    token_reuse_rate: float  # of history tokens: candidates are always computed
     missed_rows_per_request: float
 
 
@@ -62,6 +62,7 @@ class SimResult:
     outcomes: Outcomes
     windows: list[Window]
     pool: PoolStats  # at the end
+    evicting_from_s: float | None  # from when on both caches had evicted; None: one never did
     wall_s: float  # that the run took
 
     def summary(self, begin_s: float = 0.0, end_s: float = np.inf) -> Summary:
@@ -83,7 +84,7 @@ def summarise(outcomes: Outcomes, chosen: NDArray[np.bool_], slo_ms: float) -> S
     latency_ms = outcomes.latency_ms[served]
     num, num_served = int(np.count_nonzero(chosen)), latency_ms.size
     p50_ms, p99_ms = np.percentile(latency_ms, (50, 99)) if num_served else (np.nan, np.nan)
-    reused, computed = outcomes.reused_tokens[served].sum(), outcomes.computed_tokens[served].sum()
+    reused, history = outcomes.reused_tokens[served].sum(), outcomes.history_tokens[served].sum()
     return Summary(
         num_requests=num,
         num_refused=num - num_served,
@@ -91,7 +92,7 @@ def summarise(outcomes: Outcomes, chosen: NDArray[np.bool_], slo_ms: float) -> S
         p50_ms=float(p50_ms),
         p99_ms=float(p99_ms),
         slo_satisfaction=float(np.count_nonzero(latency_ms <= slo_ms) / max(1, num)),
-        token_reuse_rate=float(reused / max(1, reused + computed)),
+        token_reuse_rate=float(reused / max(1, history)),
         missed_rows_per_request=float(outcomes.missed_rows[served].sum() / max(1, num_served)),
     )
 
@@ -112,9 +113,12 @@ def simulate(
     node.send(np.arange(trace.num_requests), trace.time_s)
     watch = Watch(node, CurveFeed(node) if options.has_curves else None)
     windows: list[Window] = []
+    evicting_from_s = None
     for tick in range(1, int(np.ceil(trace.duration_s / tick_s)) + 1):
         node.run_until(tick * tick_s)
         windows.append(watch.decide(policy, tick * tick_s))
+        if evicting_from_s is None and node.has_evicted:
+            evicting_from_s = tick * tick_s
         options.on_tick(tick * tick_s)
     finish(node, tick_s)
     return SimResult(
@@ -124,6 +128,7 @@ def simulate(
         outcomes=outcomes,
         windows=windows,
         pool=node.stats(),
+        evicting_from_s=evicting_from_s,
         wall_s=time.perf_counter() - started_s,
     )
 
