@@ -27,6 +27,8 @@ class ServiceCost(Frozen):
     host_token_ms: float = Field(0.0, ge=0, description="ms of the host per history token, before rows are read")
     host_floor_ms: float = Field(0.0, ge=0, description="ms of the host per request whatever is cached")
     step_ms: float = Field(0.0, ge=0, description="ms of a step whatever it holds; its requests share them")
+    kv_token_bytes: float = Field(10_240.0, gt=0, description="bytes of KV of one history token, all layers")
+    row_bytes: float = Field(1_024.0, gt=0, description="bytes of one embedding row")
     is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
 
 

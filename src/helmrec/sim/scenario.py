@@ -148,5 +148,7 @@ def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCo
         host_token_ms=cost.host_token_us / 1e3,
         host_floor_ms=cost.host_request_ms + candidates * cost.host_token_us / 1e3,
         step_ms=cost.host_floor_ms + cost.compute_floor_ms,
+        kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
+        row_bytes=config.geometry.row_stride,
         is_overlapping=config.engine.overlap is not False,
     )
