@@ -143,9 +143,10 @@ def with_and_without_tier(engine: Engine, requests: list[Prepared]) -> list[dict
 
 def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
     """The boundary has grown by 0.4; what reading rows ahead does to the steps after, without regard to demand."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    steps_ms: dict[int, list[float]] = {mib: [] for mib in REFILL_MIB}
     set_limit(engine, "refill_bytes_per_step", 0)
-    for repeat in range(3):
+    for repeat in range(6):
         for mib in REFILL_MIB:
             forget(engine, START_ALPHA + 0.4)
             serve(engine, requests[:WARM_UP])  # fills the cache, which then shrinks and remembers what it lost
@@ -162,7 +163,12 @@ def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, A
             rows.append(
                 {"repeat": repeat, "mib_per_step": mib, "seconds": round(served.seconds, 3), **of_steps(served)}
             )
+            steps_ms[mib] += served.step_ms
             print(rows[-1], flush=True)
+    for mib, each in steps_ms.items():
+        p50, p99 = np.percentile(each, [50, 99]).round(3).tolist()
+        rows.append({"all_repeats": len(each), "mib_per_step": mib, "step_p50_ms": p50, "step_p99_ms": p99})
+        print(rows[-1], flush=True)
     set_limit(engine, "refill_bytes_per_step", 16 << 20)
     return rows
 
@@ -170,7 +176,7 @@ def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, A
 def moves(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
     """A move under load against a twin that was at the new place from the start."""
     rows = []
-    for repeat in range(1):
+    for repeat in range(2):
         for step in (*MOVES, *(-move for move in MOVES)):
             start = START_ALPHA if step > 0 else START_ALPHA - step
             for moves_now in (False, True):
