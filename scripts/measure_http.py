@@ -68,6 +68,9 @@ class NullPort:
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         raise NotImplementedError
 
+    async def forget(self, user_id: int) -> None:
+        raise NotImplementedError
+
     async def close(self) -> None:
         """Nothing to close."""
 

@@ -11,6 +11,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
+from helmrec.serve.histories import Histories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.server import listen, serve_until_told
@@ -26,6 +27,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
+    history: Annotated[str | None, typer.Option(help="Folder of stored histories; none are kept without.")] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
@@ -36,7 +38,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     The token of admin calls is best given as HELMREC_ADMIN_TOKEN: flags are seen by every user of a machine.
     """
     with told_plainly():
-        flags = {"pool_bytes": ("--pool", pool), "deadline_ms": ("--deadline", deadline_ms)} | {
+        renamed = (("pool_bytes", "--pool", pool), ("deadline_ms", "--deadline", deadline_ms))
+        flags = {name: (flag, value) for name, flag, value in (*renamed, ("history_path", "--history", history))} | {
             name: (f"--{name}", value)
             for name, value in (("alpha", alpha), ("device", device), ("host", host), ("port", port))
         }
@@ -66,4 +69,6 @@ def _serve(model: Path, settings: Settings) -> None:
     with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once
         with err.status("getting the model ready"):
             engine = Engine.from_model(model, settings.engine)
-        serve_until_told(make_app(InProcessPort(engine), settings.serve), settings.serve, listener)
+            path = settings.serve.history_path
+            histories = None if path is None else Histories.open(path, engine.model_config, settings.history)
+        serve_until_told(make_app(InProcessPort(engine), settings.serve, histories), settings.serve, listener)

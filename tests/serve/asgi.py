@@ -86,6 +86,10 @@ class Caller:
         reply: Reply = self.run(send(self.app, method, path, raw, headers))
         return reply
 
+    def delete(self, path: str) -> Reply:
+        reply: Reply = self.run(send(self.app, "DELETE", path))
+        return reply
+
     def wait_until_ready(self) -> None:
         wait_for(lambda: self.get("/readyz").status == 200)
 

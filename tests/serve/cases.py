@@ -26,6 +26,18 @@ def rank_body(**overrides: Any) -> dict[str, Any]:
     return body | overrides
 
 
+def events_body(base_version: int, **overrides: Any) -> dict[str, Any]:
+    """Three events of /v1/events for the user of `rank_body`, whose history they are at base 0."""
+    history = {name: rank_body()[name] for name in ("items", "actions", "timestamps", "features")}
+    return {"user_id": 7, "base_version": base_version, **history} | overrides
+
+
+def stored_body(**overrides: Any) -> dict[str, Any]:
+    """`rank_body` without its history."""
+    sent = ("user_id", "candidates", "candidate_features", "context")
+    return {name: rank_body()[name] for name in sent} | overrides
+
+
 def rank_requests(num: int) -> list[RankRequest]:
     rng = np.random.default_rng(0)
     return [random_request(rng, tiny_config(), user, 3 + user % 9, 1 + user % 5) for user in range(num)]

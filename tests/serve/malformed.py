@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.serve.cases import infer_binary, infer_json, rank_body, rank_requests, tensors_of
+from tests.serve.cases import events_body, infer_binary, infer_json, rank_body, rank_requests, tensors_of
 
 Rng = np.random.Generator
-RANK, INFER = "/v1/rank", "/v2/models/tiny/infer"
-LISTS = ("items", "actions", "timestamps", "candidates")
+RANK, INFER, EVENTS = "/v1/rank", "/v2/models/tiny/infer", "/v1/events"
+EVENT_LISTS = ("items", "actions", "timestamps")
+LISTS = (*EVENT_LISTS, "candidates")
 NOT_IDS: tuple[Any, ...] = (
     -1,
     1 << 63,
@@ -58,20 +59,24 @@ def _add_unknown(rng: Rng, body: dict[str, Any]) -> None:
 
 
 def _spoil_list(rng: Rng, body: dict[str, Any]) -> None:
-    body[pick(rng, LISTS)] = pick(rng, NOT_LISTS)
+    body[pick(rng, _lists(body))] = pick(rng, NOT_LISTS)
+
+
+def _lists(body: dict[str, Any]) -> tuple[str, ...]:
+    return LISTS if "candidates" in body else EVENT_LISTS
 
 
 def _spoil_id(rng: Rng, body: dict[str, Any]) -> None:
-    values = body[pick(rng, LISTS)]
+    values = body[pick(rng, _lists(body))]
     values[int(rng.integers(len(values)))] = pick(rng, NOT_IDS)
 
 
 def _lengthen(rng: Rng, body: dict[str, Any]) -> None:
-    body[pick(rng, ("items", "actions", "timestamps", "candidates"))].extend([99] * int(rng.integers(1, 50)))
+    body[pick(rng, _lists(body))].extend([99] * int(rng.integers(1, 50)))
 
 
 def _shorten(rng: Rng, body: dict[str, Any]) -> None:
-    body[pick(rng, LISTS)].pop()
+    body[pick(rng, _lists(body))].pop()
 
 
 def _spoil_table(rng: Rng, body: dict[str, Any]) -> None:
@@ -107,6 +112,22 @@ def wrong_rank(rng: Rng) -> Sent:
     body = copy.deepcopy(rank_body())
     pick(rng, RANK_FAULTS)(rng, body)
     return Sent(RANK, _text(body))
+
+
+def _spoil_base(rng: Rng, body: dict[str, Any]) -> None:
+    body[pick(rng, ("user_id", "base_version"))] = pick(rng, NOT_IDS)
+
+
+EVENTS_FAULTS = (_drop, _add_unknown, _spoil_list, _spoil_id, _lengthen, _shorten, _spoil_base)
+
+
+def wrong_events(rng: Rng) -> Sent:
+    whole = _text(events_body(0))
+    if rng.random() < 0.1:
+        return Sent(EVENTS, whole[: int(rng.integers(len(whole)))])
+    body = json.loads(whole)
+    pick(rng, EVENTS_FAULTS)(rng, body)
+    return Sent(EVENTS, _text(body))
 
 
 def wrong_infer_json(rng: Rng) -> Sent:

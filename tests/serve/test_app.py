@@ -201,9 +201,13 @@ def test_the_document_describes_every_route(caller: Caller) -> None:
     rank = document["paths"]["/v1/rank"]["post"]
     ref = rank["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][ref.rsplit("/", 1)[1]]
-    assert set(schema["required"]) == {"user_id", "items", "actions", "timestamps", "candidates"}
+    assert set(schema["required"]) == {"user_id", "candidates"}
     assert {"200", "400", "413", "429", "503", "500"} <= rank["responses"].keys()
     assert document["paths"]["/v1/admin/rows"]["post"]["security"]
+    users = document["paths"]["/v1/users/{user_id}"]
+    assert users.keys() == {"get", "delete"}
+    assert users["get"]["parameters"][0]["schema"]["type"] == "integer"
+    assert "409" in document["paths"]["/v1/events"]["post"]["responses"]
 
 
 def hold_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:

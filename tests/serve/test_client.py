@@ -10,20 +10,32 @@ import numpy as np
 import pytest
 
 from helmrec.clock import MonotonicClock
-from helmrec.errors import ConfigError, DeadlineExceeded, EngineClosed, QueueFull, RequestError, ServerError
+from helmrec.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    Forgotten,
+    QueueFull,
+    RequestError,
+    ServerError,
+    StaleVersion,
+)
+from helmrec.history.config import HistoryConfig
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
+from helmrec.serve.histories import Histories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
-from tests.helpers import tiny_engine
+from tests.helpers import tiny_config, tiny_engine
 from tests.serve.asgi import on_loopback, wait_for
 from tests.serve.cases import as_request, rank_body, rank_requests
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    histories = Histories.open(tmp_path_factory.mktemp("client"), tiny_config(), HistoryConfig())
     with (
-        on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig())) as port,
+        on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig(), histories)) as port,
         Client(f"http://127.0.0.1:{port}") as client,
     ):
         wait_for(client.is_ready)
@@ -37,6 +49,36 @@ def test_a_client_ranks_as_an_engine_does(client: Client) -> None:
         np.testing.assert_allclose(result.scores, expected.scores, atol=1e-5)
         assert result.scores.dtype == np.float32
         assert result.window_start == expected.window_start
+
+
+def test_a_client_appends_ranks_with_what_is_kept_and_has_it_forgotten(client: Client) -> None:
+    request = rank_requests(40)[-1]
+    user_id, half = request.user_id, len(request.items) // 2
+    assert client.user(user_id) is None
+    for base, part in ((0, slice(half)), (half, slice(half, None))):
+        features = {name: values[part] for name, values in request.features.items()}
+        events = (request.items[part], request.actions[part], request.timestamps[part], features)
+        done = client.append(user_id, base, *events)
+        assert (done.first_event, done.is_repeat) == (base, False)
+        assert client.append(user_id, base, *events).is_repeat
+    state = client.user(user_id)
+    assert state is not None
+    assert (state.version, state.last_timestamp) == (len(request.items), request.timestamps[-1])
+    kept = client.rank_stored(user_id, request.candidates, request.candidate_features, request.context)
+    np.testing.assert_allclose(kept.scores, client.rank(request).scores, atol=1e-5)
+    with pytest.raises(StaleVersion) as stale:
+        client.append(user_id, 1, *events)
+    assert (stale.value.user_id, stale.value.base, stale.value.current) == (user_id, 1, state.version)
+    assert client.forget(user_id)
+    assert client.user(user_id) is None
+    assert not client.forget(user_id)
+
+
+def test_wrong_events_and_users_are_the_errors_a_store_raises(client: Client) -> None:
+    with pytest.raises(RequestError, match=r"items\[0\]: values run from 0 to 299, got 300"):
+        client.append(1, 0, [300], [0], [0], {"category": [0]})
+    with pytest.raises(RequestError, match="user_id"):
+        client.user(-1)
 
 
 def test_what_no_request_can_hold_is_refused_before_it_is_sent(client: Client) -> None:
@@ -54,7 +96,7 @@ def test_a_wrong_field_is_the_same_error_as_in_process(client: Client) -> None:
     assert (there.value.field, there.value.value) == (here.value.field, here.value.value)
 
 
-@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed])
+@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten])
 def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     async def refuse(self: InProcessPort, requests: Any) -> Any:
         raise kind("not now")

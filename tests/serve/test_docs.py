@@ -13,10 +13,12 @@ import pytest
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
+from helmrec.history.config import HistoryConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
+from helmrec.serve.histories import Histories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.serve.asgi import on_loopback, wait_for
@@ -33,7 +35,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     init_model(folder, profile("demo", 500), 0)
     settings: dict[str, Any] = {"pool_bytes": "64MiB"}
     engine = Engine.from_model(folder, EngineConfig(**settings), MonotonicClock())
-    with on_loopback(make_app(InProcessPort(engine), ServeConfig(admin_token="open-sesame"))) as port:
+    histories = Histories.open(folder.parent / "histories", engine.model_config, HistoryConfig())
+    with on_loopback(make_app(InProcessPort(engine), ServeConfig(admin_token="open-sesame"), histories)) as port:
         url = f"http://127.0.0.1:{port}"
         with Client(url) as client:
             wait_for(client.is_ready)
@@ -41,7 +44,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
-    assert len(SHELL) == TEXT.count("```sh") == 5
+    assert len(SHELL) == TEXT.count("```sh") == 10
     assert len(PYTHON) == 1
 
 
@@ -56,13 +59,16 @@ def test_a_curl_example_answers_in_the_shape_shown(address: str, command: str, s
 
 def test_the_python_example_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(PYTHON[0].replace(ADDRESS, address), "docs/serving.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("[[")
+    shown = capsys.readouterr().out
+    assert shown.startswith("[[")
+    assert shown.endswith(" 2 True\n")
 
 
 def shape(value: Any) -> Any:
-    """Names and kinds of a JSON value; what says which problem it is counts word by word."""
+    """Names and kinds of a JSON value; what says which problem or version it is counts word by word."""
+    exact = {"status", "field", "detail", "version", "current_version", "history_version", "had_events", "is_repeat"}
     if isinstance(value, dict):
-        return {name: value[name] if name in {"status", "field", "detail"} else shape(value[name]) for name in value}
+        return {name: value[name] if name in exact else shape(value[name]) for name in value}
     if isinstance(value, list):
         return [shape(each) for each in value]
     return float if isinstance(value, int | float) else type(value)

@@ -10,7 +10,7 @@ import pytest
 from helmrec.engine.engine import Engine
 from tests.serve.asgi import Caller, Reply, send
 from tests.serve.cases import rank_body
-from tests.serve.malformed import Sent, damaged, wrong_infer_binary, wrong_infer_json, wrong_rank
+from tests.serve.malformed import Sent, damaged, wrong_events, wrong_infer_binary, wrong_infer_json, wrong_rank
 
 KINDS = [(wrong_rank, 4_000), (wrong_infer_json, 3_000), (wrong_infer_binary, 3_000)]
 
@@ -59,6 +59,12 @@ def test_wrong_bodies_are_refused_and_leave_no_trace(
     caller: Caller, make: Callable[[np.random.Generator], Sent], num: int
 ) -> None:
     refuse_all(caller, make, num, seed=0)
+
+
+def test_wrong_events_are_refused_and_not_kept(keeper: Caller) -> None:
+    refuse_all(keeper, wrong_events, 2_000, seed=0)
+    assert keeper.get("/v1/users/7").status == 404
+    assert "helmrec_history_users 0.0" in keeper.get("/metrics").body.decode()
 
 
 def test_damaged_bodies_are_refused_or_served(caller: Caller, served: Engine) -> None:

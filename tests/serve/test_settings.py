@@ -35,6 +35,19 @@ def test_what_is_shown_can_be_read_back_and_hides_the_token(file: Path) -> None:
     assert 'host = "127.0.0.1"  # default' in text
     back = {name: Given(value, "shown") for name, value in tomllib.loads(text).items()}
     assert resolve(back, {}, None).engine == settings.engine
+    assert resolve(back, {}, None).history == settings.history
+
+
+def test_settings_of_stored_histories_have_a_name_of_their_own() -> None:
+    given = {"HELMREC_HISTORY_PATH": "kept", "HELMREC_HISTORY_SYNC": "interval", "HELMREC_HISTORY_MAX_BYTES": "1GiB"}
+    settings = resolve({"queue_limit": Given(8, "flag"), "history_queue_limit": Given(9, "flag")}, given, None)
+    assert (settings.serve.history_path, settings.history.sync, settings.history.max_bytes) == (
+        "kept",
+        "interval",
+        1 << 30,
+    )
+    assert (settings.engine.queue_limit, settings.history.queue_limit) == (8, 9)
+    assert 'history_sync = "interval"  # environment HELMREC_HISTORY_SYNC' in list(settings.lines())
 
 
 def test_nobody_listens_beyond_loopback_and_no_admin_call_works_unless_told() -> None:
@@ -47,6 +60,7 @@ def test_nobody_listens_beyond_loopback_and_no_admin_call_works_unless_told() ->
     [
         ({"HELMREC_ALPHA": "1.5"}, "", "alpha must be at most 1"),
         ({"HELMREC_PORT": "http"}, "", "port: .* got 'http'"),
+        ({"HELMREC_HISTORY_SYNC": "never"}, "", "history_sync: .* got 'never'"),
         ({"HELMREC_ADMIN_TOKEN": "short"}, "", "admin_token: .* at least 8"),
         ({}, "shoes = 4", r"shoes is not a known setting \(file .*\), got 4"),
         ({}, "alpha", "the settings file cannot be read"),

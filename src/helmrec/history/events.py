@@ -144,5 +144,10 @@ def _line(name: str, values: Ids) -> NDArray[np.integer]:
     if line.ndim != 1:
         raise RequestError(name, line.shape, "a flat list of integers is needed")
     if line.size and line.dtype.kind not in "iu":
-        raise RequestError(f"{name}[0]", line[0], f"integers of 64 bits are needed, not {line.dtype}")
+        at = next((i for i, value in enumerate(values) if not _is_narrow(value)), 0)
+        raise RequestError(f"{name}[{at}]", values[at], "integers of 64 bits are needed")
     return line
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) <= MAX_ID

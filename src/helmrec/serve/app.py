@@ -3,7 +3,7 @@
 It knows requests, answers and statuses; how an engine runs is behind the port. No route reads files or runs code.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,25 +15,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from helmrec.errors import HelmRecError
+from helmrec.errors import HelmRecError, HistoryError, HistoryFull
 from helmrec.serve import problems
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
+from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort
-from helmrec.serve.routes import openapi
+from helmrec.serve.routes import Endpoint, openapi
 from helmrec.serve.schema import Problem
 from helmrec.serve.settings import ServeConfig
+from helmrec.serve.users import UserRoutes
 from helmrec.serve.v1 import FriendlyRoutes
 from helmrec.serve.v2 import InferenceRoutes
 
 API_VERSION = "1"
 
 
-def make_app(port: EnginePort, config: ServeConfig) -> Starlette:
-    """The application in front of `port`, which it starts and closes."""
-    front = Front(port, config)
-    endpoints = [*FriendlyRoutes(front).endpoints(), *InferenceRoutes(front).endpoints()]
+def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
+    """The application in front of `port`, which it starts; it closes both when it ends."""
+    front = Front(port, config, histories)
+    parts = (FriendlyRoutes(front), UserRoutes(front), InferenceRoutes(front))
+    endpoints = [endpoint for part in parts for endpoint in part.endpoints()]
     document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION))
 
     async def show_document(_: Request) -> Response:
@@ -46,10 +49,12 @@ def make_app(port: EnginePort, config: ServeConfig) -> Starlette:
             yield
         finally:
             await port.close()
+            if histories is not None:
+                await histories.close()
 
     app = Starlette(
         routes=[
-            *(Route(each.path, each.handler, methods=[each.method]) for each in endpoints),
+            *(_route(path, endpoints) for path in dict.fromkeys(each.path for each in endpoints)),
             Route("/openapi.json", show_document, methods=["GET"]),
         ],
         middleware=[Middleware(_edge(front.metrics))],
@@ -60,10 +65,22 @@ def make_app(port: EnginePort, config: ServeConfig) -> Starlette:
     return app
 
 
+def _route(path: str, endpoints: Sequence[Endpoint]) -> Route:
+    """All methods of a path as one route, so that a wrong one is told of all the right ones."""
+    handlers = {each.method: each.handler for each in endpoints if each.path == path}
+
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, handle, methods=list(handlers))
+
+
 def _edge(metrics: Metrics) -> Callable[[ASGIApp], Edge]:
     return lambda app: Edge(app, metrics)
 
 
 async def _tell(request: Request, error: Exception) -> Response:
     assert isinstance(error, HelmRecError | HTTPException)
+    if isinstance(error, HistoryError) and not isinstance(error, HistoryFull):  # ours to mend; it names our files
+        raise error
     return problems.of_error(error, request.state.request_id, request.url.path)

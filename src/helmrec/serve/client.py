@@ -5,6 +5,7 @@ only call a server free of an HTTP package.
 """
 
 import http.client
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,15 +15,20 @@ from helmrec.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
+    Forgotten,
     HelmRecError,
+    HistoryFull,
     QueueFull,
     RequestError,
     ServerError,
+    StaleVersion,
 )
-from helmrec.serve.schema import Problem, RankAnswer
-from helmrec.types import RankRequest, RankResult
+from helmrec.history.store import Appended, UserState
+from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
+from helmrec.types import Ids, RankRequest, RankResult
 
-_BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in (DeadlineExceeded, EngineClosed, QueueFull)}
+_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, QueueFull)
+_BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
 
 
 class Client:
@@ -40,10 +46,69 @@ class Client:
 
     def rank(self, request: RankRequest) -> RankResult:
         """Raise RequestError, QueueFull or DeadlineExceeded as an engine would; ServerError if there is no answer."""
-        answer = self._send("POST", "/v1/rank", self._encoder.encode(request))
-        if answer.status != 200:
-            raise _told(answer)
-        return self._answer.decode(answer.body).result()
+        return self._rank(request)
+
+    def rank_stored(
+        self,
+        user_id: int,
+        candidates: Ids,
+        candidate_features: Mapping[str, Ids] | None = None,
+        context: Mapping[str, int] | None = None,
+        request_time: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> RankResult:
+        """`rank`, with the history the server keeps of the user; none yet is a history of no events."""
+        fields = {
+            "candidate_features": candidate_features,
+            "context": context,
+            "request_time": request_time,
+            "deadline_ms": deadline_ms,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return self._rank({"user_id": user_id, "candidates": candidates, **given})
+
+    def _rank(self, body: object) -> RankResult:
+        return self._answer.decode(self._done("POST", "/v1/rank", body)).result()
+
+    def append(
+        self,
+        user_id: int,
+        base_version: int,
+        items: Ids,
+        actions: Ids,
+        timestamps: Ids,
+        features: Mapping[str, Ids] | None = None,
+    ) -> Appended:
+        """Add events to a history of `base_version` events; they are kept when this returns.
+
+        Raise StaleVersion, which carries the current one, if the user has another version. The same events sent
+        again with the same base are acknowledged again and kept once, so a lost answer may be asked for again.
+        """
+        body = {
+            "user_id": user_id,
+            "base_version": base_version,
+            "items": items,
+            "actions": actions,
+            "timestamps": timestamps,
+            "features": features or {},
+        }
+        answer = self._send("POST", "/v1/events", self._encoder.encode(body))
+        if answer.status == 409:
+            raise _stale(answer, user_id, base_version)
+        done = msgspec.json.decode(_body_of(answer), type=EventsAnswer)
+        return Appended(done.first_event, done.version, done.is_repeat)
+
+    def user(self, user_id: int) -> UserState | None:
+        """Where a user's history stands; None if the server keeps nothing of it."""
+        answer = self._send("GET", f"/v1/users/{user_id}")
+        if answer.status == 404:
+            return None
+        found = msgspec.json.decode(_body_of(answer), type=UserAnswer)
+        return UserState(found.version, found.first_event, int(found.seal, 16), found.last_timestamp)
+
+    def forget(self, user_id: int) -> bool:
+        """Have the server forget a user: history and caches. False if it kept no events of it."""
+        return msgspec.json.decode(self._done("DELETE", f"/v1/users/{user_id}"), type=ForgetAnswer).had_events
 
     def is_ready(self) -> bool:
         """Whether requests may be sent: False while the server warms up or cannot be reached."""
@@ -61,6 +126,10 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _done(self, method: str, path: str, body: object = None) -> bytes:
+        """The body of an answer that says it was done; else what the server told is raised."""
+        return _body_of(self._send(method, path, None if body is None else self._encoder.encode(body)))
+
     def _send(self, method: str, path: str, body: bytes | None = None) -> "_Answer":
         may_be_stale = self._connection.sock is not None  # a server closes connections that are idle for long
         try:
@@ -68,7 +137,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             if not may_be_stale or isinstance(error, TimeoutError):
                 raise ServerError(f"no answer ({error}), from {self._url}") from None
-        return self._send(method, path, body)  # on a new connection; ranking twice does no harm
+        return self._send(method, path, body)  # on a new connection; whatever is asked of a server may be asked twice
 
     def _try(self, method: str, path: str, body: bytes | None) -> "_Answer":
         try:
@@ -85,11 +154,30 @@ class _Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
+def _body_of(answer: _Answer) -> bytes:
+    if answer.status != 200:
+        raise _told(answer)
+    return answer.body
+
+
+def _stale(answer: _Answer, user_id: int, base_version: int) -> HelmRecError:
+    problem = _problem(answer)
+    if problem is None or problem.current_version is None:
+        return _told(answer)
+    return StaleVersion(user_id, base_version, problem.current_version)
+
+
+def _problem(answer: _Answer) -> Problem | None:
+    try:
+        return msgspec.json.decode(answer.body, type=Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def _told(answer: _Answer) -> HelmRecError:
     """The error the server told of."""
-    try:
-        problem = msgspec.json.decode(answer.body, type=Problem)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    problem = _problem(answer)
+    if problem is None:
         return ServerError(f"status {answer.status} without a reason, got {answer.body[:100]!r}")
     if problem.field is not None:
         seen = problem.detail.removeprefix(f"{problem.field}: ").rsplit(", got ", 1)[0]

@@ -1,9 +1,10 @@
-"""What all handlers share: the port, the limits, the metrics."""
+"""What all handlers share: the port, the limits, the metrics, the stored histories."""
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from helmrec.serve.bodies import read_body
+from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
 from helmrec.serve.settings import ServeConfig
@@ -12,9 +13,10 @@ from helmrec.serve.settings import ServeConfig
 class Front:
     """One server in front of one engine."""
 
-    def __init__(self, port: EnginePort, config: ServeConfig) -> None:
+    def __init__(self, port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> None:
         self.port = port
         self.config = config
+        self.histories = histories  # None: clients send them
         self.metrics = Metrics()
 
     async def body(self, request: Request) -> bytes:

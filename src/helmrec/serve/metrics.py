@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from helmrec.engine.engine import EngineStats
+from helmrec.history.embedded import HistoryStats
 from helmrec.types import RankResult
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,6 +60,10 @@ class Metrics:
         self._seconds = self._histogram("helmrec_http_request_seconds", "From first byte to answer.", ["route"])
         self._queue = self._histogram("helmrec_queue_seconds", "Time ranked requests waited for their step.")
         self._compute = self._histogram("helmrec_compute_seconds", "Time ranked requests took to compute.")
+        self._appends = Counter(
+            "helmrec_history_appends", "Appends to stored histories.", ["outcome"], registry=self._registry
+        )
+        self._events = Counter("helmrec_history_events", "Events appended and kept.", registry=self._registry)
 
     def _histogram(self, name: str, help_: str, labels: Iterable[str] = ()) -> Histogram:
         return Histogram(name, help_, labels, buckets=_SECONDS, registry=self._registry)
@@ -75,19 +80,29 @@ class Metrics:
         self._queue.observe(result.timing.queue_ms / 1e3)
         self._compute.observe(result.timing.compute_ms / 1e3)
 
-    def render(self, stats: EngineStats) -> bytes:
-        self._engine.stats = stats
+    def count_append(self, outcome: str, num_events: int) -> None:
+        """`outcome`: kept, repeat or stale."""
+        self._appends.labels(outcome).inc()
+        if outcome == "kept":
+            self._events.inc(num_events)
+
+    def render(self, stats: EngineStats, history: HistoryStats | None) -> bytes:
+        self._engine.stats, self._engine.history = stats, history
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """Shows one look at the engine."""
+    """Shows one look at the engine, and at the stored histories."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
+        self.history: HistoryStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        stats, history = self.stats, self.history
+        if history is not None:
+            yield GaugeMetricFamily("helmrec_history_users", "Users whose events are kept.", history.num_users)
+            yield GaugeMetricFamily("helmrec_history_file_bytes", "Size of the history store.", history.used_bytes)
         if stats is None:
             return
         yield GaugeMetricFamily("helmrec_queue_length", "Requests that wait.", stats.queue_length)

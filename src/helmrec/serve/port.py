@@ -54,6 +54,9 @@ class EnginePort(Protocol):
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None: ...
 
+    async def forget(self, user_id: int) -> None:
+        """Drop what the caches hold of a user; what it has waiting is refused."""
+
     async def close(self) -> None:
         """Stop serving; what still waits is refused."""
 
@@ -108,6 +111,9 @@ class InProcessPort:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await asyncio.to_thread(self._engine.update_rows, table, ids, values)
+
+    async def forget(self, user_id: int) -> None:
+        await asyncio.to_thread(self._engine.forget, user_id)
 
     async def close(self) -> None:
         self._is_over = True

@@ -3,6 +3,7 @@
 from http import HTTPStatus
 
 import msgspec
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -10,9 +11,12 @@ from helmrec.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
+    Forgotten,
     HelmRecError,
+    HistoryFull,
     QueueFull,
     RequestError,
+    StaleVersion,
 )
 from helmrec.serve.schema import Problem
 
@@ -27,6 +31,9 @@ _STATUS: dict[type[HelmRecError], int] = {
     QueueFull: 429,
     DeadlineExceeded: 503,
     EngineClosed: 503,
+    StaleVersion: 409,
+    Forgotten: 409,
+    HistoryFull: 507,
 }
 
 
@@ -40,6 +47,10 @@ def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) ->
     problem = Problem(_title(status), status, _cut(str(error)), request_id, TYPE_PREFIX + type(error).__name__)
     if isinstance(error, RequestError):
         problem = msgspec.structs.replace(problem, field=error.field, value=_plain(error.value))
+    elif isinstance(error, StaleVersion):
+        problem = msgspec.structs.replace(problem, current_version=error.current)
+    elif isinstance(error, HistoryFull):
+        problem = msgspec.structs.replace(problem, detail="the history store has no room for more events")
     return _answer(problem, path)
 
 
@@ -65,6 +76,7 @@ def _cut(text: str) -> str:
 
 def _plain(value: object) -> str | int | float | bool | None:
     """A value as JSON can show it: numbers that fit, everything else as short text."""
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63):
         return value
     return (value if isinstance(value, str) else repr(value))[:_MAX_VALUE]

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
+_PATH_SCHEMAS: dict[str, dict[str, Any]] = {"user_id": {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
         operation["requestBody"] = {"required": True, "content": body}
     if names := [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]:
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
+            for name in names
         ]
     if endpoint.is_admin:
         operation["security"] = [{"admin": []}]

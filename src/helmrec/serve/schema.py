@@ -3,21 +3,26 @@
 from typing import Annotated
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from helmrec.types import RankRequest, RankResult, Timing
+from helmrec.errors import RequestError
+from helmrec.history.events import Events, NewEvents
+from helmrec.types import Ids, RankRequest, RankResult, Timing
 
 Count = Annotated[int, Meta(ge=0)]
 
 
 class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Rank candidates for a user with this history; events run from the oldest to the newest."""
+    """Rank candidates for a user with this history; events run from the oldest to the newest.
+
+    Without any field of events, the history is the one the server keeps of the user.
+    """
 
     user_id: Count
-    items: Annotated[list[int], Meta(description="one id per event")]
-    actions: Annotated[list[int], Meta(description="one per event")]
-    timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")]
     candidates: Annotated[list[int], Meta(description="ids to score")]
+    items: Annotated[list[int], Meta(description="one id per event")] | UnsetType = UNSET
+    actions: Annotated[list[int], Meta(description="one per event")] | UnsetType = UNSET
+    timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")] | UnsetType = UNSET
     features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
     candidate_features: Annotated[dict[str, list[int]], Meta(description="by table: one id per candidate")] = {}
     context: Annotated[dict[str, int], Meta(description="by table: one id")] = {}
@@ -25,21 +30,34 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
     request_time: Annotated[Count | None, Meta(description="now, on the clock of the timestamps")] = None
     deadline_ms: Annotated[float, Meta(gt=0)] | None = None
 
-    def request(self, header_deadline_ms: float | None) -> RankRequest:
+    @property
+    def is_without_events(self) -> bool:
+        """Whether the history is to be the stored one."""
+        given = (self.items is not UNSET, self.actions is not UNSET, self.timestamps is not UNSET)
+        return not (any(given) or self.features or self.first_event)
+
+    def request(self, header_deadline_ms: float | None, stored: Events | None = None) -> RankRequest:
         """As the engine takes it. Where header and body name a deadline, the tighter one holds."""
+        history = self if stored is None else stored
         return RankRequest(
             user_id=self.user_id,
-            items=self.items,
-            actions=self.actions,
-            timestamps=self.timestamps,
+            items=_given("items", history.items),
+            actions=_given("actions", history.actions),
+            timestamps=_given("timestamps", history.timestamps),
             candidates=self.candidates,
-            features=self.features,
+            features=history.features,
             candidate_features=self.candidate_features,
             context=self.context,
-            first_event=self.first_event,
+            first_event=history.first_event,
             request_time=self.request_time,
             deadline_ms=tighter(self.deadline_ms, header_deadline_ms),
         )
+
+
+def _given(field: str, values: Ids | UnsetType) -> Ids:
+    if values is UNSET:
+        raise RequestError(field, None, "is required")
+    return values
 
 
 class RankAnswer(Struct, frozen=True):
@@ -53,9 +71,10 @@ class RankAnswer(Struct, frozen=True):
     window_start: Annotated[int, Meta(description="absolute index of the first event the model saw")]
     truncated_events: Annotated[int, Meta(description="events sent that lie before the window")]
     timing: Timing
+    history_version: Annotated[int | None, Meta(description="of the stored history, where that was used")] = None
 
     @classmethod
-    def of(cls, result: RankResult) -> "RankAnswer":
+    def of(cls, result: RankResult, history_version: int | None) -> "RankAnswer":
         return cls(
             scores=result.scores.tolist(),
             reused_tokens=result.reused_tokens,
@@ -65,6 +84,7 @@ class RankAnswer(Struct, frozen=True):
             window_start=result.window_start,
             truncated_events=result.truncated_events,
             timing=result.timing,
+            history_version=history_version,
         )
 
     def result(self) -> RankResult:
@@ -78,6 +98,45 @@ class RankAnswer(Struct, frozen=True):
             truncated_events=self.truncated_events,
             timing=self.timing,
         )
+
+
+class EventsBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """New events of a user, oldest first; every field has one value per event."""
+
+    user_id: Count
+    base_version: Annotated[int, Meta(ge=0, description="how many events the user had before these; 0 if new")]
+    items: Annotated[list[int], Meta(description="one id per event")]
+    actions: Annotated[list[int], Meta(description="one per event")]
+    timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")]
+    features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
+
+    def events(self) -> NewEvents:
+        return NewEvents(self.items, self.actions, self.timestamps, self.features)
+
+
+class EventsAnswer(Struct, frozen=True):
+    """These events are kept, and outlive the process."""
+
+    first_event: Annotated[int, Meta(description="absolute index of the first of them")]
+    version: Annotated[int, Meta(description="of the user, now: the next base_version")]
+    is_repeat: Annotated[bool, Meta(description="they were there already: this acknowledges them again")]
+
+
+class UserAnswer(Struct, frozen=True):
+    """Where a user's history stands."""
+
+    user_id: int
+    version: Annotated[int, Meta(description="events it ever had: the next base_version")]
+    first_event: Annotated[int, Meta(description="absolute index of the oldest event still kept")]
+    last_timestamp: int
+    seal: Annotated[str, Meta(description="hash of the whole history, in hex: equal seals, equal histories")]
+
+
+class ForgetAnswer(Struct, frozen=True):
+    """Nothing is kept of the user any more."""
+
+    user_id: int
+    had_events: bool
 
 
 class AlphaBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +178,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
     type: Annotated[str, Meta(description="which of our errors it is")] = "about:blank"
     field: str | None = None
     value: str | int | float | bool | None = None
+    current_version: Annotated[int | None, Meta(description="of the user, where base_version was stale")] = None
     error: Annotated[str | None, Meta(description="the detail again, where the Open Inference Protocol looks")] = None
 
 

@@ -8,13 +8,15 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ByteSize, Field, SecretStr
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
+from helmrec.history.config import HistoryConfig
 
+T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
 _DEFAULTS = {"pool_bytes": "256MiB"}  # an engine must be told; a server starts with something small
 
@@ -27,11 +29,18 @@ class ServeConfig(Frozen):
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
+    history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
 
 
-_SERVE_FIELDS, _ENGINE_FIELDS = ServeConfig.model_fields.keys(), EngineConfig.model_fields.keys()
-assert not _SERVE_FIELDS & _ENGINE_FIELDS, "one name, one setting"
+_HISTORY_PREFIX = "history_"
+_FIELDS: dict[type[Frozen], dict[str, str]] = {  # setting -> field of the configuration it belongs to
+    ServeConfig: {name: name for name in ServeConfig.model_fields},
+    EngineConfig: {name: name for name in EngineConfig.model_fields},
+    HistoryConfig: {_HISTORY_PREFIX + name: name for name in HistoryConfig.model_fields},
+}
+_NAMES = [name for fields in _FIELDS.values() for name in fields]
+assert len(set(_NAMES)) == len(_NAMES), "one name, one setting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +57,14 @@ class Settings:
 
     engine: EngineConfig
     serve: ServeConfig
+    history: HistoryConfig
     sources: Mapping[str, str]  # by name; a setting that is not here has its default
     ignored: tuple[str, ...]  # variables that look like settings and are none
 
     def lines(self) -> Iterator[str]:
         """Every setting as a line of TOML that says where its value came from; secrets stay secret."""
-        for name, value in {**self.serve.model_dump(), **self.engine.model_dump()}.items():
+        history = {_HISTORY_PREFIX + name: value for name, value in self.history.model_dump().items()}
+        for name, value in {**self.serve.model_dump(), **history, **self.engine.model_dump()}.items():
             source = self.sources.get(name, "default")
             if value is None or isinstance(value, SecretStr):
                 yield f"# {name} is {'unset' if value is None else 'set'}  # {source}"
@@ -63,7 +74,7 @@ class Settings:
 
 def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Path | None) -> Settings:
     """Put the layers on top of each other; ConfigError says which value is wrong."""
-    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in (*_SERVE_FIELDS, *_ENGINE_FIELDS)}
+    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in _NAMES}
     named = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     given = {
         **{name: Given(value, "default") for name, value in _DEFAULTS.items()},
@@ -75,11 +86,21 @@ def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Pa
         name = min(unknown)
         raise ConfigError(f"{name} is not a known setting ({given[name].source}), got {given[name].value!r}")
     return Settings(
-        engine=EngineConfig(**{name: each.value for name, each in given.items() if name in _ENGINE_FIELDS}),
-        serve=ServeConfig(**{name: _hidden(name, each.value) for name, each in given.items() if name in _SERVE_FIELDS}),
+        engine=_made(EngineConfig, given),
+        serve=_made(ServeConfig, given),
+        history=_made(HistoryConfig, given),
         sources={name: each.source for name, each in given.items()},
         ignored=tuple(sorted(named - set(variables.values()))),
     )
+
+
+def _made(kind: type[T], given: Mapping[str, Given]) -> T:
+    """One configuration from its share of the settings; what is wrong is told by the setting's name."""
+    fields = _FIELDS[kind]
+    try:
+        return kind(**{fields[name]: _hidden(name, each.value) for name, each in given.items() if name in fields})
+    except ConfigError as error:
+        raise ConfigError(f"{_HISTORY_PREFIX if kind is HistoryConfig else ''}{error}") from None
 
 
 def _hidden(name: str, value: Any) -> Any:

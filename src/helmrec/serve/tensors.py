@@ -3,6 +3,7 @@
 Pure: bytes in, values out. Ids that come as binary tensors are read where they lie in the body.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from helmrec.errors import RequestError
+from helmrec.history.events import Events, NewEvents
 from helmrec.model.config import ModelConfig
 from helmrec.serve.bodies import decode
 from helmrec.types import RankRequest, RankResult
@@ -178,48 +180,79 @@ class TensorNames:
         self.per_request = ("USER_IDS", "LENGTHS", "NUM_CANDIDATES", *self.context)
         self.required = (*self.per_request, *self.per_event, *self.per_candidate)
 
-    def requests(self, tensors: dict[str, Tensor], deadline_ms: float | None) -> list[RankRequest]:
-        """One request per user; their ids are views of the tensors."""
-        self._check(tensors)
-        events = _bounds("LENGTHS", tensors["LENGTHS"], "ITEMS", tensors["ITEMS"].size)
+    def requests(
+        self, tensors: dict[str, Tensor], deadline_ms: float | None, read: Callable[[int], Events] | None = None
+    ) -> list[RankRequest]:
+        """One request per user; their ids are views of the tensors.
+
+        `read` gives the stored history of a user, for calls without any tensor of events.
+        """
+        is_stored = read is not None and not tensors.keys() & {"LENGTHS", "FIRST_EVENTS", *self.per_event}
+        self._check(tensors, is_stored=is_stored)
+        users = tensors["USER_IDS"].tolist()
+        histories: Sequence[Events | _SentEvents]
+        histories = [read(user_id) for user_id in users] if read is not None and is_stored else self._sent(tensors)
         candidates = _bounds("NUM_CANDIDATES", tensors["NUM_CANDIDATES"], "CANDIDATES", tensors["CANDIDATES"].size)
-        first_events, request_times = (tensors[n].tolist() if n in tensors else None for n in OPTIONAL_INPUTS)
+        request_times = tensors["REQUEST_TIMES"].tolist() if "REQUEST_TIMES" in tensors else [None] * len(users)
         contexts = {name: tensors[tensor].tolist() for tensor, name in self.context.items()}
         return [
             RankRequest(
                 user_id=user_id,
-                items=tensors["ITEMS"][event],
-                actions=tensors["ACTIONS"][event],
-                timestamps=tensors["TIMESTAMPS"][event],
+                items=history.items,
+                actions=history.actions,
+                timestamps=history.timestamps,
                 candidates=tensors["CANDIDATES"][candidate],
-                features={name: tensors[tensor][event] for tensor, name in self.features.items()},
+                features=history.features,
                 candidate_features={
                     name: tensors[tensor][candidate] for tensor, name in self.candidate_features.items()
                 },
                 context={name: values[i] for name, values in contexts.items()},
-                first_event=first_events[i] if first_events else 0,
-                request_time=request_times[i] if request_times else None,
+                first_event=history.first_event,
+                request_time=request_times[i],
                 deadline_ms=deadline_ms,
             )
-            for i, (user_id, event, candidate) in enumerate(
-                zip(tensors["USER_IDS"].tolist(), events, candidates, strict=True)
-            )
+            for i, (user_id, history, candidate) in enumerate(zip(users, histories, candidates, strict=True))
         ]
 
-    def _check(self, tensors: dict[str, Tensor]) -> None:
+    def _sent(self, tensors: dict[str, Tensor]) -> list["_SentEvents"]:
+        events = _bounds("LENGTHS", tensors["LENGTHS"], "ITEMS", tensors["ITEMS"].size)
+        firsts = tensors["FIRST_EVENTS"].tolist() if "FIRST_EVENTS" in tensors else [0] * len(events)
+        return [
+            _SentEvents(
+                items=tensors["ITEMS"][event],
+                actions=tensors["ACTIONS"][event],
+                timestamps=tensors["TIMESTAMPS"][event],
+                features={name: tensors[tensor][event] for tensor, name in self.features.items()},
+                first_event=first_event,
+            )
+            for event, first_event in zip(events, firsts, strict=True)
+        ]
+
+    def _check(self, tensors: dict[str, Tensor], *, is_stored: bool) -> None:
         """All are there, none is unknown, and those that go together are equally long."""
         if unknown := tensors.keys() - {*self.required, *OPTIONAL_INPUTS}:
             raise RequestError("inputs", min(unknown), f"the model takes {', '.join(self.required)}")
-        if missing := [name for name in self.required if name not in tensors]:
+        of_events = {"LENGTHS", *self.per_event} if is_stored else set()
+        if missing := [name for name in self.required if name not in tensors and name not in of_events]:
             raise RequestError("inputs", sorted(tensors), f"{missing[0]} is needed")
         optional = [name for name in OPTIONAL_INPUTS if name in tensors]
-        for names in ((*self.per_request, *optional), self.per_event, self.per_candidate):
+        for group in ((*self.per_request, *optional), self.per_event, self.per_candidate):
+            names = [name for name in group if name not in of_events]
+            if not names:
+                continue
             num = tensors[names[0]].size
             for name in names:
                 if tensors[name].size != num:
                     raise RequestError(name, tensors[name].size, f"as many values as {names[0]} has are needed, {num}")
         if not tensors["USER_IDS"].size:
             raise RequestError("USER_IDS", 0, "at least one user is needed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SentEvents(NewEvents):
+    """A history as a call holds it."""
+
+    first_event: int = 0
 
 
 def _bounds(name: str, lengths: Tensor, of_name: str, num: int) -> list[slice]:

@@ -40,9 +40,11 @@ class FriendlyRoutes:
     async def rank(self, request: Request) -> Response:
         self._front.need_ready()
         body = decode(self._rank_body, await self._front.body(request))
-        (result,) = await self._port.submit([body.request(deadline_ms(request))])
+        histories, allowed_ms = self._front.histories, deadline_ms(request)
+        stored = histories.read(body.user_id) if histories is not None and body.is_without_events else None
+        (result,) = await self._port.submit([body.request(allowed_ms, stored)])  # nothing is awaited since the read
         self._front.metrics.count_result(result)
-        return json_answer(RankAnswer.of(result))
+        return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
     async def pool(self, _: Request) -> Response:
         return json_answer(await self._port.stats())
@@ -67,7 +69,10 @@ class FriendlyRoutes:
         return json_answer(HealthAnswer(health.value), 200 if self._front.is_ready else 503)
 
     async def show_metrics(self, _: Request) -> Response:
-        return Response(self._front.metrics.render(await self._port.stats()), media_type=prometheus.MEDIA_TYPE)
+        histories = self._front.histories
+        history = None if histories is None else histories.stats()
+        text = self._front.metrics.render(await self._port.stats(), history)
+        return Response(text, media_type=prometheus.MEDIA_TYPE)
 
     async def _admin(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """The body of an admin call, once its token is known to be right."""
@@ -81,7 +86,7 @@ class FriendlyRoutes:
         return decode(decoder, await self._front.body(request))
 
     def endpoints(self) -> list[Endpoint]:
-        refusals, admin = (400, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
+        refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
         return [
             Endpoint("POST", "/v1/rank", "Rank candidates", self.rank, RankBody, RankAnswer, statuses=refusals),
             Endpoint("GET", "/v1/pool", "Look at the pool and the engine", self.pool, gives=EngineStats),

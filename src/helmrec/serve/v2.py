@@ -58,7 +58,8 @@ class InferenceRoutes:
         self._front.need_ready()
         inference = read_inference(await self._front.body(request), request.headers.get(_HEADER_LENGTH))
         allowed_ms = tighter(inference.body.deadline_ms, deadline_ms(request))
-        results = await self._port.submit(self._names.requests(inference.tensors, allowed_ms))
+        read = None if self._front.histories is None else self._front.histories.read
+        results = await self._port.submit(self._names.requests(inference.tensors, allowed_ms, read))
         for result in results:
             self._front.metrics.count_result(result)
         answer = encode_answer(inference.body, self._model.name, results)
@@ -106,6 +107,6 @@ class InferenceRoutes:
                 takes=InferBody,
                 takes_media_types=("application/json", _BINARY),
                 gives=InferAnswer,
-                statuses=(400, 404, 413, 415, 429, 503),
+                statuses=(400, 404, 409, 413, 415, 429, 503),
             ),
         ]

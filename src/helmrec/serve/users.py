@@ -1,0 +1,73 @@
+"""`/v1/events` and `/v1/users`: what the node keeps of its users, and how it forgets them."""
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from helmrec.errors import RequestError, StaleVersion
+from helmrec.history.events import MAX_ID
+from helmrec.serve.bodies import decode
+from helmrec.serve.front import Front
+from helmrec.serve.histories import Histories
+from helmrec.serve.routes import Endpoint, json_answer
+from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, UserAnswer
+
+
+class UserRoutes:
+    """Handlers of stored histories. Without a store there is nothing to append to or to look at."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._body = msgspec.json.Decoder(EventsBody)
+
+    async def append(self, request: Request) -> Response:
+        histories = self._need_histories()
+        body = decode(self._body, await self._front.body(request))
+        try:
+            done = await histories.append(body.user_id, body.base_version, body.events())
+        except StaleVersion:
+            self._front.metrics.count_append("stale", 0)
+            raise
+        self._front.metrics.count_append("repeat" if done.is_repeat else "kept", len(body.items))
+        return json_answer(EventsAnswer(done.first_event, done.version, done.is_repeat))
+
+    async def show(self, request: Request) -> Response:
+        user_id = _user_id(request)
+        state = self._need_histories().state(user_id)
+        if state is None:
+            raise HTTPException(404, f"no events are kept of user {user_id}")
+        return json_answer(
+            UserAnswer(user_id, state.version, state.first_event, state.last_timestamp, f"{state.seal:016x}")
+        )
+
+    async def forget(self, request: Request) -> Response:
+        """The history goes first: a rank that comes after it starts from nothing, one that came before is dropped."""
+        user_id, histories = _user_id(request), self._front.histories
+        self._front.need_ready()
+        had_events = await histories.delete(user_id) if histories is not None else False
+        await self._front.port.forget(user_id)
+        return json_answer(ForgetAnswer(user_id, had_events))
+
+    def _need_histories(self) -> Histories:
+        if self._front.histories is None:
+            raise HTTPException(404, "this server keeps no histories: it was given no history_path")
+        return self._front.histories
+
+    def endpoints(self) -> list[Endpoint]:
+        user = "/v1/users/{user_id}"
+        return [
+            Endpoint(
+                "POST", "/v1/events", "Append to a user's history", self.append, EventsBody, EventsAnswer,
+                statuses=(400, 404, 409, 413, 415, 429, 507),
+            ),
+            Endpoint("GET", user, "Where a user's history stands", self.show, gives=UserAnswer, statuses=(400, 404)),
+            Endpoint("DELETE", user, "Forget a user", self.forget, gives=ForgetAnswer, statuses=(400, 503)),
+        ]  # fmt: skip
+
+
+def _user_id(request: Request) -> int:
+    text = request.path_params["user_id"]
+    if text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_ID:
+        return int(text)
+    raise RequestError("user_id", text[:100], f"an integer from 0 to {MAX_ID} is needed")
