@@ -14,6 +14,7 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
+    "calibrate/command.py:calibrate": "one per flag",
     "load_cli.py:load": "one per flag",
     "cli.py:rank": "one parameter per flag",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",

@@ -24,6 +24,7 @@ RANKS = {
     "load": 5,
     "serve": 6,
     "bench": 6,
+    "calibrate": 6,
     "simulate_cli": 6,
     "trace_cli": 6,
     "load_cli": 6,

@@ -13,6 +13,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from helmrec.calibrate.command import calibrate
 from helmrec.config import EngineConfig
 from helmrec.console import err, out, told_plainly
 from helmrec.demo import run_demo
@@ -35,6 +36,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
+app.command()(calibrate)
 app.command()(load)
 app.command()(serve)
 app.command("simulate")(run_simulate)

@@ -197,6 +197,8 @@ class PlainNode:
         pool.ledger.retire(self.ended - 1)
         pool.advance(engine.move_bytes_per_step, self.launched)
         self._refill(engine.refill_bytes_per_step - step.missed_bytes)
+        self.now_s += self._terms.background_ms / 1e3
+        self._take_arrivals()
 
     def _refill(self, budget_bytes: int) -> None:
         cache, stride = self.pool.host_rows, self.pool.geometry.row_stride

@@ -22,7 +22,7 @@ from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
-_ORDER_FROM = 16_384  # misses of a step from which sorting pays: with 1 KiB rows it did at 16k, not at 8k
+ORDER_FROM = 16_384  # misses of a step from which sorting pays: with 1 KiB rows it did at 16k, not at 8k
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class RowGraphs:
         host["control"][:] = self._cache.next_control(step.rows.size)
         host["cu_events"][: len(step.cu_events)] = step.cu_events
         host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
-        gather = captured.in_order if self._miss_rate * step.rows.size >= _ORDER_FROM else captured.as_they_come
+        gather = captured.in_order if self._miss_rate * step.rows.size >= ORDER_FROM else captured.as_they_come
         self._turn ^= 1
         found, gathered = self._found_host[self._turn], torch.cuda.Event()
         with InStream(stream):

@@ -28,6 +28,7 @@ class CostTerms(NamedTuple):
     host_floor_ms: float
     host_request_ms: float
     host_token_us: float
+    background_ms: float
     intake_ms: float
     hit_gb_per_s: float
     alone_gb_per_s: float
@@ -54,6 +55,9 @@ class CostModel(Frozen):
     host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
     host_request_ms: float = Field(ge=0, description="host time per request of a step")
     host_token_us: float = Field(ge=0, description="host time per computed token")
+    background_ms: float = Field(
+        ge=0, description="host time of a step once its results are out; then the next is planned"
+    )
     intake_ms: float = Field(ge=0, description="checking and hashing one request, before it queues")
     hit_gb_per_s: float = Field(gt=0, description="resident rows read from the pool")
     alone_gb_per_s: float = Field(gt=0, description="missed rows in arrival order, nothing else running")
@@ -68,6 +72,7 @@ class CostModel(Frozen):
         ge=0, le=1, description="share of a reload that its step waits for before it computes"
     )
     sources: dict[str, str] = Field(description="figure -> where it was measured")
+    made: dict[str, str] = Field(default_factory=dict, description="by which command, at which commit, when, with what")
     fit: dict[str, float] = Field(default_factory=dict, description="measured work -> predicted over measured time")
 
     def terms(self) -> CostTerms:

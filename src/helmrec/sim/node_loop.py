@@ -35,6 +35,7 @@ def run_until(
         take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
         if counts[N.ENDING] >= 0:
             _end_step(node, setup, io)
+            take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
         if _update_is_due(node, faults):
             _update_rows(node, setup, requests, faults)
             continue
@@ -89,6 +90,7 @@ def _end_step(node: NodeState, setup: Setup, io: tuple[Inbox, Outcomes, Faults])
     save_sealed(node, setup)
     advance_boundary(node, setup)
     read_ahead(node, setup, which, (now_s, bus_speed_at(faults, now_s)))
+    node.clocks[C.NOW_S] += setup.terms.background_ms / 1e3
 
 
 @inner

@@ -1,0 +1,1 @@
+"""What steps cost on the present device: timed on a real engine, fitted to the terms the simulator reckons with."""

@@ -1,0 +1,218 @@
+"""The simulator's cost terms by least squares of the relative error over everything that was timed.
+
+Steps in turn tell compute and row reads apart; bursts tell what changes when steps overlap. Terms that only bursts
+or reloads show are left at a neutral value where there are none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.calibrate.replay import replay
+from helmrec.calibrate.timed import Measured
+from helmrec.sim.cost import CostTerms
+from helmrec.sim.node_state import FloatArray
+from helmrec.types import IntArray
+
+_OUTLIER = 0.15  # relative error from which on a step pulls no harder
+_TINY = 1e-6
+_ITERATIONS = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    terms: CostTerms
+    ratios: dict[str, float]  # case -> predicted over measured time, the median of its repeats
+    num_steps: int
+
+
+class _Runs(NamedTuple):
+    """All that was timed, as arrays; a run is a step in turn or a burst."""
+
+    works: FloatArray  # (steps, columns of `replay`)
+    starts: IntArray  # (runs + 1,)
+    host_ms: FloatArray  # (runs,) as measured; 0 in a burst, where it is predicted
+    span_ms: FloatArray  # (runs,)
+    is_burst: NDArray[np.bool_]
+    overlaps: bool
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured]) -> "_Runs":
+        timed = [each for one in measured for each in one.timed]
+        return cls(
+            works=np.concatenate([one.works() for one in measured]),
+            starts=np.cumsum([0, *(len(each.steps) for each in timed)]),
+            host_ms=np.array([each.host_ms or 0.0 for each in timed]),
+            span_ms=np.array([each.span_ms for each in timed]),
+            is_burst=np.array([each.is_burst for each in timed]),
+            overlaps=measured[0].overlaps,
+        )
+
+    @property
+    def first(self) -> FloatArray:  # (runs, columns)
+        return self.works[self.starts[:-1]]
+
+    def spans(self, terms: CostTerms) -> FloatArray:
+        """Predicted: of a burst, from the first results to the last; of a step in turn, from plan to results."""
+        ends = replay(terms, self.works, self.starts, self.overlaps)
+        return ends[self.starts[1:] - 1] - np.where(self.is_burst, ends[self.starts[:-1]], 0.0)
+
+
+def fit(measured: Sequence[Measured]) -> Fitted:
+    """All profiles together. With one number of rows a token, what a row costs stands in the token's term."""
+    runs = _Runs.of(measured)
+    start = _first_guess(measured, runs)
+    free = _free_terms(measured, runs)
+    terms = _descend(start, free, runs)
+    timed = [each for one in measured for each in one.timed]
+    names = _names(measured)
+    ratios = runs.spans(terms) / runs.span_ms
+    by_case: dict[str, list[float]] = {}
+    for name, ratio in zip(names, ratios.tolist(), strict=True):
+        by_case.setdefault(name, []).append(ratio)
+    return Fitted(
+        terms=terms,
+        ratios={name: round(float(np.median(found)), 3) for name, found in by_case.items()},
+        num_steps=sum(len(each.steps) for each in timed),
+    )
+
+
+def _names(measured: Sequence[Measured]) -> list[str]:
+    prefix = {one.profile: f"{one.profile}, " if len(measured) > 1 else "" for one in measured}
+    return [f"{prefix[one.profile]}{each.case}" for one in measured for each in one.timed]
+
+
+def _free_terms(measured: Sequence[Measured], runs: _Runs) -> list[str]:
+    """Terms there is something to learn about."""
+    missed = runs.works[:, 6]
+    from_rows = measured[0].sorted_from_rows
+    free = ["compute_floor_ms", "compute_token_us", "compute_pair_ns"]
+    free += ["compute_row_ns"] if len({one.rows_per_token for one in measured}) > 1 else []
+    free += ["alone_gb_per_s"] if (missed[missed < from_rows] > 0).any() else []
+    free += ["sorted_alone_gb_per_s"] if (missed >= max(1, from_rows)).any() else []
+    if runs.overlaps and runs.is_burst.any():
+        free += ["beside_share", "beside_slowdown"]
+    if (runs.works[:, 7] > 0).any():
+        free += ["reload_gb_per_s", "reload_exposed"]
+    return free
+
+
+def _first_guess(measured: Sequence[Measured], runs: _Runs) -> dict[str, float]:
+    """Host terms, which are final, and device terms as if all were linear, from steps in turn."""
+    alone = ~runs.is_burst & (runs.first[:, 7] == 0)
+    requests, tokens, pairs, rows, hit_bytes, miss_bytes, missed, _ = runs.first[alone].T
+    host_ms, span_ms = runs.host_ms[alone], runs.span_ms[alone]
+    host = _relative_fit(np.stack([np.ones_like(tokens), requests, tokens / 1e3], 1), host_ms)
+    hit_gb_per_s = float(np.median([one.hit_gb_per_s for one in measured]))
+    is_sorted = missed >= measured[0].sorted_from_rows
+    device_ms = np.maximum(span_ms - host_ms - hit_bytes / hit_gb_per_s / 1e6, _TINY)
+    is_one_shape = len({one.rows_per_token for one in measured}) == 1
+    columns = [np.ones_like(tokens), tokens / 1e3, pairs / 1e6, np.zeros_like(rows) if is_one_shape else rows / 1e6]
+    columns += [np.where(is_sorted, 0.0, miss_bytes) / 1e6, np.where(is_sorted, miss_bytes, 0.0) / 1e6]
+    device = _relative_fit(np.stack(columns, 1), device_ms)
+    speeds = [1 / each if each > 0 else 10.0 for each in device[4:]]
+    background = [each.background_ms for one in measured for each in one.timed if each.background_ms is not None]
+    return {
+        "compute_floor_ms": device[0],
+        "compute_token_us": device[1],
+        "compute_pair_ns": device[2],
+        "compute_row_ns": device[3],
+        "host_floor_ms": host[0],
+        "host_request_ms": host[1],
+        "host_token_us": host[2],
+        "background_ms": float(np.median(background)),
+        "intake_ms": float(np.median([one.intake_ms for one in measured])),
+        "hit_gb_per_s": hit_gb_per_s,
+        "alone_gb_per_s": speeds[0],
+        "sorted_alone_gb_per_s": speeds[1],
+        "beside_share": 0.75 if runs.overlaps else 1.0,
+        "beside_slowdown": 0.1 if runs.overlaps else 0.0,
+        "sorted_from_rows": float(measured[0].sorted_from_rows),
+        "reload_gb_per_s": max(speeds),
+        "reload_floor_ms": 0.0,
+        "reload_exposed": 0.8,
+    }
+
+
+def _relative_fit(columns: FloatArray, times_ms: FloatArray) -> list[float]:
+    """Coefficients, none negative, with the least squares of relative errors; few columns, so all choices are tried."""
+    scaled, best, best_error = columns / times_ms[:, None], np.zeros(columns.shape[1]), np.inf
+    for choice in product((False, True), repeat=columns.shape[1]):
+        chosen = np.flatnonzero(choice)
+        found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(times_ms)), rcond=None)[0] if chosen.size else chosen
+        error = float(np.square(scaled[:, chosen] @ found - 1).sum())
+        if (found >= 0).all() and error < best_error - 1e-12:
+            best, best_error = np.zeros(columns.shape[1]), error
+            best[chosen] = found
+    return [float(value) for value in best]
+
+
+_SHARES = ("beside_share", "reload_exposed")  # between 0 and 1; all other free terms are positive
+
+
+def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> CostTerms:
+    """Levenberg and Marquardt's way down, over logarithms, so that no term turns negative."""
+    place = np.array([_to_line(name, start[name]) for name in free])
+    errors = _errors(start, free, place, runs)
+    damping = 1e-2
+    for _ in range(_ITERATIONS):
+        slopes = np.stack(
+            [(_errors(start, free, place + step, runs) - errors) / 1e-4 for step in np.eye(len(free)) * 1e-4]
+        )
+        pull = _pull(errors)
+        moments = (slopes * pull) @ slopes.T
+        move = np.linalg.solve(
+            moments + damping * np.diag(np.diag(moments) + 1e-9) + 1e-9 * np.eye(len(free)), -(slopes * pull) @ errors
+        )
+        moved = place + np.clip(move, -1.0, 1.0)
+        after = _errors(start, free, moved, runs)
+        if _cost(after) < _cost(errors):
+            gain = _cost(errors) - _cost(after)
+            place, errors, damping = moved, after, max(damping / 4, 1e-8)
+            if gain < 1e-9:
+                break
+        elif damping > 1e8:
+            break
+        else:
+            damping *= 5
+    return _terms(start, free, place)
+
+
+def _errors(start: dict[str, float], free: Sequence[str], place: FloatArray, runs: _Runs) -> FloatArray:
+    """Relative error of each run; in a step in turn the host took what it took. A burst counts as all its steps."""
+    terms = _terms(start, free, place)
+    host = terms.host_floor_ms + terms.host_request_ms * runs.first[:, 0] + terms.host_token_us * runs.first[:, 1] / 1e3
+    predicted = runs.spans(terms) + np.where(runs.is_burst, 0.0, runs.host_ms - host)
+    return (predicted / runs.span_ms - 1) * np.sqrt(np.diff(runs.starts))
+
+
+def _pull(errors: FloatArray) -> FloatArray:
+    return np.minimum(1.0, _OUTLIER / np.maximum(np.abs(errors), _TINY))
+
+
+def _cost(errors: FloatArray) -> float:
+    size = np.abs(errors)
+    return float(np.where(size < _OUTLIER, size**2, _OUTLIER * (2 * size - _OUTLIER)).sum())
+
+
+def _to_line(name: str, value: float) -> float:
+    value = max(value, _TINY)
+    return float(np.log(value / max(1 - value, _TINY)) if name in _SHARES else np.log(value))
+
+
+def _terms(start: dict[str, float], free: Sequence[str], place: FloatArray) -> CostTerms:
+    values = dict(start)
+    for name, at in zip(free, place.tolist(), strict=True):
+        values[name] = 1 / (1 + np.exp(-at)) if name in _SHARES else float(np.exp(at))
+    if "alone_gb_per_s" not in free:
+        values["alone_gb_per_s"] = values["sorted_alone_gb_per_s"]
+    for name in ("alone_gb_per_s", "sorted_alone_gb_per_s", "reload_gb_per_s"):  # what comes from afar is not faster
+        values[name] = min(values[name], values["hit_gb_per_s"])
+    share = values.pop("beside_share")
+    values["beside_gb_per_s"] = share * values["alone_gb_per_s"]
+    values["sorted_beside_gb_per_s"] = share * values["sorted_alone_gb_per_s"]
+    return CostTerms(**values)

@@ -1,0 +1,133 @@
+"""From a profile to everything timed on it: makes the engine, runs the cases, tells how far it is."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from helmrec.calibrate.cases import STEP_REQUESTS, make_cases
+from helmrec.calibrate.probe import Probe
+from helmrec.calibrate.timed import Measured, Timed
+from helmrec.config import EngineConfig
+from helmrec.engine.engine import Engine
+from helmrec.engine.row_graphs import ORDER_FROM
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from helmrec.model.weights import LoadedModel, random_dense, total_table_bytes
+from helmrec.sim.node_config import NodeConfig
+
+Progress = Callable[[str, int, int], None]  # told what is being done, and how much of how much is
+
+_UNIT_ROWS = 1_000_000
+_HIT_ROWS, _HIT_SLOTS = 65_536, 1 << 19
+_REPEATS, _QUICK_REPEATS = 5, 2
+
+
+class Sizes(NamedTuple):
+    """In bytes."""
+
+    tables: int
+    pool: int
+    host_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to measure."""
+
+    device: str
+    sizes: Sizes
+    is_quick: bool
+    made: dict[str, str]
+
+
+def measure(name: str, plan: Plan, progress: Progress) -> Measured:
+    """Time every case on an engine of this profile, made for the purpose and closed afterwards."""
+    model = sized_profile(name, plan.sizes.tables)
+    with make_engine(model, plan, lambda done, total: progress(f"{name}: engine", done, total)) as engine:
+        is_card = plan.device == "cuda"
+        probe = Probe(engine, waiter(plan.device))
+        progress(f"{name}: warming up", 0, 1)
+        probe.warm_up()
+        timed = _run_cases(probe, model, plan, progress)
+        engine.check()
+        row_bytes = NodeConfig(model=model, engine=engine.config).geometry.row_stride
+    return Measured(
+        device=device_name(plan.device),
+        profile=name,
+        rows_per_token=len(model.features),
+        row_bytes=row_bytes,
+        overlaps=probe.overlaps,
+        sorted_from_rows=ORDER_FROM if is_card else 0,
+        hit_gb_per_s=time_hits(plan.device, row_bytes),
+        intake_ms=float(np.median(probe.intake_ms)),
+        made=plan.made,
+        timed=tuple(timed),
+    )
+
+
+def _run_cases(probe: Probe, model: ModelConfig, plan: Plan, progress: Progress) -> list[Timed]:
+    cases = make_cases(model, is_quick=plan.is_quick)
+    repeats = _QUICK_REPEATS if plan.is_quick else _REPEATS
+    timed: list[Timed] = []
+    for i, case in enumerate(cases):
+        progress(f"{model.name}: {case.name}", i, len(cases))
+        timed += probe.run(case, repeats if case.num_steps == 1 else 1)
+    return timed
+
+
+def sized_profile(name: str, table_bytes: int) -> ModelConfig:
+    """The profile with tables of about so many bytes in all."""
+    unit = total_table_bytes(profile(name, _UNIT_ROWS))
+    return profile(name, max(1_024, int(_UNIT_ROWS * table_bytes / unit)))
+
+
+def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None]) -> Engine:
+    """Random weights. Rows of a table are equal, which nothing can tell and which is quickly made."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(model.row_dim, generator=generator).to(getattr(torch, model.row_dtype))
+    tables = {table.name: row.expand(table.num_rows, model.row_dim) for table in model.tables}
+    if plan.device == "cpu":  # a card gets a copy anyway
+        tables = {table: rows.contiguous() for table, rows in tables.items()}
+    config = EngineConfig(
+        pool_bytes=plan.sizes.pool,
+        alpha=0.3,
+        device=plan.device,
+        max_batch_requests=STEP_REQUESTS,
+        host_kv_bytes=plan.sizes.host_kv,
+        kv_reload="always",
+        save_bytes_per_step=1 << 30,  # what was computed is on the host before it is evicted
+        refill_bytes_per_step=0,  # so that the bus carries only what the steps ask for
+    )
+    return Engine(LoadedModel(model, 1, random_dense(model, generator), tables), config, progress=progress)
+
+
+def time_hits(device: str, row_bytes: int) -> float:
+    """GB/s at which resident rows are read: the median of a few reads of many rows in random order."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.zeros((_HIT_SLOTS, row_bytes // 2), dtype=torch.float16, device=device)
+    chosen = torch.randint(_HIT_SLOTS, (_HIT_ROWS,), generator=generator).to(device)
+    wait = waiter(device)
+    times_s = []
+    for _ in range(12):
+        wait()
+        begin_s = time.perf_counter()
+        for _ in range(8):
+            rows.index_select(0, chosen)
+        wait()
+        times_s.append((time.perf_counter() - begin_s) / 8)
+    return _HIT_ROWS * row_bytes / float(np.median(times_s)) / 1e9
+
+
+def waiter(device: str) -> Callable[[], None]:
+    """What returns when the device has nothing left to do."""
+    return torch.cuda.synchronize if device == "cuda" else (lambda: None)
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"

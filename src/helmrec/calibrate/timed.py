@@ -1,0 +1,98 @@
+"""What was timed, as values that can be kept in a file and fitted again."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helmrec.errors import ConfigError
+from helmrec.sim.node_state import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step did."""
+
+    num_requests: int
+    num_tokens: int
+    num_pairs: float
+    hit_rows: int
+    missed_rows: int
+    loaded_bytes: float  # KV pages from the host
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One step in turn, or a burst of steps that were all queued at its start."""
+
+    case: str
+    steps: tuple[StepWork, ...]
+    ends_ms: tuple[float, ...]  # when results were out, since the first step was planned
+    host_ms: float | None = None  # until the first step was launched; None in a burst
+    background_ms: float | None = None  # from the results to when the next step could be planned
+
+    @property
+    def is_burst(self) -> bool:
+        return len(self.steps) > 1
+
+    @property
+    def span_ms(self) -> float:
+        """What is held against a prediction: of a burst, from the first results to the last."""
+        return self.ends_ms[-1] - (self.ends_ms[0] if self.is_burst else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Everything timed with one model on one device."""
+
+    device: str
+    profile: str
+    rows_per_token: int
+    row_bytes: int
+    overlaps: bool
+    sorted_from_rows: int  # misses from which a step reads them in order of address; 0: always
+    hit_gb_per_s: float
+    intake_ms: float
+    made: dict[str, str]  # command, commit, date, versions
+    timed: tuple[Timed, ...]
+
+    def works(self) -> FloatArray:  # (steps, columns as `replay` takes them)
+        row_bytes = self.row_bytes
+        return np.array(
+            [
+                (
+                    step.num_requests,
+                    step.num_tokens,
+                    step.num_pairs,
+                    step.hit_rows + step.missed_rows,
+                    step.hit_rows * row_bytes,
+                    step.missed_rows * row_bytes,
+                    step.missed_rows,
+                    step.loaded_bytes,
+                )
+                for each in self.timed
+                for step in each.steps
+            ],
+            np.float64,
+        )
+
+
+def write_measured(path: Path, measured: list[Measured]) -> None:
+    path.write_text(json.dumps({"measured": [asdict(each) for each in measured]}, indent=1) + "\n")
+
+
+def read_measured(path: Path) -> list[Measured]:
+    try:
+        return [_from_json(each) for each in json.loads(path.read_text())["measured"]]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read timed steps {path}: {error}") from None
+
+
+def _from_json(values: dict[str, Any]) -> Measured:
+    timed = tuple(
+        Timed(**each | {"steps": tuple(StepWork(**step) for step in each["steps"]), "ends_ms": tuple(each["ends_ms"])})
+        for each in values["timed"]
+    )
+    return Measured(**values | {"timed": timed})
