@@ -18,7 +18,9 @@ from tests.sim.plain_node import PlainNode
 MODEL = model_of_many_tables()
 PAGE_BYTES = tiny_geometry(MODEL).page_bytes
 # So slow that requests queue and steps are shared: a token takes 0.7 ms, a page from the host as much as its four.
-SLOW = default_cost().model_copy(update={"compute_token_us": 700.0, "reload_gb_per_s": 0.0004, "sorted_from_rows": 60})
+SLOW = default_cost().model_copy(
+    update={"compute_token_us": 700.0, "reload_gb_per_s": 0.0004, "sorted_from_rows": 60, "background_ms": 3.0}
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "as the engine comes": {},

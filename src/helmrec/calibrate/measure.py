@@ -85,13 +85,17 @@ def sized_profile(name: str, table_bytes: int) -> ModelConfig:
     return profile(name, max(1_024, int(_UNIT_ROWS * table_bytes / unit)))
 
 
-def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None]) -> Engine:
+def make_model(model: ModelConfig, device: str) -> LoadedModel:
     """Random weights. Rows of a table are equal, which nothing can tell and which is quickly made."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(model.row_dim, generator=generator).to(getattr(torch, model.row_dtype))
     tables = {table.name: row.expand(table.num_rows, model.row_dim) for table in model.tables}
-    if plan.device == "cpu":  # a card gets a copy anyway
+    if device == "cpu":  # a card gets a copy anyway
         tables = {table: rows.contiguous() for table, rows in tables.items()}
+    return LoadedModel(model, 1, random_dense(model, generator), tables)
+
+
+def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None]) -> Engine:
     config = EngineConfig(
         pool_bytes=plan.sizes.pool,
         alpha=0.3,
@@ -102,7 +106,7 @@ def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], N
         save_bytes_per_step=1 << 30,  # what was computed is on the host before it is evicted
         refill_bytes_per_step=0,  # so that the bus carries only what the steps ask for
     )
-    return Engine(LoadedModel(model, 1, random_dense(model, generator), tables), config, progress=progress)
+    return Engine(make_model(model, plan.device), config, progress=progress)
 
 
 def time_hits(device: str, row_bytes: int) -> float:
