@@ -33,6 +33,7 @@ from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import Ids, RankRequest, RankResult, Timing
 
 log = logging.getLogger("helmrec.engine")
+_MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
 _STRANGER_WARNING = 32
 
 
@@ -207,7 +208,8 @@ class Engine:
         tokens = sum(member.num_tokens for member in batch.members)
         pairs = sum(member.num_pairs for member in batch.members)
         if num_loads := sum(len(member.plan.loads) for member in batch.members):
-            costs.observe_reload(num_loads, seconds - costs.steps.seconds(tokens, pairs, is_whole_step=True))
+            expected_s = costs.steps.seconds(tokens, pairs, is_whole_step=True)
+            costs.observe_reload(num_loads, min(seconds - expected_s, _MOST_EXPOSED * expected_s))
         else:
             costs.steps.observe(tokens, pairs, seconds)
 
