@@ -15,7 +15,17 @@ import torch
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.memory.prefix import PageLoad
-from scripts.gpu_traffic import NUM_CANDIDATES, Mix, Served, Traffic, forget, serve, serving_config, serving_engine
+from scripts.gpu_traffic import (
+    NUM_CANDIDATES,
+    Mix,
+    Served,
+    Traffic,
+    forget,
+    serve,
+    serving_config,
+    serving_engine,
+    set_limit,
+)
 from scripts.provenance import write_measurement
 
 LENGTHS = (1_000, 2_000, 4_000, 6_700, 10_000, 13_900)
@@ -23,10 +33,6 @@ REPEATS = 9
 START_ALPHA, MOVES = 0.3, (0.1, 0.4)
 REFILL_MIB = (0, 16)  # a step; the second is the default
 WARM_UP, MEASURED = 60 * 8, 200 * 8  # requests
-
-
-def set_limit(engine: Engine, name: str, value: int) -> None:
-    object.__setattr__(engine.config, name, value)
 
 
 # Reload or recompute.

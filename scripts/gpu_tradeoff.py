@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
-from scripts.gpu_traffic import Mix, Traffic, forget, serve, serving_config, serving_engine
+from scripts.gpu_traffic import Mix, Traffic, forget, serve, serving_config, serving_engine, set_limit
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/gpu-tradeoff-h200.json")
@@ -29,6 +30,8 @@ ROWS_PER_TOKEN = (1, 6, 24)
 TABLE_BYTES = 40 << 30
 POOL_BYTES = 6 << 30
 NUM_HOT = 56  # 3.7 GB of KV, and about as many bytes of rows take most accesses
+NAMES = ("rows_per_token", "hot_share", "host_tier", "alpha", "overlap")  # of a cell
+SAVE_BYTES = 16 << 20  # a step, the default
 WARM_UP, MEASURED = 40 * 8, 16 * 8  # requests
 
 
@@ -37,7 +40,9 @@ def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier
     forget(engine, alpha)
     expander = engine._pool.expander
     num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
+    set_limit(engine, "save_bytes_per_step", 1 << 30)  # so that the tier holds what it would after a longer life
     serve(engine, requests[:WARM_UP])
+    set_limit(engine, "save_bytes_per_step", SAVE_BYTES)
     measured = []
     for i, overlap in enumerate((True, False)):
         engine._pipeline._overlaps = overlap
@@ -48,7 +53,7 @@ def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier
     return measured
 
 
-def measure(rows_per_token: int, deadline_s: float) -> list[dict[str, Any]]:
+def measure(rows_per_token: int, tiers: Sequence[bool], deadline_s: float) -> list[dict[str, Any]]:
     config = serving_config(rows_per_token, TABLE_BYTES)
     started_s = time.perf_counter()
     engine = serving_engine(config, pool_bytes=POOL_BYTES, alpha=0.5, host_kv_bytes="8GiB")
@@ -56,7 +61,7 @@ def measure(rows_per_token: int, deadline_s: float) -> list[dict[str, Any]]:
     traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in HOT_SHARES}
     print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     cells = []
-    for share, has_tier, alpha in itertools.product(HOT_SHARES, (False, True), ALPHAS):
+    for share, has_tier, alpha in itertools.product(HOT_SHARES, tiers, ALPHAS):
         if time.perf_counter() > deadline_s:
             print("out of time: the cells left are not measured", flush=True)
             break
@@ -77,6 +82,14 @@ def measure(rows_per_token: int, deadline_s: float) -> list[dict[str, Any]]:
     return cells
 
 
+def kept(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cells of the file there is that were not measured again, each with the commit it was measured at."""
+    before = json.loads(path.read_text())
+    again = {tuple(cell[name] for name in NAMES) for cell in cells}
+    commit = before["commit"]
+    return [{"commit": commit, **c} for c in before["cells"] if tuple(c[name] for name in NAMES) not in again]
+
+
 def plot(path: Path) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
 
@@ -94,7 +107,7 @@ def plot(path: Path) -> None:
             label = f"{'overlapping' if overlap else 'in turn'}, {'with' if tier else 'without'} host tier"
             axis.plot([c["alpha"] for c in of], [c["requests_per_s"] for c in of], style, label=label, markersize=4)
         axis.set_ylim(bottom=0)
-        axis.set_title(f"{rows} rows a token, {share:.0%} of requests from hot users", fontsize=9)
+        axis.set_title(f"{rows} row{'s' * (rows > 1)} a token, {share:.0%} of requests from hot users", fontsize=9)
         axis.set_xlabel("alpha") if i == 2 else None
         axis.set_ylabel("requests/s") if j == 0 else None
     axes[0][0].legend(fontsize=7)
@@ -107,6 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=[24, 6, 1])
+    parser.add_argument("--tier", choices=("on", "off", "both"), default="both", help="the host tier for KV")
+    parser.add_argument("--merge", type=Path, help="keep cells of this file that are not measured again")
     parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
     parser.add_argument("--plot", action="store_true", help="draw the file there is")
     arguments = parser.parse_args()
@@ -115,7 +130,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA device")
     deadline_s = time.perf_counter() + arguments.limit_s
-    cells = [cell for rows in arguments.rows for cell in measure(rows, deadline_s)]
+    tiers = {"on": [True], "off": [False], "both": [False, True]}[arguments.tier]
+    cells = [cell for rows in arguments.rows for cell in measure(rows, tiers, deadline_s)]
+    if arguments.merge is not None:
+        cells += kept(arguments.merge, cells)
+    cells.sort(key=lambda cell: [cell[name] for name in NAMES])
     set_up = {"pool_bytes": POOL_BYTES, "table_bytes": TABLE_BYTES, "hot_users": NUM_HOT, "requests": MEASURED}
     return write_measurement(arguments.out, {"set_up": set_up, "cells": cells})
 
