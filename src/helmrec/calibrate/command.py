@@ -82,14 +82,14 @@ def _measure_all(profiles: list[str], plan: Plan, keep: Path | None) -> list[Mea
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("getting ready", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            if not err.is_terminal and bar.tasks[0].description != what:  # a log has lines instead of a bar
+                err.print(f"{bar.tasks[0].elapsed or 0.0:6.1f} s  {what}", highlight=False, soft_wrap=True)
+            bar.update(task, description=what, completed=done, total=total)
+
         for profile in profiles:
-            measured.append(
-                measure(
-                    profile,
-                    plan,
-                    lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
-                )
-            )
+            measured.append(measure(profile, plan, tell))
             if keep is not None:
                 write_measured(keep, measured)
     return measured
@@ -147,14 +147,12 @@ def provenance() -> dict[str, str]:
 
 
 def _described() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def _write_whole(path: Path, text: str) -> None:
