@@ -150,10 +150,15 @@ class Recorded:
 
 def _kept(request: RankRequest) -> RankRequest:
     """With arrays of its own: those of a replay are valid until the user's next request."""
-    columns = {name: np.array(getattr(request, name)) for name in ("items", "actions", "timestamps", "candidates")}
-    features = {name: np.array(ids) for name, ids in request.features.items()}
-    candidates = {name: np.array(ids) for name, ids in request.candidate_features.items()}
-    return replace(request, **columns, features=features, candidate_features=candidates)
+    return replace(
+        request,
+        items=np.array(request.items),
+        actions=np.array(request.actions),
+        timestamps=np.array(request.timestamps),
+        candidates=np.array(request.candidates),
+        features={name: np.array(ids) for name, ids in request.features.items()},
+        candidate_features={name: np.array(ids) for name, ids in request.candidate_features.items()},
+    )
 
 
 def serve_at_once(engine: Engine, requests: list[RankRequest]) -> float:
