@@ -1,393 +1,302 @@
-"""All rivals on Steady, Trend and Burst: the same traces, the same limits, the same tuning. A first, small run.
+"""All rivals on the main scenario's Steady, Trend, Burst and adversarial traffic: the same requests, limits and tuning.
 
-    python -m scripts.rivals
+    python -m scripts.rivals                     # about forty minutes of one core
+    python -m scripts.rivals --processes 2
+    python -m scripts.rivals --extra "PPO only=ppo:FILE"      # a policy by the name `helmrec simulate` knows it by
 
-Load is a share of the largest Steady load that some constant split serves within the SLO. Rivals are tuned, and those
-that learn are trained, on families they are not judged on. Everyone but the constants starts at 0.5. Miss curves see
-requests, which are the same at any split, so they are recorded once per trace and shown to every policy.
+Rivals are tuned, and those that learn are trained, on days they are not judged on. Arrivals are a fixed share of what
+the best constant serves within the SLO (`scripts.freeze_scenarios`). Finished pieces are kept in build/rivals.jsonl: a
+run that was stopped goes on where it was. Writes docs/measurements/rivals.json and prints the table of docs/rivals.md.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer
+from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
 from helmrec.bench.features import Episode
-from helmrec.bench.judge import Search, interval, largest_load, paired_change
 from helmrec.bench.rivals import learned_rivals, simple_rivals, solver_rivals
-from helmrec.bench.tune import Value, tune
-from helmrec.config import EngineConfig
-from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
-from helmrec.control.service_cost import ServiceCost
-from helmrec.control.static import GRID, UNTUNED_ALPHA, Static, StaticSettings
-from helmrec.memory.miss_curves import JointCurves
-from helmrec.model.profiles import profile
-from helmrec.sim.cost import default_cost
+from helmrec.bench.shifts import PRICES, Planned, switch_prices
+from helmrec.bench.tune import Family, Value, tune
+from helmrec.control.by_name import make_policy
+from helmrec.control.policy import Policy
+from helmrec.control.static import GRID, UNTUNED_ALPHA, Static
 from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.oracle import SwitchPrices, best_static, cheapest_path, quasi_static, switching_costs
-from helmrec.sim.simulate import Options, SimResult, simulate
-from helmrec.sim.trace import Trace
+from helmrec.sim.oracle import cheapest_path, switching_costs
+from helmrec.sim.scenario import Scenario, load_scenario
+from scripts.kept import Store, digest_of, finish
 from scripts.provenance import write_measurement
+from scripts.rivals_table import as_markdown
 
-Floats = NDArray[np.float64]
+OUT, KEPT, SCENARIOS = Path("docs/measurements/rivals.json"), Path("build/rivals.jsonl"), Path("scenarios")
+VARIANTS = ("steady", "trend", "burst-20s", "cold-flood", "flash-items")
+LOADED = ("steady", "trend", "burst-20s")  # where the largest load is looked for
+NUM_SEEDS, BUDGET, LOAD_SEED = 5, 8, 50
+LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
+NO_ADMISSION = (0.3, 0.5, 0.7, 0.8, 0.9)  # splits tried without KV admission
+TAUGHT = {"mixed-day": 0.65, "diurnal": 0.85}  # with their base rate as a share of the steady scenario's
+PPO_ONLY = "PPO only"  # always in the table; run if a policy is given
 
-NUM_ITEMS = 10_000_000
-POOL_BYTES = 20 << 30
-WINDOW_S = 10.0  # of sweeps and oracles; policies look every second
-JUDGED, TAUGHT = ("steady", "trend", "burst"), ("mixed-day", "diurnal")
-ALPHAS = np.array(GRID)
+EXTRAS: dict[str, str] = {}  # name -> what `make_policy` takes; set once, before any work
 
 
-@dataclass(frozen=True)
-class Study:
-    """What is run."""
+@cache
+def scenario(name: str) -> Scenario:
+    return load_scenario(SCENARIOS / f"main-{name}.toml")
 
-    duration_s: float
-    warmup_s: float
-    load: float
-    num_seeds: int
-    budget: int
-    slo_ms: float = 80.0
 
-    def shape(self, rate: float) -> Shape:
-        """Hot prefixes and hot rows are each about as large as the pool."""
-        return Shape(
-            num_items=NUM_ITEMS,
-            item_exponent=1.0,
-            hot_users=300,
-            rate=rate,
-            duration_s=self.duration_s,
-            burst_s=self.duration_s / 12,
+@cache
+def lesson(name: str, seed: int) -> Course:
+    """A day that nobody is judged on, over the main scenario's node, items and users."""
+    main = scenario("steady")
+    assert main.workload is not None
+    calm = main.workload.phases[0]
+    shape = Shape(
+        num_items=main.workload.num_items,
+        item_exponent=calm.item_exponent[0],
+        item_shift=main.workload.item_shift,
+        hot_users=calm.hot_users,
+        rate=calm.rate[0] * TAUGHT[name],
+        duration_s=240,
+    )
+    workload = family(name, shape).model_copy(update={"num_lanes": main.workload.num_lanes})
+    return Course(main.model_copy(update={"workload": workload, "warm_up_s": 40.0}), seed)
+
+
+@cache
+def episodes() -> tuple[Episode, ...]:
+    """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
+    taught = []
+    for name in TAUGHT:
+        course = lesson(name, 100)
+        seen = hindsight({alpha: [course.static(alpha)] for alpha in GRID})
+        labels = np.repeat(plan(course, seen, 1.0), round(WINDOW_S))
+        stats = course.watch(Wanderer(0))[: labels.size]
+        taught.append(Episode(name, tuple(stats), labels[: len(stats)]))
+    return tuple(taught)
+
+
+def plan(course: Course, seen: Hindsight, price: float) -> Any:
+    prices = switching_costs(seen.alphas, switch_prices(course.node(), course.scenario.cost(), 0.85))
+    return cheapest_path(seen.costs, seen.alphas, prices * price).alpha
+
+
+@cache
+def rival_families() -> Mapping[str, Family]:
+    cost = lesson("mixed-day", 101).service_cost
+    every = (*simple_rivals(cost), *solver_rivals(cost), *learned_rivals(episodes()))
+    return {one.name: one for one in every}
+
+
+class TuneUnit(NamedTuple):
+    rival: str
+
+    @property
+    def name(self) -> str:
+        return f"tuning {self.rival}, {BUDGET} trials"
+
+
+def tuned(unit: TuneUnit) -> dict[str, Value]:
+    course = lesson("mixed-day", 101)
+
+    def loss(policy: Policy) -> float:
+        return judged(course, policy).mean_ms
+
+    return dict(tune(rival_families()[unit.rival], loss, BUDGET, np.random.default_rng(1)).best.settings)
+
+
+def judged(course: Course, policy: Policy) -> Score:
+    if isinstance(policy, Static):  # born there, as a tuned node would be
+        return course.static(policy.settings.alpha)
+    policy.reset()
+    return course.judge(policy)
+
+
+class ContestUnit(NamedTuple):
+    """One policy, or all constants, on one scenario and seed."""
+
+    variant: str
+    seed: int
+    settings: Mapping[str, Mapping[str, Value]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+
+def contest(unit: ContestUnit) -> dict[str, Any]:
+    course = Course(scenario(unit.variant), unit.seed)
+    found = {f"static {alpha:g}": course.static(alpha) for alpha in GRID}
+    found |= {f"static {a:g}, no admission": course.static(a, kv_admission="always") for a in NO_ADMISSION}
+    found |= {name: judged(course, policy) for name, policy in policies(unit.settings, course).items()}
+    return {name: asdict(score) for name, score in found.items()}
+
+
+def policies(settings: Mapping[str, Mapping[str, Value]], course: Course) -> dict[str, Policy]:
+    built = {name: rival_families()[name].build(chosen) for name, chosen in settings.items()}
+    return built | {name: make_policy(text, course.service_cost) for name, text in EXTRAS.items()}
+
+
+class OracleUnit(NamedTuple):
+    """Paths of least cost, with moves for free and at several prices, replayed."""
+
+    variant: str
+    seed: int
+    paths: Mapping[str, tuple[float, ...]]
+
+    @property
+    def name(self) -> str:
+        return f"oracles on {self.variant}, seed {self.seed}"
+
+
+def replayed(unit: OracleUnit) -> dict[str, Any]:
+    course = Course(scenario(unit.variant), unit.seed)
+    start_s = course.scenario.warm_up_s
+    return {
+        name: asdict(course.replay(Planned(np.array(path), WINDOW_S, start_s), path[0]))
+        for name, path in unit.paths.items()
+    }
+
+
+class LoadUnit(NamedTuple):
+    """The largest load each policy serves within the SLO."""
+
+    variant: str
+    settings: Mapping[str, Mapping[str, Value]]
+
+    @property
+    def name(self) -> str:
+        return f"largest load on {self.variant}, seed {LOAD_SEED}"
+
+
+def largest_loads(unit: LoadUnit) -> dict[str, float]:
+    """As multiples of the scenario's arrivals; 0 where not even the lowest is met."""
+    courses = {load: Course(scenario(unit.variant), LOAD_SEED, load) for load in LOADS}
+    found = {}
+    for alpha in GRID:
+        found[f"static {alpha:g}"] = largest(lambda load, a=alpha: courses[load].static(a))
+    for alpha in NO_ADMISSION:
+        found[f"static {alpha:g}, no admission"] = largest(
+            lambda load, a=alpha: courses[load].static(a, kv_admission="always")
         )
-
-    @cache  # noqa: B019 - one study lives as long as the script
-    def trace(self, name: str, seed: int, rate: float) -> Trace:
-        return generate(family(name, self.shape(rate)), seed)
-
-    def node(self, alpha: float) -> NodeConfig:
-        engine = EngineConfig(pool_bytes=POOL_BYTES, alpha=alpha)
-        return NodeConfig(model=profile("wide", NUM_ITEMS), engine=engine, slo_ms=self.slo_ms)
-
-
-def run(
-    study: Study, trace: Trace, policy: Policy, alpha: float = UNTUNED_ALPHA, has_curves: bool = False
-) -> SimResult:
-    return simulate(trace, study.node(alpha), default_cost(), policy, options=Options(has_curves=has_curves))
-
-
-class Shown:
-    """A policy within limits that is shown recorded miss curves, and how long it took to decide."""
-
-    def __init__(self, policy: Policy, curves: Sequence[JointCurves | None]) -> None:
-        self._limited = Limited(policy, Limits())
-        self._curves = curves
-        self.decision_us: list[float] = []
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        number = min(round(stats.traffic.end_s), len(self._curves)) - 1
-        shown = replace(stats, curves=self._curves[number])
-        started = time.perf_counter()
-        move = self._limited.decide(shown)
-        self.decision_us.append((time.perf_counter() - started) * 1e6)
-        return move
-
-    def reset(self) -> None:
-        self._limited.reset()
-
-
-class Wanderer:
-    """Walks over the splits at random: what learners watch."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.reset()
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        return Move(stats.alpha_target + float(self._rng.normal(0, 0.05)), "wander")
-
-    def reset(self) -> None:
-        self._rng = np.random.default_rng(self._seed)
-
-
-def service_cost() -> ServiceCost:
-    """The calibration in the few coefficients policies reckon with; per request of a full batch."""
-    cost, node = (
-        default_cost(),
-        NodeConfig(model=profile("wide", NUM_ITEMS), engine=EngineConfig(pool_bytes=POOL_BYTES)),
-    )
-    candidates, history = 2_048, 6_700
-    token_ms = cost.compute_token_us / 1e3 + len(node.model.features) * cost.compute_row_ns / 1e6
-    return ServiceCost(
-        token_ms=token_ms,
-        pair_ms=cost.compute_pair_ns / 1e6,
-        floor_ms=candidates * (token_ms + history * cost.compute_pair_ns / 1e6),
-        missed_row_ms=node.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
-        host_token_ms=cost.host_token_us / 1e3,
-        host_floor_ms=cost.host_request_ms + candidates * cost.host_token_us / 1e3,
-    )
-
-
-def switch_prices(load: float) -> SwitchPrices:
-    cost, tokens = service_cost(), 6_700
-    prefix_ms = tokens * (cost.token_ms + cost.pair_ms * tokens / 2)
-    prefix_bytes = tokens * 10_240  # ten KiB of KV a token
-    row_bytes = 1_024
-    return SwitchPrices(
-        pool_bytes=POOL_BYTES,
-        rewarm_ms_per_byte=prefix_ms / prefix_bytes,
-        refill_ms_per_byte=cost.missed_row_ms / row_bytes,
-        load=load,
-    )
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """One trace at every constant split."""
-
-    costs: Floats  # (windows, alphas) latency summed over requests, ms
-    p99_ms: Floats  # (alphas,)
-    mean_ms: Floats
-    slo_satisfaction: Floats
-
-
-def by_window(result: SimResult, study: Study) -> Floats:
-    """Latency summed over the requests of each scored window."""
-    means = np.nan_to_num(result.mean_ms_by_arrival(WINDOW_S), nan=1e4)
-    num = np.bincount((result.arrived_s // WINDOW_S).astype(np.int64), minlength=means.size)
-    return (means * num)[round(study.warmup_s / WINDOW_S) : round(study.duration_s / WINDOW_S)]
-
-
-def sweep(study: Study, trace: Trace) -> Sweep:
-    runs = [run(study, trace, Static(StaticSettings(alpha=alpha)), alpha) for alpha in GRID]
-    scored = [result.summary(study.warmup_s) for result in runs]
-    return Sweep(
-        costs=np.column_stack([by_window(result, study) for result in runs]),
-        p99_ms=np.array([one.p99_ms for one in scored]),
-        mean_ms=np.array([one.mean_ms for one in scored]),
-        slo_satisfaction=np.array([one.slo_satisfaction for one in scored]),
-    )
-
-
-def capacity(study: Study) -> float:
-    """Largest Steady load some constant split serves with its P99 within the SLO."""
-
-    def is_met(rate: float) -> bool:
-        trace = study.trace("steady", 50, rate)
-        for alpha in (0.3, 0.4, 0.5, 0.6):
-            summary = run(study, trace, Static(StaticSettings(alpha=alpha)), alpha).summary(study.warmup_s)
-            if summary.num_refused == 0 and summary.p99_ms <= study.slo_ms:
-                return True
-        return False
-
-    found = largest_load(is_met, Search(200, 900, tolerance=0.03))
-    assert found is not None, "not even a light load is served within the SLO"
+    for name, policy in policies(unit.settings, courses[LOADS[0]]).items():
+        found[name] = largest(lambda load, p=policy: judged(courses[load], p))
     return found
 
 
-def record_curves(study: Study, trace: Trace) -> list[JointCurves | None]:
-    result = run(study, trace, Static(StaticSettings(alpha=UNTUNED_ALPHA)), has_curves=True)
-    return [window.stats.curves for window in result.windows]
+def largest(run: Any) -> float:
+    """By bisection over LOADS: supposes that a load is met if a larger one is."""
+    low, high = -1, len(LOADS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_met = run(LOADS[middle]).meets(80.0)
+        low, high = (middle, high) if is_met else (low, middle)
+    return LOADS[low] if low >= 0 else 0.0
 
 
-def path(result: SimResult, study: Study) -> Floats:
-    """Mean split of each scored window."""
-    alphas = np.array([window.stats.alpha for window in result.windows])
-    per = round(WINDOW_S)
-    num = round(study.duration_s / WINDOW_S)
-    return np.array([alphas[per * at : per * (at + 1)].mean() for at in range(round(study.warmup_s / WINDOW_S), num)])
+def scores(store: Store, variant: str) -> dict[str, list[Score]]:
+    by_seed = [store.found[ContestUnit(variant, seed, {}).name] for seed in range(NUM_SEEDS)]
+    return {name: [Score(**found[name]) for found in by_seed] for name in by_seed[0]}
 
 
-def episode(study: Study, trace: Trace, name: str, curves: list[JointCurves | None]) -> Episode:
-    """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
-    result = run(study, trace, Shown(Wanderer(0), curves))
-    costs = sweep(study, trace).costs
-    plan = cheapest_path(costs, ALPHAS, switching_costs(ALPHAS, switch_prices(study.load)))
-    first = round(study.warmup_s)
-    stats = [replace(window.stats, curves=curves[at]) for at, window in enumerate(result.windows)]
-    labels = np.repeat(plan.alpha, round(WINDOW_S))
-    seen = tuple(stats[first : first + labels.size])
-    return Episode(name, seen, labels[: len(seen)])
+def statics_of(found: Mapping[str, list[Score]]) -> dict[float, list[Score]]:
+    return {alpha: found[f"static {alpha:g}"] for alpha in GRID}
 
 
-def judge(result: SimResult, study: Study, shown: Shown) -> dict[str, Any]:
-    summary, alphas = result.summary(study.warmup_s), path(result, study)
+def oracle_units(store: Store) -> list[OracleUnit]:
+    units = []
+    for variant in VARIANTS:
+        seen, course = hindsight(statics_of(scores(store, variant))), Course(scenario(variant), 0)
+        paths = {"quasi-static": tuple(seen.exact.alpha.tolist())}
+        paths |= {f"price x {price:g}": tuple(plan(course, seen, price * NUM_SEEDS).tolist()) for price in PRICES}
+        units += [OracleUnit(variant, seed, paths) for seed in range(NUM_SEEDS)]
+    return units
+
+
+def table(store: Store, variant: str) -> dict[str, Any]:
+    found = scores(store, variant)
+    seen = hindsight(statics_of(found))
+    replays = [store.found[OracleUnit(variant, seed, {}).name] for seed in range(NUM_SEEDS)]
+    oracles = {name: [Score(**by_seed[name]) for by_seed in replays] for name in replays[0]}
+    best = f"static {seen.best_alpha:g}"
+    bare = min((f"static {alpha:g}, no admission" for alpha in NO_ADMISSION), key=lambda name: spent(found[name]))
+    oracle = min((*oracles.values(), found[best]), key=spent)
+    named = {
+        f"best static in hindsight ({seen.best_alpha:g})": found[best],
+        f"best static without admission ({bare.split()[1].rstrip(',')})": found[bare],
+        "untuned 0.5 without admission": found["static 0.5, no admission"],
+        "tracks alpha* at once (replayed)": oracles["quasi-static"],
+        "oracle with moves paid (replayed)": oracle,
+    } | found
+    loads = store.found.get(LoadUnit(variant, {}).name, {})
+    reference = max((loads[f"static {alpha:g}"] for alpha in GRID), default=0.0) if loads else 0.0
+    rows = {name: asdict(row(one, found[best], seen, spent(oracle))) for name, one in named.items()}
+    for name, one in rows.items():
+        of = best if name.startswith("best static in") else bare if name.startswith("best static w") else name
+        of = "static 0.5, no admission" if name.startswith("untuned 0.5 w") else of
+        one["largest_load"] = loads[of] / reference if of in loads and reference else None
     return {
-        "mean_ms": summary.mean_ms,
-        "p99_ms": summary.p99_ms,
-        "slo_satisfaction": summary.slo_satisfaction,
-        "num_refused": summary.num_refused,
-        "costs": by_window(result, study),
-        "alpha": alphas,
-        "decision_us": float(np.median(shown.decision_us)),
-    }
-
-
-class Tuned(NamedTuple):
-    """A rival ready to be judged; reset it between runs."""
-
-    policy: Policy
-    settings: dict[str, Value]
-
-
-def tuned_rivals(study: Study, rate: float, tell: Callable[[str], None]) -> dict[str, Tuned]:
-    """Each family's best of `budget` trials on a mixed day; learners see two families for training."""
-    lessons = []
-    for name in TAUGHT:
-        trace = study.trace(name, 100, rate)
-        tell(f"curves of {name}")
-        lessons.append(episode(study, trace, name, record_curves(study, trace)))
-    trace = study.trace(TAUGHT[0], 101, rate)
-    tell("curves to tune on")
-    curves = record_curves(study, trace)
-
-    def loss(policy: Policy) -> float:
-        alpha = policy.settings.alpha if isinstance(policy, Static) else UNTUNED_ALPHA
-        return run(study, trace, Shown(policy, curves), alpha).summary(study.warmup_s).mean_ms
-
-    cost, ready = service_cost(), dict[str, Tuned]()
-    for one in (*simple_rivals(cost), *solver_rivals(cost), *learned_rivals(lessons)):
-        tell(f"tuning {one.name}")
-        best = tune(one, loss, study.budget, np.random.default_rng(1)).best
-        ready[one.name] = Tuned(one.build(best.settings), dict(best.settings))
-    return ready
-
-
-def judge_family(
-    study: Study,
-    name: str,
-    rate: float,
-    rivals: dict[str, Tuned],
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Every rival on every seed of a family, beside sweeps and oracles."""
-    sweeps, runs = [], {rival: list[dict[str, Any]]() for rival in rivals}
-    for seed in range(study.num_seeds):
-        trace = study.trace(name, seed, rate)
-        tell(f"{name} {seed}: sweep")
-        sweeps.append(sweep(study, trace))
-        tell(f"{name} {seed}: curves")
-        curves = record_curves(study, trace)
-        for rival, (policy, _) in rivals.items():
-            tell(f"{name} {seed}: {rival}")
-            policy.reset()
-            shown = Shown(policy, curves)
-            alpha = policy.settings.alpha if isinstance(policy, Static) else UNTUNED_ALPHA
-            runs[rival].append(judge(run(study, trace, shown, alpha), study, shown))
-    return compare(study, sweeps, runs)
-
-
-def compare(study: Study, sweeps: list[Sweep], runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    costs = np.mean([one.costs for one in sweeps], axis=0)
-    exact = quasi_static(costs, ALPHAS)
-    static = best_static(costs, ALPHAS)
-    planned = cheapest_path(costs, ALPHAS, switching_costs(ALPHAS, switch_prices(study.load)))
-    at = int(static.index[0])
-    p99_ms = [float(one.p99_ms[at]) for one in sweeps]
-    rows: dict[str, Any] = {
-        "best static in hindsight": {
-            "alpha": float(ALPHAS[at]),
-            "mean_ms": asdict(interval([float(one.mean_ms[at]) for one in sweeps])),
-            "p99_ms": asdict(interval(p99_ms)),
-            "slo_satisfaction": asdict(interval([float(one.slo_satisfaction[at]) for one in sweeps])),
-            "regret_quasi_static": static.total / exact.cost.sum() - 1,
-            "regret_switching": static.total / planned.total - 1,
-            "gap": exact.gap(static.alpha),
-            "share_inside": exact.share_inside(static.alpha),
-        }
-    }
-    for rival, seen in runs.items():
-        spent = np.mean([one["costs"] for one in seen], axis=0).sum()
-        rows[rival] = {
-            **{key: asdict(interval([one[key] for one in seen])) for key in ("mean_ms", "p99_ms", "slo_satisfaction")},
-            "p99_change": asdict(paired_change([one["p99_ms"] for one in seen], p99_ms)),
-            "regret_quasi_static": spent / exact.cost.sum() - 1,
-            "regret_switching": spent / planned.total - 1,
-            "gap": float(np.mean([exact.gap(one["alpha"]) for one in seen])),
-            "share_inside": float(np.mean([exact.share_inside(one["alpha"]) for one in seen])),
-            "num_refused": sum(one["num_refused"] for one in seen),
-            "decision_us_p50": float(np.median([one["decision_us"] for one in seen])),
-        }
-    return {
-        "alpha_star": exact.alpha.tolist(),
-        "band": np.column_stack((exact.low, exact.high)).round(3).tolist(),
-        "oracle_path": planned.alpha.tolist(),
-        "static_mean_ms": np.mean([one.mean_ms for one in sweeps], axis=0).round(3).tolist(),
-        "static_p99_ms": np.mean([one.p99_ms for one in sweeps], axis=0).round(2).tolist(),
+        "scenario": f"main-{variant}",
+        "best_static_alpha": seen.best_alpha,
+        "best_static_largest_load": reference or None,
+        "alpha_star": seen.exact.alpha.tolist(),
+        "band": np.column_stack((seen.exact.low, seen.exact.high)).round(3).tolist(),
         "policies": rows,
     }
 
 
-def show(name: str, found: dict[str, Any]) -> None:
-    table = Table(title=f"{name}: alpha* {min(found['alpha_star']):.1f}..{max(found['alpha_star']):.1f}")
-    for column in ("policy", "mean ms", "P99 ms", "P99 change", "SLO", "regret", "with moves", "gap", "inside", "us"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for rival, row in found["policies"].items():
-        change = row.get("p99_change")
-        table.add_row(
-            rival if "alpha" not in row else f"{rival} ({row['alpha']:.1f})",
-            f"{row['mean_ms']['mean']:.1f}",
-            f"{row['p99_ms']['mean']:.1f}",
-            "" if change is None else f"{change['mean']:+.0%} [{change['low']:+.0%}, {change['high']:+.0%}]",
-            f"{row['slo_satisfaction']['mean']:.1%}",
-            f"{row['regret_quasi_static']:+.1%}",
-            f"{row['regret_switching']:+.1%}",
-            f"{row['gap']:.3f}",
-            f"{row['share_inside']:.0%}",
-            f"{row.get('decision_us_p50', 0):.0f}",
-        )
-    Console(width=130).print(table)
+def digest() -> str:
+    """Of costs and scenarios: pieces of others are not mixed in."""
+    texts = [(SCENARIOS / f"main-{variant}.toml").read_text() for variant in VARIANTS]
+    told = digest_of(scenario("steady").cost()) + "".join(texts) + repr(sorted(EXTRAS.items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def run(store: Store, processes: int) -> None:
+    names = tuple(rival_families())  # trains here, so that forked workers find it done
+    finish([TuneUnit(name) for name in names], tuned, store, processes, "tuning")
+    settings = tuned_settings(store)
+    units = [ContestUnit(variant, seed, settings) for seed in range(NUM_SEEDS) for variant in VARIANTS]
+    finish(units, contest, store, processes, "contest")
+    finish(oracle_units(store), replayed, store, processes, "oracles")
+    finish([LoadUnit(variant, settings) for variant in LOADED], largest_loads, store, processes, "loads")
+
+
+def tuned_settings(store: Store) -> dict[str, dict[str, Value]]:
+    return {name: store.found[TuneUnit(name).name] for name in rival_families()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--duration", type=float, default=120, help="seconds of each trace")
-    parser.add_argument("--warmup", type=float, default=40, help="seconds not scored")
-    parser.add_argument("--load", type=float, default=0.75, help="share of the best constant's capacity on Steady")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=8, help="trials of each rival's tuning")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements/rivals-small.json"))
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME=POLICY", help="may repeat")
     flags = parser.parse_args()
-    study = Study(flags.duration, flags.warmup, flags.load, flags.seeds, flags.budget)
-    num_rivals = 12
-    steps = 1 + 3 + num_rivals + len(JUDGED) * study.num_seeds * (2 + num_rivals)
-    with Progress() as progress:
-        task = progress.add_task("capacity", total=steps)
-        best = capacity(study)
-        rate = study.load * best
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        rivals = tuned_rivals(study, rate, tell)
-        families = {name: judge_family(study, name, rate, rivals, tell) for name in JUDGED}
-    for name, found in families.items():
-        show(name, found)
+    EXTRAS.update(dict(one.split("=", 1) for one in flags.extra))
+    store = Store(KEPT, digest())
+    run(store, flags.processes)
+    tables = {variant: table(store, variant) for variant in VARIANTS}
     write_measurement(
-        flags.out,
+        OUT,
         {
-            "note": "A first small run: one made-up scenario, short traces, few seeds. Not the published table.",
-            "study": {**asdict(study), "pool_bytes": POOL_BYTES, "num_items": NUM_ITEMS, "profile": "wide"},
-            "calibration": default_cost().name,
-            "service_cost": service_cost().model_dump(),
-            "switch_prices": switch_prices(study.load).model_dump(),
-            "capacity_requests_per_s": best,
-            "rate": rate,
-            "alphas": list(GRID),
-            "tuned": {rival: settings for rival, (_, settings) in rivals.items()},
-            "families": families,
+            "calibration": scenario("steady").cost().name,
+            "calibration_digest": digest_of(scenario("steady").cost()),
+            "seeds": NUM_SEEDS,
+            "start_of_all_but_constants": UNTUNED_ALPHA,
+            "tuning": {"trials": BUDGET, "on": "a mixed day", "learned from": list(TAUGHT)},
+            "tuned": tuned_settings(store),
+            "extras": EXTRAS,
+            "not_run": [] if PPO_ONLY in EXTRAS else [PPO_ONLY],
+            "variants": tables,
         },
     )
+    print(as_markdown(tables))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class EpochPlan(NamedTuple):
 
 def lay_out(workload: Workload) -> list[Stretch]:
     stretches, start_s = [], 0.0
-    for phase in workload.phases * workload.repeat:
+    for phase in workload.all_phases:
         stretches.append(Stretch(phase, start_s))
         start_s += phase.duration_s
     return stretches
@@ -38,7 +38,7 @@ def lay_out(workload: Workload) -> list[Stretch]:
 
 def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> EpochPlan:
     """Epoch 0 is the popularity at the start, without drift and flash: what backlogs were made from."""
-    first = workload.phases[0].item_exponent[0]
+    first = workload.all_phases[0].item_exponent[0]
     laws, epochs = {_step(first): 0}, {Epoch(): 0}
     starts, index, drifted = [], [], 0.0
     for number, stretch in enumerate(stretches):

@@ -37,7 +37,7 @@ def generate(workload: Workload, seed: int) -> Trace:
     visits = _visits(workload, arrivals, asked, rng)
     epoch = plan.epoch[np.searchsorted(plan.start_s, arrivals.time_s, side="right") - 1]
     events = _write_events(prepare_draws(catalogue), arrivals.time_s, asked.user, epoch, visits)
-    names = tuple(dict.fromkeys(phase.name for phase in workload.phases))
+    names = tuple(dict.fromkeys(phase.name for phase in workload.all_phases))
     codes = np.array([names.index(stretch.phase.name) for stretch in stretches], np.int16)
     return Trace(
         catalogue=catalogue,

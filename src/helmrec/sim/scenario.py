@@ -11,7 +11,7 @@ from helmrec.config import EngineConfig, Frozen
 from helmrec.control.service_cost import ServiceCost
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import CostModel, default_cost, load_cost
+from helmrec.sim.cost import CostModel, CostTerms, default_cost, load_cost
 from helmrec.sim.families import Shape, family, preset
 from helmrec.sim.generate import generate
 from helmrec.sim.node_config import NodeConfig
@@ -88,6 +88,7 @@ class Scenario(Frozen):
     workload: Workload | None = None
     trace: Path | None = Field(None, description="a trace file, relative to the scenario")
     calibration: Path | None = Field(None, description="a cost file, relative to the scenario; default: the H200's")
+    bus_speed: float = Field(1.0, gt=0, le=4, description="share of the calibration's: another link, all else equal")
     row_sample: float = Field(5 / 256, gt=0, le=1, description="share of the rows that is simulated")
     slo_ms: float = Field(80.0, gt=0)
     tick_s: float = Field(1.0, gt=0, description="how often the policy looks")
@@ -117,7 +118,17 @@ class Scenario(Frozen):
         return NodeConfig(model=model, engine=self.engine, row_sample=self.row_sample, slo_ms=self.slo_ms)
 
     def cost(self) -> CostModel:
-        return default_cost() if self.calibration is None else load_cost(self.calibration)
+        measured = default_cost() if self.calibration is None else load_cost(self.calibration)
+        return with_bus_speed(measured, self.bus_speed)
+
+
+def with_bus_speed(cost: CostModel, speed: float) -> CostModel:
+    """The same device behind another link; it says so in its name."""
+    if speed == 1:
+        return cost
+    links = [name for name in CostTerms._fields if name.endswith("_gb_per_s") and name != "hit_gb_per_s"]
+    changed: dict[str, Any] = {name: getattr(cost, name) * speed for name in links}
+    return cost.model_copy(update={**changed, "name": f"{cost.name}, bus x {speed:g}"})
 
 
 def load_scenario(path: Path) -> Scenario:

@@ -78,6 +78,7 @@ class Workload(Frozen):
     num_actions: int = Field(4, ge=1, le=256)
     epoch_s: float = Field(10.0, gt=0, description="how often ramped or drifting popularity changes")
     repeat: int = Field(1, ge=1, description="times the phases are gone through")
+    opening: tuple[Phase, ...] = Field((), description="phases before those, gone through once: a warm-up, say")
     users: Users = Users()
     phases: tuple[Phase, ...] = Field(min_length=1)
 
@@ -86,8 +87,13 @@ class Workload(Frozen):
         return self.num_lanes or lanes_for(self.num_items)
 
     @property
+    def all_phases(self) -> tuple[Phase, ...]:
+        """In order of time."""
+        return self.opening + self.phases * self.repeat
+
+    @property
     def duration_s(self) -> float:
-        return self.repeat * sum(phase.duration_s for phase in self.phases)
+        return sum(phase.duration_s for phase in self.all_phases)
 
 
 def load_workload(path: Path) -> Workload:

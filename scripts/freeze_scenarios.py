@@ -1,0 +1,205 @@
+"""Write the scenarios controllers are judged on, with loads that are shares of the best constant's capacity in the map.
+
+    python -m scripts.freeze_scenarios
+
+Reads docs/measurements/map.json, writes scenarios/*.toml. They are frozen: docs/decisions/0015-frozen-scenarios.md says
+why they are what they are, and tests/sim/test_frozen_scenarios.py holds their content. Run it again only to take up a
+new calibration, before any controller has been judged with it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from helmrec.bench.cells import MOVE_BYTES, SLO_MS, Cell, phase
+from helmrec.sim.workload import Phase
+from scripts.map import OUT, from_json
+
+FOLDER = Path("scenarios")
+LOAD = 0.85  # of the largest load the best constant serves within the SLO in every phase
+RUSH = 1.5  # a burst brings half as many requests again
+
+_HEADER = """\
+# {title}
+# Frozen: docs/decisions/0015-frozen-scenarios.md has the reasons, a test holds the content. Arrivals are {load:.0%} of
+# what the best constant split ({alpha:g}) serves within the SLO in every phase.
+name = "{name}"
+profile = "{profile}"
+slo_ms = {slo_ms:g}
+warm_up_s = {warm_up_s:g}
+row_sample = {row_sample}
+{bus}
+[engine]
+pool_bytes = "{pool_gb:g}GB"
+max_batch_requests = 8
+move_bytes_per_step = "{move_bytes}"
+
+[workload]
+name = "{name}"
+num_items = {num_items}
+num_lanes = {num_lanes}
+item_shift = {item_shift:g}
+repeat = {repeat}
+
+[workload.users]
+min_history = 2000
+max_history = 14000
+"""
+
+
+class Setting(NamedTuple):
+    """A node of the map under a name."""
+
+    name: str
+    title: str
+    cell: Cell
+
+
+class Traffic(NamedTuple):
+    """A variant: phases at a rate of 1, and in which regimes they put how many times the base rate."""
+
+    name: str
+    title: str
+    phases: tuple[Phase, ...]
+    repeat: int
+    times: Mapping[str, float]
+
+
+SETTINGS = (
+    Setting("control", "Control: one row a token. Adapting should gain nothing.", Cell(rows_per_token=1)),
+    Setting("main", "Main: 24 rows a token.", Cell(rows_per_token=24)),
+    Setting(
+        "stress", "Stress, FAVOURABLE to adapting: 24 rows a token over half the bus.",
+        Cell(rows_per_token=24, bus_speed=0.5),
+    ),
+)  # fmt: skip
+
+
+def calm(duration_s: float) -> Phase:
+    return phase("returning", duration_s, 1.0).model_copy(update={"name": "calm"})
+
+
+def changed(name: str, duration_s: float, **settings: Any) -> Phase:
+    return Phase(**calm(duration_s).model_dump() | {"name": name} | settings)
+
+
+def trend(duration_s: float) -> Phase:
+    """From one regime to the other; the crowd changes head by head."""
+    start, end = phase("returning", duration_s, 1.0), phase("browsing", duration_s, RUSH)
+    ramps = {
+        key: (getattr(start, key)[0], getattr(end, key)[1])
+        for key in ("rate", "hot_share", "hot_first", "history", "item_exponent")
+    }
+    return changed("trend", duration_s, **ramps)
+
+
+def bursts(length_s: float, repeat: int) -> Traffic:
+    burst = phase("browsing", length_s, RUSH).model_copy(update={"name": "burst"})
+    return Traffic(
+        f"burst-{length_s:g}s",
+        f"Every {4 * length_s:g} s a burst of {length_s:g} s.",
+        (calm(3 * length_s), burst),
+        repeat,
+        {"returning": 1, "browsing": RUSH},
+    )
+
+
+TRAFFIC = (
+    Traffic("steady", "Nothing changes.", (calm(120),), 1, {"returning": 1}),
+    Traffic(
+        "trend",
+        "A slow change to another crowd, shorter histories, flatter taste and half as many requests again.",
+        (trend(120), phase("browsing", 40, RUSH).model_copy(update={"name": "after"})),
+        1,
+        {"returning": 1, "browsing": RUSH},
+    ),
+    bursts(3, 12),
+    bursts(20, 2),
+    bursts(60, 1),
+    Traffic(
+        "cold-flood",
+        "Adversarial: strangers on top of the usual traffic, as many again, then twice as many.",
+        (
+            calm(40),
+            changed("flood", 30, rate=2, hot_share=0.35),
+            calm(40),
+            changed("flood", 30, rate=3, hot_share=0.7 / 3),
+        ),
+        1,
+        {"returning": 1, "flood": 3},
+    ),
+    Traffic(
+        "flash-items",
+        "Adversarial: half of all draws go to a thousand items nobody knew, others each time.",
+        (calm(20), changed("flash", 20, flash_share=(0.5, 0.2))),
+        4,
+        {"returning": 1},
+    ),
+)
+
+
+def base_rate(sweeps: Mapping[str, Any], times: Mapping[str, float]) -> tuple[float, float]:
+    """The best constant's largest base rate, and its split."""
+    swept = {regime: from_json(sweeps[regime]) for regime in times}
+    worst = np.min([swept[regime].capacity / factor for regime, factor in times.items()], axis=0)
+    at = int(worst.argmax())
+    return float(worst[at]), float(next(iter(swept.values())).alphas[at])
+
+
+def scenario_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any]) -> str:
+    cell = setting.cell
+    limit, alpha = base_rate(sweeps, traffic.times)
+    rate = round(LOAD * limit)
+    workload = cell.workload(calm(1), traffic.phases)
+    head = _HEADER.format(
+        title=f"{setting.title} {traffic.title}",
+        name=f"{setting.name}-{traffic.name}",
+        profile=cell.node(0.5).model.name,
+        load=LOAD,
+        alpha=alpha,
+        slo_ms=SLO_MS,
+        warm_up_s=cell.warm_up_s,
+        bus=f"bus_speed = {cell.bus_speed:g}\n" if cell.bus_speed != 1 else "",
+        pool_gb=cell.pool_gb,
+        move_bytes=MOVE_BYTES,
+        row_sample=1 / cell.num_lanes,
+        num_items=workload.num_items,
+        num_lanes=cell.num_lanes,
+        item_shift=workload.item_shift,
+        repeat=traffic.repeat,
+    )
+    warm_up = changed("warm-up", cell.warm_up_s)
+    return head + phase_text("opening", warm_up, rate) + "".join(phase_text("phases", p, rate) for p in traffic.phases)
+
+
+def phase_text(table: str, one: Phase, rate: float) -> str:
+    lines = [f"\n[[workload.{table}]]", f'name = "{one.name}"', f"duration_s = {one.duration_s:g}"]
+    lines.append(f"rate = {_value(tuple(rate * share for share in one.rate))}")
+    defaults = Phase(name="default", duration_s=1)
+    keys = ("hot_share", "hot_users", "hot_first", "history", "item_exponent", "flash_share")
+    lines += [f"{key} = {_value(getattr(one, key))}" for key in keys if getattr(one, key) != getattr(defaults, key)]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return f"{value:g}"
+    first, second = (round(one, 4) for one in value)
+    return f"{first:g}" if first == second else f"[{first:g}, {second:g}]"
+
+
+def main() -> None:
+    cells = {json.dumps(one["cell"]): one["sweeps"] for one in json.loads(OUT.read_text())["cells"]}
+    FOLDER.mkdir(exist_ok=True)
+    for setting in SETTINGS:
+        for traffic in TRAFFIC:
+            path = FOLDER / f"{setting.name}-{traffic.name}.toml"
+            path.write_text(scenario_text(setting, traffic, cells[json.dumps(setting.cell.model_dump())]))
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
