@@ -24,11 +24,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
+from helmrec.errors import EngineClosed
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.serve.app import make_app
-from helmrec.serve.port import Health
+from helmrec.serve.port import Health, Look
 from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, RankRequest, RankResult, Timing
@@ -60,6 +62,12 @@ class NullPort:
         return RankResult(scores, 0, 0, 0, 0, 0, 0, Timing(0.0, 0.0, 0.0))
 
     async def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+    async def look(self) -> Look:
+        raise EngineClosed("there is none")
+
+    async def set_mode(self, mode: Mode) -> None:
         raise NotImplementedError
 
     async def move_alpha(self, alpha: float) -> None:

@@ -11,6 +11,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
+from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.histories import Histories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.port import InProcessPort
@@ -28,6 +29,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
     history: Annotated[str | None, typer.Option(help="Folder of stored histories; none are kept without.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Who moves the boundary: hill, static:0.4, ...")] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
@@ -38,10 +40,15 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     The token of admin calls is best given as HELMREC_ADMIN_TOKEN: flags are seen by every user of a machine.
     """
     with told_plainly():
-        renamed = (("pool_bytes", "--pool", pool), ("deadline_ms", "--deadline", deadline_ms))
-        flags = {name: (flag, value) for name, flag, value in (*renamed, ("history_path", "--history", history))} | {
-            name: (f"--{name}", value)
-            for name, value in (("alpha", alpha), ("device", device), ("host", host), ("port", port))
+        flags = {
+            "pool_bytes": ("--pool", pool),
+            "deadline_ms": ("--deadline", deadline_ms),
+            "history_path": ("--history", history),
+            "alpha": ("--alpha", alpha),
+            "device": ("--device", device),
+            "policy": ("--policy", policy),
+            "host": ("--host", host),
+            "port": ("--port", port),
         }
         settings = resolve(_given(flags) | _parsed(others or []), os.environ, config)
         if print_config:
@@ -68,7 +75,9 @@ def _serve(model: Path, settings: Settings) -> None:
         log.warning("not a setting", extra={"variable": name})
     with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once
         with err.status("getting the model ready"):
-            engine = Engine.from_model(model, settings.engine)
+            steering = Steering.of(settings.serve)
+            engine = Engine.from_model(model, seen_by(settings.serve.policy, settings.engine))
             path = settings.serve.history_path
             histories = None if path is None else Histories.open(path, engine.model_config, settings.history)
-        serve_until_told(make_app(InProcessPort(engine), settings.serve, histories), settings.serve, listener)
+        app = make_app(InProcessPort(engine, steering), settings.serve, histories)
+        serve_until_told(app, settings.serve, listener)

@@ -45,7 +45,15 @@ async def send(
         sent.append(message)
 
     raw = [(k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
-    scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b"", "root_path": ""}
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": raw,
+        "query_string": query.encode(),
+        "root_path": "",
+    }
     await app(scope, receive, collect)
     start = sent[0]
     reply_headers = {k.decode(): v.decode() for k, v in start["headers"]}

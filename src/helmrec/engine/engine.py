@@ -275,6 +275,11 @@ class Engine:
                 background_failures=self._background_failures,
             )
 
+    def page_owners(self) -> bytes:
+        """Who owns each page, one byte a page: a value of `memory.ledger.Owner`."""
+        with self._lock:
+            return self._pool.ledger.owners().tobytes()
+
     def curves(self) -> JointCurves | None:
         """What other splits would hit, judged by late traffic; None without `miss_curves`, or while it is too early."""
         with self._lock:

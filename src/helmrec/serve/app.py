@@ -3,6 +3,7 @@
 It knows requests, answers and statuses; how an engine runs is behind the port. No route reads files or runs code.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -20,7 +21,7 @@ from helmrec.serve import problems
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
 from helmrec.serve.histories import Histories
-from helmrec.serve.metrics import Metrics
+from helmrec.serve.live import LiveRoutes, dashboard
 from helmrec.serve.port import EnginePort
 from helmrec.serve.routes import Endpoint, openapi
 from helmrec.serve.schema import Problem
@@ -35,7 +36,7 @@ API_VERSION = "1"
 def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
     """The application in front of `port`, which it starts; it closes both when it ends."""
     front = Front(port, config, histories)
-    parts = (FriendlyRoutes(front), UserRoutes(front), InferenceRoutes(front))
+    parts = (FriendlyRoutes(front), UserRoutes(front), LiveRoutes(front), InferenceRoutes(front))
     endpoints = [endpoint for part in parts for endpoint in part.endpoints()]
     document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION))
 
@@ -45,9 +46,11 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         port.start()
+        watch = asyncio.create_task(front.watch())
         try:
             yield
         finally:
+            watch.cancel()
             await port.close()
             if histories is not None:
                 await histories.close()
@@ -56,8 +59,9 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
         routes=[
             *(_route(path, endpoints) for path in dict.fromkeys(each.path for each in endpoints)),
             Route("/openapi.json", show_document, methods=["GET"]),
+            Route("/", dashboard(), methods=["GET"]),
         ],
-        middleware=[Middleware(_edge(front.metrics))],
+        middleware=[Middleware(_edge(front))],
         exception_handlers={HelmRecError: _tell, HTTPException: _tell},
         lifespan=lifespan,
     )
@@ -75,8 +79,8 @@ def _route(path: str, endpoints: Sequence[Endpoint]) -> Route:
     return Route(path, handle, methods=list(handlers))
 
 
-def _edge(metrics: Metrics) -> Callable[[ASGIApp], Edge]:
-    return lambda app: Edge(app, metrics)
+def _edge(front: Front) -> Callable[[ASGIApp], Edge]:
+    return lambda app: Edge(app, front.count_request)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

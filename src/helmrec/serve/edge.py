@@ -5,12 +5,12 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from helmrec.serve import problems
-from helmrec.serve.metrics import Metrics
 
 log = logging.getLogger("helmrec.serve")
 _ID_HEADER = b"x-request-id"
@@ -21,9 +21,10 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class Edge:
     """Wraps the routes. `scope["state"]["request_id"]` is set for everything inside."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[str, int, float], None]) -> None:
+        """`count` is told the route, status and seconds of every request."""
         self._app = app
-        self._metrics = metrics
+        self._count = count
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
 
@@ -62,7 +63,7 @@ class Edge:
 
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")  # never the path: clients could make up any number
-        self._metrics.count_request(route, status, seconds)
+        self._count(route, status, seconds)
         level = logging.DEBUG if status < 400 else logging.INFO if status < 500 else logging.WARNING
         if log.isEnabledFor(level):
             fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}

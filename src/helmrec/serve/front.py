@@ -1,13 +1,22 @@
-"""What all handlers share: the port, the limits, the metrics, the stored histories."""
+"""What all handlers share: the port, the limits, the metrics, the samples, the stored histories."""
+
+import asyncio
+import time
+from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from helmrec.errors import EngineClosed
 from helmrec.serve.bodies import read_body
 from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
+from helmrec.serve.samples import Samples
 from helmrec.serve.settings import ServeConfig
+
+RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer"})
+_SAMPLE_EVERY_S = 1.0
 
 
 class Front:
@@ -17,10 +26,24 @@ class Front:
         self.port = port
         self.config = config
         self.histories = histories  # None: clients send them
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.slo_ms)
+        self.samples = Samples(config.slo_ms)
 
     async def body(self, request: Request) -> bytes:
         return await read_body(request, self.config.max_body_bytes)
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        self.metrics.count_request(route, status, seconds)
+        if route in RANK_ROUTES:
+            self.samples.count(status, seconds)
+
+    async def watch(self) -> None:
+        """Take a sample every second for as long as the server runs."""
+        while True:
+            if self.is_ready:
+                with suppress(EngineClosed):  # it may end between the question and the look
+                    self.samples.add(time.time(), await self.port.look())
+            await asyncio.sleep(_SAMPLE_EVERY_S)
 
     @property
     def is_ready(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -49,8 +49,11 @@ _ENGINE_COUNTERS = {
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, slo_ms: float) -> None:
         self._registry = CollectorRegistry()
+        Gauge("helmrec_slo_seconds", "What a ranking call should take at most.", registry=self._registry).set(
+            slo_ms / 1e3
+        )
         self._seen: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._engine = _EngineCollector()
         self._registry.register(self._engine)

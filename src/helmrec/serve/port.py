@@ -8,16 +8,20 @@ import asyncio
 import enum
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.errors import RequestError
+from helmrec.errors import Refused, RequestError
 from helmrec.model.config import ModelConfig
+from helmrec.serve.control import ControlView, Steering
 from helmrec.types import Ids, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
@@ -31,6 +35,15 @@ class Health(enum.Enum):
     READY = "ready"
     FAILED = "failed"
     CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All that may be seen of an engine at one moment."""
+
+    stats: EngineStats
+    page_owners: bytes  # one a page: a value of `memory.ledger.Owner`
+    control: ControlView | None  # None: nobody moves the boundary
 
 
 class EnginePort(Protocol):
@@ -50,7 +63,12 @@ class EnginePort(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
+    async def look(self) -> Look: ...
+
     async def move_alpha(self, alpha: float) -> None: ...
+
+    async def set_mode(self, mode: Mode) -> None:
+        """Let the policy move the boundary, or freeze it; RequestError if there is none."""
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None: ...
 
@@ -64,8 +82,12 @@ class EnginePort(Protocol):
 class InProcessPort:
     """An engine in this process, stepped by one thread. Owns the engine and closes it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, steering: Steering | None = None) -> None:
+        """`steering` says who moves the boundary; without it only admin calls do."""
         self._engine = engine
+        self._steering = steering
+        self._rebalancer = None if steering is None else steering.rebalancer(engine)
+        self._control = None if steering is None else steering.view(None, "adaptive", time.time())
         self._health = Health.STARTING
         self._has_work = threading.Event()
         self._is_over = False
@@ -87,14 +109,26 @@ class InProcessPort:
             for i, request in enumerate(requests):
                 self._validate(i, request)
         futures: list[Future[RankResult]] = []
+        started_s = time.perf_counter()
         try:
             futures.extend(self._engine.submit(request) for request in requests)
             self._has_work.set()
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+            results = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            self._record(requests, (time.perf_counter() - started_s) * 1e3)
+            return results
+        except Refused:
+            self._record(requests, None)
+            raise
         finally:
             for future in futures:
                 future.cancel()  # of a call that was refused half way; one that is done stays as it is
             self._has_work.set()  # the next step takes the cancelled out of the queue
+
+    def _record(self, requests: Sequence[RankRequest], latency_ms: float | None) -> None:
+        """Tell the rebalancer of answers, or of refusals."""
+        if self._rebalancer is not None:
+            for request in requests:
+                self._rebalancer.record(request.user_id, latency_ms)
 
     def _validate(self, i: int, request: RankRequest) -> None:
         try:
@@ -104,6 +138,18 @@ class InProcessPort:
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._engine.stats)  # waits for the running step
+
+    async def look(self) -> Look:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> Look:
+        return Look(self._engine.stats(), self._engine.page_owners(), self._control)
+
+    async def set_mode(self, mode: Mode) -> None:
+        if self._steering is None or self._rebalancer is None:
+            raise RequestError("mode", mode, "this server was given no policy")
+        self._rebalancer.mode = mode
+        self._control = self._steering.view(None, mode, time.time())
 
     async def move_alpha(self, alpha: float) -> None:
         await asyncio.to_thread(self._engine.move_alpha, alpha)
@@ -141,6 +187,14 @@ class InProcessPort:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
             if not self._engine.step():
                 self._has_work.wait(_IDLE_WAIT_S)
+            self._steer()
+
+    def _steer(self) -> None:
+        if self._steering is None or self._rebalancer is None:
+            return
+        decision = self._rebalancer.tick(time.perf_counter())
+        if decision is not None:
+            self._control = self._steering.view(decision, self._rebalancer.mode, time.time())
 
 
 def warm_up(engine: Engine) -> None:

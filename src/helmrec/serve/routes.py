@@ -1,7 +1,7 @@
 """A route as a value: the application and its OpenAPI document are both made from the same list."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ class Endpoint:
     takes_media_types: tuple[str, ...] = ("application/json",)
     statuses: tuple[int, ...] = ()  # of problems, beyond 500
     is_admin: bool = False
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # optional parameters and their schemas
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
@@ -63,11 +64,14 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
     if endpoint.takes is not None:
         body = {kind: {"schema": by_type[endpoint.takes]} for kind in endpoint.takes_media_types}
         operation["requestBody"] = {"required": True, "content": body}
-    if names := [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
-            for name in names
-        ]
+    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
+        for name in names
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in endpoint.query.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.is_admin:
         operation["security"] = [{"admin": []}]
     return operation

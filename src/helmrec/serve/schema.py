@@ -1,6 +1,6 @@
 """What `/v1` takes and gives, as types: decoding, the answers and the OpenAPI document all follow from them."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -150,6 +150,12 @@ class AlphaAnswer(Struct, frozen=True):
 
     alpha: float
     alpha_target: float
+
+
+class ModeBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the policy moves the boundary (`adaptive`) or only looks on (`freeze`)."""
+
+    mode: Literal["adaptive", "freeze"]
 
 
 class RowsBody(Struct, frozen=True, forbid_unknown_fields=True):

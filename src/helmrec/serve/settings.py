@@ -30,6 +30,12 @@ class ServeConfig(Frozen):
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
     history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
+    policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")
+    policy_cost: str | None = Field(
+        None, min_length=1, description="TOML file of service costs, for policies that reckon with them"
+    )
+    slo_ms: float = Field(80.0, gt=0, description="milliseconds a ranking call should take at most")
+    tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
 
 

@@ -18,6 +18,7 @@ from helmrec.serve.schema import (
     AlphaAnswer,
     AlphaBody,
     HealthAnswer,
+    ModeBody,
     RankAnswer,
     RankBody,
     RowsAnswer,
@@ -35,6 +36,7 @@ class FriendlyRoutes:
         self._port = front.port
         self._rank_body = msgspec.json.Decoder(RankBody)
         self._alpha_body = msgspec.json.Decoder(AlphaBody)
+        self._mode_body = msgspec.json.Decoder(ModeBody)
         self._rows_body = msgspec.json.Decoder(RowsBody)
 
     async def rank(self, request: Request) -> Response:
@@ -54,6 +56,11 @@ class FriendlyRoutes:
         await self._port.move_alpha(asked.alpha)
         pool = (await self._port.stats()).pool
         return json_answer(AlphaAnswer(alpha=pool.alpha, alpha_target=pool.alpha_target))
+
+    async def set_mode(self, request: Request) -> Response:
+        asked = await self._admin(request, self._mode_body)
+        await self._port.set_mode(asked.mode)
+        return json_answer(asked)
 
     async def update_rows(self, request: Request) -> Response:
         asked = await self._admin(request, self._rows_body)
@@ -92,6 +99,10 @@ class FriendlyRoutes:
             Endpoint("GET", "/v1/pool", "Look at the pool and the engine", self.pool, gives=EngineStats),
             Endpoint(
                 "POST", "/v1/admin/alpha", "Aim the boundary", self.move_alpha, AlphaBody, AlphaAnswer,
+                statuses=admin, is_admin=True,
+            ),
+            Endpoint(
+                "POST", "/v1/admin/mode", "Let the policy act, or freeze it", self.set_mode, ModeBody, ModeBody,
                 statuses=admin, is_admin=True,
             ),
             Endpoint(

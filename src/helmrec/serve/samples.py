@@ -1,0 +1,182 @@
+"""What a server did second by second, for people to look at: a ring of samples, each the difference of two looks.
+
+Knows looks and answers; not how either is made. Time comes in from outside.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec import Struct
+
+from helmrec.memory.ledger import Owner
+from helmrec.memory.stats import PoolStats
+from helmrec.serve.port import Look
+
+_KEPT = 600
+_RECENT = 10
+_MAX_CELLS = 2_048
+_ON_PATH = ("row-miss", "kv-reload")  # a request waits for these bytes
+_OFF_PATH = ("row-refill", "kv-save")
+
+
+class Sample(Struct, frozen=True):
+    """A stretch of time, about a second. A share or time of nothing is null."""
+
+    number: int
+    time_s: float
+    span_s: float
+    answered: int
+    refused: int
+    failed: int
+    p50_ms: float | None
+    p99_ms: float | None
+    slo_share: float | None
+    queue_length: int
+    busy: float
+    alpha: float
+    alpha_target: float
+    row_hit_rate: float | None
+    token_reuse_rate: float | None
+    on_path_bytes: int
+    off_path_bytes: int
+    inside_bytes: int
+
+
+class Recent(Struct, frozen=True):
+    """Ranking calls of the last ten seconds or so; a time or share of nothing is null."""
+
+    rate: float
+    refused_rate: float
+    p50_ms: float | None
+    p99_ms: float | None
+    slo_share: float | None
+
+
+class PageMap(Struct, frozen=True):
+    """The pool as a row of cells. A cell stands for neighbouring pages and shows who owns most of them."""
+
+    cells: str  # a digit a cell: 0 free, 1 embedding rows, 2 KV, 3 draining
+    pages_per_cell: int
+
+    @classmethod
+    def of(cls, owners: bytes) -> "PageMap":
+        pages = np.frombuffer(owners, np.uint8)
+        per_cell = max(1, -(-pages.size // _MAX_CELLS))
+        num_cells = -(-pages.size // per_cell)
+        votes = np.zeros((num_cells, len(Owner)), np.int64)
+        np.add.at(votes, (np.arange(pages.size) // per_cell, pages), 1)
+        return cls("".join(map(str, votes.argmax(axis=1).tolist())), per_cell)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """What became of ranking calls between two looks."""
+
+    latencies_ms: list[float] = field(default_factory=list)
+    refused: int = 0
+    failed: int = 0
+    span_s: float = 0.0
+
+
+class Samples:
+    """The last ten minutes. Answers may be counted between any two looks."""
+
+    def __init__(self, slo_ms: float) -> None:
+        self._slo_ms = slo_ms
+        self._ring: deque[Sample] = deque(maxlen=_KEPT)
+        self._number = 0
+        self._before: tuple[float, Look] | None = None
+        self._late: deque[_Stretch] = deque(maxlen=_RECENT)
+        self._now = _Stretch()
+
+    def count(self, status: int, seconds: float) -> None:
+        """A ranking call was answered."""
+        if status == 200:
+            self._now.latencies_ms.append(seconds * 1e3)
+        elif status in {429, 503}:
+            self._now.refused += 1
+        elif status >= 500:
+            self._now.failed += 1
+
+    def add(self, now_s: float, look: Look) -> None:
+        """Close the stretch that began with the look before; the first look only begins one."""
+        before, self._before = self._before, (now_s, look)
+        stretch, self._now = self._now, _Stretch()
+        if before is None or now_s <= before[0] or look.stats.steps < before[1].stats.steps:
+            return  # the engine is another one than before
+        self._number += 1
+        span_s, old, new = now_s - before[0], before[1].stats, look.stats
+        stretch.span_s = span_s
+        self._late.append(stretch)
+        p50_ms, p99_ms = _percentiles(stretch.latencies_ms)
+        self._ring.append(
+            Sample(
+                number=self._number,
+                time_s=now_s,
+                span_s=span_s,
+                answered=len(stretch.latencies_ms),
+                refused=stretch.refused,
+                failed=stretch.failed,
+                p50_ms=p50_ms,
+                p99_ms=p99_ms,
+                slo_share=_within([stretch], self._slo_ms),
+                queue_length=new.queue_length,
+                busy=min(1.0, (new.busy_s - old.busy_s) / span_s),
+                alpha=new.pool.alpha,
+                alpha_target=new.pool.alpha_target,
+                row_hit_rate=_share(old.pool, new.pool, "row_hits", "row_misses"),
+                token_reuse_rate=_reuse(old.pool, new.pool),
+                on_path_bytes=_grown(old.pool, new.pool, _ON_PATH),
+                off_path_bytes=_grown(old.pool, new.pool, _OFF_PATH),
+                inside_bytes=_grown(old.pool, new.pool, None),
+            )
+        )
+
+    def recent(self) -> Recent:
+        late = list(self._late)
+        span_s = max(1e-9, sum(each.span_s for each in late))
+        latencies = [ms for each in late for ms in each.latencies_ms]
+        p50_ms, p99_ms = _percentiles(latencies)
+        return Recent(
+            rate=len(latencies) / span_s,
+            refused_rate=sum(each.refused for each in late) / span_s,
+            p50_ms=p50_ms,
+            p99_ms=p99_ms,
+            slo_share=_within(late, self._slo_ms),
+        )
+
+    def after(self, number: int) -> list[Sample]:
+        """Those with a higher number, oldest first."""
+        return [sample for sample in self._ring if sample.number > number]
+
+
+def _percentiles(latencies_ms: list[float]) -> tuple[float, float] | tuple[None, None]:
+    """P50 and P99."""
+    if not latencies_ms:
+        return None, None
+    p50, p99 = np.percentile(latencies_ms, (50, 99)).tolist()
+    return p50, p99
+
+
+def _within(stretches: list[_Stretch], slo_ms: float) -> float | None:
+    """The share answered in time; what was refused or failed was not."""
+    asked = sum(len(each.latencies_ms) + each.refused + each.failed for each in stretches)
+    in_time = sum(ms <= slo_ms for each in stretches for ms in each.latencies_ms)
+    return in_time / asked if asked else None
+
+
+def _share(old: PoolStats, new: PoolStats, hit: str, miss: str) -> float | None:
+    hits, misses = (getattr(new, name) - getattr(old, name) for name in (hit, miss))
+    return hits / (hits + misses) if hits + misses else None
+
+
+def _reuse(old: PoolStats, new: PoolStats) -> float | None:
+    total = new.total_tokens - old.total_tokens
+    return (new.reused_tokens - old.reused_tokens) / total if total else None
+
+
+def _grown(old: PoolStats, new: PoolStats, causes: tuple[str, ...] | None) -> int:
+    """Bytes moved for these causes; None: for none of those on the bus, that is inside the pool."""
+    wanted = new.bytes_by_cause.keys() - {*_ON_PATH, *_OFF_PATH} if causes is None else causes
+    return sum(new.bytes_by_cause.get(cause, 0) - old.bytes_by_cause.get(cause, 0) for cause in wanted)

@@ -1,0 +1,134 @@
+"""The dashboard in a real browser: it shows the pool, follows alpha, fits a phone, and needs no colour."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.engine.engine import Engine
+from helmrec.serve.app import make_app
+from helmrec.serve.client import Client
+from helmrec.serve.control import Steering
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.settings import ServeConfig
+from tests.helpers import tiny_engine
+from tests.serve.asgi import on_loopback, wait_for
+from tests.serve.cases import as_request, rank_body
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt install chromium)"),
+]
+playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'helmrec[browser]'")
+
+
+class Watched:
+    """A server somebody looks at."""
+
+    def __init__(self, engine: Engine, url: str) -> None:
+        self.engine = engine
+        self.url = url
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Watched]:
+    engine = tiny_engine(clock=MonotonicClock(), audit_every=1)
+    port = InProcessPort(engine, Steering("static:0.4", slo_ms=80, tick_s=5.0))
+    with on_loopback(make_app(port, ServeConfig())) as number:
+        url = f"http://127.0.0.1:{number}"
+        with Client(url) as client:
+            wait_for(client.is_ready)
+        yield Watched(engine, url)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Watched) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    problems: list[str] = []
+    asked: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(server.url)
+    page.wait_for_selector("text=✓ ready")
+    page.wait_for_selector("#tiles dd")
+    yield page
+    page.close()
+    assert problems == []
+    assert all(url.startswith((server.url, "data:")) for url in asked), "it asks nobody but the server"
+
+
+def text(page: Any, selector: str) -> str:
+    found: str = page.inner_text(selector)
+    return found
+
+
+def test_the_page_sees_alpha_move(page: Any, server: Watched) -> None:
+    assert "alpha 0.400" in page.get_attribute("#split", "aria-label")
+    assert "12 pages embedding rows" in page.get_attribute("#map", "aria-label")
+    server.engine.move_alpha(0.6)
+    page.wait_for_selector("#split[aria-label^='alpha 0.600']", timeout=10_000)
+    assert "18 pages embedding rows" in page.get_attribute("#map", "aria-label")
+    wait_for(lambda: "alpha 0.600" in text(page, "#alpha .legend"))
+    page.wait_for_selector("#split[aria-label^='alpha 0.400']", timeout=10_000)
+    assert "0.400" in text(page, "#moves"), "the policy brought it back, and the page says so"
+
+
+def test_requests_show_in_tiles_and_charts(page: Any, server: Watched) -> None:
+    with Client(server.url) as client:
+        for _ in range(20):
+            client.rank(as_request(rank_body()))
+    wait_for(lambda: "no requests" not in text(page, "#tiles"))
+    assert " SLO, 80 ms" in text(page, "#tiles")
+    assert "0 wrong" in text(page, "#tiles")
+    wait_for(lambda: len(page.get_attribute("#latency path", "d")) > 0)
+    assert "row-miss" in text(page, "#causes")
+    assert text(page, "#mode") == "static:0.4, adaptive"
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_nothing_runs_off_the_side(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    too_small = (
+        "[...document.querySelectorAll('dd, td, li, p')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 11)"
+    )
+    assert page.evaluate(f"{too_small}.length") == 0
+
+
+def test_owners_and_lines_are_told_apart_without_colour(page: Any) -> None:
+    inks = page.evaluate(
+        """() => [...document.querySelectorAll('#owners canvas')].map(canvas => {
+            const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+            return Array.from({ length: data.length / 4 }, (_, i) => data[4 * i + 3] > 127 ? 1 : 0);
+        })"""
+    )
+    assert len(inks) == 4
+    shares = sorted(sum(ink) / len(ink) for ink in inks)
+    assert all(later - earlier > 0.05 for earlier, later in pairwise(shares)), shares
+    dashes = page.evaluate(
+        "[...document.querySelectorAll('#load .legend line')].map(e => e.getAttribute('stroke-dasharray'))"
+    )
+    assert len(set(dashes)) == 3
+
+
+def test_a_server_that_goes_away_is_told(browser: Any) -> None:
+    with on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig())) as number:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{number}")
+        page.wait_for_selector("text=✓ ready", timeout=20_000)
+    page.wait_for_selector("text=✗ no answer", timeout=10_000)
+    page.close()

@@ -1,0 +1,123 @@
+"""A policy that steers a served engine, and what may be seen of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helmrec.clock import MonotonicClock
+from helmrec.config import EngineConfig
+from helmrec.control.policy import Move, WindowStats
+from helmrec.errors import ConfigError
+from helmrec.serve.app import make_app
+from helmrec.serve.control import LayerView, Steering, layers_of, read_cost, seen_by
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.settings import ServeConfig
+from tests.helpers import tiny_engine
+from tests.serve.asgi import Caller, wait_for
+from tests.serve.cases import rank_body
+from tests.serve.conftest import TOKEN
+
+ADMIN = {"authorization": f"Bearer {TOKEN}"}
+
+
+class Wants:
+    """A policy that asks for one split, with a say from each layer."""
+
+    explanation: Any = None
+
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
+        self.num_requests = 0
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        self.num_requests += stats.traffic.num_requests
+        return None if stats.alpha_target == pytest.approx(self._alpha) else Move(self._alpha, "asked for", 0.5)
+
+    def reset(self) -> None: ...
+
+
+def steered(policy: Wants) -> InProcessPort:
+    steering = Steering("hill", slo_ms=80, tick_s=0.02)
+    steering._policy = policy
+    return InProcessPort(tiny_engine(clock=MonotonicClock()), steering)
+
+
+def test_a_policy_moves_the_boundary_sees_the_requests_and_is_shown() -> None:
+    policy = Wants(0.2)
+    with Caller(make_app(steered(policy), ServeConfig(admin_token=TOKEN))) as caller:
+        caller.wait_until_ready()
+        for _ in range(5):
+            assert caller.post("/v1/rank", rank_body()).status == 200
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        wait_for(lambda: policy.num_requests == 5)
+        control = caller.get("/v1/live").json["control"]
+        assert (control["policy"], control["mode"], control["layers"]) == ("hill", "adaptive", [])
+        (move,) = control["moves"]
+        assert (move["start_alpha"], move["alpha"], move["reason"]) == (0.4, 0.2, "asked for")
+
+
+def test_a_frozen_policy_leaves_the_boundary_to_the_operator() -> None:
+    with Caller(make_app(steered(Wants(0.2)), ServeConfig(admin_token=TOKEN))) as caller:
+        caller.wait_until_ready()
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        assert caller.post("/v1/admin/mode", {"mode": "freeze"}, ADMIN).json == {"mode": "freeze"}
+        caller.post("/v1/admin/alpha", {"alpha": 0.5}, ADMIN)
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.5, abs=0.02))
+        control = caller.get("/v1/live").json["control"]
+        assert (control["mode"], control["reason"]) == ("freeze", "frozen")
+        caller.post("/v1/admin/mode", {"mode": "adaptive"}, ADMIN)
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        for wrong in ("off", None, 1):
+            assert caller.post("/v1/admin/mode", {"mode": wrong}, ADMIN).status == 400
+        assert caller.post("/v1/admin/mode", {"mode": "freeze"}).status == 401
+
+
+def test_without_a_policy_there_is_no_mode(caller: Caller) -> None:
+    reply = caller.post("/v1/admin/mode", {"mode": "freeze"}, ADMIN)
+    assert (reply.status, reply.json["field"]) == (400, "mode")
+    assert caller.get("/v1/live").json["control"] is None
+
+
+def test_refusals_are_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Wants(0.4)
+    port = steered(policy)
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        assert caller.post("/v1/rank", rank_body(deadline_ms=1e-6)).status == 503
+        wait_for(lambda: policy.num_requests == 1)
+
+
+def test_layers_are_shown_as_they_explain_themselves() -> None:
+    policy = Wants(0.5)
+    assert list(layers_of(policy)) == []
+    told = {"base_alpha": 0.4, "base_step": -0.05, "residual": 0.01, "burst": "hedge", "burst_alpha": 0.6}
+    policy.explanation = SimpleNamespace(**told, burst_left_s=12.4, is_aside=0.0, static_alpha=0.45)
+    base, residual, burst, guard = layers_of(policy)
+    assert base == LayerView("base", 0.4, "step -0.05")
+    assert residual.alpha == pytest.approx(0.41)
+    assert burst == LayerView("burst", 0.6, "hedge, about 12 s left")
+    assert guard == LayerView("guardrail", 0.45, "best constant lately")
+    policy.explanation.burst, policy.explanation.is_aside = "calm", 1.0
+    assert [layer.note for layer in layers_of(policy)][2:] == ["calm", "adapting is put aside"]
+
+
+def test_policies_by_name_and_what_they_need(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"pool_bytes": "1MiB"}
+    engine = EngineConfig(**settings)
+    assert Steering.of(ServeConfig()) is None
+    assert Steering.of(ServeConfig(policy="static:0.3")) is not None
+    assert not seen_by(None, engine).miss_curves
+    assert not seen_by("hill", engine).miss_curves
+    assert seen_by("argmin", engine).miss_curves
+    with pytest.raises(ConfigError, match=r"policy must be static:ALPHA or one of .*, got 'shoes'"):
+        Steering.of(ServeConfig(policy="shoes"))
+    with pytest.raises(ConfigError, match="a calibration is needed"):
+        Steering.of(ServeConfig(policy="argmin"))
+    (tmp_path / "cost.toml").write_text("token_ms = 0.01\nmissed_row_ms = 0.001\n")
+    assert Steering.of(ServeConfig(policy="argmin", policy_cost=str(tmp_path / "cost.toml"))) is not None
+    (tmp_path / "cost.toml").write_text("token_ms = 0\n")
+    for path in (tmp_path / "cost.toml", tmp_path / "none.toml"):
+        with pytest.raises(ConfigError, match=r"token_ms must be more than 0|policy_cost cannot be read"):
+            read_cost(path)
