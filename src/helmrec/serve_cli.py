@@ -17,6 +17,7 @@ from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import Given, Settings, resolve
+from helmrec.serve.snapshot import SnapshotKeeper
 
 log = logging.getLogger("helmrec.serve")
 
@@ -79,5 +80,6 @@ def _serve(model: Path, settings: Settings) -> None:
             engine = Engine.from_model(model, seen_by(settings.serve.policy, settings.engine))
             path = settings.serve.history_path
             histories = None if path is None else Histories.open(path, engine.model_config, settings.history)
-        app = make_app(InProcessPort(engine, steering), settings.serve, histories)
+            snapshots = SnapshotKeeper.of(settings.serve, engine.model_config)
+        app = make_app(InProcessPort(engine, steering, snapshots), settings.serve, histories)
         serve_until_told(app, settings.serve, listener)

@@ -30,7 +30,7 @@ from helmrec.errors import EngineClosed, Forgotten
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
-from helmrec.types import Ids, RankRequest, RankResult, Timing
+from helmrec.types import Ids, IntArray, RankRequest, RankResult, Timing
 
 log = logging.getLogger("helmrec.engine")
 _MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
@@ -274,6 +274,18 @@ class Engine:
                 audit_max_error=self._auditor.max_error,
                 background_failures=self._background_failures,
             )
+
+    def hot_rows(self) -> IntArray:
+        """Resident rows, coldest first: what `warm` takes."""
+        with self._lock:
+            return self._pool.rows.by_heat()
+
+    def warm(self, rows: IntArray) -> None:
+        """Read rows that were hot before a restart into empty slots, the hottest first; unknown ones are left out."""
+        known = rows[(rows >= 0) & (rows < self.model_config.num_rows)]
+        with self._lock:
+            self._now()
+            self._runner.warm(known, max(1 << 20, self.config.refill_bytes_per_step))
 
     def page_owners(self) -> bytes:
         """Who owns each page, one byte a page: a value of `memory.ledger.Owner`."""

@@ -115,6 +115,12 @@ class Runner:
         if budget_bytes > 0:
             self._dense.rows.refill(budget_bytes)
 
+    def warm(self, rows: IntArray, budget_bytes: int) -> None:
+        """Read these rows, coldest first, into empty slots, a budget at a time; as a cache just begun has them."""
+        self._pool.rows.expect(rows)
+        for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
+            self._dense.rows.refill(budget_bytes)
+
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
         """Master and resident copy together; no step may be running."""
         self.synchronize()  # a refill may still read the master

@@ -283,6 +283,20 @@ class DeviceRows:
         return sources.int()
 
     @_in_stream
+    def by_heat(self) -> NDArray[np.int64]:
+        """Waits for the device."""
+        is_row = self.table.row_of != ABSENT
+        order = self.table.heat[is_row].argsort()
+        return self.table.row_of[is_row][order].cpu().numpy().astype(np.int64)
+
+    @_in_stream
+    def expect(self, rows: NDArray[np.int64]) -> None:
+        """Waits for the device, so that a refill knows at once how many there are."""
+        self._push_ghosts(torch.from_numpy(rows[-len(self.table.ghosts) :].astype(np.int32)).to(self._page_list.device))
+        self.table.tally[Tally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # they were never admitted
+        self._tally = self.table.tally.cpu().numpy().copy()
+
+    @_in_stream
     def write(self, rows: IntArray, values: Tensor) -> None:
         """New values of rows, (rows, row_dim), for those that are resident."""
         values = values.to(self._arena_rows.device)

@@ -84,6 +84,12 @@ class EmbeddingCache:
         """All resident rows, in slot order."""
         return self._row_of[self._row_of != ABSENT]
 
+    def by_heat(self) -> Rows:
+        return self._row_of[self._order.coldest(self.num_resident)]
+
+    def expect(self, rows: Rows) -> None:
+        self._ghosts.push(rows)
+
     def lookup(self, rows: Rows) -> Slots:
         """Slot of each row, or ABSENT; stamps the hits as read now."""
         slots = self._index[rows]

@@ -39,4 +39,10 @@ class RowCache(Protocol):
     def give_up_pages(self, num: int, mover: RowMover) -> list[int]:
         """Evict the coldest rows and let go of `num` pages; rows of theirs that stay have moved elsewhere."""
 
+    def by_heat(self) -> NDArray[np.int64]:
+        """All resident rows, coldest first."""
+
+    def expect(self, rows: NDArray[np.int64]) -> None:
+        """Rows, coldest first, that a refill should read: they were hot before this cache began."""
+
     def check(self) -> None: ...

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.control.policy import Policy
+from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Mode, Rebalancer, Steered
 from helmrec.control.service_cost import ServiceCost
 from helmrec.errors import ConfigError
@@ -69,6 +71,21 @@ class Steering:
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
+
+    @property
+    def learned(self) -> tuple[float, ...]:
+        """What the policy learned online, to be kept over a restart; nothing of one that learns nothing."""
+        weights = getattr(self._inner, "residual_weights", ())
+        return tuple(float(weight) for weight in weights)
+
+    def relearn(self, learned: tuple[float, ...]) -> None:
+        """Give back what was learned, if it is of this policy's shape."""
+        if learned and len(learned) == len(self.learned):
+            setattr(self._inner, "residual_weights", np.array(learned))  # noqa: B010 - only some policies have it
+
+    @property
+    def _inner(self) -> Policy:
+        return self._policy.policy if isinstance(self._policy, Limited) else self._policy
 
     def view(self, decision: Decision | None, mode: Mode, now_s: float) -> ControlView:
         """What to show after a decision, or before the first in a mode. `now_s` is the wall clock's."""

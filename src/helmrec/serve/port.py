@@ -22,6 +22,7 @@ from helmrec.engine.engine import Engine, EngineStats
 from helmrec.errors import Refused, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import ControlView, Steering
+from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
@@ -82,10 +83,13 @@ class EnginePort(Protocol):
 class InProcessPort:
     """An engine in this process, stepped by one thread. Owns the engine and closes it."""
 
-    def __init__(self, engine: Engine, steering: Steering | None = None) -> None:
-        """`steering` says who moves the boundary; without it only admin calls do."""
+    def __init__(
+        self, engine: Engine, steering: Steering | None = None, snapshots: SnapshotKeeper | None = None
+    ) -> None:
+        """`steering` says who moves the boundary; without it only admin calls do. `snapshots` outlive the engine."""
         self._engine = engine
         self._steering = steering
+        self._snapshots = snapshots
         self._rebalancer = None if steering is None else steering.rebalancer(engine)
         self._control = None if steering is None else steering.view(None, "adaptive", time.time())
         self._health = Health.STARTING
@@ -171,10 +175,14 @@ class InProcessPort:
 
     def _run(self) -> None:
         try:
+            if self._snapshots is not None:
+                self._snapshots.restore(self._engine, self._steering)
             warm_up(self._engine)
             self._health = Health.READY
             log.info("ready", extra={"model": self.model.name})
             self._step_until_over()
+            if self._snapshots is not None:
+                self._snapshots.keep(self._engine, self._steering)
             self._health = Health.CLOSED
         except Exception:
             self._health = Health.FAILED
@@ -188,6 +196,9 @@ class InProcessPort:
             if not self._engine.step():
                 self._has_work.wait(_IDLE_WAIT_S)
             self._steer()
+
+            if self._snapshots is not None:
+                self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())
 
     def _steer(self) -> None:
         if self._steering is None or self._rebalancer is None:

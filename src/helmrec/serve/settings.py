@@ -36,6 +36,10 @@ class ServeConfig(Frozen):
     )
     slo_ms: float = Field(80.0, gt=0, description="milliseconds a ranking call should take at most")
     tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")
+    snapshot_path: str | None = Field(
+        None, min_length=1, description="file that keeps hot rows and the controller's state over a restart"
+    )
+    snapshot_every_s: float = Field(60.0, gt=0, description="between two snapshots; one is made at the end too")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
 
 

@@ -1,0 +1,143 @@
+"""What a server that is started again should not have to learn anew: hot rows, the split, what its controller learned.
+
+One safetensors file, replaced as a whole. A file that is damaged or of other tables is told of and left aside: a cold
+start is slow, not wrong. No scores can come from it, only which rows are read ahead.
+"""
+
+import json
+import logging
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from helmrec.engine.engine import Engine
+from helmrec.errors import AlphaOutOfRange
+from helmrec.model.config import ModelConfig
+from helmrec.serve.control import Steering
+from helmrec.serve.settings import ServeConfig
+from helmrec.types import IntArray
+
+log = logging.getLogger("helmrec.serve")
+_FORMAT = "helmrec-snapshot-1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A moment of a served engine."""
+
+    rows: IntArray  # resident rows, coldest first
+    alpha: float  # where the boundary was aimed at
+    residual: tuple[float, ...] = ()  # weights a controller learned online; none, it learned none
+
+
+class SnapshotFile:
+    """Where the snapshots of one model's server go."""
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        self.path = path
+        self._tables = json.dumps([[table.name, table.num_rows] for table in model.tables])
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Replace the file; whoever reads it sees the old one or the new one, also after a crash."""
+        numbers = {"alpha": snapshot.alpha, "residual": list(snapshot.residual)}
+        metadata = {"format": _FORMAT, "tables": self._tables, "numbers": json.dumps(numbers)}
+        data = save({"rows": snapshot.rows}, metadata)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
+    def read(self) -> Snapshot | None:
+        """None, with a line in the log, if there is none that fits."""
+        if not self.path.exists():
+            return None
+        try:
+            return self._read()
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            log.warning("snapshot left aside", extra={"path": str(self.path), "reason": str(error)})
+            return None
+
+    def _read(self) -> Snapshot:
+        with safe_open(self.path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"format {metadata.get('format')!r} is not {_FORMAT}")
+            if metadata["tables"] != self._tables:
+                raise ValueError("it is of a model with other tables")
+            rows = np.asarray(file.get_tensor("rows"), np.int64)
+        numbers = json.loads(metadata["numbers"])
+        alpha = float(numbers["alpha"])
+        if rows.ndim != 1 or not 0 <= alpha <= 1:
+            raise ValueError(f"alpha {alpha} and rows of shape {rows.shape} make no sense")
+        return Snapshot(rows, alpha, tuple(float(value) for value in numbers["residual"]))
+
+
+class SnapshotKeeper:
+    """Takes snapshots of an engine from time to time, and gives the last one back to the next engine.
+
+    The engine's thread only looks; the file is written by another.
+    """
+
+    def __init__(self, file: SnapshotFile, every_s: float) -> None:
+        self._file = file
+        self._every_s = every_s
+        self._last_s: float | None = None
+        self._writer: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, config: ServeConfig, model: ModelConfig) -> "SnapshotKeeper | None":
+        """As the settings say."""
+        if config.snapshot_path is None:
+            return None
+        return cls(SnapshotFile(Path(config.snapshot_path), model), config.snapshot_every_s)
+
+    def restore(self, engine: Engine, steering: Steering | None) -> None:
+        """Warm the engine up as it was. A boundary nobody steers stays where the settings put it."""
+        found = self._file.read()
+        if found is None:
+            return
+        if steering is not None:
+            with suppress(AlphaOutOfRange):  # the pool may be smaller than it was
+                engine.move_alpha(found.alpha)
+                engine.settle()
+            steering.relearn(found.residual)
+        engine.warm(found.rows)
+        pool = engine.stats().pool
+        log.info("restored", extra={"rows": pool.resident_rows, "of": found.rows.size, "alpha": round(pool.alpha, 4)})
+
+    def keep_if_due(self, engine: Engine, steering: Steering | None, now_s: float) -> None:
+        """Take a snapshot if it is time; skip one if the last is still being written."""
+        if self._last_s is None:
+            self._last_s = now_s
+        is_writing = self._writer is not None and self._writer.is_alive()
+        if now_s - self._last_s < self._every_s or is_writing:
+            return
+        self._last_s = now_s
+        self._writer = threading.Thread(target=self._write, args=(_look(engine, steering),), name="helmrec-snapshot")
+        self._writer.start()
+
+    def keep(self, engine: Engine, steering: Steering | None) -> None:
+        """Take a snapshot now, and wait until it is on the disk."""
+        if self._writer is not None:
+            self._writer.join()
+        self._write(_look(engine, steering))
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self._file.write(snapshot)
+        except OSError as error:  # serving goes on without
+            log.warning("snapshot failed", extra={"path": str(self._file.path), "reason": str(error)})
+
+
+def _look(engine: Engine, steering: Steering | None) -> Snapshot:
+    learned = () if steering is None else steering.learned
+    return Snapshot(engine.hot_rows(), engine.stats().pool.alpha_target, learned)

@@ -1,0 +1,142 @@
+"""What outlives a restart: hot rows, the split, what a controller learned; and files that cannot be used."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from helmrec.clock import MonotonicClock
+from helmrec.serve.app import make_app
+from helmrec.serve.control import Steering
+from helmrec.serve.port import InProcessPort
+from helmrec.serve.settings import ServeConfig
+from helmrec.serve.snapshot import Snapshot, SnapshotFile, SnapshotKeeper
+from tests.helpers import random_request, tiny_config, tiny_engine
+from tests.serve.asgi import Caller, wait_for
+from tests.serve.conftest import TOKEN
+from tests.serve.test_users import plain
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SnapshotFile:
+    return SnapshotFile(tmp_path / "folder" / "snapshot", tiny_config())
+
+
+def test_what_is_written_is_read(file: SnapshotFile) -> None:
+    assert file.read() is None
+    for alpha in (0.25, 0.75):
+        file.write(Snapshot(np.array([5, 3, 9]), alpha, (0.5, -1.0)))
+    found = file.read()
+    assert found is not None
+    assert (found.rows.tolist(), found.alpha, found.residual) == ([5, 3, 9], 0.75, (0.5, -1.0))
+    assert [path.name for path in file.path.parent.iterdir()] == ["snapshot"], "nothing else is left behind"
+
+
+def spoilt(file: SnapshotFile, how: str) -> None:
+    file.write(Snapshot(np.arange(50), 0.5))
+    whole = file.path.read_bytes()
+    if how == "cut":
+        file.path.write_bytes(whole[:-7])
+    elif how == "noise":
+        file.path.write_bytes(b"\xff" * 100)
+    elif how == "empty":
+        file.path.write_bytes(b"")
+    elif how == "foreign":
+        save_file({"rows": np.arange(3)}, file.path)
+    elif how == "alpha":
+        file.write(Snapshot(np.arange(50), 7.0))
+    else:
+        SnapshotFile(file.path, tiny_config(user_context=())).write(Snapshot(np.arange(50), 0.5))
+
+
+@pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "tables"])
+def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
+    file: SnapshotFile, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt(file, how)
+    with caplog.at_level(logging.WARNING):
+        assert file.read() is None
+    assert [record.message for record in caplog.records] == ["snapshot left aside"]
+    engine = tiny_engine()
+    SnapshotKeeper(file, 60).restore(engine, None)
+    assert engine.stats().pool.resident_rows == 0
+
+
+class Learner:
+    """A policy with weights of its own, which stays where it is."""
+
+    def __init__(self) -> None:
+        self.residual_weights = np.zeros(3)
+
+    def decide(self, stats: Any) -> None:
+        return None
+
+    def reset(self) -> None: ...
+
+
+def steering() -> Steering:
+    made = Steering("hill", slo_ms=80)
+    made._policy = Learner()
+    return made
+
+
+def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> None:
+    rng = np.random.default_rng(0)
+    bodies = [
+        plain({name: getattr(request, name) for name in request.__slots__ if getattr(request, name) is not None})
+        for request in (random_request(rng, tiny_config(), user_id, 9) for user_id in range(8))
+    ]
+    first = steering()
+    first.relearn((0.1, 0.2, 0.3))
+    port = InProcessPort(tiny_engine(clock=MonotonicClock()), first, SnapshotKeeper(file, 60))
+    admin = {"authorization": f"Bearer {TOKEN}"}
+    with Caller(make_app(port, ServeConfig(admin_token=TOKEN))) as caller:
+        caller.wait_until_ready()
+        caller.post("/v1/admin/alpha", {"alpha": 0.5}, admin)
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == 0.5)
+        for body in bodies * 2:
+            scores = caller.post("/v1/rank", body).json["scores"]
+    again = steering()
+    engine = tiny_engine(clock=MonotonicClock())
+    port = InProcessPort(engine, again, SnapshotKeeper(file, 60))
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        assert again.learned == (0.1, 0.2, 0.3)
+        assert engine.stats().pool.alpha == 0.5
+        last = caller.post("/v1/rank", bodies[-1]).json
+        assert last["row_misses"] == 0
+        assert last["scores"] == pytest.approx(np.array(scores), abs=1e-5)
+        engine.check()
+
+
+def test_snapshots_are_taken_in_between_and_a_full_disk_stops_nobody(
+    file: SnapshotFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, keeper = tiny_engine(), SnapshotKeeper(file, every_s=10)
+    engine.rank([random_request(np.random.default_rng(0), tiny_config())])
+    for now_s in (0.0, 5.0, 9.9):
+        keeper.keep_if_due(engine, None, now_s)
+    assert not file.path.exists()
+    keeper.keep_if_due(engine, None, 10.0)
+    wait_for(file.path.exists)
+    found = file.read()
+    assert found is not None
+    assert set(found.rows.tolist()) == set(engine.hot_rows().tolist())
+    file.path.unlink()
+    file.path.mkdir()  # nothing can take its place
+    keeper.keep(engine, None)
+    assert "snapshot failed" in caplog.text
+
+
+def test_what_was_learned_by_another_policy_is_left_aside(file: SnapshotFile) -> None:
+    file.write(Snapshot(np.arange(9), 0.999, (1.0, 2.0)))
+    other, engine = steering(), tiny_engine()
+    SnapshotKeeper(file, 60).restore(engine, other)
+    assert other.learned == (0.0, 0.0, 0.0)
+    assert engine.stats().pool.alpha == 0.4, "a split that leaves no room is not taken"
+    plain_policy = Steering("static:0.4", slo_ms=80)
+    plain_policy.relearn((1.0,))
+    assert plain_policy.learned == ()
