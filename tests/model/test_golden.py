@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from helmrec.kernels import layer_for
+from helmrec.kernels import plain
 from helmrec.kernels.layer import Form, LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 
@@ -46,7 +46,7 @@ def _run(tensors: dict[str, Tensor], case: dict[str, int], form: Form) -> Tensor
         k_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["qk_dim"]), torch.nan, dtype=x.dtype)
         v_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["v_dim"]), torch.nan, dtype=x.dtype)
         shape = LayerShape(form, heads, case["qk_dim"] ** -0.5, float(case["normaliser"]))
-        x = layer_for("torch")(x, weights, shape, k_pages, v_pages, batch)
+        x = plain.run_layer(x, weights, shape, k_pages, v_pages, batch)
     return x
 
 

@@ -109,11 +109,12 @@ class EagerDense:
     def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """values: (rows, row_dim), in the order of `Assembly.rows`"""
         model, tokens = self._model, self._input(step, values)
-        x = model.embed(tokens, int(step.cu_tokens[-1]))
+        x = torch.empty((int(step.cu_tokens[-1]), model.config.dim), dtype=model.dtype, device=model.device)
+        model.embed(tokens, x)
         wait_for_pages()
         x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
-        return model.head(x[tokens.event_at[chosen]], [tokens.event_rows[i][chosen] for i in model.head_features])
+        return model.head(x[tokens.event_at[chosen]], tokens.event_rows[model.head_features][:, chosen])
 
     def _input(self, step: Assembly, values: Tensor) -> DenseInput:
         num_features, num_events = step.event_rows.shape

@@ -205,7 +205,7 @@ class GraphedDense:
         pad_tokens(StepArrays.staged(staging.host), EMPTY, NOWHERE)  # no sequences: safe to run while capturing
         staging.send()
         self._plan.load(EMPTY.cu_tokens, EMPTY.num_resident, EMPTY.num_new, 0)
-        embed = self._maker.capture(partial(self._embed_into, x, tokens))
+        embed = self._maker.capture(partial(self._model.embed, tokens, x))
         return CapturedStep(size, staging, embed, self._maker.capture(partial(self._run_layers, x, tokens.ragged)))
 
     def _capture_head(self, size: int) -> CapturedHead:
@@ -214,9 +214,6 @@ class GraphedDense:
         staging.send()
         pick = self._maker.capture(partial(self._pick_rows, staging.device["rows"], size))
         return CapturedHead(staging, pick, self._maker.capture(partial(self._run_head, staging.device["at"], size)))
-
-    def _embed_into(self, x: Tensor, tokens: DenseInput) -> None:
-        x.copy_(self._model.embed(tokens, x.shape[0]))
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
         y = self._model.layers(x, self._memory.k_pages, self._memory.v_pages, batch)
@@ -228,8 +225,7 @@ class GraphedDense:
             torch.index_select(self._row_graphs.values, 0, index, out=rows[:size])
 
     def _run_head(self, at: Tensor, size: int) -> None:
-        rows = [rows[:size] for rows in self._head_rows]
-        self._scores[:size].copy_(self._model.head(self._x.index_select(0, at), rows))
+        self._scores[:size].copy_(self._model.head(self._x.index_select(0, at), self._head_rows[:, :size]))
 
     def _static_input(self, staging: Staging, size: int) -> DenseInput:
         config, device = self._model.config, staging.device

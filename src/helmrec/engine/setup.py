@@ -11,7 +11,7 @@ from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.errors import ConfigError, PoolTooSmall
-from helmrec.kernels import layer_for
+from helmrec.kernels import model_kernels
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import RowTable
 from helmrec.memory.arena import Arena
@@ -44,7 +44,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     _check_device(config)
     shape = model.config
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
-    hstu = HstuModel(shape, dense_weights, layer_for(_kernels(config)))
+    hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
     master = _master(model, config, progress)
     geometry = _geometry(shape, config)
     config = less_the_index(config, geometry, shape.num_rows)

@@ -1,23 +1,31 @@
-"""Compute kernels: Triton where it pays, each beside its plain torch twin. Nothing here knows owners or users.
-
-`run_layer` of `plain` and of `fused` are the same operation; `layer_for` picks by name.
-"""
+"""Compute kernels: Triton where it pays, each beside its plain torch twin. Nothing here knows owners or users."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from helmrec.kernels import plain
+from helmrec.kernels import embed, plain
+from helmrec.kernels.embed import Lookups
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 
-RunLayer = Callable[[Tensor, LayerWeights, LayerShape, Tensor, Tensor, RaggedBatch], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class ModelKernels:
+    """What a model is computed with, plain or compiled. Contracts are in `plain` and `embed`."""
+
+    run_layer: Callable[[Tensor, LayerWeights, LayerShape, Tensor, Tensor, RaggedBatch], Tensor]
+    pool_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    gate_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sum_parts: Callable[[Tensor, Tensor, Lookups, Tensor, Tensor, Tensor], None]
 
 
-def layer_for(name: str) -> RunLayer:
-    """The layer called "torch", which runs anywhere, or "triton", which needs a card (or Triton's interpreter)."""
+def model_kernels(name: str) -> ModelKernels:
+    """Those called "torch", which run anywhere, or "triton", which need a card (or Triton's interpreter)."""
     if name == "torch":
-        return plain.run_layer
-    from helmrec.kernels import fused  # noqa: PLC0415 - triton is not on every machine
+        return ModelKernels(plain.run_layer, embed.pool_rows, embed.gate_hidden, embed.sum_parts)
+    from helmrec.kernels import fused, triton_embed  # noqa: PLC0415 - triton is not on every machine
 
-    return fused.run_layer
+    return ModelKernels(fused.run_layer, triton_embed.pool_rows, triton_embed.gate_hidden, triton_embed.sum_parts)

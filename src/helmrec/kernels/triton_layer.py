@@ -21,7 +21,7 @@ from helmrec.kernels.layer import NORM_EPS, Form, LayerWeights, Projected, split
 
 
 @triton.jit
-def _norm_rows(x, weight, bias, live, WIDTH: tl.constexpr, EPS: tl.constexpr):
+def norm_rows(x, weight, bias, live, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """Layer norm of float32 rows whose columns beyond WIDTH are zero."""
     mean = tl.sum(x, axis=1) / WIDTH
     centred = tl.where(live, x - mean[:, None], 0.0)
@@ -39,7 +39,7 @@ def _norm_kernel(x, weight, bias, out, x_stride, num_rows, WIDTH: tl.constexpr, 
     w = tl.load(weight + columns, mask=in_width, other=0.0).to(tl.float32)
     b = tl.load(bias + columns, mask=in_width, other=0.0).to(tl.float32)
     values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
-    normed = _norm_rows(values, w, b, live, WIDTH, EPS)
+    normed = norm_rows(values, w, b, live, WIDTH, EPS)
     tl.store(out + rows[:, None] * WIDTH + columns[None, :], normed.to(out.dtype.element_ty), mask=live)
 
 
@@ -67,7 +67,7 @@ def _gate_kernel(u, o, weight, bias, y, u_stride, o_stride, y_stride, num_rows, 
     raw_u = tl.load(u + rows[:, None] * u_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
     raw_o = tl.load(o + rows[:, None] * o_stride + columns[None, :], mask=live, other=0.0)
     active = raw_u * tl.sigmoid(raw_u)
-    gated = active * _norm_rows(raw_o.to(tl.float32), w, b, live, WIDTH, EPS)
+    gated = active * norm_rows(raw_o.to(tl.float32), w, b, live, WIDTH, EPS)
     to = y + rows[:, None] * y_stride + columns[None, :]
     if CONCAT:
         tl.store(to, active.to(y.dtype.element_ty), mask=live)
@@ -106,7 +106,7 @@ def gate_output(
     module. In the concat form, joined may be a buffer of `joined_buffer` whose middle third is o.
     """
     y = joined_buffer(x, weights) if joined is None else joined
-    rows, warps = _row_block(u.shape[1])
+    rows, warps = row_block(u.shape[1])
     _gate_kernel[(triton.cdiv(u.shape[0], rows),)](
         u,
         o,
@@ -130,7 +130,7 @@ def gate_output(
 
 def _norm(x: Tensor, weights: LayerWeights) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, warps = _row_block(x.shape[1])
+    rows, warps = row_block(x.shape[1])
     _norm_kernel[(triton.cdiv(x.shape[0], rows),)](
         x,
         weights.input_norm_weight,
@@ -154,7 +154,7 @@ def _silu_in_place(x: Tensor) -> None:
     )
 
 
-def _row_block(width: int) -> tuple[int, int]:
+def row_block(width: int) -> tuple[int, int]:
     """Rows and warps of one program: about 16 values of each operand per thread keeps enough loads in flight."""
     rows = max(1, 4096 // triton.next_power_of_2(width))
     return rows, 8

@@ -5,19 +5,19 @@ a constant, time enters as gaps, so K/V of a token never depends on what follows
 owners or queues.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helmrec.kernels import RunLayer
+from helmrec.kernels import ModelKernels
+from helmrec.kernels.embed import NORM_EPS, Lookups
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig
 
-_MLP_EPS = 1e-5
 _LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
 
 
@@ -83,18 +83,41 @@ def _mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool
     return shapes | ({f"{name}.3.weight": (out,), f"{name}.3.bias": (out,)} if has_norm else {})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inputs:
+    """Which of the rows an encoder is given are its own."""
+
+    encoder: EncoderConfig
+    features: list[int]
+    on_device: Tensor  # the same
+
+    @classmethod
+    def of(cls, encoder: EncoderConfig, features: Iterable[int], device: torch.device) -> "_Inputs":
+        chosen = list(features)
+        return cls(encoder, chosen, torch.tensor(chosen, device=device))
+
+
 class HstuModel:
     """Dense weights on one device, and the arithmetic over them: embed, layers, head."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], run_layer: RunLayer) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: ModelKernels) -> None:
         self.config = config
-        self._run_layer = run_layer
+        self._kernels = kernels
         self._weights = dict(weights)
         self._layers = [
             LayerWeights(*(weights[f"layers.{i}.{name}"] for name in _LAYER_FIELDS)) for i in range(config.num_layers)
         ]
         self._shape = LayerShape(config.form, config.num_heads, config.qk_dim**-0.5, float(config.normaliser))
-        self._feature = {table.name: i for i, table in enumerate(config.features)}
+        place = {table.name: i for i, table in enumerate(config.features)}
+        self.head_features = [place[table] for table in config.candidate_encoder.tables]  # whose rows `head` is given
+        self._event_inputs = [
+            _Inputs.of(encoder, [place[table] for table in encoder.tables], self.device) for encoder in config.encoders
+        ]
+        self._head_inputs = _Inputs.of(config.candidate_encoder, range(len(self.head_features)), self.device)
+        self._norm_weight, self._norm_bias = (
+            torch.stack([weights[f"encoders.{encoder.name}.3.{part}"] for encoder in config.encoders])
+            for part in ("weight", "bias")
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,27 +127,23 @@ class HstuModel:
     def device(self) -> torch.device:
         return self._weights["output_norm.weight"].device
 
-    @property
-    def head_features(self) -> list[int]:
-        """Feature tables whose rows the head reads for each candidate."""
-        return [self._feature[table] for table in self.config.candidate_encoder.tables]
-
-    def embed(self, tokens: DenseInput, num_tokens: int) -> Tensor:  # (num_tokens, dim)
-        """Token embeddings in flat order; rows of x that no token claims are left as they come."""
+    def embed(self, tokens: DenseInput, x: Tensor) -> None:
+        """Token embeddings in flat order into x, (tokens, dim); rows of x that no token claims are left as they are."""
         w = self._weights
-        events = F.embedding(tokens.actions, w["action_embedding.weight"])
-        events = events + F.embedding(tokens.positions, w["position_embedding.weight"])
-        events = events + F.embedding(tokens.gaps, w["time_embedding.weight"])
-        for encoder in self.config.encoders:
-            rows = [tokens.event_rows[self._feature[table]] for table in encoder.tables]
-            events = events + self._encode(f"encoders.{encoder.name}", encoder, rows)
-        if not tokens.context_counts and num_tokens == events.shape[0]:
-            return events
-        x = events.new_empty((num_tokens, self.config.dim))
-        x[tokens.event_at] = events
+        lookups = Lookups(
+            action_table=w["action_embedding.weight"],
+            actions=tokens.actions,
+            position_table=w["position_embedding.weight"],
+            positions=tokens.positions,
+            time_table=w["time_embedding.weight"],
+            gaps=tokens.gaps,
+        )
+        encoded = x.new_empty((len(self.config.encoders), tokens.event_at.shape[0], x.shape[1]))
+        for inputs, out in zip(self._event_inputs, encoded, strict=True):
+            self._mlp(f"encoders.{inputs.encoder.name}", self._pool(inputs, tokens.event_rows), out)
+        self._kernels.sum_parts(x, tokens.event_at, lookups, encoded, self._norm_weight, self._norm_bias)
         if tokens.context_counts:
             x[tokens.context_at] = self._embed_context(tokens)
-        return x
 
     def layers(self, x: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
         """All layers; K/V of new history tokens are left in their pages. x may be overwritten.
@@ -132,14 +151,15 @@ class HstuModel:
         k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
         for weights, k, v in zip(self._layers, k_pages, v_pages, strict=True):
-            x = self._run_layer(x, weights, self._shape, k, v, batch)
+            x = self._kernels.run_layer(x, weights, self._shape, k, v, batch)
         return x
 
-    def head(self, x: Tensor, rows: Sequence[Tensor]) -> Tensor:  # (candidates, tasks) float32
-        """Logits from the candidates' tokens and, per table of `head_features`, their rows (candidates, row_dim)."""
-        w, encoder = self._weights, self.config.candidate_encoder
-        user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], _MLP_EPS)
-        item = self._encode("candidate_encoder", encoder, rows)
+    def head(self, x: Tensor, rows: Tensor) -> Tensor:  # (candidates, tasks) float32
+        """Logits from the candidates' tokens and their rows, (head_features, candidates, row_dim)."""
+        w, name = self._weights, "candidate_encoder"
+        user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], NORM_EPS)
+        item = self._mlp(name, self._pool(self._head_inputs, rows))
+        item = F.layer_norm(item, item.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], NORM_EPS)
         return self._mlp("head", user * item).float()
 
     def _embed_context(self, tokens: DenseInput) -> Tensor:  # (context tokens, dim)
@@ -147,21 +167,15 @@ class HstuModel:
         groups = tokens.context_rows.to(self.dtype).split(list(tokens.context_counts))
         return torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
 
-    def _encode(self, name: str, encoder: EncoderConfig, rows: Sequence[Tensor]) -> Tensor:  # (n, dim)
-        """rows: one (n, row_dim) per table of the encoder."""
-        w = self._weights
-        if encoder.pooling == "concat":
-            x = torch.cat([part.to(self.dtype) for part in rows], dim=1)
-        else:
-            x = rows[0].to(self.dtype)
-            for part in rows[1:]:
-                x = x + part
-        y = self._mlp(name, x.to(self.dtype))
-        return F.layer_norm(y, y.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], _MLP_EPS)
+    def _pool(self, inputs: "_Inputs", rows: Tensor) -> Tensor:  # (n, fan-in of the encoder)
+        """What an encoder makes of its tables' rows; rows: (all features, n, row_dim)."""
+        if inputs.encoder.pooling == "sum" or len(inputs.features) == 1:
+            return self._kernels.pool_rows(rows, inputs.on_device, self.dtype)
+        return torch.cat([rows[feature].to(self.dtype) for feature in inputs.features], dim=1)
 
-    def _mlp(self, name: str, x: Tensor) -> Tensor:
+    def _mlp(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Linear, swish gated by the layer norm of its own input, linear."""
         w = self._weights
         hidden = F.linear(x, w[f"{name}.0.weight"], w[f"{name}.0.bias"])
-        gate = F.layer_norm(hidden, hidden.shape[-1:], w[f"{name}.1.weight"], w[f"{name}.1.bias"], _MLP_EPS)
-        return F.linear(hidden * gate.sigmoid(), w[f"{name}.2.weight"], w[f"{name}.2.bias"])
+        gated = self._kernels.gate_hidden(hidden, w[f"{name}.1.weight"], w[f"{name}.1.bias"])
+        return torch.addmm(w[f"{name}.2.bias"], gated, w[f"{name}.2.weight"].T, out=out)

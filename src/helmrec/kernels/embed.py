@@ -1,0 +1,53 @@
+"""How rows become tokens, in plain torch: pooled rows, the gate of an MLP, the sum of a token's parts.
+
+The twin of `triton_embed.py`. The products between these are torch's own. Nothing here knows tables or requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """What a token takes from three small tables, each (entries, dim), by an index of (tokens,) int64."""
+
+    action_table: Tensor
+    actions: Tensor
+    position_table: Tensor
+    positions: Tensor
+    time_table: Tensor
+    gaps: Tensor
+
+
+def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # (n, row_dim) of dtype
+    """The sum of the rows of some features, added up in float32 at least.
+
+    rows: (all features, n, row_dim), features: (chosen,) int64.
+    """
+    total = rows[features[0]].to(torch.promote_types(dtype, torch.float32))
+    for feature in features[1:]:
+        total = total + rows[feature]
+    return total.to(dtype)
+
+
+def gate_hidden(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # (n, width)
+    """hidden * sigmoid(norm(hidden)); hidden may be overwritten."""
+    return hidden * F.layer_norm(hidden, hidden.shape[-1:], weight, bias, NORM_EPS).sigmoid()
+
+
+def sum_parts(x: Tensor, at: Tensor, lookups: Lookups, encoded: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """x[at[i]] = the token's three lookups + norm(encoded[0, i]) + norm(encoded[1, i]) + ...
+
+    x: (tokens, dim), at: (n,) int64, encoded: (encoders, n, dim), weight and bias: (encoders, dim).
+    """
+    total = F.embedding(lookups.actions, lookups.action_table)
+    total = total + F.embedding(lookups.positions, lookups.position_table)
+    total = total + F.embedding(lookups.gaps, lookups.time_table)
+    for y, w, b in zip(encoded, weight, bias, strict=True):
+        total = total + F.layer_norm(y, y.shape[-1:], w, b, NORM_EPS)
+    x[at] = total

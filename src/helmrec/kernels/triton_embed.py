@@ -1,0 +1,135 @@
+"""How rows become tokens, one pass over memory for each step between two products: fast twin of `embed.py`."""
+
+# ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
+# Triton gives kernel arguments their types.
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from helmrec.kernels.embed import NORM_EPS, Lookups
+from helmrec.kernels.triton_layer import norm_rows, row_block
+
+# One argument a line would bury the kernels.
+# fmt: off
+
+
+@triton.jit
+def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_FEATURES: tl.constexpr,
+                 WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    live = (at < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    total = tl.zeros((ROWS, PADDED), tl.float32)
+    for i in tl.static_range(NUM_FEATURES):
+        plane = rows + tl.load(features + i) * feature_stride
+        total += tl.load(plane + at[:, None] * row_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + at[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gate_kernel(hidden, weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+                 EPS: tl.constexpr):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    in_width = columns < WIDTH
+    live = (rows < num_rows)[:, None] & in_width[None, :]
+    w = tl.load(weight + columns, mask=in_width, other=0.0).to(tl.float32)
+    b = tl.load(bias + columns, mask=in_width, other=0.0).to(tl.float32)
+    at = hidden + rows[:, None] * WIDTH + columns[None, :]
+    values = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    gated = values * tl.sigmoid(norm_rows(values, w, b, live, WIDTH, EPS))
+    tl.store(at, gated.to(hidden.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _sum_kernel(x, at, actions, action_table, positions, position_table, gaps, time_table, encoded, weight, bias,
+                num_rows, NUM_ENCODERS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+                EPS: tl.constexpr):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    in_width, in_range = columns < WIDTH, rows < num_rows
+    live = in_range[:, None] & in_width[None, :]
+    action = tl.load(actions + rows, mask=in_range, other=0)
+    position = tl.load(positions + rows, mask=in_range, other=0)
+    gap = tl.load(gaps + rows, mask=in_range, other=0)
+    total = tl.load(action_table + action[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    total += tl.load(position_table + position[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    total += tl.load(time_table + gap[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    for i in tl.static_range(NUM_ENCODERS):
+        w = tl.load(weight + i * WIDTH + columns, mask=in_width, other=0.0).to(tl.float32)
+        b = tl.load(bias + i * WIDTH + columns, mask=in_width, other=0.0).to(tl.float32)
+        source = encoded + (i * num_rows + rows)[:, None] * WIDTH + columns[None, :]
+        total += norm_rows(tl.load(source, mask=live, other=0.0).to(tl.float32), w, b, live, WIDTH, EPS)
+    target = tl.load(at + rows, mask=in_range, other=0)
+    tl.store(x + target[:, None] * WIDTH + columns[None, :], total.to(x.dtype.element_ty), mask=live)
+
+
+# fmt: on
+
+
+def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # (n, row_dim) of dtype
+    """The sum of the rows of some features, added up in float32; shapes as the twin's, `features` on the device."""
+    _, num_rows, width = rows.shape
+    out = torch.empty((num_rows, width), dtype=dtype, device=rows.device)
+    block, warps = row_block(width)
+    _pool_kernel[(triton.cdiv(num_rows, block),)](
+        rows,
+        features,
+        out,
+        rows.stride(0),
+        rows.stride(1),
+        num_rows,
+        NUM_FEATURES=features.numel(),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ROWS=block,
+        num_warps=warps,
+    )
+    return out
+
+
+def gate_hidden(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # (n, width)
+    """hidden * sigmoid(norm(hidden)), in place."""
+    num_rows, width = hidden.shape
+    block, warps = row_block(width)
+    _gate_kernel[(triton.cdiv(num_rows, block),)](
+        hidden,
+        weight,
+        bias,
+        num_rows,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ROWS=block,
+        EPS=NORM_EPS,
+        num_warps=warps,
+    )
+    return hidden
+
+
+def sum_parts(x: Tensor, at: Tensor, lookups: Lookups, encoded: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """x[at[i]] = the token's three lookups + norm(encoded[0, i]) + ..., added up in float32; shapes as the twin's."""
+    num_encoders, num_rows, width = encoded.shape
+    block, warps = row_block(width)
+    _sum_kernel[(triton.cdiv(num_rows, block),)](
+        x,
+        at,
+        lookups.actions,
+        lookups.action_table,
+        lookups.positions,
+        lookups.position_table,
+        lookups.gaps,
+        lookups.time_table,
+        encoded,
+        weight,
+        bias,
+        num_rows,
+        NUM_ENCODERS=num_encoders,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ROWS=block,
+        EPS=NORM_EPS,
+        num_warps=warps,
+    )
