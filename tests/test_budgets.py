@@ -24,6 +24,7 @@ MANY_PARAMETERS = {
     "serve_cli.py:serve": "one parameter per flag",
     "trace_cli.py:import_": "one parameter per flag",
     "trace_cli.py:make": "one parameter per flag",
+    "train_cli.py:train": "one parameter per flag",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

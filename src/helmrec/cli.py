@@ -19,6 +19,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.demo import run_demo
 from helmrec.engine.engine import Engine
 from helmrec.errors import RequestError
+from helmrec.explain_cli import explain
 from helmrec.load_cli import load
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
@@ -26,6 +27,7 @@ from helmrec.model.weights import init_model, load_model, total_table_bytes
 from helmrec.serve_cli import serve
 from helmrec.simulate_cli import run_simulate
 from helmrec.trace_cli import trace_app
+from helmrec.train_cli import train
 from helmrec.types import RankRequest, RankResult
 
 app = typer.Typer(
@@ -40,6 +42,8 @@ app.command()(calibrate)
 app.command()(load)
 app.command()(serve)
 app.command("simulate")(run_simulate)
+app.command()(explain)
+app.command()(train)
 
 
 def _bytes_bar() -> Progress:

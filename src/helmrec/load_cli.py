@@ -11,11 +11,15 @@ from rich.table import Table
 
 from helmrec.config import EngineConfig
 from helmrec.console import err, out, told_plainly
-from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.control.rebalancer import Rebalancer
+from helmrec.control.by_name import POLICY_NAMES, check_policy, make_policy, needs_curves
+from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.sim.cost import default_cost
+from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.requests import rank_requests
+from helmrec.sim.scenario import service_cost
+from helmrec.sim.trace import Trace
 from helmrec.sim.trace_file import read_trace
 
 _SLOW_DRIVER_MS = 5.0
@@ -30,7 +34,10 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Who moves the boundary: hill, kv-only, emb-only.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Who moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
+    ] = None,
+    decisions: Annotated[Path | None, typer.Option(help="Write what helm decided, for `helmrec explain`.")] = None,
     slo_ms: Annotated[float, typer.Option("--slo", help="Milliseconds a request should take at most.")] = 80,
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
     results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
@@ -39,14 +46,15 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     with told_plainly():
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
-        decider = None if policy is None else make_policy(policy, cost=None)
+        if policy is not None:
+            check_policy(policy)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
         settings["miss_curves"] = policy is not None and needs_curves(policy)
         with err.status("getting the model ready"):
             engine = Engine.from_model(model, EngineConfig(**settings))
             engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
-            rebalancer = None if decider is None else Rebalancer(engine, decider, slo_ms)
+            rebalancer = None if policy is None else _rebalancer(engine, policy, trace, slo_ms, decisions)
             end = Load(engine, rebalancer).run(
                 rank_requests(trace, engine.model_config),
                 times_s,
@@ -57,6 +65,22 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
         err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
     if results is not None:
         results.write_text(json.dumps(asdict(end), indent=2) + "\n")
+
+
+def _rebalancer(engine: Engine, policy: str, trace: Trace, slo_ms: float, decisions: Path | None) -> Rebalancer:
+    """Costs are the H200's: policies that reckon with them correct what they can, and the residual learns the rest."""
+    config = NodeConfig(model=engine.model_config, engine=engine.config)
+    decider = make_policy(policy, service_cost(default_cost(), config, trace))
+    if decisions is None:
+        return Rebalancer(engine, decider, slo_ms)
+    decisions.write_text("")
+
+    def note(decision: Decision) -> None:
+        if decision.explanation is not None:
+            with decisions.open("a") as lines:
+                lines.write(decision.explanation.as_json() + "\n")
+
+    return Rebalancer(engine, decider, slo_ms, on_decision=note)
 
 
 def _table(seen: Snapshot) -> Table:

@@ -57,8 +57,8 @@ class Bowl:
             slo_ms=80.0,
             slo_satisfaction=1.0,
             num_queued=0,
-            compute_busy=0.5,
-            bus_busy=0.5,
+            compute_busy=min(1.0, self.rate / 1e3 * (COST.floor_ms + COST.token_ms * computed)),
+            bus_busy=min(1.0, self.rate / 1e3 * COST.missed_row_ms * missed),
         )
         stats = WindowStats(
             traffic=traffic,

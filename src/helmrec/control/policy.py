@@ -84,9 +84,8 @@ def _grown(before: PoolStats, after: PoolStats, cause: str) -> int:
     return after.bytes_by_cause.get(cause, 0) - before.bytes_by_cause.get(cause, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A decided change of the boundary: a value, not an action."""
+class Move(NamedTuple):
+    """A decided change of the boundary: a value, not an action. A named tuple, since making one must take no time."""
 
     alpha: float  # wanted EMB share of the pool's pages
     reason: str  # for a log line
@@ -129,18 +128,22 @@ class Limited:
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy = policy
         self.limits = limits
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Step] = deque()  # of the last minute
+        self._travelled = 0.0  # the sum of their sizes
 
     def decide(self, stats: WindowStats) -> Move | None:
         asked, limits, start = self.policy.decide(stats), self.limits, stats.alpha_target
         low = max(limits.min_alpha, stats.alpha_min)
         high = max(low, min(limits.max_alpha, stats.alpha_max))
+        if asked is None and low <= start <= high:
+            return None
         inside = min(max(start if asked is None else asked.alpha, low), high)
         reach = min(limits.max_step, self._travel_left(stats.traffic.end_s))
         allowed = min(max(inside, start - reach), start + reach)
         if allowed == start:
             return None
         self._steps.append(_Step(stats.traffic.end_s, abs(allowed - start)))
+        self._travelled += abs(allowed - start)
         if asked is None:
             return Move(allowed, f"back inside {low:.2f}..{high:.2f}")
         if allowed == asked.alpha:
@@ -150,8 +153,12 @@ class Limited:
     def reset(self) -> None:
         self.policy.reset()
         self._steps.clear()
+        self._travelled = 0.0
 
     def _travel_left(self, now_s: float) -> float:
-        while self._steps and self._steps[0].time_s <= now_s - 60:
-            self._steps.popleft()
-        return max(0.0, self.limits.travel_per_minute - sum(step.size for step in self._steps))
+        steps = self._steps
+        while steps and steps[0].time_s <= now_s - 60:
+            self._travelled -= steps.popleft().size
+        if not steps:
+            self._travelled = 0.0  # what rounding left
+        return max(0.0, self.limits.travel_per_minute - self._travelled)

@@ -1,23 +1,30 @@
 """The one that acts: at every tick it shows a policy the window that ended and aims the boundary where it says.
 
-Knows a pool that can be looked at and moved, never tensors or requests. Time comes in from outside.
+A tick comes early if answers come much faster than they did: a burst is not left to itself for a whole window. Knows a
+pool that can be looked at and moved, never tensors or requests. Time comes in from outside.
 """
 
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from helmrec.control.policy import Move, Policy, Traffic, WindowStats
+from helmrec.control.explain import Explanation
+from helmrec.control.policy import Limited, Limits, Move, Policy, Traffic, WindowStats
+from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
 
 log = logging.getLogger("helmrec.control")
-Mode = Literal["adaptive", "freeze"]
+Mode = Literal["adaptive", "static", "freeze"]
 _REMEMBERED_USERS = 1 << 16
+_EARLIEST = 0.25  # share of a tick before which none comes
+_EARLY_DEVIATIONS = 5.0  # of a Poisson count, by which answers must be more than expected
+_RATE_WEIGHT = 0.3  # of the newest window in the rate that is expected
 
 
 class Look(Protocol):
@@ -55,22 +62,40 @@ class Decision:
 
     window: WindowStats
     move: Move | None
+    explanation: Explanation | None = None  # of a policy that has layers
 
 
 class Rebalancer:
-    """Asks a policy once per `tick_s`. Answers may be recorded from any thread; `tick` is one caller's."""
+    """Asks a policy once per `tick_s`. Answers may be recorded from any thread; `tick` is one caller's.
 
-    def __init__(self, steered: Steered, policy: Policy, slo_ms: float, tick_s: float = 1.0) -> None:
+    `mode` may be set at any time: adaptive follows the policy; static goes to `static_alpha`, or, where that is not
+    given, to the best constant the policy's guardrail knows, and stays; freeze leaves the boundary where it is.
+    """
+
+    def __init__(
+        self,
+        steered: Steered,
+        policy: Policy,
+        slo_ms: float,
+        tick_s: float = 1.0,
+        static_alpha: float | None = None,
+        on_decision: Callable[[Decision], None] = lambda decision: None,
+    ) -> None:
         if not tick_s > 0:
             raise ConfigError(f"tick_s must be more than 0, got {tick_s:g}")
+        if static_alpha is not None and not 0 <= static_alpha <= 1:
+            raise ConfigError(f"static_alpha must be between 0 and 1, got {static_alpha:g}")
         self._steered = steered
         self._policy = policy
         self._slo_ms = slo_ms
         self._tick_s = tick_s
+        self._static_alpha = static_alpha
+        self._on_decision = on_decision
         self._answers: deque[_Answer] = deque()
         self._users: OrderedDict[int, None] = OrderedDict()  # who came lately, longest unseen first
         self._before = steered.stats()
         self._start_s: float | None = None
+        self._rate: float | None = None  # answers per second that are expected
         self.mode: Mode = "adaptive"
 
     def record(self, user_id: int, latency_ms: float | None) -> None:
@@ -81,15 +106,40 @@ class Rebalancer:
         """Look and act if a window has ended; None if not. Frozen, it looks and does not act."""
         if self._start_s is None:
             self._start_s = now_s
-        if now_s - self._start_s < self._tick_s:
+        if now_s - self._start_s < self._tick_s and not self._is_early(now_s):
             return None
         window = self._look(now_s)
-        move = self._policy.decide(window) if self.mode == "adaptive" else None
+        move = self._decide(window)
+        explanation = _explanation(self._policy) if self.mode == "adaptive" else None
         if move is not None:
             alpha = min(max(move.alpha, window.alpha_min), window.alpha_max)
             self._steered.move_alpha(alpha)
-            log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, move.reason)
-        return Decision(window, move)
+            told = move.reason if explanation is None else explanation.line()
+            log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, told)
+        decision = Decision(window, move, explanation)
+        self._on_decision(decision)
+        return decision
+
+    def _decide(self, window: WindowStats) -> Move | None:
+        if self.mode == "adaptive":
+            return self._policy.decide(window)
+        if self.mode == "freeze":
+            return None
+        alpha, explained = self._static_alpha, _explanation(self._policy)
+        if alpha is None and explained is not None and explained.static_alpha == explained.static_alpha:
+            alpha = explained.static_alpha
+        if alpha is None:
+            return None
+        return Limited(Static(StaticSettings(alpha=alpha)), Limits()).decide(window)
+
+    def _is_early(self, now_s: float) -> bool:
+        """Whether so many answers came in this part of a window that it should not be waited for the rest."""
+        assert self._start_s is not None
+        passed_s = now_s - self._start_s
+        if self._rate is None or passed_s < _EARLIEST * self._tick_s:
+            return False
+        expected = self._rate * passed_s
+        return len(self._answers) > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
 
     def _look(self, now_s: float) -> WindowStats:
         after = self._steered.stats()
@@ -100,6 +150,8 @@ class Rebalancer:
     def _traffic(self, now_s: float, after: Look) -> Traffic:
         assert self._start_s is not None
         answers = [self._answers.popleft() for _ in range(len(self._answers))]
+        rate = len(answers) / (now_s - self._start_s)
+        self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         returning = sum(self._has_come_lately(answer.user_id) for answer in answers)
         served = [answer.latency_ms for answer in answers if answer.latency_ms is not None]
         p50_ms, p99_ms = np.percentile(served, (50, 99)) if served else (0.0, 0.0)
@@ -125,3 +177,9 @@ class Rebalancer:
         if len(self._users) > _REMEMBERED_USERS:
             self._users.popitem(last=False)
         return has_come
+
+
+def _explanation(policy: Policy) -> Explanation | None:
+    """What a policy with layers said last, limits or not."""
+    told = getattr(policy.policy if isinstance(policy, Limited) else policy, "explanation", None)
+    return told if isinstance(told, Explanation) else None

@@ -1,0 +1,314 @@
+"""HelmRec's own policy: a frozen base, a residual learned online, burst recovery, and a guardrail against constants.
+
+Each layer speaks in turn and what it said is kept, so every decision can be explained. One compiled call a window; the
+arrays of all layers live here. Knows windows, not nodes.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.control.burst import CALM, B, BurstSettings, BurstTerms, answer, begin_burst, burst_terms, move_cost, watch
+from helmrec.control.compiled import inner
+from helmrec.control.explain import Explanation, cause
+from helmrec.control.features import NUM_FEATURES, STEPS, fill_features
+from helmrec.control.guardrail import G, GuardSettings, GuardTerms, Paths, begin_guard, guard_terms, judge
+from helmrec.control.network import NUM_HIDDEN, BasePolicy, Layers, as_layers, forward, shipped_base
+from helmrec.control.outlook import (
+    NUM_SPLITS,
+    Floats,
+    Knot,
+    O,
+    Outlook,
+    Seen,
+    Split,
+    Terms,
+    at_split,
+    begin_outlook,
+    look,
+    seen,
+)
+from helmrec.control.policy import Move, WindowStats
+from helmrec.control.residual import R, ResidualSettings, ResidualTerms, correction, learn, residual_terms
+from helmrec.control.service_cost import ServiceCost
+
+
+class HelmSettings(Frozen):
+    """Which layers take part, and how."""
+
+    has_residual: bool = Field(True, description="correct the base by what is learned online")
+    has_burst: bool = Field(True, description="hold, hedge or chase in bursts, and lead back after them")
+    has_guardrail: bool = Field(True, description="put adapting aside where the best constant does better")
+    min_move: float = Field(0.01, ge=0, le=1, description="change of alpha below which the boundary stays")
+    max_step: float = Field(0.10, gt=0, le=1, description="largest change of alpha in one window")
+    curves_half_life: float | None = Field(
+        4_096, gt=0, description="requests after which one counts half in the miss curves; None: never"
+    )
+    residual: ResidualSettings = ResidualSettings()
+    burst: BurstSettings = BurstSettings()
+    guardrail: GuardSettings = GuardSettings()
+
+
+class T(IntEnum):
+    """Places of what was said, in the order of an `Explanation`."""
+
+    TIME_S = 0
+    ALPHA = 1
+    BASE_STEP = 2
+    BASE_ALPHA = 3
+    RESIDUAL = 4
+    VERDICT = 5
+    BURST_ALPHA = 6
+    BURST_LEFT_S = 7
+    IS_ASIDE = 8
+    STATIC_ALPHA = 9
+    WANTED = 10
+    EXPECTED_MS = 11
+    EXPECTED_GAIN_MS = 12
+    EXPECTED_COST_MS = 13
+    MEASURED_MS = 14
+    FRESH_BEST = 15
+    LASTING_BEST = 16
+    RATE = 17
+
+
+class Kept(NamedTuple):
+    """Views into the memory of all layers; `path` is where the base alone would be, NaN before the first window."""
+
+    told: Floats
+    path: Floats
+    features: Floats
+    hidden: Floats
+    scores: Floats
+    residual: Floats
+    burst: Floats
+    guard: Floats
+    constants: Floats
+    outlook: Outlook
+
+
+_SIZES = (len(T), 1, NUM_FEATURES, 2 * NUM_HIDDEN, len(STEPS), len(R), int(B.SIZE), int(G.SIZE), NUM_SPLITS, len(O))
+_ENDS = tuple(int(end) for end in np.cumsum(_SIZES))
+_NUM_ROWS, _NUM_KNOTS = len(Split), len(Knot)
+
+
+def new_memory(num_alphas: int) -> Floats:
+    return np.zeros(_ENDS[9] + _NUM_ROWS * NUM_SPLITS + (_NUM_KNOTS + NUM_SPLITS) * num_alphas)
+
+
+@inner
+def views(memory: Floats, num_alphas: int) -> Kept:
+    """One array holds all that is kept: what compiled code is handed costs by the piece."""
+    splits = _ENDS[9] + _NUM_ROWS * NUM_SPLITS
+    knots = splits + _NUM_KNOTS * num_alphas
+    outlook = Outlook(
+        memory[_ENDS[8] : _ENDS[9]],
+        memory[splits:knots].reshape(_NUM_KNOTS, num_alphas),
+        memory[_ENDS[9] : splits].reshape(_NUM_ROWS, NUM_SPLITS),
+        memory[knots:].reshape(num_alphas, NUM_SPLITS),
+    )
+    return Kept(
+        memory[: _ENDS[0]],
+        memory[_ENDS[0] : _ENDS[1]],
+        memory[_ENDS[1] : _ENDS[2]],
+        memory[_ENDS[2] : _ENDS[3]].reshape(2, NUM_HIDDEN),
+        memory[_ENDS[3] : _ENDS[4]],
+        memory[_ENDS[4] : _ENDS[5]],
+        memory[_ENDS[5] : _ENDS[6]],
+        memory[_ENDS[6] : _ENDS[7]],
+        memory[_ENDS[7] : _ENDS[8]],
+        outlook,
+    )
+
+
+_NUM_TOLD = len(T)
+
+
+class _Flags(NamedTuple):
+    has_residual: bool
+    has_burst: bool
+    has_guardrail: bool
+    min_move: float
+    max_step: float
+
+
+class HelmPolicy:
+    """Asked once a window. `explanation` tells of the last one; `None` while too little is known to say anything."""
+
+    def __init__(self, cost: ServiceCost, settings: HelmSettings | None = None, base: BasePolicy | None = None) -> None:
+        self.cost = cost
+        self.settings = settings = settings or HelmSettings()
+        self.base = base or shipped_base()
+        self._terms = (
+            tuple(Terms.of(cost, self.base.crowding, settings.curves_half_life)),
+            tuple(residual_terms(settings.residual)),
+            tuple(burst_terms(settings.burst)),
+            tuple(guard_terms(settings.guardrail)),
+            (
+                settings.has_residual,
+                settings.has_burst,
+                settings.has_guardrail,
+                settings.min_move,
+                settings.max_step,
+            ),
+        )
+        self._weights = self.base.weights
+        self._learned = np.zeros(len(R))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the traffic, and what was learned from it."""
+        self._learned[:] = 0
+        self._alphas: Floats | None = None
+        self._memory = new_memory(0)
+        self._told: list[float] | None = None
+
+    @property
+    def explanation(self) -> Explanation | None:
+        return None if self._told is None else Explanation(*self._told)
+
+    @property
+    def kept(self) -> Kept:
+        """What the layers keep, to be looked at."""
+        assert self._alphas is not None, "no window was seen"
+        return Kept(*views.py_func(self._memory, self._alphas.size))
+
+    @property
+    def learned(self) -> Floats:
+        """Weights of the residual; may be set, as after a restart."""
+        return self._learned.copy() if self._alphas is None else self.kept.residual.copy()
+
+    @learned.setter
+    def learned(self, weights: Floats) -> None:
+        self._learned[:] = weights
+        if self._alphas is not None:
+            self.kept.residual[:] = weights
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        curves = stats.curves
+        if curves is None or not stats.traffic.num_requests:
+            self._told = None
+            return None
+        if curves.alphas is not self._alphas:
+            self._begin(curves.alphas)
+        memory = self._memory
+        wanted = _decide(
+            seen(stats),
+            self._terms,
+            curves.computed_tokens_per_request,
+            curves.missed_rows_per_request,
+            self._weights,
+            memory,
+        )
+        self._told = told = memory[:_NUM_TOLD].tolist()
+        if wanted == stats.alpha_target:
+            return None
+        return Move(wanted, cause(told[T.IS_ASIDE], told[T.VERDICT]), told[T.EXPECTED_GAIN_MS])
+
+    def _begin(self, alphas: Floats) -> None:
+        """Curves over other splits than before: all that was seen of the traffic is void, what was learned is not."""
+        if self._alphas is not None and np.array_equal(alphas, self._alphas):
+            self._alphas = alphas  # the same splits in another array
+            return
+        learned = self.learned
+        self._memory, self._alphas = new_memory(alphas.size), alphas
+        kept = self.kept
+        begin_outlook(kept.outlook, alphas)
+        begin_burst(kept.burst, self.settings.burst)
+        begin_guard(kept.guard)
+        kept.path[0] = np.nan
+        kept.residual[:] = learned
+
+
+@inner
+def _decide(
+    values: tuple[float, ...],
+    terms: tuple[Any, ...],
+    computed: Floats,
+    missed: Floats,
+    weights: Floats,
+    memory: Floats,
+) -> float:
+    """The split wanted now. Plain tuples come in: named ones take three times as long to hand over."""
+    window, kept, cost, flags = Seen(*values), views(memory, computed.size), Terms(*terms[0]), _Flags(*terms[4])
+    residual, burst, guard = ResidualTerms(*terms[1]), BurstTerms(*terms[2]), GuardTerms(*terms[3])
+    look(kept.outlook, cost, window, computed, missed)
+    watch(kept.burst, burst, window, kept.outlook.numbers[O.TOKENS], kept.outlook.numbers[O.FRESH_RATE])
+    adaptive = _base_and_residual(kept, as_layers(weights), cost, (residual, guard), flags, window)
+    bursting = answer(kept.burst, burst, cost, kept.outlook, window)
+    if not flags.has_burst:
+        kept.burst[B.VERDICT] = CALM
+    if not flags.has_guardrail:
+        kept.guard[G.IS_ASIDE] = 0.0
+    is_bursting = kept.burst[B.VERDICT] != CALM
+    wanted = bursting if is_bursting else adaptive
+    if kept.guard[G.IS_ASIDE]:
+        wanted = kept.guard[G.STATIC_ALPHA]
+    wanted = _bounded(wanted, window, kept.outlook.splits, flags)
+    if is_bursting:
+        kept.path[0] = wanted - kept.told[T.RESIDUAL]  # the base goes on from where the burst left it
+    _tell(kept, cost, window, bursting, wanted)
+    return wanted
+
+
+@inner
+def _bounded(wanted: float, window: Seen, splits: Floats, flags: _Flags) -> float:
+    """Within reach, within what the curves know, and not for a trifle."""
+    here = window.alpha_target
+    low, high = min(splits[0, 0], here), max(min(splits[0, -1], window.alpha_max), here)
+    inside = min(max(wanted, low), high)
+    inside = min(max(inside, here - flags.max_step), here + flags.max_step)
+    return here if abs(inside - here) < flags.min_move else inside
+
+
+@inner
+def _base_and_residual(
+    kept: Kept, layers: Layers, cost: Terms, terms: tuple[ResidualTerms, GuardTerms], flags: _Flags, window: Seen
+) -> float:
+    """One step of the base's own path, the correction on top, and both before the guardrail's court."""
+    outlook, path, (residual_t, guard_t) = kept.outlook, kept.path, terms
+    offset = correction(kept.residual, residual_t, outlook, window) if flags.has_residual else 0.0
+    is_elsewhere = abs(kept.told[T.WANTED] - window.alpha_target) > 0.02 and not kept.guard[G.IS_ASIDE]
+    if np.isnan(path[0]) or is_elsewhere:
+        path[0] = window.alpha_target - offset  # someone else has moved the boundary, or limits held it
+    before = path[0]
+    fill_features(kept.features, outlook, kept.burst, window, before)
+    forward(layers, kept.features, kept.hidden, kept.scores)
+    chosen = int(kept.scores.argmax())
+    low, high = outlook.splits[0, 0], min(outlook.splits[0, -1], window.alpha_max)
+    path[0] = min(max(before + STEPS[chosen], low), max(low, high))
+    kept.told[T.BASE_STEP], kept.told[T.BASE_ALPHA], kept.told[T.RESIDUAL] = STEPS[chosen], path[0], offset
+    adaptive = path[0] + offset
+    last = kept.guard[G.WANTED]
+    moved = 0.0 if np.isnan(last) else adaptive - last
+    paid = move_cost(cost, outlook, window.pool_bytes, moved)
+    dt_s = window.end_s - window.start_s
+    judge(kept.guard, kept.constants, guard_t, outlook, Paths(before, before + offset, window.num_requests, paid, dt_s))
+    kept.guard[G.WANTED] = adaptive
+    if flags.has_residual:
+        learn(kept.residual, residual_t, outlook, window, adaptive)
+        if flags.has_guardrail and kept.guard[G.RESIDUAL_LOSING] >= guard_t.num_windows:
+            kept.residual[:] = 0.0
+            kept.guard[G.WITH_RESIDUAL] = kept.guard[G.BASE]
+    return adaptive
+
+
+@inner
+def _tell(kept: Kept, cost: Terms, window: Seen, bursting: float, wanted: float) -> None:
+    """Write down what each layer said, for the explanation."""
+    told, outlook, level = kept.told, kept.outlook, kept.outlook.numbers[O.LEVEL]
+    here_ms = at_split(outlook.splits, Split.CORRECTED, window.alpha_target) * level
+    told[T.TIME_S], told[T.ALPHA] = window.end_s, window.alpha_target
+    told[T.VERDICT], told[T.BURST_ALPHA], told[T.BURST_LEFT_S] = kept.burst[B.VERDICT], bursting, kept.burst[B.LEFT_S]
+    told[T.IS_ASIDE], told[T.STATIC_ALPHA] = kept.guard[G.IS_ASIDE], kept.guard[G.STATIC_ALPHA]
+    told[T.WANTED] = wanted
+    told[T.EXPECTED_MS] = at_split(outlook.splits, Split.CORRECTED, wanted) * level
+    told[T.EXPECTED_GAIN_MS] = here_ms - told[T.EXPECTED_MS]
+    told[T.EXPECTED_COST_MS] = move_cost(cost, outlook, window.pool_bytes, wanted - window.alpha_target)
+    told[T.MEASURED_MS] = window.mean_ms
+    told[T.FRESH_BEST] = outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])]
+    told[T.LASTING_BEST] = outlook.splits[Split.ALPHA, int(outlook.numbers[O.LASTING_BEST])]
+    told[T.RATE] = outlook.numbers[O.FRESH_RATE]

@@ -1,0 +1,327 @@
+"""What the last windows say each split would cost: joint miss curves through a node's figures, over a grid of splits.
+
+Two views of the same requests. The lasting one is the miss curves as they come, which remember thousands of requests;
+the fresh one is their newest seconds, taken out of the difference between two looks. Compiled; knows no policy.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.control.compiled import inner
+from helmrec.control.policy import WindowStats
+from helmrec.control.service_cost import ServiceCost
+
+Floats = NDArray[np.float64]
+
+NUM_SPLITS = 41
+_FRESH_HALF_LIFE_S = 2.0
+_LASTING_HALF_LIFE_S = 10.0  # of the arrival rate; the curves bring their own
+_CORRECTION_HALF_LIFE_S = 30.0
+_MIN_CORRECTION, _MAX_CORRECTION = 0.5, 2.0
+
+
+class Crowding(Frozen):
+    """How latency grows with load: a lone request's time by (1 + first * pressure + second * pressure^2)^4.
+
+    Pressure is the arrival rate times the length of both stages taken at right angles, which lies between the longer
+    stage (stages overlap wholly) and their sum (not at all). Fitted to simulated nodes (`helmrec.train.crowding`).
+    """
+
+    first: float = Field(0.14, ge=0)
+    second: float = Field(0.6, ge=0)
+
+
+class Terms(NamedTuple):
+    """A node's figures as compiled code takes them."""
+
+    token_ms: float
+    pair_ms: float
+    floor_ms: float
+    row_ms: float
+    host_token_ms: float
+    host_floor_ms: float
+    step_ms: float
+    kv_token_bytes: float
+    row_bytes: float
+    first: float
+    second: float
+    half_life: float  # requests after which one counts half in the curves; 0 if none ever does
+
+    @classmethod
+    def of(cls, cost: ServiceCost, crowding: Crowding, half_life_requests: float | None) -> Self:
+        return cls(
+            token_ms=cost.token_ms,
+            pair_ms=cost.pair_ms,
+            floor_ms=cost.floor_ms,
+            row_ms=cost.missed_row_ms,
+            host_token_ms=cost.host_token_ms,
+            host_floor_ms=cost.host_floor_ms,
+            step_ms=cost.step_ms,
+            kv_token_bytes=cost.kv_token_bytes,
+            row_bytes=cost.row_bytes,
+            first=crowding.first,
+            second=crowding.second,
+            half_life=half_life_requests or 0.0,
+        )
+
+
+class Seen(NamedTuple):
+    """A window as compiled code takes it."""
+
+    start_s: float
+    end_s: float
+    num_requests: float
+    hot_user_share: float
+    mean_ms: float
+    p99_ms: float
+    slo_ms: float
+    num_queued: float
+    compute_busy: float
+    bus_busy: float
+    alpha: float
+    alpha_target: float
+    alpha_max: float
+    pool_bytes: float
+    new_tokens: float
+    resident_tokens: float
+    missed_rows: float
+    weight: float  # behind the miss curves
+
+
+def seen(stats: WindowStats) -> tuple[float, ...]:
+    """The fields of `Seen`, as a plain tuple: a named one takes three times as long to hand over."""
+    traffic, curves = stats.traffic, stats.curves
+    return (
+        traffic.start_s,
+        traffic.end_s,
+        float(traffic.num_requests),
+        traffic.hot_user_share,
+        traffic.mean_ms,
+        traffic.p99_ms,
+        traffic.slo_ms,
+        float(traffic.num_queued),
+        traffic.compute_busy,
+        traffic.bus_busy,
+        stats.alpha,
+        stats.alpha_target,
+        stats.alpha_max,
+        float(stats.pool_bytes),
+        stats.new_tokens_per_request,
+        stats.resident_tokens_per_request,
+        stats.missed_rows_per_request,
+        0.0 if curves is None else curves.num_requests,
+    )
+
+
+class O(IntEnum):  # noqa: E742 - as short as its uses are many
+    """Places among the numbers of an outlook."""
+
+    WINDOWS = 0
+    QUEUED = 1
+    WEIGHT = 2
+    FRESH_WEIGHT = 3
+    FRESH_RATE = 4
+    LASTING_RATE = 5
+    TOKENS = 6  # of a history
+    COMPUTE_CORRECTION = 7
+    BUS_CORRECTION = 8
+    LEVEL = 9  # measured over reckoned latency
+    LASTING_BEST = 10  # place among the splits
+    FRESH_BEST = 11
+    DRIFT = 12  # of the lasting best, per second
+
+
+class Split(IntEnum):
+    """Rows of the table over splits."""
+
+    ALPHA = 0
+    COMPUTE = 1  # ms of the lasting view, as the next
+    LEAD = 2
+    LASTING = 3  # latency, ms
+    FRESH = 4
+    CORRECTED = 5  # the fresh view with stages as long as they were measured
+    FRESH_COMPUTE = 6
+    FRESH_LEAD = 7
+
+
+class Knot(IntEnum):
+    """Rows of the table over the curves' own splits."""
+
+    LAST_COMPUTED = 0
+    LAST_MISSED = 1
+    FRESH_COMPUTED = 2
+    FRESH_MISSED = 3
+
+
+class Outlook(NamedTuple):
+    """Arrays for one grid of miss curves."""
+
+    numbers: Floats  # (O,)
+    knots: Floats  # (Knot, curves' splits)
+    splits: Floats  # (Split, NUM_SPLITS)
+    blend: Floats  # (curves' splits, NUM_SPLITS) how much of each goes into a split's value
+
+
+def begin_outlook(outlook: Outlook, alphas: Floats) -> None:
+    """Set arrays of zeros up for the curves' splits."""
+    outlook.numbers[[O.COMPUTE_CORRECTION, O.BUS_CORRECTION, O.LEVEL]] = 1.0
+    outlook.splits[Split.ALPHA] = np.linspace(alphas[0], alphas[-1], NUM_SPLITS)
+    outlook.blend[:] = blend_weights(outlook.splits[Split.ALPHA], alphas).T
+
+
+def blend_weights(at: Floats, known_at: Floats) -> Floats:
+    """(at, known): weights of a cubic through known points with the slopes of their neighbours (Catmull and Rom).
+
+    Linear in the known values, so it is made once; unlike a monotone curve it can have its least between two points.
+    """
+    size = known_at.size
+    if size < 3:
+        return np.column_stack([np.interp(at, known_at, one) for one in np.eye(size)])
+    slopes = np.zeros((size, size))
+    for i in range(size):
+        low, high = max(0, i - 1), min(size - 1, i + 1)
+        slopes[i, high] += 1 / (known_at[high] - known_at[low])
+        slopes[i, low] -= 1 / (known_at[high] - known_at[low])
+    piece = np.clip(np.searchsorted(known_at, at, side="right") - 1, 0, size - 2)
+    width = known_at[piece + 1] - known_at[piece]
+    t = ((at - known_at[piece]) / width)[:, None]
+    unit = np.eye(size)
+    value = unit[piece] * (1 + 2 * t) * (1 - t) ** 2 + unit[piece + 1] * t**2 * (3 - 2 * t)
+    return value + width[:, None] * (slopes[piece] * t * (1 - t) ** 2 + slopes[piece + 1] * t**2 * (t - 1))
+
+
+@inner
+def keep_of(passed: float, half_life: float) -> float:
+    """What is left of a moving average's past."""
+    return np.exp(-0.6931471805599453 * passed / half_life)
+
+
+@inner
+def latency_ms(terms: Terms, compute_ms: float, lead_ms: float, rate: float) -> float:
+    """Of a request, the queue included; `rate` is in requests per second."""
+    pressure = rate / 1e3 * np.sqrt(compute_ms * compute_ms + lead_ms * lead_ms)
+    growth = 1 + pressure * (terms.first + terms.second * pressure)
+    return (terms.step_ms + compute_ms + lead_ms) * growth * growth * growth * growth
+
+
+@inner
+def at_split(splits: Floats, row: int, alpha: float) -> float:
+    """A row of the table between its splits; beyond them as at the ends."""
+    first, last = splits[0, 0], splits[0, -1]
+    place = (alpha - first) / (last - first) * (splits.shape[1] - 1)
+    if not place > 0:
+        return splits[row, 0]
+    if place >= splits.shape[1] - 1:
+        return splits[row, -1]
+    low = int(place)
+    share = place - low
+    return splits[row, low] * (1 - share) + splits[row, low + 1] * share
+
+
+@inner
+def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
+    """Take a window in: the curves' newest part, rates, corrections, and every split reckoned anew."""
+    numbers, dt_s = outlook.numbers, max(1e-6, window.end_s - window.start_s)
+    arrived = max(0.0, window.num_requests + window.num_queued - numbers[O.QUEUED])
+    rate, tokens = arrived / dt_s, window.new_tokens + window.resident_tokens
+    is_first = numbers[O.WINDOWS] == 0
+    fresh = 0.0 if is_first else keep_of(dt_s, _FRESH_HALF_LIFE_S)
+    lasting = 0.0 if is_first else keep_of(dt_s, _LASTING_HALF_LIFE_S)
+    numbers[O.FRESH_RATE] = fresh * numbers[O.FRESH_RATE] + (1 - fresh) * rate
+    numbers[O.LASTING_RATE] = lasting * numbers[O.LASTING_RATE] + (1 - lasting) * rate
+    numbers[O.TOKENS] = fresh * numbers[O.TOKENS] + (1 - fresh) * tokens
+    numbers[O.QUEUED] = window.num_queued
+    _take_newest(outlook, terms, window, computed, missed)
+    before = outlook.splits[0, int(numbers[O.LASTING_BEST])]
+    _reckon(outlook, terms, computed, missed)
+    after = outlook.splits[0, int(numbers[O.LASTING_BEST])]
+    moved = 0.0 if is_first else (after - before) / dt_s
+    numbers[O.DRIFT] = lasting * numbers[O.DRIFT] + (1 - lasting) * moved
+    _correct(outlook, terms, window, dt_s)
+    numbers[O.WINDOWS] += 1
+
+
+@inner
+def _take_newest(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
+    """The curves are moving averages: take the old one, faded, off the new one, and the window's own is left."""
+    numbers, knots = outlook.numbers, outlook.knots
+    faded = 1.0 if terms.half_life == 0 else keep_of(window.num_requests, terms.half_life)
+    old = faded * numbers[O.WEIGHT]
+    new = window.weight - old
+    is_told = numbers[O.WEIGHT] > 0 and new >= 1
+    keep = keep_of(window.end_s - window.start_s, _FRESH_HALF_LIFE_S) * numbers[O.FRESH_WEIGHT]
+    for i in range(computed.size):
+        if not is_told and numbers[O.FRESH_WEIGHT] == 0:
+            knots[Knot.FRESH_COMPUTED, i], knots[Knot.FRESH_MISSED, i] = computed[i], missed[i]
+        elif is_told:
+            newest = max(0.0, (computed[i] * window.weight - knots[Knot.LAST_COMPUTED, i] * old) / new)
+            reads = max(0.0, (missed[i] * window.weight - knots[Knot.LAST_MISSED, i] * old) / new)
+            both = keep + new
+            knots[Knot.FRESH_COMPUTED, i] = (knots[Knot.FRESH_COMPUTED, i] * keep + newest * new) / both
+            knots[Knot.FRESH_MISSED, i] = (knots[Knot.FRESH_MISSED, i] * keep + reads * new) / both
+        knots[Knot.LAST_COMPUTED, i], knots[Knot.LAST_MISSED, i] = computed[i], missed[i]
+    if is_told:
+        numbers[O.FRESH_WEIGHT] = keep + new
+    numbers[O.WEIGHT] = window.weight
+
+
+@inner
+def _mix(curve: Floats, blend: Floats, out: Floats) -> None:
+    """A curve at every split of the table, never below zero."""
+    out[:] = 0.0
+    for i in range(curve.size):
+        for split in range(out.size):
+            out[split] += curve[i] * blend[i, split]
+    for split in range(out.size):
+        out[split] = max(out[split], 0.0)
+
+
+@inner
+def _reckon(outlook: Outlook, terms: Terms, computed: Floats, missed: Floats) -> None:
+    numbers, knots, splits, blend = outlook
+    per_token = terms.token_ms + terms.pair_ms * numbers[O.TOKENS] / 2
+    _mix(computed, blend, splits[Split.COMPUTE])
+    _mix(missed, blend, splits[Split.LEAD])
+    _mix(knots[Knot.FRESH_COMPUTED], blend, splits[Split.FRESH_COMPUTE])
+    _mix(knots[Knot.FRESH_MISSED], blend, splits[Split.FRESH_LEAD])
+    lasting_rate, fresh_rate = numbers[O.LASTING_RATE], numbers[O.FRESH_RATE]
+    for split in range(splits.shape[1]):
+        tokens, rows = splits[Split.COMPUTE, split], splits[Split.LEAD, split]
+        compute = terms.floor_ms + per_token * tokens
+        lead = terms.host_floor_ms + terms.host_token_ms * tokens + terms.row_ms * rows
+        splits[Split.COMPUTE, split], splits[Split.LEAD, split] = compute, lead
+        splits[Split.LASTING, split] = latency_ms(terms, compute, lead, lasting_rate)
+        tokens, rows = splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split]
+        compute, host = terms.floor_ms + per_token * tokens, terms.host_floor_ms + terms.host_token_ms * tokens
+        bus = terms.row_ms * rows
+        splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split] = compute, host + bus
+        splits[Split.FRESH, split] = latency_ms(terms, compute, host + bus, fresh_rate)
+        compute, bus = compute * numbers[O.COMPUTE_CORRECTION], bus * numbers[O.BUS_CORRECTION]
+        splits[Split.CORRECTED, split] = latency_ms(terms, compute, host + bus, fresh_rate)
+    numbers[O.LASTING_BEST] = splits[Split.LASTING].argmin()
+    numbers[O.FRESH_BEST] = splits[Split.FRESH].argmin()
+
+
+@inner
+def _correct(outlook: Outlook, terms: Terms, window: Seen, dt_s: float) -> None:
+    """Learn how much longer stages and requests took than reckoned, from what the window really read and computed."""
+    numbers = outlook.numbers
+    if window.num_requests == 0:
+        return
+    keep, served = keep_of(dt_s, _CORRECTION_HALF_LIFE_S), window.num_requests / dt_s / 1e3
+    per_token = terms.token_ms + terms.pair_ms * (window.new_tokens + window.resident_tokens) / 2
+    compute = terms.floor_ms + per_token * window.new_tokens
+    bus = terms.row_ms * window.missed_rows
+    for place, busy, reckoned in (
+        (O.COMPUTE_CORRECTION, window.compute_busy, served * compute),
+        (O.BUS_CORRECTION, window.bus_busy, served * bus),
+        (O.LEVEL, window.mean_ms, at_split(outlook.splits, Split.CORRECTED, window.alpha)),
+    ):
+        if busy > 0 and reckoned > 1e-9 and (place == O.LEVEL or busy < 0.98):  # a stage that never rested tells little
+            ratio = min(max(busy / reckoned, _MIN_CORRECTION), _MAX_CORRECTION)
+            numbers[place] = keep * numbers[place] + (1 - keep) * ratio

@@ -1,0 +1,164 @@
+"""Training from nothing to a file: lessons, the fit of crowding, distillation, PPO, and a trial on lessons held out."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.control.features import STEPS
+from helmrec.control.network import following_layers
+from helmrec.control.outlook import Crowding, Floats
+from helmrec.sim.cost import CostModel
+from helmrec.sim.oracle import best_static, cheapest_path, switching_costs
+from helmrec.sim.simulate import simulate
+from helmrec.train.crowding import fit_crowding
+from helmrec.train.distil import distil, expected_regret
+from helmrec.train.labels import FINE, fine_costs, switch_prices
+from helmrec.train.lessons import WINDOW_S, Ground, Lesson, at_speed, cost_by_window, draw_ground, learn_ground
+from helmrec.train.ppo import PPOPlan, train_ppo
+from helmrec.train.rollout import Examples, Recorder, base_of, record
+
+Arrays = dict[str, Floats]
+Tell = Callable[[str, float], None]  # what is done, and which share of it
+
+_SPEEDS = (0.8, 1.0, 1.2)  # at which a trace of one's own is gone through
+
+
+class TrainPlan(Frozen):
+    """How much is done. The defaults take about a quarter of an hour on two cores."""
+
+    num_lessons: int = Field(16, ge=2, description="made-up nodes and traffic to learn on")
+    num_trials: int = Field(4, ge=1, description="lessons held out, to choose between networks")
+    lesson_s: float = Field(120.0, ge=40, description="seconds of traffic in a lesson")
+    num_epochs: int = Field(150, ge=1, description="passes of each of the two distillations")
+    ppo_steps: int = Field(12_288, ge=0, description="seconds of simulated life PPO learns from")
+    num_workers: int = Field(2, ge=1, description="processes that make lessons")
+    seed: int = Field(0, ge=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """The networks and what became of them on lessons held out."""
+
+    networks: dict[str, Arrays]
+    chosen: str
+    crowding: Crowding
+    record: dict[str, Any]
+
+
+def make_lessons(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> list[Lesson]:
+    """The first `num_lessons` are for learning; a trace of one's own comes first, at three speeds."""
+    total = plan.num_lessons + plan.num_trials
+    grounds = [] if own is None else [at_speed(own, speed) for speed in _SPEEDS]
+    jobs = total - len(grounds)
+    with ProcessPoolExecutor(plan.num_workers, mp_context=get_context("spawn")) as workers:
+        started = [workers.submit(learn_ground, ground) for ground in grounds]
+        started += [workers.submit(_draw_and_learn, number, cost, plan.lesson_s) for number in range(jobs)]
+        lessons = list[Lesson]()
+        for number, job in enumerate(started, start=1):
+            lessons.append(job.result())
+            tell("lessons", number / total)
+    return lessons
+
+
+def _draw_and_learn(number: int, cost: CostModel, lesson_s: float) -> Lesson:
+    return learn_ground(draw_ground(number, cost, lesson_s))
+
+
+def train(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> Trained:
+    """Everything; `own` is a trace of one's own on one's own node."""
+    started_s = time.perf_counter()
+    lessons = make_lessons(plan, cost, own, tell)
+    taught, trials = lessons[: plan.num_lessons], lessons[plan.num_lessons :]
+    crowding = fit_crowding(taught)
+    following = following_layers()
+    distilled, losses = _distil_twice(plan, taught, crowding, tell)
+    networks = {"following": following, "distilled": distilled}
+    if plan.ppo_steps:
+        networks["distilled and PPO"] = _ppo(distilled, taught, crowding, plan, ("PPO", 3e-5, tell))
+        nothing = {name: np.zeros_like(array) for name, array in following.items()}
+        networks["PPO alone"] = _ppo(nothing, taught, crowding, plan, ("PPO alone", 1e-3, tell))
+    regrets = {}
+    for number, (name, arrays) in enumerate(networks.items(), start=1):
+        regrets[name] = [trial_regret(one, arrays, crowding) for one in trials]
+        tell("trials", number / len(networks))
+    offered = [name for name in networks if name.startswith("distilled")]
+    chosen = min(offered, key=lambda name: float(np.mean(regrets[name])))
+    return Trained(
+        networks=networks,
+        chosen=chosen,
+        crowding=crowding,
+        record={
+            "plan": plan.model_dump(),
+            "calibration": cost.name,
+            "crowding": crowding.model_dump(),
+            "lessons": [one.ground.name for one in taught],
+            "trials": [one.ground.name for one in trials],
+            "distillation_regret_by_epoch": losses,
+            "trial_regret": {name: [round(value, 5) for value in found] for name, found in regrets.items()},
+            "trial_regret_of_best_constant": [round(static_regret(one), 5) for one in trials],
+            "chosen": chosen,
+            "steps": list(STEPS),
+            "wall_s": round(time.perf_counter() - started_s, 1),
+        },
+    )
+
+
+def _distil_twice(
+    plan: TrainPlan, taught: Sequence[Lesson], crowding: Crowding, tell: Tell
+) -> tuple[Arrays, list[float]]:
+    """The second time on what the first network gets itself into, too."""
+    arrays, parts, losses = following_layers(), list[Examples](), list[float]()
+    for turn in range(2):
+        base = base_of(arrays, crowding)
+        for number, lesson in enumerate(taught, start=1):
+            parts.append(record(lesson, base, plan.seed + 1_000 * turn + number))
+            tell(f"runs {turn + 1}", number / len(taught))
+        examples = Examples.joined(parts)
+        losses.append(expected_regret(arrays, examples))
+        epochs = list[float]()
+
+        def tell_epoch(loss: float, epochs: list[float] = epochs, turn: int = turn) -> None:
+            epochs.append(loss)
+            tell(f"distilling {turn + 1}", len(epochs) / plan.num_epochs)
+
+        arrays = distil(arrays, examples, plan.num_epochs, plan.seed, tell_epoch)
+        losses += [round(loss, 6) for loss in epochs[:: max(1, plan.num_epochs // 20)]]
+        losses.append(expected_regret(arrays, examples))
+    return arrays, losses
+
+
+def _ppo(
+    start: Arrays, taught: Sequence[Lesson], crowding: Crowding, plan: TrainPlan, how: tuple[str, float, Tell]
+) -> Arrays:
+    name, learning_rate, tell = how
+    ppo = PPOPlan(plan.ppo_steps, learning_rate, seed=plan.seed)
+    return train_ppo(start, taught, crowding, ppo, lambda done: tell(name, min(1.0, done / plan.ppo_steps)))
+
+
+def trial_regret(lesson: Lesson, arrays: Arrays, crowding: Crowding) -> float:
+    """Cost of the network alone on a lesson, beyond what the switching-cost oracle would have had; a share of that."""
+    recorder = Recorder(lesson, base_of(arrays, crowding), np.random.default_rng(0), chance=0.0)
+    ground = lesson.ground
+    result = simulate(ground.trace, ground.born_at(0.5), ground.cost, recorder)
+    spent = cost_by_window(result)
+    first, last = round(30 / WINDOW_S), min(spent.size, lesson.costs.shape[0])
+    return float(spent[first:last].sum() / _oracle_cost(lesson, first, last) - 1)
+
+
+def static_regret(lesson: Lesson) -> float:
+    """The same of the best constant in hindsight."""
+    first, last = round(30 / WINDOW_S), lesson.costs.shape[0]
+    costs = fine_costs(lesson.costs)[first:last]
+    return float(best_static(costs, FINE).total / _oracle_cost(lesson, first, last) - 1)
+
+
+def _oracle_cost(lesson: Lesson, first: int, last: int) -> float:
+    switching = switching_costs(FINE, switch_prices(lesson.ground))
+    return cheapest_path(fine_costs(lesson.costs)[first:last], FINE, switching).total

@@ -1,0 +1,145 @@
+"""What windows say of other splits: fast loops against plain twins, and the newest part of the curves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helmrec.control.helm import new_memory, views
+from helmrec.control.outlook import (
+    NUM_SPLITS,
+    Crowding,
+    O,
+    Outlook,
+    Seen,
+    Split,
+    Terms,
+    at_split,
+    begin_outlook,
+    blend_weights,
+    latency_ms,
+    look,
+    seen,
+)
+from helmrec.control.policy import WindowStats
+from helmrec.memory.miss_curves import JointCurves
+from tests.control.bowl import COST, Bowl
+
+TERMS = Terms.of(COST, Crowding(), half_life_requests=4_096)
+
+
+def outlook_for(stats: WindowStats) -> Outlook:
+    assert stats.curves is not None
+    alphas = stats.curves.alphas
+    found = views.py_func(new_memory(alphas.size), alphas.size).outlook
+    begin_outlook(found, alphas)
+    return found
+
+
+def take(outlook: Outlook, stats: WindowStats) -> None:
+    assert stats.curves is not None
+    curves = stats.curves
+    look(outlook, TERMS, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
+
+
+def test_a_window_is_handed_over_field_by_field() -> None:
+    stats = Bowl().window(0.4, start_s=7)
+    window = Seen(*seen(stats))
+    assert (window.start_s, window.end_s, window.alpha_target, window.mean_ms) == (7, 8, 0.4, stats.traffic.mean_ms)
+    assert stats.curves is not None
+    assert window.weight == stats.curves.num_requests
+    assert window.missed_rows == stats.missed_rows_per_request
+
+
+def test_the_table_is_that_of_a_plain_loop() -> None:
+    stats = Bowl().window(0.5)
+    outlook = outlook_for(stats)
+    take(outlook, stats)
+    curves = stats.curves
+    assert curves is not None
+    blend = blend_weights(outlook.splits[Split.ALPHA], curves.alphas)
+    computed = np.maximum(blend @ curves.computed_tokens_per_request, 0)
+    missed = np.maximum(blend @ curves.missed_rows_per_request, 0)
+    compute = COST.floor_ms + computed * COST.token_ms
+    lead = missed * COST.missed_row_ms
+    np.testing.assert_allclose(outlook.splits[Split.COMPUTE], compute)
+    np.testing.assert_allclose(outlook.splits[Split.LEAD], lead)
+    pressure = 20 / 1e3 * np.hypot(compute, lead)
+    crowding = Crowding()
+    growth = (1 + crowding.first * pressure + crowding.second * pressure**2) ** 4
+    np.testing.assert_allclose(outlook.splits[Split.LASTING], (compute + lead) * growth)
+    assert outlook.numbers[O.LASTING_BEST] == outlook.splits[Split.LASTING].argmin()
+
+
+def test_latency_is_a_lone_request_s_without_load_and_grows_with_it() -> None:
+    alone = latency_ms(TERMS, 2.0, 1.0, 0.0)
+    assert alone == pytest.approx(3.0 + TERMS.step_ms)
+    rates = [latency_ms(TERMS, 2.0, 1.0, rate) for rate in (0.0, 100.0, 300.0, 5_000.0)]
+    assert rates == sorted(rates)
+    assert np.isfinite(rates).all()
+
+
+@pytest.mark.parametrize("size", [2, 5, 9])
+def test_blending_goes_through_the_known_points_and_keeps_lines(size: int) -> None:
+    known_at = np.linspace(0.1, 0.9, size)
+    np.testing.assert_allclose(blend_weights(known_at, known_at), np.eye(size), atol=1e-12)
+    at = np.linspace(0.1, 0.9, 50)
+    np.testing.assert_allclose(blend_weights(at, known_at) @ (3 * known_at + 1), 3 * at + 1)
+
+
+def test_a_blend_can_have_its_least_between_two_points() -> None:
+    known_at, at = np.linspace(0.1, 0.9, 9), np.linspace(0.1, 0.9, 81)
+    found = blend_weights(at, known_at) @ (known_at - 0.45) ** 2
+    assert at[found.argmin()] == pytest.approx(0.45)
+
+
+def test_between_splits_the_table_is_read_straight_and_beyond_them_flat() -> None:
+    splits = np.zeros((len(Split), NUM_SPLITS))
+    splits[Split.ALPHA] = np.linspace(0.1, 0.9, NUM_SPLITS)
+    splits[Split.FRESH] = splits[Split.ALPHA] * 2
+    assert at_split(splits, Split.FRESH, 0.333) == pytest.approx(0.666)
+    assert at_split(splits, Split.FRESH, -5.0) == pytest.approx(0.2)
+    assert at_split(splits, Split.FRESH, 5.0) == pytest.approx(1.8)
+    assert at_split(splits, Split.FRESH, float("nan")) == pytest.approx(0.2), "never out of bounds"
+
+
+def faded(before: JointCurves, newest: JointCurves, num_requests: int) -> JointCurves:
+    """What the curves' moving average shows once a window of its own curves has come in."""
+    keep = 0.5 ** (num_requests / 4_096)
+    old, new = keep * before.num_requests, float(num_requests)
+    both = {
+        name: (getattr(before, name) * old + getattr(newest, name) * new) / (old + new)
+        for name in ("computed_tokens_per_request", "missed_rows_per_request")
+    }
+    return replace(before, num_requests=old + new, **both)
+
+
+def test_the_fresh_view_turns_at_once_where_the_lasting_one_lags() -> None:
+    first, second = Bowl(rate=400), Bowl(emb_scale=0.6, kv_scale=0.1, rate=400)
+    stats = first.window(0.5)
+    assert stats.curves is not None
+    curves = replace(stats.curves, num_requests=5_900.0)
+    outlook = outlook_for(stats)
+    take(outlook, replace(stats, curves=curves))
+    for second_s in range(1, 5):
+        curves = faded(curves, second.curves(), 400)
+        take(outlook, replace(second.window(0.5, start_s=second_s), curves=curves))
+    alphas = outlook.splits[Split.ALPHA]
+    fresh, lasting = (alphas[int(outlook.numbers[place])] for place in (O.FRESH_BEST, O.LASTING_BEST))
+    wanted = outlook_for(stats)
+    take(wanted, second.window(0.5))
+    best = alphas[int(wanted.numbers[O.FRESH_BEST])]
+    assert abs(fresh - best) < abs(lasting - best)
+
+
+def test_stages_that_take_longer_than_reckoned_are_corrected_within_bounds() -> None:
+    stats = Bowl(rate=50).window(0.5)
+    slow = replace(stats, traffic=replace(stats.traffic, compute_busy=1.3 * stats.traffic.compute_busy, bus_busy=0.97))
+    outlook = outlook_for(stats)
+    for _ in range(300):
+        take(outlook, slow)
+    assert outlook.numbers[O.COMPUTE_CORRECTION] == pytest.approx(1.3, rel=0.01)
+    assert 1.0 < outlook.numbers[O.BUS_CORRECTION] <= 2.0
+    before = outlook.numbers[O.BUS_CORRECTION]
+    take(outlook, replace(stats, traffic=replace(stats.traffic, bus_busy=0.0)))
+    assert outlook.numbers[O.BUS_CORRECTION] == before, "an engine that does not know its bus says 0"
