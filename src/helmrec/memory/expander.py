@@ -43,10 +43,11 @@ class StepCosts:
     """
 
     _FADE = 0.99
+    _RIDGE = 1e-9 * np.eye(3)
     _SCALE = np.array([1.0, 1e3, 1e6])  # so that the three terms are of one size
 
     def __init__(self) -> None:
-        self._moments = 1e-6 * np.eye(3)
+        self._moments = np.zeros((3, 3))
         self._target = np.zeros(3)
         self._floor_s = self._token_s = self._pair_s = 0.0
 
@@ -56,7 +57,7 @@ class StepCosts:
         x = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE
         self._moments = self._FADE * self._moments + np.outer(x, x)
         self._target = self._FADE * self._target + weight * seconds * x
-        fitted = np.maximum(np.linalg.solve(self._moments, self._target), 0.0) / self._SCALE
+        fitted = np.maximum(np.linalg.solve(self._moments + self._RIDGE, self._target), 0.0) / self._SCALE
         self._floor_s, self._token_s, self._pair_s = fitted.tolist()
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
