@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow check format measure gpu gpu-serving clean
+.PHONY: help demo test test-slow check format measure map rivals gpu gpu-serving clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +31,12 @@ format: $(VENV)/ready  ## Format and fix what can be fixed
 
 measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/measurements
 	$(BIN)/python -m scripts.measure_host
+
+map: $(VENV)/ready  ## Where the split matters and what moving it gains; goes on where it was stopped (CPU, fifteen minutes)
+	$(BIN)/python -m scripts.map
+
+rivals: $(VENV)/ready  ## Every policy on the main scenario; goes on where it was stopped (CPU, forty minutes)
+	$(BIN)/python -m scripts.rivals
 
 gpu:  ## On a machine with a card: check every kernel, time the dense path and row reads; writes docs/measurements
 	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu

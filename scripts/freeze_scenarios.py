@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.cells import MOVE_BYTES, SLO_MS, Cell, phase
+from helmrec.bench.cells import MOVE_BYTES, POOL_GB, REGIMES, SLO_MS, Cell, Regime
 from helmrec.sim.workload import Phase
-from scripts.map import OUT, from_json
+from scripts.map import FAVOURABLE, OUT, from_json
 
 FOLDER = Path("scenarios")
 LOAD = 0.85  # of the largest load the best constant serves within the SLO in every phase
-RUSH = 1.5  # a burst brings half as many requests again
 
 _HEADER = """\
 # {title}
@@ -36,7 +35,7 @@ row_sample = {row_sample}
 pool_bytes = "{pool_gb:g}GB"
 max_batch_requests = 8
 move_bytes_per_step = "{move_bytes}"
-
+{overlap}
 [workload]
 name = "{name}"
 num_items = {num_items}
@@ -59,89 +58,98 @@ class Setting(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A variant: phases at a rate of 1, and in which regimes they put how many times the base rate."""
+    """A variant: phases at a base rate of 1, and how many times the base rate its regimes bring."""
 
     name: str
     title: str
     phases: tuple[Phase, ...]
     repeat: int
-    times: Mapping[str, float]
+    times: Mapping[Regime, float]
 
 
 SETTINGS = (
     Setting("control", "Control: one row a token. Adapting should gain nothing.", Cell(rows_per_token=1)),
     Setting("main", "Main: 24 rows a token.", Cell(rows_per_token=24)),
-    Setting(
-        "stress", "Stress, FAVOURABLE to adapting: 24 rows a token over half the bus.",
-        Cell(rows_per_token=24, bus_speed=0.5),
-    ),
-)  # fmt: skip
+    Setting("stress", "Stress, FAVOURABLE to adapting: half the hot set, stages that do not overlap.", FAVOURABLE),
+)
 
 
-def calm(duration_s: float) -> Phase:
-    return phase("returning", duration_s, 1.0).model_copy(update={"name": "calm"})
+def calm(cell: Cell, duration_s: float) -> Phase:
+    return cell.phase("returning", duration_s, 1.0).model_copy(update={"name": "calm"})
 
 
-def changed(name: str, duration_s: float, **settings: Any) -> Phase:
-    return Phase(**calm(duration_s).model_dump() | {"name": name} | settings)
+def changed(before: Phase, name: str, **settings: Any) -> Phase:
+    return Phase(**before.model_dump() | {"name": name} | settings)
 
 
-def trend(duration_s: float) -> Phase:
+def trend(cell: Cell, duration_s: float, rush: float) -> Phase:
     """From one regime to the other; the crowd changes head by head."""
-    start, end = phase("returning", duration_s, 1.0), phase("browsing", duration_s, RUSH)
+    start, end = calm(cell, duration_s), cell.phase("browsing", duration_s, rush)
     ramps = {
         key: (getattr(start, key)[0], getattr(end, key)[1])
         for key in ("rate", "hot_share", "hot_first", "history", "item_exponent")
     }
-    return changed("trend", duration_s, **ramps)
+    return changed(start, "trend", **ramps)
 
 
-def bursts(length_s: float, repeat: int) -> Traffic:
-    burst = phase("browsing", length_s, RUSH).model_copy(update={"name": "burst"})
+def bursts(cell: Cell, length_s: float, repeat: int, rush: float) -> Traffic:
+    burst = cell.phase("browsing", length_s, rush).model_copy(update={"name": "burst"})
     return Traffic(
         f"burst-{length_s:g}s",
         f"Every {4 * length_s:g} s a burst of {length_s:g} s.",
-        (calm(3 * length_s), burst),
+        (calm(cell, 3 * length_s), burst),
         repeat,
-        {"returning": 1, "browsing": RUSH},
+        {"returning": 1, "browsing": rush},
     )
 
 
-TRAFFIC = (
-    Traffic("steady", "Nothing changes.", (calm(120),), 1, {"returning": 1}),
-    Traffic(
-        "trend",
-        "A slow change to another crowd, shorter histories, flatter taste and half as many requests again.",
-        (trend(120), phase("browsing", 40, RUSH).model_copy(update={"name": "after"})),
-        1,
-        {"returning": 1, "browsing": RUSH},
-    ),
-    bursts(3, 12),
-    bursts(20, 2),
-    bursts(60, 1),
-    Traffic(
-        "cold-flood",
-        "Adversarial: strangers on top of the usual traffic, as many again, then twice as many.",
-        (
-            calm(40),
-            changed("flood", 30, rate=2, hot_share=0.35),
-            calm(40),
-            changed("flood", 30, rate=3, hot_share=0.7 / 3),
+def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
+    """`rush`: how many times the calm rate a burst brings."""
+    after = cell.phase("browsing", 40, rush).model_copy(update={"name": "after"})
+    rest, flooded = calm(cell, 40), calm(cell, 30)
+    return (
+        Traffic("steady", "Nothing changes.", (calm(cell, 120),), 1, {"returning": 1}),
+        Traffic(
+            "trend",
+            "A slow change to another crowd, shorter histories, flatter taste and more requests.",
+            (trend(cell, 120, rush), after),
+            1,
+            {"returning": 1, "browsing": rush},
         ),
-        1,
-        {"returning": 1, "flood": 3},
-    ),
-    Traffic(
-        "flash-items",
-        "Adversarial: half of all draws go to a thousand items nobody knew, others each time.",
-        (calm(20), changed("flash", 20, flash_share=(0.5, 0.2))),
-        4,
-        {"returning": 1},
-    ),
-)
+        bursts(cell, 3, 12, rush),
+        bursts(cell, 20, 2, rush),
+        bursts(cell, 60, 1, rush),
+        Traffic(
+            "cold-flood",
+            "Adversarial: strangers on top of the usual traffic, as many again, then twice as many.",
+            (
+                rest,
+                changed(flooded, "flood", rate=2, hot_share=0.35),
+                rest,
+                changed(flooded, "flood", rate=3, hot_share=0.7 / 3),
+            ),
+            1,
+            {"returning": 1, "flood": 3},
+        ),
+        Traffic(
+            "flash-items",
+            "Adversarial: half of all draws go to a thousand items nobody knew, others each time.",
+            (calm(cell, 20), changed(calm(cell, 20), "flash", flash_share=(0.5, 0.2))),
+            4,
+            {"returning": 1},
+        ),
+    )
 
 
-def base_rate(sweeps: Mapping[str, Any], times: Mapping[str, float]) -> tuple[float, float]:
+def rush_of(setting: Setting, sweeps: Mapping[str, Any]) -> float:
+    """Half as many requests again; where adapting is to be favoured, what makes both regimes equally critical."""
+    if setting.cell != FAVOURABLE:
+        return 1.5
+    calm_load, other = (float(from_json(sweeps[regime]).capacity.max()) for regime in REGIMES)
+    return round(other / calm_load, 2)
+
+
+def base_rate(sweeps: Mapping[str, Any], times: Mapping[Regime, float]) -> tuple[float, float]:
     """The best constant's largest base rate, and its split."""
     swept = {regime: from_json(sweeps[regime]) for regime in times}
     worst = np.min([swept[regime].capacity / factor for regime, factor in times.items()], axis=0)
@@ -153,7 +161,7 @@ def scenario_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any])
     cell = setting.cell
     limit, alpha = base_rate(sweeps, traffic.times)
     rate = round(LOAD * limit)
-    workload = cell.workload(calm(1), traffic.phases)
+    workload = cell.workload(calm(cell, 1), traffic.phases)
     head = _HEADER.format(
         title=f"{setting.title} {traffic.title}",
         name=f"{setting.name}-{traffic.name}",
@@ -163,7 +171,8 @@ def scenario_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any])
         slo_ms=SLO_MS,
         warm_up_s=cell.warm_up_s,
         bus=f"bus_speed = {cell.bus_speed:g}\n" if cell.bus_speed != 1 else "",
-        pool_gb=cell.pool_gb,
+        overlap="" if cell.overlap else "overlap = false\n",
+        pool_gb=POOL_GB,
         move_bytes=MOVE_BYTES,
         row_sample=1 / cell.num_lanes,
         num_items=workload.num_items,
@@ -171,7 +180,7 @@ def scenario_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any])
         item_shift=workload.item_shift,
         repeat=traffic.repeat,
     )
-    warm_up = changed("warm-up", cell.warm_up_s)
+    warm_up = changed(calm(cell, cell.warm_up_s), "warm-up")
     return head + phase_text("opening", warm_up, rate) + "".join(phase_text("phases", p, rate) for p in traffic.phases)
 
 
@@ -195,9 +204,10 @@ def main() -> None:
     cells = {json.dumps(one["cell"]): one["sweeps"] for one in json.loads(OUT.read_text())["cells"]}
     FOLDER.mkdir(exist_ok=True)
     for setting in SETTINGS:
-        for traffic in TRAFFIC:
+        sweeps = cells[json.dumps(setting.cell.model_dump())]
+        for traffic in variants(setting.cell, rush_of(setting, sweeps)):
             path = FOLDER / f"{setting.name}-{traffic.name}.toml"
-            path.write_text(scenario_text(setting, traffic, cells[json.dumps(setting.cell.model_dump())]))
+            path.write_text(scenario_text(setting, traffic, sweeps))
             print(path)
 
 

@@ -21,8 +21,9 @@ from helmrec.bench.cell_report import (
     following_rate_limit,
     regime_figures,
 )
-from helmrec.bench.cells import HOT_USERS, NUM_ROWS, REGIMES, SLO_MS, Cell, Regime
+from helmrec.bench.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, SLO_MS, Cell, Regime
 from helmrec.bench.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
+from helmrec.bench.map_checks import held_capacity, sampled
 from helmrec.bench.shifts import Shift, run_shift
 from helmrec.sim.cost import default_cost
 from scripts.kept import Store, digest_of, finish
@@ -33,23 +34,26 @@ OUT, IMAGES, KEPT = Path("docs/measurements/map.json"), Path("docs/images"), Pat
 LOAD = 0.9  # of the best constant's limit, at which shifts are run
 MODES = ("constant", "following")
 CELLS = tuple(
-    Cell(rows_per_token=rows, bus_speed=bus, pool_gb=pool)
+    Cell(rows_per_token=rows, bus_speed=bus, hot=hot, overlap=overlap)
     for rows in (24, 6, 1)
-    for bus, pool in ((1.0, 80.0), (0.5, 80.0), (1.0, 40.0), (1.0, 160.0))
+    for bus, hot, overlap in ((1.0, 1.0, True), (0.5, 1.0, True), (1.0, 2.0, True), (1.0, 0.5, True), (1.0, 0.5, False))
+    if rows > 1 or hot == 1
 )
-# Every length where the caches compete, one elsewhere: shifts take longest.
-LENGTHS_S = {
-    Cell(rows_per_token=24): (3.0, 20.0, 60.0),
-    Cell(rows_per_token=24, bus_speed=0.5): (3.0, 20.0, 60.0),
-    Cell(rows_per_token=24, pool_gb=40): (20.0,),
-    Cell(rows_per_token=24, pool_gb=160): (20.0,),
-    Cell(rows_per_token=6): (3.0, 20.0, 60.0),
-    Cell(rows_per_token=6, bus_speed=0.5): (20.0,),
-    Cell(rows_per_token=1): (20.0,),
-}
-
-
-FLOODED = (Cell(rows_per_token=1), Cell(rows_per_token=24), Cell(rows_per_token=24, bus_speed=0.5))  # scenarios
+MAIN = Cell(rows_per_token=24)
+FAVOURABLE = Cell(rows_per_token=24, hot=0.5, overlap=False)
+# Every length where the caches compete, fewer elsewhere: shifts take longest.
+SHIFTS = (
+    *((Cell(rows_per_token=24), mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
+    *((FAVOURABLE, mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
+    (Cell(rows_per_token=24, bus_speed=0.5), "following", 20.0),
+    (Cell(rows_per_token=24, hot=2), "following", 20.0),
+    *((Cell(rows_per_token=24, hot=0.5), mode, 20.0) for mode in MODES),
+    *((Cell(rows_per_token=6), mode, 20.0) for mode in MODES),
+    (Cell(rows_per_token=6), "following", 60.0),
+    (Cell(rows_per_token=6, bus_speed=0.5), "following", 20.0),
+    *((Cell(rows_per_token=1), mode, 20.0) for mode in MODES),
+)
+FLOODED = (Cell(rows_per_token=1), Cell(rows_per_token=24), FAVOURABLE)  # scenarios
 
 
 class RegimeUnit(NamedTuple):
@@ -73,7 +77,21 @@ class ShiftUnit(NamedTuple):
         return f"{self.cell.name}, {self.mode} rate, {self.shift.length_s:g} s at {rates}, seed {self.shift.seed}"
 
 
-def work(unit: RegimeUnit | ShiftUnit) -> dict[str, Any]:
+class CheckUnit(NamedTuple):
+    """The shortcuts of the map on the main cell, near `rate`."""
+
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return f"shortcuts near {self.rate:.0f}"
+
+
+def work(unit: RegimeUnit | ShiftUnit | CheckUnit) -> dict[str, Any]:
+    if isinstance(unit, CheckUnit):
+        lanes = [asdict(sampled(MAIN, default_cost(), 0.85 * unit.rate, num)) for num in (MAIN.num_lanes, 256)]
+        held = held_capacity(MAIN, default_cost(), unit.rate)
+        return {"sampling": lanes, "rising": {"capacity_rising": unit.rate, "capacity_held": held}}
     if isinstance(unit, RegimeUnit):
         return as_json(sweep_regime(unit.cell, default_cost(), unit.regime))
     found = run_shift(unit.cell, default_cost(), unit.shift, np.array(unit.alphas))
@@ -119,20 +137,20 @@ def sweeps_of(cell: Cell, store: Store) -> tuple[RegimeSweep, RegimeSweep]:
 
 def shift_units(store: Store) -> list[ShiftUnit]:
     units = []
-    for cell, lengths in LENGTHS_S.items():
+    for cell, mode, length_s in SHIFTS:
         sweeps = sweeps_of(cell, store)
         constant, following = constant_rate_limit(sweeps), following_rate_limit(sweeps)
         own = [float(np.where(sweep.is_full, sweep.capacity, 0).max()) for sweep in sweeps]
-        rates = {
-            "constant": (LOAD * constant.static,) * 2,
-            "following": (LOAD * following.static * own[0], LOAD * following.static * own[1]),
-        }
+        rates = [constant.static] * 2 if mode == "constant" else [following.static * capacity for capacity in own]
         alphas = around(best_alpha(sweeps[0]), best_alpha(sweeps[1]), (constant.static_alpha, following.static_alpha))
-        for length_s in lengths:
-            for mode in MODES:
-                rounded = (round(rates[mode][0], 1), round(rates[mode][1], 1))
-                units.append(ShiftUnit(cell, mode, Shift(length_s, rounded, LOAD), alphas))
+        shift = Shift(length_s, (round(LOAD * rates[0], 1), round(LOAD * rates[1], 1)), LOAD)
+        units.append(ShiftUnit(cell, mode, shift, alphas))
     return units
+
+
+def check_unit(store: Store) -> CheckUnit:
+    sweep = sweeps_of(MAIN, store)[0]
+    return CheckUnit(round(float(sweep.capacity[ALPHAS.index(0.5)]), 1))
 
 
 def around(first: float, second: float, others: tuple[float, ...]) -> tuple[float, ...]:
@@ -148,7 +166,7 @@ def cell_json(cell: Cell, store: Store) -> dict[str, Any]:
     limits = {"constant": constant_rate_limit(sweeps), "following": following_rate_limit(sweeps)}
     return {
         "cell": cell.model_dump(),
-        "hot_bytes_over_pool": round((82 + 90) / 2 / cell.pool_gb, 2),
+        "hot_bytes_over_pool": round(HOT_GB * cell.hot / POOL_GB, 2),
         "shift_of_alpha": round(abs(best[1] - best[0]), 3),
         "regimes": {
             regime: asdict(regime_figures(sweep, other))
@@ -190,6 +208,7 @@ def report(store: Store) -> None:
         "hot_users": HOT_USERS,
         "num_rows": NUM_ROWS,
         "load_of_shifts": LOAD,
+        **store.found.get(check_unit(store).name, {}),
         "cells": [cell_json(cell, store) for cell in CELLS],
         "shifts": [shift_json(unit, store) for unit in units],
     }
@@ -206,7 +225,7 @@ def main() -> None:
     store = Store(KEPT, digest_of(default_cost()))
     if not flags.only_report:
         finish(regime_units(), work, store, flags.processes, "regimes")
-        finish(shift_units(store), work, store, flags.processes, "shifts")
+        finish([check_unit(store), *shift_units(store)], work, store, flags.processes, "shifts")
     report(store)
 
 

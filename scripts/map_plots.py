@@ -28,7 +28,8 @@ def plot_map(found: Mapping[str, Any], folder: Path) -> list[Path]:
 def _title(cell: Mapping[str, Any]) -> str:
     bus = "" if cell["bus_speed"] == 1 else f", bus x {cell['bus_speed']:g}"
     rows = "1 row" if cell["rows_per_token"] == 1 else f"{cell['rows_per_token']} rows"
-    return f"{rows} a token, {cell['pool_gb']:g} GB{bus}"
+    overlap = "" if cell["overlap"] else ", no overlap"
+    return f"{rows} a token, hot x {cell['hot']:g}{bus}{overlap}"
 
 
 def _capacities(swept: Mapping[str, Any]) -> Any:

@@ -30,7 +30,7 @@ def test_latency_is_read_off_between_windows() -> None:
 
 
 def test_a_node_is_slower_at_the_end_of_a_rise_and_the_curve_says_at_which_rate() -> None:
-    cell = Cell(rows_per_token=1, pool_gb=20)
+    cell = Cell(rows_per_token=1, hot=0.05)
     trace = rising_trace(cell, "returning", 120, seed=3)
     seen = load_curve(run_static(cell, default_cost(), trace, 0.2), cell.warm_up_s, 120)
     assert seen.rate[0] < 0.35 * 120 < 0.95 * 120 < seen.rate[-1]

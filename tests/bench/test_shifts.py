@@ -28,7 +28,7 @@ def test_windows_divide_a_regime() -> None:
 
 
 def test_no_oracle_is_worse_than_the_best_constant_and_the_tracker_may_be() -> None:
-    cell = Cell(rows_per_token=1, pool_gb=4)
+    cell = Cell(rows_per_token=1, hot=0.05)
     found = run_shift(cell, default_cost(), Shift(20, (60, 60), 0.9), np.array((0.1, 0.5, 0.9)))
     assert found.oracle.mean_ms <= found.best_static.mean_ms
     assert found.oracle.p99_ms <= min(found.best_static.p99_ms, found.tracker.p99_ms)

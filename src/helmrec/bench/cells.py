@@ -1,7 +1,7 @@
 """The cells of the map: what a node is and which two regimes of traffic it lives between.
 
-All cells have the same bytes of rows, spread over fewer or more tables, and the same crowd of hot users. So shapes
-differ in how many rows a token reads, not in how large the hot set is.
+All have the same pool. Rows lie in fewer or more tables, but take the same bytes in all: so shapes differ in how many
+rows a token reads, not in how large the hot set is; that is another axis.
 """
 
 from typing import Any, Literal
@@ -16,8 +16,10 @@ from helmrec.sim.scenario import with_bus_speed
 from helmrec.sim.workload import Phase, Users, Workload
 
 SLO_MS = 80.0  # the published limit of ranking (MLPerf DLRMv3)
+POOL_GB = 80.0  # what a card of 141 GB leaves beside weights, buffers and graphs, with room
 HOT_USERS = 1_200  # their prefixes take 82 GB
 NUM_ROWS = 260_000_000  # of 1 KiB, all tables together; a third of them take nine tenths of the reads: 90 GB
+HOT_GB = 86.0  # the mean of the two
 MOVE_BYTES = "64MiB"  # per step: the default would take half a minute to move a third of such a pool
 
 Regime = Literal["returning", "browsing", "flood"]
@@ -25,10 +27,10 @@ REGIMES: tuple[Regime, Regime] = ("returning", "browsing")
 _TABLES = {1: 1.0, 6: 2.0, 24: 6.5}  # rows of all tables per row of the item table: extra tables have a quarter
 _PROFILES = {1: "narrow", 6: "dlrmv3", 24: "wide"}
 _EXPONENT, _SHIFT_SHARE = 1.0, 1 / 40_000  # reuse between Meta's published traces of 2021 and 2022
-# One lane is simulated. Half as much of the rows of a wide shape moves its mean by 0.3% and its P99 by 0.8%.
-_LANES = {1: 256, 6: 256, 24: 512}
+# One lane is simulated. What that does to a wide shape's latency stands in the map (`sampling`).
+_LANES = {1: 256, 6: 512, 24: 1024}
 # Runs of wide shapes take longest and fill their row cache soonest.
-_WARM_UP_S = {1: 240.0, 6: 120.0, 24: 40.0}
+_WARM_UP_S = {1: 120.0, 6: 60.0, 24: 30.0}
 
 
 class Cell(Frozen):
@@ -36,31 +38,41 @@ class Cell(Frozen):
 
     rows_per_token: Literal[1, 6, 24]
     bus_speed: float = Field(1.0, gt=0, description="share of the calibration's")
-    pool_gb: float = Field(80.0, gt=0)
+    hot: float = Field(1.0, gt=0, description="times as many hot users and rows")
+    overlap: bool = Field(True, description="whether rows are read while another step computes")
 
     @property
     def name(self) -> str:
-        return f"{self.rows_per_token} rows, bus x {self.bus_speed:g}, {self.pool_gb:g} GB"
+        ending = "" if self.overlap else ", no overlap"
+        return f"{self.rows_per_token} rows, bus x {self.bus_speed:g}, hot x {self.hot:g}{ending}"
+
+    @property
+    def hot_users(self) -> int:
+        return round(HOT_USERS * self.hot)
 
     @property
     def num_items(self) -> int:
-        return round(NUM_ROWS / _TABLES[self.rows_per_token])
+        return round(NUM_ROWS * self.hot / _TABLES[self.rows_per_token])
 
     @property
     def warm_up_s(self) -> float:
-        """Until both caches evict at any split, with some reserve; a larger pool takes longer."""
-        return 1.0 + _WARM_UP_S[self.rows_per_token] * max(1.0, self.pool_gb / 80)
+        """Until both caches evict, with some reserve."""
+        return 1.0 + _WARM_UP_S[self.rows_per_token]
 
     @property
     def num_lanes(self) -> int:
         return _LANES[self.rows_per_token]
 
-    def node(self, alpha: float) -> NodeConfig:
+    def node(self, alpha: float, num_lanes: int | None = None) -> NodeConfig:
         engine = EngineConfig(
-            pool_bytes=f"{self.pool_gb:g}GB", alpha=alpha, max_batch_requests=8, move_bytes_per_step=MOVE_BYTES
+            pool_bytes=f"{POOL_GB:g}GB",
+            alpha=alpha,
+            max_batch_requests=8,
+            move_bytes_per_step=MOVE_BYTES,
+            overlap=self.overlap,
         )
         model = profile(_PROFILES[self.rows_per_token], self.num_items)
-        return NodeConfig(model=model, engine=engine, row_sample=1 / self.num_lanes, slo_ms=SLO_MS)
+        return NodeConfig(model=model, engine=engine, row_sample=1 / (num_lanes or self.num_lanes), slo_ms=SLO_MS)
 
     def cost(self, measured: CostModel) -> CostModel:
         return with_bus_speed(measured, self.bus_speed)
@@ -74,22 +86,21 @@ class Cell(Frozen):
             item_shift=self.num_items * _SHIFT_SHARE,
             num_candidates=2_048,
             users=Users(min_history=2_000, max_history=14_000),
-            opening=(phase("returning", 1.0, warm_up.rate), warm_up),
+            opening=(self.phase("returning", 1.0, warm_up.rate), warm_up),
             phases=phases,
         )
 
-
-def phase(regime: Regime, duration_s: float, rate: float | tuple[float, float]) -> Phase:
-    """Returning users with long histories; another crowd, half as many of it known, with half the history and flatter
-    taste; or strangers on top of the usual traffic, twice as many."""
-    settings: dict[str, Any] = {"hot_share": 0.7, "history": 6_700, "item_exponent": _EXPONENT}
-    if regime == "browsing":
-        settings = {
-            "hot_share": 0.35,
-            "history": 3_350,
-            "hot_first": HOT_USERS,
-            "item_exponent": _EXPONENT - 0.3,
-        }
-    elif regime == "flood":
-        settings["hot_share"] = 0.7 / 3
-    return Phase(name=regime, duration_s=duration_s, rate=rate, hot_users=HOT_USERS, **settings)
+    def phase(self, regime: Regime, duration_s: float, rate: float | tuple[float, float]) -> Phase:
+        """Returning users with long histories; another crowd, half as many of it known, with half the history and
+        flatter taste; or strangers on top of the usual traffic, twice as many."""
+        settings: dict[str, Any] = {"hot_share": 0.7, "history": 6_700, "item_exponent": _EXPONENT}
+        if regime == "browsing":
+            settings = {
+                "hot_share": 0.35,
+                "history": 3_350,
+                "hot_first": self.hot_users,
+                "item_exponent": _EXPONENT - 0.3,
+            }
+        elif regime == "flood":
+            settings["hot_share"] = 0.7 / 3
+        return Phase(name=regime, duration_s=duration_s, rate=rate, hot_users=self.hot_users, **settings)

@@ -1,7 +1,7 @@
 """What a node does as load grows: a run of rising arrivals tells latency at every load, and the largest within an SLO.
 
-Rising slowly, a run passes through all loads in a minute and a half; a run for each load would take ten times as long.
-What is lost is told by `scripts.map --check`: capacities of steady runs beside those of rising ones.
+Rising slowly, a run passes through all loads in a minute; a run for each load would take ten times as long.
+What is lost stands in the map (`rising`): capacities of steady runs beside those of rising ones.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.bench.cells import SLO_MS, Cell, Regime, phase
+from helmrec.bench.cells import SLO_MS, Cell, Regime
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.cost import CostModel
 from helmrec.sim.generate import generate
@@ -20,7 +20,7 @@ from helmrec.sim.trace import Trace
 Floats = NDArray[np.float64]
 
 ALPHAS = (0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
-_RISE_S, _WINDOW_S = 80.0, 4.0
+_RISE_S, _WINDOW_S = 66.0, 3.0
 _FROM = 0.3  # share of the highest rate at which arrivals start to rise
 _OVERLOAD, _PROBE_S = 5_000.0, 10.0
 _LONGEST_MS = 1e5  # stands for requests that were refused
@@ -82,8 +82,8 @@ def run_static(cell: Cell, measured: CostModel, trace: Trace, alpha: float) -> S
 def highest_rate(cell: Cell, measured: CostModel, regime: Regime) -> float:
     """Requests per second a node serves that is sent far more; the best of three splits, and a quarter on top."""
     warm_up_s = cell.warm_up_s / 4
-    warm_up = phase(regime, warm_up_s - 1, _OVERLOAD)
-    trace = generate(cell.workload(warm_up, (phase(regime, _PROBE_S, _OVERLOAD),)), 0)
+    warm_up = cell.phase(regime, warm_up_s - 1, _OVERLOAD)
+    trace = generate(cell.workload(warm_up, (cell.phase(regime, _PROBE_S, _OVERLOAD),)), 0)
     served = []
     for alpha in (0.1, 0.4, 0.8):
         result = run_static(cell, measured, trace, alpha)
@@ -93,8 +93,8 @@ def highest_rate(cell: Cell, measured: CostModel, regime: Regime) -> float:
 
 
 def rising_trace(cell: Cell, regime: Regime, highest: float, seed: int) -> Trace:
-    warm_up = phase(regime, cell.warm_up_s - 1, highest * 0.6)
-    return generate(cell.workload(warm_up, (phase(regime, _RISE_S, (highest * _FROM, highest)),)), seed)
+    warm_up = cell.phase(regime, cell.warm_up_s - 1, highest * 0.6)
+    return generate(cell.workload(warm_up, (cell.phase(regime, _RISE_S, (highest * _FROM, highest)),)), seed)
 
 
 def load_curve(result: SimResult, start_s: float, highest: float) -> LoadCurve:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.bench.cells import REGIMES, Cell, phase
+from helmrec.bench.cells import REGIMES, Cell
 from helmrec.bench.load_curve import run_static
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.cost import CostModel, tokens_ms
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 PRICES = (1.0, 8.0, 64.0)  # on work: how many requests wait for it is not known beforehand, so plans are made for each
 _REFUSED_MS = 10_000.0
-_SCORED_S = 160.0
+_SCORED_S = 120.0
 _TOKENS = 6_700  # of the prefix whose recomputation prices a byte
 
 
@@ -46,8 +46,10 @@ class Shift:
         return self.length_s / max(1, round(self.length_s / 5))
 
     def trace(self, cell: Cell) -> Trace:
-        calm, other = (phase(regime, self.length_s, rate) for regime, rate in zip(REGIMES, self.rates, strict=True))
-        warm_up = phase(REGIMES[0], cell.warm_up_s - 1, self.rates[0])
+        calm, other = (
+            cell.phase(regime, self.length_s, rate) for regime, rate in zip(REGIMES, self.rates, strict=True)
+        )
+        warm_up = cell.phase(REGIMES[0], cell.warm_up_s - 1, self.rates[0])
         return generate(cell.workload(warm_up, (calm, other) * self.num_rounds), self.seed)
 
 
