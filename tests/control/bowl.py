@@ -6,10 +6,11 @@ import numpy as np
 
 from helmrec.control.policy import Policy, Traffic, WindowStats
 from helmrec.control.service_cost import ServiceCost, wait_ms
-from helmrec.memory.miss_curves import GRID, JointCurves
+from helmrec.memory.miss_curves import JointCurves
 
 COST = ServiceCost(token_ms=0.001, floor_ms=0.5, missed_row_ms=0.0005, is_overlapping=False)
 TOKENS, ROWS = 6_000.0, 24_000.0
+GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from helmrec.memory.miss_curves_rows import MAX_COLUMNS, RowShadows, RowState, r
 Rows = NDArray[np.int64]
 Curve = NDArray[np.float64]  # (alphas,)
 
-GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+GRID = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SAMPLED_SLOTS = 1 << 14  # of the whole pool: a cost of microseconds, an error below a hundredth
 
 

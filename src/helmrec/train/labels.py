@@ -12,7 +12,7 @@ from helmrec.control.outlook import Floats, blend_weights
 from helmrec.sim.oracle import SwitchPrices, switching_costs
 from helmrec.train.lessons import SPLITS, WINDOW_S, Ground, Lesson
 
-FINE: Floats = np.linspace(0.1, 0.9, 81)  # every step is a whole number of these
+FINE: Floats = np.linspace(0.03, 0.9, 88)  # every step is a whole number of these
 _OFFSETS = np.round(np.array(STEPS) / 0.01).astype(np.int64)
 
 

@@ -25,9 +25,10 @@ from helmrec.sim.simulate import Options, SimResult, simulate
 from helmrec.sim.trace import Trace
 from helmrec.sim.workload import Phase, Users, Workload
 
-SPLITS: Floats = np.linspace(0.1, 0.9, 9)  # of sweeps
+SPLITS: Floats = np.array((0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))  # of sweeps
 WINDOW_S = 3.0  # of arrivals over which a sweep's costs are added up
 _KV_TOKEN_BYTES = 10_240
+_TABLES = {"wide": 6.5, "dlrmv3": 2.0}  # rows of all tables per row of the item table
 _TAUGHT_FROM = 10_000  # seeds of lessons; judging takes small ones
 
 
@@ -87,18 +88,18 @@ def draw_ground(number: int, cost: CostModel, duration_s: float) -> Ground:
     """Lesson `number`: the same number, the same lesson."""
     rng = np.random.default_rng(_TAUGHT_FROM + number)
     shape = "wide" if rng.random() < 0.75 else "dlrmv3"
-    pool_bytes = int(rng.choice([10, 16, 24, 40])) << 30
+    pool_bytes = int(rng.choice([16, 40, 80])) << 30
     history = float(rng.choice([4_000, 7_000, 10_000]))
     hot_users = max(20, int(pool_bytes * rng.uniform(0.6, 2.0) / (history * _KV_TOKEN_BYTES)))
-    num_items = int(rng.choice([2_000_000, 5_000_000, 12_000_000]))
+    num_items = int(pool_bytes / 1_024 * rng.uniform(1.5, 5.0) / _TABLES[shape])
     config = NodeConfig(
         model=profile(shape, num_items),
-        engine=EngineConfig(pool_bytes=pool_bytes, max_batch_requests=int(rng.choice([8, 16, 32]))),
+        engine=EngineConfig(pool_bytes=pool_bytes, max_batch_requests=int(rng.choice([8, 8, 32]))),
     )
-    plan = _Plan(rng, history, hot_users, num_items, float(rng.uniform(0.9, 1.45)), duration_s)
-    lone = generate(_workload(plan, rate=60.0, phases=_calm(plan, 20.0)), _TAUGHT_FROM + number)
+    plan = _Plan(rng, history, hot_users, num_items, float(rng.uniform(0.85, 1.3)), duration_s)
+    lone = generate(_workload(plan, _calm(plan, 20.0)), _TAUGHT_FROM + number)
     rate = _rate_for(lone, config, cost, pressure=float(rng.uniform(0.55, 0.9)))
-    trace = generate(_workload(plan, rate, _walk(plan, rate)), _TAUGHT_FROM + number)
+    trace = generate(_workload(plan, _walk(plan, rate)), _TAUGHT_FROM + number)
     return Ground(f"lesson {number}: {shape}, {pool_bytes >> 30} GiB, {rate:.0f}/s", trace, config, cost)
 
 
@@ -111,9 +112,11 @@ class _Plan(NamedTuple):
     duration_s: float
 
 
-def _workload(plan: _Plan, rate: float, phases: tuple[Phase, ...]) -> Workload:
+def _workload(plan: _Plan, phases: tuple[Phase, ...]) -> Workload:
     users = Users(min_history=int(plan.history * 0.3), max_history=int(plan.history * 2.1))
-    return Workload(name="lesson", num_items=plan.num_items, users=users, phases=phases or _calm(plan, rate))
+    return Workload(
+        name="lesson", num_items=plan.num_items, item_shift=max(1.0, plan.num_items / 4e4), users=users, phases=phases
+    )
 
 
 def _calm(plan: _Plan, duration_s: float, rate: float = 60.0) -> tuple[Phase, ...]:
