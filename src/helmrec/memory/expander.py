@@ -43,7 +43,8 @@ class StepCosts:
     """
 
     _FADE = 0.99
-    _RIDGE = 1e-9 * np.eye(3)
+    _RIDGE = 1e-9  # of what was seen
+    _SHORTEST_S = 1e-6
     _SCALE = np.array([1.0, 1e3, 1e6])  # so that the three terms are of one size
 
     def __init__(self) -> None:
@@ -53,11 +54,12 @@ class StepCosts:
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         expected_s = self.seconds(num_tokens, num_pairs, is_whole_step=True)
-        weight = 1e-3 / max(seconds, expected_s, 1e-9)
+        weight = 1 / max(seconds, expected_s, self._SHORTEST_S)
         x = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE
         self._moments = self._FADE * self._moments + np.outer(x, x)
         self._target = self._FADE * self._target + weight * seconds * x
-        fitted = np.maximum(np.linalg.solve(self._moments + self._RIDGE, self._target), 0.0) / self._SCALE
+        ridge = self._RIDGE * np.trace(self._moments) * np.eye(3)
+        fitted = np.maximum(np.linalg.solve(self._moments + ridge, self._target), 0.0) / self._SCALE
         self._floor_s, self._token_s, self._pair_s = fitted.tolist()
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
