@@ -47,6 +47,7 @@ class NullPort:
     """Answers every request at once, with as many scores as it has candidates."""
 
     health = Health.READY
+    reason = None
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-
 from scripts.measure_restart import Case, run
 
 SMALL = Case(num_rows=3_000, pool="8MiB", num_clients=3, users_per_client=4, before_s=2.0, after_s=1.25, pace_s=0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_server_comes_back_with_every_acknowledged_event_and_warm_rows(tmp_path: Path) -> None:
     seen = run(tmp_path, SMALL, has_snapshot=True)
     assert (seen["events_lost"], seen["histories_wrong"]) == (0, 0)

@@ -64,9 +64,9 @@ class Process:
         return code
 
 
-@pytest.fixture
-def server(folder: Path) -> Iterator[Process]:
-    process = Process(str(folder), "--pool", "8MiB")
+@pytest.fixture(params=["engine_process=false", "engine_process=true"])
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
+    process = Process(str(folder), "--pool", "8MiB", "--set", request.param)
     yield process
     if process.process.poll() is None:
         process.process.kill()
@@ -95,6 +95,20 @@ def test_sigterm_lets_running_requests_end_and_the_process_ends_well(server: Pro
     assert "event=stopped" in log
     assert 'level=warning logger=helmrec.serve event="not a setting" variable=HELMREC_POLL' in log
     assert "level=error" not in log
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_an_engine_apart_does_not_outlive_its_front(folder: Path) -> None:
+    server = Process(str(folder), "--pool", "8MiB", "--set", "engine_process=true")
+    (engine,) = children(server.process.pid)
+    server.process.send_signal(signal.SIGKILL)
+    server.end()
+    wait_for(lambda: not Path(f"/proc/{engine}/cmdline").exists() or not Path(f"/proc/{engine}/cmdline").read_bytes())
 
 
 def is_refused(port: int) -> bool:

@@ -8,16 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from helmrec.console import err, out, told_plainly
-from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
-from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.histories import Histories
 from helmrec.serve.logs import log_to_stderr
-from helmrec.serve.port import InProcessPort
+from helmrec.serve.node import make_port
 from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import Given, Settings, resolve
-from helmrec.serve.snapshot import SnapshotKeeper
 
 log = logging.getLogger("helmrec.serve")
 
@@ -76,10 +73,7 @@ def _serve(model: Path, settings: Settings) -> None:
         log.warning("not a setting", extra={"variable": name})
     with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once
         with err.status("getting the model ready"):
-            steering = Steering.of(settings.serve)
-            engine = Engine.from_model(model, seen_by(settings.serve.policy, settings.engine))
+            port = make_port(model, settings.engine, settings.serve)
             path = settings.serve.history_path
-            histories = None if path is None else Histories.open(path, engine.model_config, settings.history)
-            snapshots = SnapshotKeeper.of(settings.serve, engine.model_config)
-        app = make_app(InProcessPort(engine, steering, snapshots), settings.serve, histories)
-        serve_until_told(app, settings.serve, listener)
+            histories = None if path is None else Histories.open(path, port.model, settings.history)
+        serve_until_told(make_app(port, settings.serve, histories), settings.serve, listener)

@@ -51,4 +51,5 @@ class Front:
 
     def need_ready(self) -> None:
         if not self.is_ready:
-            raise HTTPException(503, f"the engine is {self.port.health.value}", {"retry-after": "1"})
+            reason = f": {self.port.reason}" if self.port.reason else ""
+            raise HTTPException(503, f"the engine is {self.port.health.value}{reason}", {"retry-after": "1"})

@@ -34,6 +34,7 @@ class Health(enum.Enum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
     FAILED = "failed"
     CLOSED = "closed"
 
@@ -55,6 +56,10 @@ class EnginePort(Protocol):
 
     @property
     def health(self) -> Health: ...
+
+    @property
+    def reason(self) -> str | None:
+        """Why the engine is not ready, where something went wrong."""
 
     def start(self) -> None:
         """Begin to get ready; `health` says when that is done."""
@@ -80,6 +85,15 @@ class EnginePort(Protocol):
         """Stop serving; what still waits is refused."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Queued:
+    """A call on its way through an engine."""
+
+    user_ids: list[int]
+    futures: "list[Future[RankResult]]"
+    started_s: float
+
+
 class InProcessPort:
     """An engine in this process, stepped by one thread. Owns the engine and closes it."""
 
@@ -93,6 +107,7 @@ class InProcessPort:
         self._rebalancer = None if steering is None else steering.rebalancer(engine)
         self._control = None if steering is None else steering.view(None, "adaptive", time.time())
         self._health = Health.STARTING
+        self._reason: str | None = None
         self._has_work = threading.Event()
         self._is_over = False
         self._stepper = threading.Thread(target=self._run, name="helmrec-steps", daemon=True)
@@ -105,34 +120,55 @@ class InProcessPort:
     def health(self) -> Health:
         return self._health
 
+    @property
+    def reason(self) -> str | None:
+        return self._reason
+
     def start(self) -> None:
         self._stepper.start()
 
     async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+        return await self.results(self.enqueue(requests))
+
+    def enqueue(self, requests: Sequence[RankRequest]) -> "Queued":
+        """Queue all requests of a call or none; their arrays are not looked at any more when this returns."""
         if len(requests) > 1:  # a lone request is looked at once, by the engine itself
             for i, request in enumerate(requests):
                 self._validate(i, request)
-        futures: list[Future[RankResult]] = []
-        started_s = time.perf_counter()
+        queued = Queued([request.user_id for request in requests], [], time.perf_counter())
         try:
-            futures.extend(self._engine.submit(request) for request in requests)
-            self._has_work.set()
-            results = await asyncio.gather(*map(asyncio.wrap_future, futures))
-            self._record(requests, (time.perf_counter() - started_s) * 1e3)
-            return results
+            queued.futures.extend(self._engine.submit(request) for request in requests)
         except Refused:
-            self._record(requests, None)
+            self._record(queued, None)
             raise
         finally:
-            for future in futures:
-                future.cancel()  # of a call that was refused half way; one that is done stays as it is
-            self._has_work.set()  # the next step takes the cancelled out of the queue
+            if len(queued.futures) < len(requests):
+                self._withdraw(queued)
+            self._has_work.set()
+        return queued
 
-    def _record(self, requests: Sequence[RankRequest], latency_ms: float | None) -> None:
+    async def results(self, queued: "Queued") -> list[RankResult]:
+        """Wait for a call that was queued."""
+        try:
+            results = await asyncio.gather(*map(asyncio.wrap_future, queued.futures))
+            self._record(queued, (time.perf_counter() - queued.started_s) * 1e3)
+            return results
+        except Refused:
+            self._record(queued, None)
+            raise
+        finally:
+            self._withdraw(queued)  # of a call that was refused half way; what is done stays as it is
+
+    def _withdraw(self, queued: "Queued") -> None:
+        for future in queued.futures:
+            future.cancel()
+        self._has_work.set()  # the next step takes the cancelled out of the queue
+
+    def _record(self, queued: "Queued", latency_ms: float | None) -> None:
         """Tell the rebalancer of answers, or of refusals."""
         if self._rebalancer is not None:
-            for request in requests:
-                self._rebalancer.record(request.user_id, latency_ms)
+            for user_id in queued.user_ids:
+                self._rebalancer.record(user_id, latency_ms)
 
     def _validate(self, i: int, request: RankRequest) -> None:
         try:
@@ -184,8 +220,8 @@ class InProcessPort:
             if self._snapshots is not None:
                 self._snapshots.keep(self._engine, self._steering)
             self._health = Health.CLOSED
-        except Exception:
-            self._health = Health.FAILED
+        except Exception as error:
+            self._health, self._reason = Health.FAILED, f"{type(error).__name__} in the engine"
             log.exception("the engine failed")
         finally:
             self._engine.close()

@@ -170,8 +170,9 @@ class RowsAnswer(Struct, frozen=True):
     updated: int
 
 
-class HealthAnswer(Struct, frozen=True):
+class HealthAnswer(Struct, frozen=True, omit_defaults=True):
     status: str
+    reason: Annotated[str | None, Meta(description="why it is not ready, where something went wrong")] = None
 
 
 class Problem(Struct, frozen=True, omit_defaults=True):

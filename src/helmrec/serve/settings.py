@@ -28,6 +28,12 @@ class ServeConfig(Frozen):
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
+    engine_process: bool | None = Field(
+        None, description="the engine in a process of its own, started again if it ends; default: where device is cuda"
+    )
+    ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
+        ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
+    )
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
     history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
     policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")

@@ -69,11 +69,11 @@ class FriendlyRoutes:
 
     async def healthz(self, _: Request) -> Response:
         health = self._port.health
-        return json_answer(HealthAnswer(health.value), 503 if health is Health.FAILED else 200)
+        return json_answer(HealthAnswer(health.value, self._port.reason), 503 if health is Health.FAILED else 200)
 
     async def readyz(self, _: Request) -> Response:
         health = self._port.health
-        return json_answer(HealthAnswer(health.value), 200 if self._front.is_ready else 503)
+        return json_answer(HealthAnswer(health.value, self._port.reason), 200 if self._front.is_ready else 503)
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories

@@ -1,0 +1,154 @@
+"""The process an engine runs in: `python -m helmrec.serve.engine_process SOCKET OUTGOING INCOMING` (descriptors).
+
+It ends when it is told to, or when the front is gone; signals are the front's business. What it does for a frame is
+what an engine in the front's process would do.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmrec.config import EngineConfig
+from helmrec.errors import EngineClosed, HelmRecError, QueueFull
+from helmrec.serve.logs import log_to_stderr
+from helmrec.serve.node import in_process
+from helmrec.serve.port import Health, InProcessPort, Queued
+from helmrec.serve.ring import Frame, Link, open_ring
+from helmrec.serve.settings import ServeConfig
+from helmrec.serve.wire import (
+    Begin,
+    Kind,
+    pack_error,
+    pack_results,
+    unpack_call,
+    unpack_requests,
+)
+
+log = logging.getLogger("helmrec.serve")
+_LOOK_EVERY_S = 0.01
+
+
+class EngineProcess:
+    """Answers frames with an engine's port, in one event loop."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._port: InProcessPort | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._link.socket, self._receive)
+        await self._is_over.wait()
+        loop.remove_reader(self._link.socket)
+        if self._port is not None:
+            await self._port.close()
+
+    def _receive(self) -> None:
+        try:
+            for frame in self._link.receive():
+                self._handle(frame)
+                self._link.done(frame)
+        except EngineClosed:
+            self._is_over.set()
+
+    def _handle(self, frame: Frame) -> None:
+        """Whatever outlives this call must not look at the frame: requests are in the engine's own arrays by then."""
+        if frame.kind == Kind.BEGIN:
+            self._start(self._begin(msgspec.msgpack.decode(frame.payload, type=Begin)))
+        elif frame.kind == Kind.END:
+            self._is_over.set()
+        elif frame.kind == Kind.RANK:
+            self._rank(frame)
+        else:
+            name, arguments = unpack_call(frame.payload)
+            self._start(self._call(frame.call, name, arguments))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _rank(self, frame: Frame) -> None:
+        assert self._port is not None, "requests come when the engine is ready"
+        try:
+            queued = self._port.enqueue(unpack_requests(frame.payload))
+        except Exception as error:
+            self._fail(frame.call, error)
+        else:
+            self._start(self._answer_ranked(frame.call, self._port, queued))
+
+    async def _answer_ranked(self, call: int, port: InProcessPort, queued: Queued) -> None:
+        try:
+            self._answer(Kind.RESULTS, call, pack_results(await port.results(queued)))
+        except Exception as error:
+            self._fail(call, error)
+
+    async def _call(self, call: int, name: str, arguments: dict[str, Any]) -> None:
+        try:
+            assert self._port is not None, "calls come when the engine is ready"
+            value = await getattr(self._port, name)(**arguments)
+            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(value)])
+        except Exception as error:
+            self._fail(call, error)
+
+    def _fail(self, call: int, error: Exception) -> None:
+        if not isinstance(error, HelmRecError):
+            log.error("a call failed", exc_info=error)
+        self._answer(Kind.ERROR, call, pack_error(error))
+
+    def _answer(self, kind: Kind, call: int, parts: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._link.send(kind, call, parts)
+        except QueueFull as error:  # the front does not read; it is told so without a payload
+            log.warning("an answer did not fit", extra={"reason": str(error)})
+            self._link.send(Kind.ERROR, call)
+        except EngineClosed:
+            self._is_over.set()
+
+    async def _begin(self, begin: Begin) -> None:
+        log_to_stderr(begin.serve["log_level"])
+        try:
+            engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
+            port = await asyncio.to_thread(in_process, Path(begin.model), engine, serve)
+        except Exception as error:
+            self._give_up(error)
+            return
+        self._port = port
+        port.start()
+        while port.health is Health.STARTING:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if port.health is Health.READY:
+            self._answer(Kind.READY, 0, [])
+        while port.health is Health.READY and not self._is_over.is_set():
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if port.health is Health.FAILED:
+            self._give_up(RuntimeError(port.reason))
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("the engine cannot go on", exc_info=error)
+        self._answer(Kind.FAILED, 0, pack_error(error))
+        self._is_over.set()
+
+
+def main(arguments: list[str]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end, outgoing, incoming = map(int, arguments)
+    link = Link(socket.socket(fileno=end), open_ring(outgoing), open_ring(incoming))
+    for descriptor in (outgoing, incoming):
+        os.close(descriptor)
+    asyncio.run(EngineProcess(link).run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,30 @@
+"""An engine as settings describe it, behind its port: in this process, or in one of its own."""
+
+from pathlib import Path
+
+from helmrec.config import EngineConfig
+from helmrec.engine.engine import Engine
+from helmrec.model.weights import read_manifest
+from helmrec.serve.control import Steering, seen_by
+from helmrec.serve.port import EnginePort, InProcessPort
+from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.settings import ServeConfig
+from helmrec.serve.snapshot import SnapshotKeeper
+from helmrec.serve.wire import Begin
+
+
+def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
+    """Raise what is wrong with the settings, or with the model's folder."""
+    is_apart = engine.device == "cuda" if serve.engine_process is None else serve.engine_process
+    if not is_apart:
+        return in_process(model, engine, serve)
+    manifest = read_manifest(model)
+    Steering.of(serve)  # refused here, a wrong policy is told before anything starts
+    begin = Begin(str(model), engine.model_dump(mode="json"), serve.model_dump(mode="json", exclude={"admin_token"}))
+    return ProcessPort(begin, manifest.model, engine.max_history, serve.ring_bytes)
+
+
+def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:
+    steering = Steering.of(serve)
+    made = Engine.from_model(model, seen_by(serve.policy, engine))
+    return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))

@@ -1,0 +1,266 @@
+"""An engine in a process of its own: the front outlives it, says why it ended, and starts it again."""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from numpy.typing import ArrayLike
+
+from helmrec.control.rebalancer import Mode
+from helmrec.engine.engine import EngineStats
+from helmrec.engine.intake import Intake
+from helmrec.errors import EngineClosed, QueueFull, RequestError
+from helmrec.model.config import ModelConfig
+from helmrec.serve.port import Health, Look
+from helmrec.serve.ring import Frame, Link, open_ring, shared_file
+from helmrec.serve.wire import (
+    Begin,
+    Kind,
+    NotForTheWire,
+    pack_call,
+    pack_requests,
+    unpack_error,
+    unpack_results,
+)
+from helmrec.types import Ids, RankRequest, RankResult
+
+log = logging.getLogger("helmrec.serve")
+_FIRST_PAUSE_S = 0.2  # before it is started again; doubles while it does not get ready
+_LONGEST_PAUSE_S = 30.0
+_MOST_FAILED_STARTS = 3  # of an engine that was never ready: it never will be
+_END_PATIENCE_S = 30.0
+T = TypeVar("T")
+
+
+class ProcessPort:
+    """One engine process after another, each with rings of its own. Lives in one event loop."""
+
+    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, ring_bytes: int) -> None:
+        self._begin = msgspec.msgpack.encode(begin)
+        self._model = model
+        self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
+        self._ring_bytes = ring_bytes
+        self._health = Health.STARTING
+        self._reason: str | None = None
+        self._failure: str | None = None  # what the engine itself said before it ended
+        self._link: Link | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._calls = itertools.count(1)
+        self._is_over = False
+        self._ended = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self.num_restarts = 0
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._model
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    @property
+    def reason(self) -> str | None:
+        return self._reason
+
+    def start(self) -> None:
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+        try:
+            parts = pack_requests(requests)
+            if sum(len(part) for part in parts) > self._need_link().max_frame_bytes:
+                raise NotForTheWire("too long")
+        except NotForTheWire as unfit:
+            self._refuse(requests, str(unfit))
+        results: list[RankResult] = await self._ask(Kind.RANK, parts)
+        return results
+
+    def _refuse(self, requests: Sequence[RankRequest], why: str) -> None:
+        """Raise what an engine would raise."""
+        for i, request in enumerate(requests):
+            try:
+                self._intake.prepare(request)
+            except RequestError as error:
+                if len(requests) == 1:
+                    raise
+                raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
+        raise QueueFull(f"the call does not fit the ring between front and engine: {why}")
+
+    async def stats(self) -> EngineStats:
+        return await self._call("stats", EngineStats)
+
+    async def look(self) -> Look:
+        return await self._call("look", Look)
+
+    async def move_alpha(self, alpha: float) -> None:
+        await self._call("move_alpha", None, alpha=alpha)
+
+    async def set_mode(self, mode: Mode) -> None:
+        await self._call("set_mode", None, mode=mode)
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        await self._call("update_rows", None, table=table, ids=list(ids), values=values)
+
+    async def forget(self, user_id: int) -> None:
+        await self._call("forget", None, user_id=user_id)
+
+    async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> T:
+        try:
+            parts = pack_call(name, arguments)
+        except OverflowError as error:
+            raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
+        value: bytes = await self._ask(Kind.CALL, parts)
+        return msgspec.msgpack.decode(value, type=kind)
+
+    async def _ask(self, kind: Kind, parts: Sequence[bytes | memoryview]) -> Any:
+        """Send a frame and wait for its answer; EngineClosed if the engine ends before it."""
+        link, call = self._need_link(), next(self._calls)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[call] = answer
+        try:
+            link.send(kind, call, parts)
+            return await answer
+        finally:
+            self._pending.pop(call, None)
+
+    def _need_link(self) -> Link:
+        if self._link is None or self._health is not Health.READY:
+            raise EngineClosed(f"the engine is {self._health.value}" + (f": {self._reason}" if self._reason else ""))
+        return self._link
+
+    async def close(self) -> None:
+        self._is_over = True
+        if self._link is not None:
+            try:
+                self._link.send(Kind.END, 0)
+            except (EngineClosed, QueueFull):
+                self._ended.set()
+        if self._supervisor is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._supervisor), _END_PATIENCE_S)
+            except TimeoutError:
+                self._kill()
+                await self._supervisor
+        if self._health is not Health.FAILED:
+            self._health = Health.CLOSED
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._ended.set()
+
+    async def _supervise(self) -> None:
+        num_failed, was_ever_ready = 0, False
+        while not self._is_over:
+            await self._run_one()
+            if self._is_over:
+                return
+            was_ready = self._health is Health.READY
+            was_ever_ready |= was_ready
+            num_failed = 0 if was_ready else num_failed + 1
+            is_hopeless = num_failed >= _MOST_FAILED_STARTS and not was_ever_ready
+            self._health = Health.FAILED if is_hopeless else Health.RESTARTING
+            log.error("the engine ended", extra={"reason": self._reason, "gives_up": is_hopeless})
+            self._fail_pending(EngineClosed(f"the engine ended: {self._reason}"))
+            if is_hopeless:
+                return
+            self.num_restarts += 1
+            await self._pause(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**num_failed))
+
+    async def _pause(self, seconds: float) -> None:
+        """Shorter if the port is closed meanwhile."""
+        while seconds > 0 and not self._is_over:
+            await asyncio.sleep(min(0.1, seconds))
+            seconds -= 0.1
+
+    async def _run_one(self) -> None:
+        """One engine process from start to end; `_reason` says why it ended."""
+        loop = asyncio.get_running_loop()
+        self._ended.clear()
+        self._failure = None
+        link, process = self._spawn()
+        self._link, self._process = link, process
+        loop.add_reader(link.socket, self._receive)
+        try:
+            link.send(Kind.BEGIN, 0, [self._begin])
+            await self._ended.wait()
+        except EngineClosed:
+            pass
+        finally:
+            loop.remove_reader(link.socket)
+            self._link = None
+            code = await asyncio.to_thread(_wait, process)
+            link.close()
+            self._reason = self._failure or _told(code)
+            self._fail_pending(EngineClosed(f"the engine ended: {self._reason}"))
+
+    def _spawn(self) -> "tuple[Link, subprocess.Popen[bytes]]":
+        """A process, and our end of what connects us."""
+        ours, theirs = socket.socketpair()
+        to_engine, to_front = (shared_file(self._ring_bytes) for _ in range(2))
+        passed = (theirs.fileno(), to_front, to_engine)
+        command = [sys.executable, "-m", "helmrec.serve.engine_process", *map(str, passed)]
+        process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+        theirs.close()
+        link = Link(ours, open_ring(to_engine), open_ring(to_front))
+        for descriptor in (to_engine, to_front):
+            os.close(descriptor)
+        return link, process
+
+    def _receive(self) -> None:
+        assert self._link is not None
+        link = self._link
+        try:
+            for frame in link.receive():
+                self._handle(frame)
+                link.done(frame)
+        except EngineClosed:
+            asyncio.get_running_loop().remove_reader(link.socket)
+            self._ended.set()
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.READY:
+            self._health, self._reason = Health.READY, None
+        elif frame.kind == Kind.FAILED:
+            self._failure = str(unpack_error(frame.payload))
+        else:
+            self._settle(frame)
+
+    def _settle(self, frame: Frame) -> None:
+        answer = self._pending.get(frame.call)
+        if answer is None or answer.done():
+            return  # whoever asked has gone
+        if frame.kind == Kind.ERROR:
+            answer.set_exception(unpack_error(frame.payload))
+        elif frame.kind == Kind.RESULTS:
+            answer.set_result(unpack_results(frame.payload))
+        else:
+            answer.set_result(bytes(frame.payload))
+
+    def _fail_pending(self, error: EngineClosed) -> None:
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int:
+    """Its exit code, once it is gone; one that hangs after it let go of us is killed."""
+    try:
+        return process.wait(_END_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _told(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

@@ -1,0 +1,169 @@
+"""Bytes handed from one process to another: payloads lie in shared memory, a socket says where.
+
+Each direction is a ring with one writer and one reader. Positions only grow; where a frame lies is its position modulo
+the ring's size. Every position crosses the socket, never shared memory, so no two processes race for a number, and the
+end of one is the end of the socket for the other. Knows frames, not what is in them.
+"""
+
+import mmap
+import os
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from helmrec.errors import EngineClosed, QueueFull
+
+_MESSAGE = struct.Struct("<QQQQQ")  # kind, call, start, length, how far the sender has read
+_CREDIT = 0  # a message without a frame: the sender has read so far
+_ALIGNMENT = 64
+_MOST_AT_ONCE = 1_024 * _MESSAGE.size
+_SEND_PATIENCE_S = 10.0
+Bytes = bytes | memoryview
+
+
+class Place(NamedTuple):
+    """Where a frame lies."""
+
+    start: int
+    length: int
+
+
+class Ring:
+    """One direction, seen by its writer or its reader."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._view = memoryview(memory)
+        self._written = 0
+        self._freed = 0
+
+    @property
+    def size(self) -> int:
+        return len(self._view)
+
+    def put(self, parts: Sequence[Bytes]) -> Place:
+        """Write the parts as one frame; QueueFull if the reader has not freed enough."""
+        length = sum(len(part) for part in parts)
+        start = self._written
+        if start % self.size + length > self.size:  # frames are whole: skip the end of the ring
+            start += self.size - start % self.size
+        end = start + -(-length // _ALIGNMENT) * _ALIGNMENT
+        if end - self._freed > self.size:
+            raise QueueFull(f"the ring between front and engine is full: {length} bytes do not fit {self.size}")
+        at = start % self.size
+        for part in parts:
+            self._view[at : at + len(part)] = part
+            at += len(part)
+        self._written = end
+        return Place(start, length)
+
+    def free_to(self, position: int) -> None:
+        """The reader is done with everything before `position`."""
+        assert self._freed <= position <= self._written
+        self._freed = position
+
+    def view(self, place: Place) -> memoryview:
+        at = place.start % self.size
+        return self._view[at : at + place.length]
+
+    def release(self) -> None:
+        self._view.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the other side sent; `payload` is valid until `Link.done`."""
+
+    kind: int  # at least 1
+    call: int
+    payload: memoryview
+    end: int  # position up to which the ring is free once this is done
+
+
+class Link:
+    """One end of a pair of rings. Sends and receives in one thread; frames are done with in order."""
+
+    def __init__(self, end: socket.socket, outgoing: Ring, incoming: Ring) -> None:
+        self.socket = end
+        end.setblocking(False)
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._rest = b""
+        self._read = self._reported = 0
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """A quarter of the ring: what is larger would starve others."""
+        return self._outgoing.size // 4
+
+    def send(self, kind: int, call: int, parts: Sequence[Bytes] = ()) -> None:
+        """Raise QueueFull if the ring is full, EngineClosed if nobody is there any more."""
+        assert kind != _CREDIT
+        place = self._outgoing.put(parts)
+        self._tell(kind, call, place)
+
+    def receive(self) -> list[Frame]:
+        """All frames that have come, once the socket can be read; EngineClosed at its end."""
+        try:
+            data = self.socket.recv(_MOST_AT_ONCE)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise EngineClosed(f"the other process is gone ({error.strerror})") from None
+        if not data:
+            raise EngineClosed("the other process is gone")
+        data = self._rest + data
+        whole = len(data) - len(data) % _MESSAGE.size
+        self._rest = data[whole:]
+        return [frame for message in _MESSAGE.iter_unpack(data[:whole]) if (frame := self._frame(*message))]
+
+    def _frame(self, kind: int, call: int, start: int, length: int, read: int) -> Frame | None:
+        self._outgoing.free_to(read)
+        if kind == _CREDIT:
+            return None
+        end = start + -(-length // _ALIGNMENT) * _ALIGNMENT
+        return Frame(kind, call, self._incoming.view(Place(start, length)), end)
+
+    def done(self, frame: Frame) -> None:
+        """What the frame held is not looked at any more."""
+        frame.payload.release()
+        self._read = frame.end
+        if self._read - self._reported > self._incoming.size // 8:  # answers may be long in coming
+            self._tell(_CREDIT, 0, Place(0, 0))
+
+    def _tell(self, kind: int, call: int, place: Place) -> None:
+        self._reported = self._read
+        message = memoryview(_MESSAGE.pack(kind, call, place.start, place.length, self._read))
+        while message:
+            try:
+                message = message[self.socket.send(message) :]
+            except BlockingIOError:
+                if not select.select([], [self.socket], [], _SEND_PATIENCE_S)[1]:
+                    raise EngineClosed("the other process does not read") from None
+            except OSError as error:
+                raise EngineClosed(f"the other process is gone ({error.strerror})") from None
+
+    def close(self) -> None:
+        self.socket.close()
+        self._outgoing.release()
+        self._incoming.release()
+
+
+def shared_file(size: int) -> int:
+    """A descriptor of memory that processes can share and that nobody has to clean up."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("helmrec-ring", 0)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.set_inheritable(descriptor, True)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def open_ring(descriptor: int) -> Ring:
+    """A ring over a shared file; the descriptor may be closed afterwards."""
+    return Ring(mmap.mmap(descriptor, 0))

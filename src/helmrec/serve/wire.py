@@ -1,0 +1,237 @@
+"""Requests, results and calls as bytes between front and engine. No pickle: either side reads only what it expects.
+
+Ids cross as they lie in memory; what surrounds them is msgpack.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from helmrec import errors
+from helmrec.errors import HelmRecError, QueueFull, RequestError, ServerError
+from helmrec.types import Ids, RankRequest, RankResult, Timing
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Kind(IntEnum):
+    """What a frame is. 0 is the ring's own."""
+
+    BEGIN = 1  # to the engine: what to serve, and how
+    RANK = 2
+    CALL = 3
+    END = 4
+    READY = 5  # from the engine
+    RESULTS = 6
+    VALUE = 7
+    ERROR = 8
+    FAILED = 9  # it cannot go on, and says why
+
+
+class Begin(Struct, frozen=True):
+    """What an engine process is told first; settings as plain values by name."""
+
+    model: str
+    engine: dict[str, Any]
+    serve: dict[str, Any]
+
+
+class _WireRequest(Struct, frozen=True, array_like=True):
+    user_id: int
+    first_event: int
+    request_time: int | None
+    deadline_ms: float | None
+    context: dict[str, int]
+    features: list[str]
+    candidate_features: list[str]
+    arrays: list[tuple[str, int]]  # type and number of values of each array, in order
+
+
+class _WireResult(Struct, frozen=True, array_like=True):
+    shape: tuple[int, int]
+    reused_tokens: int
+    computed_tokens: int
+    row_hits: int
+    row_misses: int
+    window_start: int
+    truncated_events: int
+    timing: Timing
+
+
+class WireError(Struct, frozen=True):
+    """An error of ours by its class, or, without one, a failure."""
+
+    kind: str
+    message: str
+    field: str | None = None
+    value: Any = None
+
+
+class NotForTheWire(Exception):
+    """A request that no engine would take; let an intake say what is wrong with it."""
+
+
+_REQUESTS = msgspec.msgpack.Decoder(list[_WireRequest])
+_RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
+_HEADER_BYTES = 8
+
+
+def pack_requests(requests: Sequence[RankRequest]) -> list[bytes | memoryview]:
+    headers, arrays = [], []
+    for request in requests:
+        lines = [
+            _line(values)
+            for values in (
+                *(request.items, request.actions, request.timestamps, request.candidates),
+                *request.features.values(),
+                *request.candidate_features.values(),
+            )
+        ]
+        headers.append(
+            _WireRequest(
+                request.user_id,
+                request.first_event,
+                request.request_time,
+                request.deadline_ms,
+                dict(request.context),
+                list(request.features),
+                list(request.candidate_features),
+                [(line.dtype.str, line.size) for line in lines],
+            )
+        )
+        arrays.extend(lines)
+    try:
+        header = _ENCODER.encode(headers)
+    except (OverflowError, TypeError) as error:
+        raise NotForTheWire(str(error)) from None
+    return _joined(header, [line.data.cast("B") if line.size else b"" for line in arrays])
+
+
+def _line(values: Ids) -> NDArray[np.integer]:
+    try:
+        line = np.ascontiguousarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise NotForTheWire(str(error)) from None
+    if not line.size:
+        return np.empty(0, np.int64)
+    if line.ndim != 1 or line.dtype.kind not in "iu":
+        raise NotForTheWire(f"{line.dtype} in {line.ndim} dimensions")
+    return line
+
+
+def unpack_requests(payload: memoryview) -> list[RankRequest]:
+    """Arrays are views of the payload."""
+    header, at = _split(payload)
+    requests = []
+    for each in _REQUESTS.decode(header):
+        lines: list[NDArray[np.integer]] = []
+        for dtype, num in each.arrays:
+            lines.append(np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64))
+            at += lines[-1].nbytes
+        items, actions, timestamps, candidates, *extra = lines
+        features = dict(zip(each.features, extra, strict=False))
+        of_candidates = dict(zip(each.candidate_features, extra[len(features) :], strict=True))
+        requests.append(
+            RankRequest(
+                user_id=each.user_id,
+                items=items,
+                actions=actions,
+                timestamps=timestamps,
+                candidates=candidates,
+                features=features,
+                candidate_features=of_candidates,
+                context=each.context,
+                first_event=each.first_event,
+                request_time=each.request_time,
+                deadline_ms=each.deadline_ms,
+            )
+        )
+    return requests
+
+
+def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
+    headers = [
+        _WireResult(
+            (result.scores.shape[0], result.scores.shape[1]),
+            result.reused_tokens,
+            result.computed_tokens,
+            result.row_hits,
+            result.row_misses,
+            result.window_start,
+            result.truncated_events,
+            result.timing,
+        )
+        for result in results
+    ]
+    return _joined(_ENCODER.encode(headers), [np.ascontiguousarray(each.scores).tobytes() for each in results])
+
+
+def unpack_results(payload: memoryview) -> list[RankResult]:
+    """Scores are copies: the payload may go."""
+    header, at = _split(payload)
+    headers = _RESULTS.decode(header)
+    sizes = [each.shape[0] * each.shape[1] * 4 for each in headers]
+    return [
+        RankResult(
+            scores=np.frombuffer(payload[start:end], np.float32).reshape(each.shape).copy(),
+            reused_tokens=each.reused_tokens,
+            computed_tokens=each.computed_tokens,
+            row_hits=each.row_hits,
+            row_misses=each.row_misses,
+            window_start=each.window_start,
+            truncated_events=each.truncated_events,
+            timing=each.timing,
+        )
+        for each, (start, end) in zip(headers, pairwise(accumulate(sizes, initial=at)), strict=True)
+    ]
+
+
+def _joined(header: bytes, blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The header's length, the header filled up to eight bytes, then what it tells of."""
+    filled = header + b"\0" * (-len(header) % 8)
+    return [len(header).to_bytes(_HEADER_BYTES, "little"), filled, *blobs]
+
+
+def _split(payload: memoryview) -> tuple[memoryview, int]:
+    """The header, and where what it tells of begins."""
+    length = int.from_bytes(payload[:_HEADER_BYTES], "little")
+    return payload[_HEADER_BYTES : _HEADER_BYTES + length], _HEADER_BYTES + length + -length % 8
+
+
+def pack_call(name: str, arguments: Mapping[str, Any]) -> list[bytes | memoryview]:
+    return [_ENCODER.encode([name, arguments])]
+
+
+def unpack_call(payload: memoryview) -> tuple[str, dict[str, Any]]:
+    """The method, and its arguments by name."""
+    return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
+
+
+def pack_error(error: Exception) -> list[bytes | memoryview]:
+    if isinstance(error, RequestError):
+        value = error.value.item() if isinstance(error.value, np.generic) else error.value
+        try:
+            return [_ENCODER.encode(WireError("RequestError", error.problem, error.field, value))]
+        except (OverflowError, TypeError):
+            return [_ENCODER.encode(WireError("RequestError", error.problem, error.field, repr(value)))]
+    kind = type(error).__name__ if isinstance(error, HelmRecError) else ""
+    return [_ENCODER.encode(WireError(kind, str(error) or type(error).__name__))]
+
+
+def unpack_error(payload: memoryview) -> Exception:
+    """What the engine raised; RuntimeError for what is nobody's fault but ours."""
+    if not payload:
+        return QueueFull("the answer did not fit the ring between engine and front")
+    told = msgspec.msgpack.decode(payload, type=WireError)
+    if told.field is not None:
+        return RequestError(told.field, told.value, told.message)
+    kind = getattr(errors, told.kind, None) if told.kind else None
+    if isinstance(kind, type) and issubclass(kind, HelmRecError) and kind is not ServerError:
+        return kind(told.message)
+    return RuntimeError(told.message)
