@@ -1,31 +1,30 @@
 """A policy that steers a served engine, and what may be seen of it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helmrec.clock import MonotonicClock
-from helmrec.config import EngineConfig
+from helmrec.control.explain import Explanation
 from helmrec.control.policy import Move, WindowStats
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
-from helmrec.serve.control import LayerView, Steering, layers_of, read_cost, seen_by
+from helmrec.serve.control import LayerView, Steering, layers_of, seen_by
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
+from helmrec.sim.node_config import NodeConfig
 from tests.helpers import tiny_engine
 from tests.serve.asgi import Caller, wait_for
-from tests.serve.cases import rank_body
+from tests.serve.cases import rank_body, rank_requests
 from tests.serve.conftest import TOKEN
+from tests.serve.test_users import plain
 
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 
 class Wants:
-    """A policy that asks for one split, with a say from each layer."""
-
-    explanation: Any = None
+    """A policy that asks for one split."""
 
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
@@ -69,6 +68,7 @@ def test_a_frozen_policy_leaves_the_boundary_to_the_operator() -> None:
         assert (control["mode"], control["reason"]) == ("freeze", "frozen")
         caller.post("/v1/admin/mode", {"mode": "adaptive"}, ADMIN)
         wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        assert caller.post("/v1/admin/mode", {"mode": "static"}, ADMIN).status == 200
         for wrong in ("off", None, 1):
             assert caller.post("/v1/admin/mode", {"mode": wrong}, ADMIN).status == 400
         assert caller.post("/v1/admin/mode", {"mode": "freeze"}).status == 401
@@ -89,35 +89,53 @@ def test_refusals_are_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_for(lambda: policy.num_requests == 1)
 
 
+def told(**said: float) -> Explanation:
+    return Explanation(**{**dict.fromkeys(Explanation._fields, 0.0), **said})
+
+
 def test_layers_are_shown_as_they_explain_themselves() -> None:
-    policy = Wants(0.5)
-    assert list(layers_of(policy)) == []
-    told = {"base_alpha": 0.4, "base_step": -0.05, "residual": 0.01, "burst": "hedge", "burst_alpha": 0.6}
-    policy.explanation = SimpleNamespace(**told, burst_left_s=12.4, is_aside=0.0, static_alpha=0.45)
-    base, residual, burst, guard = layers_of(policy)
+    said = {"base_alpha": 0.4, "base_step": -0.05, "residual": 0.01, "static_alpha": 0.45}
+    base, residual, burst, guard = layers_of(told(**said, verdict=2, burst_alpha=0.6, burst_left_s=12.4))
     assert base == LayerView("base", 0.4, "step -0.05")
     assert residual.alpha == pytest.approx(0.41)
     assert burst == LayerView("burst", 0.6, "hedge, about 12 s left")
     assert guard == LayerView("guardrail", 0.45, "best constant lately")
-    policy.explanation.burst, policy.explanation.is_aside = "calm", 1.0
-    assert [layer.note for layer in layers_of(policy)][2:] == ["calm", "adapting is put aside"]
+    calm = layers_of(told(**said | {"static_alpha": float("nan")}, is_aside=1.0))[2:]
+    assert [(layer.alpha, layer.note) for layer in calm] == [(None, "calm"), (None, "adapting is put aside")]
+
+
+def test_helm_steers_a_served_engine_and_its_layers_are_shown() -> None:
+    engine = tiny_engine(clock=MonotonicClock(), miss_curves=True)
+    node = NodeConfig(model=engine.model_config, engine=engine.config)
+    steering = Steering.of(ServeConfig(policy="helm", tick_s=0.05), node)
+    with Caller(make_app(InProcessPort(engine, steering), ServeConfig())) as caller:
+        caller.wait_until_ready()
+
+        def has_layers() -> bool:
+            for request in rank_requests(6):
+                assert caller.post("/v1/rank", plain(vars_of(request))).status == 200
+            return bool(caller.get("/v1/live").json["control"]["layers"])
+
+        wait_for(has_layers)
+        layers = caller.get("/v1/live").json["control"]["layers"]
+        if layers:  # the window that ended last may have seen no request
+            assert [layer["name"] for layer in layers] == ["base", "residual", "burst", "guardrail"]
+
+
+def vars_of(request: Any) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in request.__slots__ if getattr(request, name) is not None}
 
 
 def test_policies_by_name_and_what_they_need(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"pool_bytes": "1MiB"}
-    engine = EngineConfig(**settings)
-    assert Steering.of(ServeConfig()) is None
-    assert Steering.of(ServeConfig(policy="static:0.3")) is not None
-    assert not seen_by(None, engine).miss_curves
-    assert not seen_by("hill", engine).miss_curves
-    assert seen_by("argmin", engine).miss_curves
+    engine = tiny_engine()
+    node = NodeConfig(model=engine.model_config, engine=engine.config)
+    assert Steering.of(ServeConfig(), node) is None
+    for name in ("static:0.3", "argmin", "helm"):
+        assert Steering.of(ServeConfig(policy=name), node) is not None
+    assert not seen_by(None, engine.config).miss_curves
+    assert not seen_by("hill", engine.config).miss_curves
+    assert seen_by("argmin", engine.config).miss_curves
     with pytest.raises(ConfigError, match=r"policy must be static:ALPHA or one of .*, got 'shoes'"):
-        Steering.of(ServeConfig(policy="shoes"))
-    with pytest.raises(ConfigError, match="a calibration is needed"):
-        Steering.of(ServeConfig(policy="argmin"))
-    (tmp_path / "cost.toml").write_text("token_ms = 0.01\nmissed_row_ms = 0.001\n")
-    assert Steering.of(ServeConfig(policy="argmin", policy_cost=str(tmp_path / "cost.toml"))) is not None
-    (tmp_path / "cost.toml").write_text("token_ms = 0\n")
-    for path in (tmp_path / "cost.toml", tmp_path / "none.toml"):
-        with pytest.raises(ConfigError, match=r"token_ms must be more than 0|policy_cost cannot be read"):
-            read_cost(path)
+        Steering.of(ServeConfig(policy="shoes"), node)
+    with pytest.raises(ConfigError, match="cannot read calibration"):
+        Steering.of(ServeConfig(policy="helm", policy_cost=str(tmp_path / "none.json")), node)

@@ -2,18 +2,19 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from helmrec.clock import MonotonicClock
+from helmrec.control.residual import R
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import Snapshot, SnapshotFile, SnapshotKeeper
+from helmrec.sim.node_config import NodeConfig
 from tests.helpers import random_request, tiny_config, tiny_engine
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.conftest import TOKEN
@@ -65,21 +66,13 @@ def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
     assert engine.stats().pool.resident_rows == 0
 
 
-class Learner:
-    """A policy with weights of its own, which stays where it is."""
-
-    def __init__(self) -> None:
-        self.residual_weights = np.zeros(3)
-
-    def decide(self, stats: Any) -> None:
-        return None
-
-    def reset(self) -> None: ...
+WEIGHTS = tuple(0.1 * i for i in range(len(R)))
 
 
 def steering() -> Steering:
-    made = Steering("hill", slo_ms=80)
-    made._policy = Learner()
+    engine = tiny_engine()
+    made = Steering.of(ServeConfig(policy="helm"), NodeConfig(model=engine.model_config, engine=engine.config))
+    assert made is not None
     return made
 
 
@@ -90,7 +83,7 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
         for request in (random_request(rng, tiny_config(), user_id, 9) for user_id in range(8))
     ]
     first = steering()
-    first.relearn((0.1, 0.2, 0.3))
+    first.relearn(WEIGHTS)
     port = InProcessPort(tiny_engine(clock=MonotonicClock()), first, SnapshotKeeper(file, 60))
     admin = {"authorization": f"Bearer {TOKEN}"}
     with Caller(make_app(port, ServeConfig(admin_token=TOKEN))) as caller:
@@ -104,7 +97,7 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
     port = InProcessPort(engine, again, SnapshotKeeper(file, 60))
     with Caller(make_app(port, ServeConfig())) as caller:
         caller.wait_until_ready()
-        assert again.learned == (0.1, 0.2, 0.3)
+        assert again.learned == pytest.approx(WEIGHTS)
         assert engine.stats().pool.alpha == 0.5
         last = caller.post("/v1/rank", bodies[-1]).json
         assert last["row_misses"] == 0
@@ -135,7 +128,7 @@ def test_what_was_learned_by_another_policy_is_left_aside(file: SnapshotFile) ->
     file.write(Snapshot(np.arange(9), 0.999, (1.0, 2.0)))
     other, engine = steering(), tiny_engine()
     SnapshotKeeper(file, 60).restore(engine, other)
-    assert other.learned == (0.0, 0.0, 0.0)
+    assert not any(other.learned)
     assert engine.stats().pool.alpha == 0.4, "a split that leaves no room is not taken"
     plain_policy = Steering("static:0.4", slo_ms=80)
     plain_policy.relearn((1.0,))

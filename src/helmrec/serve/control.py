@@ -1,8 +1,7 @@
 """Who moves a served engine's boundary, and what it may be shown to want."""
 
-import tomllib
+import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,15 @@ import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
+from helmrec.control.explain import Explanation
+from helmrec.control.helm import HelmPolicy
 from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Mode, Rebalancer, Steered
 from helmrec.control.service_cost import ServiceCost
-from helmrec.errors import ConfigError
 from helmrec.serve.settings import ServeConfig
+from helmrec.sim.cost import default_cost, load_cost
+from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.scenario import mean_service_cost
 
 _SHOWN_MOVES = 5
 
@@ -62,11 +65,13 @@ class Steering:
         self._moves: deque[MoveView] = deque(maxlen=_SHOWN_MOVES)
 
     @classmethod
-    def of(cls, config: ServeConfig) -> "Steering | None":
+    def of(cls, config: ServeConfig, node: NodeConfig) -> "Steering | None":
         """As the settings say; None if nobody is to move the boundary."""
         if config.policy is None:
             return None
-        cost = None if config.policy_cost is None else read_cost(Path(config.policy_cost))
+        path = config.policy_cost
+        calibration = default_cost() if path is None else load_cost(Path(path))
+        cost = mean_service_cost(calibration, node, node.model.window / 2, node.model.max_candidates / 2)
         return cls(config.policy, config.slo_ms, config.tick_s, cost)
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
@@ -75,13 +80,14 @@ class Steering:
     @property
     def learned(self) -> tuple[float, ...]:
         """What the policy learned online, to be kept over a restart; nothing of one that learns nothing."""
-        weights = getattr(self._inner, "residual_weights", ())
-        return tuple(float(weight) for weight in weights)
+        inner = self._inner
+        return tuple(inner.learned.tolist()) if isinstance(inner, HelmPolicy) else ()
 
     def relearn(self, learned: tuple[float, ...]) -> None:
         """Give back what was learned, if it is of this policy's shape."""
-        if learned and len(learned) == len(self.learned):
-            setattr(self._inner, "residual_weights", np.array(learned))  # noqa: B010 - only some policies have it
+        inner = self._inner
+        if isinstance(inner, HelmPolicy) and len(learned) == inner.learned.size and np.isfinite(learned).all():
+            inner.learned = np.array(learned)
 
     @property
     def _inner(self) -> Policy:
@@ -99,7 +105,7 @@ class Steering:
             asked_alpha=None if move is None else move.alpha,
             reason="frozen" if mode == "freeze" else reason,
             expected_gain_ms=None if move is None else move.expected_gain_ms,
-            layers=list(layers_of(self._policy)),
+            layers=[] if decision is None or decision.explanation is None else layers_of(decision.explanation),
             moves=list(self._moves),
         )
 
@@ -111,23 +117,19 @@ def seen_by(policy: str | None, engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"miss_curves": True})
 
 
-def layers_of(policy: Policy) -> Iterable[LayerView]:
-    """What each layer of a policy said last; nothing of a policy without layers, or that has said nothing yet."""
-    told = getattr(getattr(policy, "policy", policy), "explanation", None)  # `policy.policy`: what limits hold
-    if told is None:
-        return
-    yield LayerView("base", told.base_alpha, f"step {told.base_step:+.2f}")
-    yield LayerView("residual", told.base_alpha + told.residual, f"{told.residual:+.4f} learned online")
+def layers_of(told: Explanation) -> list[LayerView]:
+    """What each layer of a decision said."""
     is_calm = told.burst == "calm"
-    note = "calm" if is_calm else f"{told.burst}, about {told.burst_left_s:.0f} s left"
-    yield LayerView("burst", None if is_calm else told.burst_alpha, note)
-    note = "adapting is put aside" if told.is_aside else "best constant lately"
-    yield LayerView("guardrail", told.static_alpha, note)
+    dwell = "calm" if is_calm else f"{told.burst}, about {told.burst_left_s:.0f} s left"
+    guard = "adapting is put aside" if told.is_aside else "best constant lately"
+    return [
+        LayerView("base", _known(told.base_alpha), f"step {told.base_step:+.2f}"),
+        LayerView("residual", _known(told.base_alpha + told.residual), f"{told.residual:+.4f} learned online"),
+        LayerView("burst", None if is_calm else _known(told.burst_alpha), dwell),
+        LayerView("guardrail", _known(told.static_alpha), guard),
+    ]
 
 
-def read_cost(path: Path) -> ServiceCost:
-    """Service costs from a TOML file, a line per coefficient."""
-    try:
-        return ServiceCost(**tomllib.loads(path.read_text()))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"policy_cost cannot be read ({error}), got {str(path)!r}") from None
+def _known(alpha: float) -> float | None:
+    """Layers that know nothing yet say NaN."""
+    return None if math.isnan(alpha) else alpha

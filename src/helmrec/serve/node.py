@@ -11,6 +11,7 @@ from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.wire import Begin
+from helmrec.sim.node_config import NodeConfig
 
 
 def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
@@ -19,12 +20,12 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
     if not is_apart:
         return in_process(model, engine, serve)
     manifest = read_manifest(model)
-    Steering.of(serve)  # refused here, a wrong policy is told before anything starts
+    Steering.of(serve, NodeConfig(model=manifest.model, engine=engine))  # a wrong policy is told before anything starts
     begin = Begin(str(model), engine.model_dump(mode="json"), serve.model_dump(mode="json", exclude={"admin_token"}))
     return ProcessPort(begin, manifest.model, engine.max_history, serve.ring_bytes)
 
 
 def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:
-    steering = Steering.of(serve)
+    steering = Steering.of(serve, NodeConfig(model=read_manifest(model).model, engine=engine))
     made = Engine.from_model(model, seen_by(serve.policy, engine))
     return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))

@@ -153,9 +153,9 @@ class AlphaAnswer(Struct, frozen=True):
 
 
 class ModeBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the policy moves the boundary (`adaptive`) or only looks on (`freeze`)."""
+    """`adaptive`: the policy moves the boundary; `static`: it goes to the best constant known; `freeze`: it stays."""
 
-    mode: Literal["adaptive", "freeze"]
+    mode: Literal["adaptive", "static", "freeze"]
 
 
 class RowsBody(Struct, frozen=True, forbid_unknown_fields=True):

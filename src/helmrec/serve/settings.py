@@ -38,7 +38,7 @@ class ServeConfig(Frozen):
     history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
     policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")
     policy_cost: str | None = Field(
-        None, min_length=1, description="TOML file of service costs, for policies that reckon with them"
+        None, min_length=1, description="calibration file for policies that reckon with costs; else that of an H200"
     )
     slo_ms: float = Field(80.0, gt=0, description="milliseconds a ranking call should take at most")
     tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")

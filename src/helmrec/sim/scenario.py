@@ -149,6 +149,11 @@ def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCo
     """A calibration in the few coefficients that policies reckon with, for the mean request of a trace."""
     history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
     candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
+    return mean_service_cost(cost, config, history, candidates)
+
+
+def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candidates: float) -> ServiceCost:
+    """The same, for requests with so many events and candidates in the mean."""
     token_ms = cost.compute_token_us / 1e3 + len(config.model.features) * cost.compute_row_ns / 1e6
     pair_ms = cost.compute_pair_ns / 1e6
     return ServiceCost(
