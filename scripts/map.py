@@ -24,7 +24,7 @@ from helmrec.bench.cell_report import (
 from helmrec.bench.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, SLO_MS, Cell, Regime
 from helmrec.bench.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
 from helmrec.bench.map_checks import held_capacity, sampled
-from helmrec.bench.shifts import Shift, run_shift
+from helmrec.bench.shifts import Shift, run_shift, within_slo
 from helmrec.sim.cost import default_cost
 from scripts.kept import Store, digest_of, finish
 from scripts.map_plots import plot_map
@@ -70,11 +70,12 @@ class ShiftUnit(NamedTuple):
     mode: str
     shift: Shift
     alphas: tuple[float, ...]
+    static_alpha: float
 
     @property
     def name(self) -> str:
         rates = "/".join(f"{rate:.0f}" for rate in self.shift.rates)
-        return f"{self.cell.name}, {self.mode} rate, {self.shift.length_s:g} s at {rates}, seed {self.shift.seed}"
+        return f"{self.cell.name}, {self.mode} rate, {self.shift.length_s:g} s, of {rates}, seed {self.shift.seed}"
 
 
 class CheckUnit(NamedTuple):
@@ -94,8 +95,9 @@ def work(unit: RegimeUnit | ShiftUnit | CheckUnit) -> dict[str, Any]:
         return {"sampling": lanes, "rising": {"capacity_rising": unit.rate, "capacity_held": held}}
     if isinstance(unit, RegimeUnit):
         return as_json(sweep_regime(unit.cell, default_cost(), unit.regime))
-    found = run_shift(unit.cell, default_cost(), unit.shift, np.array(unit.alphas))
-    return asdict(found)
+    shift = within_slo(unit.cell, default_cost(), unit.shift, unit.static_alpha)
+    found = run_shift(unit.cell, default_cost(), shift, np.array(unit.alphas))
+    return {"rates": shift.rates, **asdict(found)}
 
 
 def as_json(sweep: RegimeSweep) -> dict[str, Any]:
@@ -143,8 +145,9 @@ def shift_units(store: Store) -> list[ShiftUnit]:
         own = [float(np.where(sweep.is_full, sweep.capacity, 0).max()) for sweep in sweeps]
         rates = [constant.static] * 2 if mode == "constant" else [following.static * capacity for capacity in own]
         alphas = around(best_alpha(sweeps[0]), best_alpha(sweeps[1]), (constant.static_alpha, following.static_alpha))
-        shift = Shift(length_s, (round(LOAD * rates[0], 1), round(LOAD * rates[1], 1)), LOAD)
-        units.append(ShiftUnit(cell, mode, shift, alphas))
+        shift = Shift(length_s, (round(rates[0], 1), round(rates[1], 1)), LOAD)
+        static_alpha = constant.static_alpha if mode == "constant" else following.static_alpha
+        units.append(ShiftUnit(cell, mode, shift, alphas, static_alpha))
     return units
 
 
@@ -191,7 +194,7 @@ def shift_json(unit: ShiftUnit, store: Store) -> dict[str, Any]:
         "cell": unit.cell.model_dump(),
         "mode": unit.mode,
         "length_s": unit.shift.length_s,
-        "rates": unit.shift.rates,
+        "rates_of_regimes_alone": unit.shift.rates,
         "seed": unit.shift.seed,
         "best_static": best,
         **gains,

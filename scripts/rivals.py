@@ -22,6 +22,7 @@ import numpy as np
 from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
 from helmrec.bench.features import Episode
+from helmrec.bench.judge import largest_of
 from helmrec.bench.rivals import learned_rivals, simple_rivals, solver_rivals
 from helmrec.bench.shifts import PRICES, Planned, switch_prices
 from helmrec.bench.tune import Family, Value, tune
@@ -192,13 +193,7 @@ def largest_loads(unit: LoadUnit) -> dict[str, float]:
 
 
 def largest(run: Any) -> float:
-    """By bisection over LOADS: supposes that a load is met if a larger one is."""
-    low, high = -1, len(LOADS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_met = run(LOADS[middle]).meets(80.0)
-        low, high = (middle, high) if is_met else (low, middle)
-    return LOADS[low] if low >= 0 else 0.0
+    return largest_of(LOADS, lambda load: bool(run(load).meets(scenario("steady").slo_ms))) or 0.0
 
 
 def scores(store: Store, variant: str) -> dict[str, list[Score]]:

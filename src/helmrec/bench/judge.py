@@ -64,3 +64,12 @@ def largest_load(is_met: Callable[[float], bool], search: Search) -> float | Non
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if is_met(middle) else (low, middle)
     return low
+
+
+def largest_of(loads: Sequence[float], is_met: Callable[[float], bool]) -> float | None:
+    """The largest of these rising loads that is met, by bisection; None if none is. Supposes as `largest_load` does."""
+    low, high = -1, len(loads)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(loads[middle]) else (low, middle)
+    return loads[low] if low >= 0 else None

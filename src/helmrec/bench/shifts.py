@@ -4,12 +4,13 @@ Every path is replayed through the simulator with its moves, so what an oracle i
 `as_if_free` is a bound: each stretch of time as served by a node that had always been at the best split for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.bench.cells import REGIMES, Cell
+from helmrec.bench.cells import REGIMES, SLO_MS, Cell
+from helmrec.bench.judge import largest_of
 from helmrec.bench.load_curve import run_static
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.cost import CostModel, tokens_ms
@@ -45,12 +46,31 @@ class Shift:
         """Windows that plans are made over; a regime has a whole number of them."""
         return self.length_s / max(1, round(self.length_s / 5))
 
+    def scaled(self, share: float) -> "Shift":
+        return replace(self, rates=(self.rates[0] * share, self.rates[1] * share))
+
     def trace(self, cell: Cell) -> Trace:
         calm, other = (
             cell.phase(regime, self.length_s, rate) for regime, rate in zip(REGIMES, self.rates, strict=True)
         )
         warm_up = cell.phase(REGIMES[0], cell.warm_up_s - 1, self.rates[0])
         return generate(cell.workload(warm_up, (calm, other) * self.num_rounds), self.seed)
+
+
+SHARES = tuple(round(0.5 + 0.04 * step, 2) for step in range(14))  # of what both regimes alone would bear
+
+
+def within_slo(cell: Cell, measured: CostModel, shift: Shift, alpha: float) -> Shift:
+    """The shift at `load` of the largest arrivals, as shares of these, that a constant serves within the SLO.
+
+    Each regime alone may bear its rate and the change still be too much: a crowd that has just come has no prefixes.
+    """
+
+    def is_met(share: float) -> bool:
+        trace = shift.scaled(share).trace(cell)
+        return _latency(_scored_ms(run_static(cell, measured, trace, alpha), cell)).p99_ms <= SLO_MS
+
+    return shift.scaled(shift.load * (largest_of(SHARES, is_met) or SHARES[0]))
 
 
 class Planned:
