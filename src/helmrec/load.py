@@ -45,17 +45,45 @@ class Snapshot:
     p50_ms: float  # of all answered so far
     p99_ms: float
     recent_p99_ms: float  # of the last few hundred
+    refused_p99_ms: float  # how long those that were refused waited for that
     lag_p99_ms: float  # how late the driver itself was: beyond a millisecond or two, it and not the engine is slow
     pool: PoolStats
 
 
 @dataclass(slots=True)
-class _Tally:
+class Tally:
+    """What became of the requests so far. Times are from when each was due."""
+
     latencies_ms: list[float] = field(default_factory=list)
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=400))
+    refusals_ms: list[float] = field(default_factory=list)
     lags_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     failed: int = 0
+
+    def answer(self, latency_ms: float) -> None:
+        self.latencies_ms.append(latency_ms)
+        self.recent_ms.append(latency_ms)
+
+    def refuse(self, cause: str, latency_ms: float) -> None:
+        self.refused[cause] += 1
+        self.refusals_ms.append(latency_ms)
+
+    def snapshot(self, elapsed_s: float, pool: PoolStats) -> Snapshot:
+        p50, p99 = _percentiles(self.latencies_ms, 50, 99)
+        return Snapshot(
+            elapsed_s=elapsed_s,
+            offered=len(self.lags_ms),
+            answered=len(self.latencies_ms),
+            refused=dict(self.refused),
+            failed=self.failed,
+            p50_ms=p50,
+            p99_ms=p99,
+            recent_p99_ms=_percentiles(list(self.recent_ms), 99)[0],
+            refused_p99_ms=_percentiles(self.refusals_ms, 99)[0],
+            lag_p99_ms=_percentiles(self.lags_ms, 99)[0],
+            pool=pool,
+        )
 
 
 class Load:
@@ -65,7 +93,7 @@ class Load:
         """`rebalancer`, if any, moves the engine's boundary as the load goes on."""
         self._engine = engine
         self._rebalancer = rebalancer
-        self._tally = _Tally()
+        self._tally = Tally()
         self._has_work = threading.Event()
         self._is_over = False
         self._started_s = time.perf_counter()
@@ -95,20 +123,7 @@ class Load:
         return self.snapshot()
 
     def snapshot(self) -> Snapshot:
-        tally = self._tally
-        p50, p99 = _percentiles(tally.latencies_ms, 50, 99)
-        return Snapshot(
-            elapsed_s=self._elapsed_s(),
-            offered=len(tally.lags_ms),
-            answered=len(tally.latencies_ms),
-            refused=dict(tally.refused),
-            failed=tally.failed,
-            p50_ms=p50,
-            p99_ms=p99,
-            recent_p99_ms=_percentiles(list(tally.recent_ms), 99)[0],
-            lag_p99_ms=_percentiles(tally.lags_ms, 99)[0],
-            pool=self._engine.stats().pool,
-        )
+        return self._tally.snapshot(self._elapsed_s(), self._engine.stats().pool)
 
     def _watch(self, watch: Callable[[Snapshot], None], next_s: float, every_s: float) -> float:
         if self._elapsed_s() < next_s:
@@ -122,7 +137,7 @@ class Load:
             future = self._engine.submit(request)
         except tuple(_REFUSALS) as error:
             self._tell(request.user_id, None)
-            self._tally.refused[_REFUSALS[type(error)]] += 1
+            self._tally.refuse(_REFUSALS[type(error)], (self._elapsed_s() - due_s) * 1e3)
             return
         future.add_done_callback(lambda done: self._record(done, request.user_id, due_s))
         self._has_work.set()
@@ -132,10 +147,9 @@ class Load:
         latency_ms = (self._elapsed_s() - due_s) * 1e3
         self._tell(user_id, latency_ms if error is None else None)
         if error is None:
-            self._tally.latencies_ms.append(latency_ms)
-            self._tally.recent_ms.append(latency_ms)
+            self._tally.answer(latency_ms)
         elif type(error) in _REFUSALS:
-            self._tally.refused[_REFUSALS[type(error)]] += 1
+            self._tally.refuse(_REFUSALS[type(error)], latency_ms)
         else:
             self._tally.failed += 1
 

@@ -1,11 +1,13 @@
-"""`helmrec load`: offer a trace to a model and watch the latency."""
+"""`helmrec load`: offer a trace to a model, or to a server, and watch the latency."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.live import Live
 from rich.table import Table
 
@@ -15,6 +17,7 @@ from helmrec.control.by_name import POLICY_NAMES, check_policy, make_policy, nee
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.serve.load import HttpLoad
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.requests import rank_requests
@@ -26,7 +29,7 @@ _SLOW_DRIVER_MS = 5.0
 
 
 def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model folder, or a server's http:// address.")],
     trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
     rate: Annotated[float | None, typer.Option(help="Poisson requests per second; else the trace's own times.")] = None,
     requests: Annotated[int | None, typer.Option(help="Stop after so many.", min=1)] = None,
@@ -42,16 +45,22 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
     results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
 ) -> None:
-    """Offer the requests of a trace to a model, on time, and report latency from when each was due."""
+    """Offer the requests of a trace to a model, on time, and report latency from when each was due.
+
+    A server has a pool and a policy of its own: with a URL, the options for them are not looked at.
+    """
     with told_plainly():
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
+        if model.startswith(("http://", "https://")):
+            _conclude(_load_server(model, deadline_ms, trace, times_s), results)
+            return
         if policy is not None:
             check_policy(policy)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
         settings["miss_curves"] = policy is not None and needs_curves(policy)
         with err.status("getting the model ready"):
-            engine = Engine.from_model(model, EngineConfig(**settings))
+            engine = Engine.from_model(Path(model), EngineConfig(**settings))
             engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
             rebalancer = None if policy is None else _rebalancer(engine, policy, trace, slo_ms, decisions)
@@ -60,6 +69,19 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
                 times_s,
                 lambda seen: live.update(_table(seen), refresh=True),
             )
+        _conclude(end, results)
+
+
+def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDArray[np.float64]) -> Snapshot:
+    load = HttpLoad(url, deadline_ms)
+    model = load.model()
+    with Live(console=err, transient=True, auto_refresh=False) as live:
+        return load.run(
+            rank_requests(trace, model), model, times_s, lambda seen: live.update(_table(seen), refresh=True)
+        )
+
+
+def _conclude(end: Snapshot, results: Path | None) -> None:
     out.print(_table(end))
     if end.lag_p99_ms > _SLOW_DRIVER_MS:
         err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
@@ -89,6 +111,7 @@ def _table(seen: Snapshot) -> Table:
     for label, value in (
         ("offered / answered", f"{seen.offered:,} / {seen.answered:,} ({seen.answered / seen.elapsed_s:,.1f}/s)"),
         ("refused, failed", f"{refused}; {seen.failed}"),
+        ("refused after p99", f"{seen.refused_p99_ms:.1f} ms"),
         ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (p99 of late {seen.recent_p99_ms:.1f})"),
         ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
         ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),

@@ -34,7 +34,7 @@ class TensorParameters(Struct, frozen=True):
     binary_data_size: Annotated[int, Meta(ge=0)] | None = None
 
 
-class InputTensor(Struct, frozen=True):
+class InputTensor(Struct, frozen=True, omit_defaults=True):
     """A flat tensor of integers: its values in `data`, or after the JSON in as many bytes as it says."""
 
     name: str
@@ -271,6 +271,30 @@ class Encoded:
 
     body: bytes
     json_bytes: int | None
+
+
+def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
+    """A call of one request with binary tensors, as a client sends it. Names come from the request's model."""
+    tensors: dict[str, Any] = {
+        "USER_IDS": [request.user_id],
+        "LENGTHS": [len(request.items)],
+        "NUM_CANDIDATES": [len(request.candidates)],
+        "FIRST_EVENTS": [request.first_event],
+        "ITEMS": request.items,
+        "ACTIONS": request.actions,
+        "TIMESTAMPS": request.timestamps,
+        "CANDIDATES": request.candidates,
+        **{tensor: request.features[name] for tensor, name in names.features.items()},
+        **{tensor: request.candidate_features[name] for tensor, name in names.candidate_features.items()},
+        **{tensor: [request.context[name]] for tensor, name in names.context.items()},
+    }
+    blobs = [np.asarray(values, "<i8").tobytes() for values in tensors.values()]
+    inputs = [
+        InputTensor(name, [len(blob) // 8], "INT64", TensorParameters(len(blob)))
+        for name, blob in zip(tensors, blobs, strict=True)
+    ]
+    header = msgspec.json.encode(InferBody(inputs, parameters=InferParameters(binary_data_output=True)))
+    return Encoded(b"".join((header, *blobs)), len(header))
 
 
 def encode_answer(inference: InferBody, model_name: str, results: list[RankResult]) -> Encoded:

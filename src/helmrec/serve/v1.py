@@ -48,6 +48,9 @@ class FriendlyRoutes:
         self._front.metrics.count_result(result)
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
+    async def model(self, _: Request) -> Response:
+        return Response(self._port.model.model_dump_json(), media_type="application/json")
+
     async def pool(self, _: Request) -> Response:
         return json_answer(await self._port.stats())
 
@@ -96,6 +99,7 @@ class FriendlyRoutes:
         refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
         return [
             Endpoint("POST", "/v1/rank", "Rank candidates", self.rank, RankBody, RankAnswer, statuses=refusals),
+            Endpoint("GET", "/v1/model", "Shape and tables of the model", self.model),
             Endpoint("GET", "/v1/pool", "Look at the pool and the engine", self.pool, gives=EngineStats),
             Endpoint(
                 "POST", "/v1/admin/alpha", "Aim the boundary", self.move_alpha, AlphaBody, AlphaAnswer,

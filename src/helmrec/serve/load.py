@@ -1,0 +1,161 @@
+"""Open-loop load over HTTP: requests are sent when they are due, over as many connections as that takes.
+
+Binary tensors, so that the driver spends little on each; latency counts from when a request was due.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.engine.engine import EngineStats
+from helmrec.errors import ConfigError, ServerError
+from helmrec.load import Snapshot, Tally
+from helmrec.memory.stats import PoolStats
+from helmrec.model.config import ModelConfig
+from helmrec.serve.tensors import TensorNames, encode_request
+from helmrec.types import RankRequest
+
+_MAX_CONNECTIONS = 1_024
+_REFUSED = {429: "queue full", 503: "deadline, or not ready", 409: "forgotten"}
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+
+
+class _Connection(NamedTuple):
+    """One request at a time; what it reads is what our own server writes, or it fails."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def ask(self, request: bytes) -> Reply:
+        self.writer.write(request)
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        status = int(head[9:12])
+        fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:] if line)
+        return Reply(status, await self.reader.readexactly(int(fields.get(b"content-length", b"0"))))
+
+
+class HttpLoad:
+    """Offers requests to the server at `url`."""
+
+    def __init__(self, url: str, deadline_ms: float | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"url must look like http://127.0.0.1:8000, got {url!r}")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
+        self._idle: list[_Connection] = []
+        self._room = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._tally = Tally()
+        self._started_s = 0.0
+        self.statuses: list[tuple[float, int, float]] = []  # when it was due, how it ended, milliseconds
+
+    def model(self) -> ModelConfig:
+        """The model the server serves."""
+        reply = asyncio.run(self._once("/v1/model"))
+        if reply.status != 200:
+            raise ServerError(f"no model at {self._host}:{self._port}, got status {reply.status}")
+        return ModelConfig(**msgspec.json.decode(reply.body))
+
+    def run(
+        self,
+        requests: Iterator[RankRequest],
+        model: ModelConfig,
+        times_s: NDArray[np.float64],
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch_every_s: float = 0.5,
+    ) -> Snapshot:
+        """Offer a request at each of the times; returns when all are answered, refused or failed."""
+        return asyncio.run(self._run(requests, model, times_s, watch, watch_every_s))
+
+    async def _run(
+        self,
+        requests: Iterator[RankRequest],
+        model: ModelConfig,
+        times_s: NDArray[np.float64],
+        watch: Callable[[Snapshot], None],
+        watch_every_s: float,
+    ) -> Snapshot:
+        names, path = TensorNames(model), f"/v2/models/{model.name}/infer"
+        self._started_s = time.perf_counter()
+        watcher = asyncio.create_task(self._watch(watch, watch_every_s))
+        offers: set[asyncio.Task[None]] = set()
+        for due_s, request in zip(times_s.tolist(), requests, strict=False):
+            encoded = encode_request(request, names)
+            head = f"inference-header-content-length: {encoded.json_bytes}\r\n{self._deadline}"
+            message = self._message("POST", path, head, encoded.body)
+            if (left_s := due_s - self._elapsed_s()) > 0:
+                await asyncio.sleep(left_s)
+            self._tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
+            offer = asyncio.create_task(self._offer(message, due_s))
+            offers.add(offer)
+            offer.add_done_callback(offers.discard)
+        await asyncio.gather(*offers)
+        watcher.cancel()
+        end = self._tally.snapshot(self._elapsed_s(), await self._pool_stats())
+        for connection in self._idle:
+            connection.writer.close()
+        self._idle.clear()
+        return end
+
+    async def _watch(self, watch: Callable[[Snapshot], None], every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            watch(self._tally.snapshot(self._elapsed_s(), await self._pool_stats()))
+
+    async def _pool_stats(self) -> PoolStats:
+        reply = await self._ask(self._message("GET", "/v1/pool"))
+        return msgspec.json.decode(reply.body, type=EngineStats).pool
+
+    async def _offer(self, message: bytes, due_s: float) -> None:
+        try:
+            async with self._room:
+                status = (await self._ask(message)).status
+        except (OSError, EOFError, ValueError):
+            status = 0
+        latency_ms = (self._elapsed_s() - due_s) * 1e3
+        self.statuses.append((due_s, status, latency_ms))
+        if status == 200:
+            self._tally.answer(latency_ms)
+        elif status in _REFUSED:
+            self._tally.refuse(_REFUSED[status], latency_ms)
+        else:
+            self._tally.failed += 1
+
+    async def _ask(self, message: bytes) -> Reply:
+        """Over a connection that is idle, or a new one."""
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
+        try:
+            reply = await connection.ask(message)
+        except BaseException:
+            connection.writer.close()
+            raise
+        self._idle.append(connection)
+        return reply
+
+    async def _once(self, path: str) -> Reply:
+        try:
+            reply = await self._ask(self._message("GET", path))
+        except (OSError, EOFError, ValueError) as error:
+            raise ServerError(f"no answer ({error}), from {self._host}:{self._port}") from None
+        self._idle.pop().writer.close()
+        return reply
+
+    def _message(self, method: str, path: str, head: str = "", body: bytes = b"") -> bytes:
+        lines = f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}\r\n{head}\r\n"
+        return lines.encode() + body
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
