@@ -187,7 +187,7 @@ def shift_json(unit: ShiftUnit, store: Store) -> dict[str, Any]:
     best = {figure: min(one[figure] for one in statics) for figure in ("mean_ms", "p99_ms")}
     gains = {
         f"{who}_{figure.removesuffix('_ms')}_gain": 1 - found[who][figure] / best[figure]
-        for who in ("tracker", "oracle", "as_if_free")
+        for who in ("tracker", "oracle", "quasi_static")
         for figure in best
     }
     return {

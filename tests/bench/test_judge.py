@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helmrec.bench.judge import Search, interval, largest_load, paired_change
+from helmrec.bench.judge import Search, interval, largest_load, largest_of, paired_change
 from helmrec.errors import ConfigError
 
 
@@ -56,3 +56,17 @@ def test_the_search_takes_few_tries() -> None:
     tried: list[float] = []
     largest_load(lambda load: tried.append(load) or load <= 50, Search(10, 100, tolerance=0.02))  # type: ignore[func-returns-value]
     assert len(tried) <= 2 + 7
+
+
+def test_the_largest_of_some_loads_is_found_by_halving() -> None:
+    tried: list[float] = []
+
+    def is_met(load: float) -> bool:
+        tried.append(load)
+        return load <= 0.7
+
+    loads = tuple(round(0.1 * step, 1) for step in range(1, 11))
+    assert largest_of(loads, is_met) == 0.7
+    assert len(tried) <= 4
+    assert largest_of(loads, lambda load: True) == 1.0
+    assert largest_of(loads, lambda load: False) is None

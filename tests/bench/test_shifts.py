@@ -33,7 +33,7 @@ def test_no_oracle_is_worse_than_the_best_constant_and_the_tracker_may_be() -> N
     assert found.oracle.mean_ms <= found.best_static.mean_ms
     assert found.oracle.p99_ms <= min(found.best_static.p99_ms, found.tracker.p99_ms)
     assert set(found.statics) == {0.1, 0.5, 0.9}
-    assert found.as_if_free.mean_ms <= found.best_static.mean_ms + 1e-9
+    assert found.quasi_static.mean_ms <= found.best_static.mean_ms + 1e-9
 
 
 def test_moves_are_priced_by_what_must_be_computed_and_read_again() -> None:

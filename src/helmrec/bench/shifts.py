@@ -1,7 +1,7 @@
 """A node that is thrown back and forth between two regimes: what constants, trackers and oracles make of it.
 
 Every path is replayed through the simulator with its moves, so what an oracle is credited with has been had. Only
-`as_if_free` is a bound: each stretch of time as served by a node that had always been at the best split for it.
+`quasi_static` has not: it is each stretch of time as served by a node that had always been at the best split for it.
 """
 
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ class ShiftResult:
     tracker: Latency  # jumps there the moment a regime begins
     oracle: Latency  # least of all that was replayed: plans at several prices of moving, the tracker, the constants
     oracle_travel: float  # change of alpha per change of regime, of the path with the least mean
-    as_if_free: Latency  # a bound: each regime as a node served it that had always been at its best split
+    quasi_static: Latency  # as if moves were free: each regime as the constant that suits it best served it
 
     @property
     def best_static(self) -> Latency:
@@ -144,7 +144,7 @@ def run_shift(cell: Cell, measured: CostModel, shift: Shift, alphas: Floats) -> 
         tracker=replayed[tracking],
         oracle=_least([*replayed.values(), *statics.values()]),
         oracle_travel=_travel(alphas[list(best)]) if has_moved else 0.0,
-        as_if_free=_as_if_free(runs, cell, shift, favourites),
+        quasi_static=_quasi_static(runs, cell, shift, favourites),
     )
 
 
@@ -188,7 +188,7 @@ def _latency(latency_ms: Floats) -> Latency:
     return Latency(float(latency_ms.mean()), float(np.percentile(latency_ms, 99)))
 
 
-def _as_if_free(runs: list[SimResult], cell: Cell, shift: Shift, favourites: NDArray[np.int64]) -> Latency:
+def _quasi_static(runs: list[SimResult], cell: Cell, shift: Shift, favourites: NDArray[np.int64]) -> Latency:
     """Each regime's requests as the constant that suits it best served them."""
     arrived_s = runs[0].arrived_s
     regime = ((arrived_s[arrived_s >= cell.warm_up_s] - cell.warm_up_s) // shift.length_s).astype(np.int64) % 2
