@@ -185,7 +185,7 @@ def test_adapting_is_taken_back_once_it_would_win_again() -> None:
     outlook, _ = looked(Bowl(rate=100))
     numbers, constants, terms = np.zeros(G.SIZE), np.zeros(NUM_SPLITS), guard_terms(GuardSettings())
     begin_guard(numbers)
-    best = outlook.splits[Split.ALPHA, outlook.splits[Split.CORRECTED].argmin()]
+    best = outlook.splits[Split.ALPHA, outlook.splits[Split.FRESH].argmin()]
     for alpha, num_windows, is_aside in ((0.1, 60, True), (best, 400, False)):
         for _ in range(num_windows):
             judge(numbers, constants, terms, outlook, Paths(alpha, alpha, 100.0, 0.0, 1.0))

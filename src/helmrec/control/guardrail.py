@@ -69,9 +69,9 @@ def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outloo
     """Take a window in. `constants`: cost of each split of the table so far."""
     keep, splits = keep_of(paths.dt_s, terms.half_life_s), outlook.splits
     for split in range(constants.size):
-        constants[split] = keep * constants[split] + paths.requests * splits[Split.CORRECTED, split]
-    adaptive_ms = at_split(splits, Split.CORRECTED, paths.adaptive)
-    base_ms = at_split(splits, Split.CORRECTED, paths.base)
+        constants[split] = keep * constants[split] + paths.requests * splits[Split.FRESH, split]
+    adaptive_ms = at_split(splits, Split.FRESH, paths.adaptive)
+    base_ms = at_split(splits, Split.FRESH, paths.base)
     numbers[G.ADAPTIVE] = keep * numbers[G.ADAPTIVE] + paths.requests * adaptive_ms + paths.move_cost
     numbers[G.BASE] = keep * numbers[G.BASE] + paths.requests * base_ms
     numbers[G.WITH_RESIDUAL] = keep * numbers[G.WITH_RESIDUAL] + paths.requests * adaptive_ms

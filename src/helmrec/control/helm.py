@@ -300,12 +300,12 @@ def _base_and_residual(
 def _tell(kept: Kept, cost: Terms, window: Seen, bursting: float, wanted: float) -> None:
     """Write down what each layer said, for the explanation."""
     told, outlook, level = kept.told, kept.outlook, kept.outlook.numbers[O.LEVEL]
-    here_ms = at_split(outlook.splits, Split.CORRECTED, window.alpha_target) * level
+    here_ms = at_split(outlook.splits, Split.FRESH, window.alpha_target) * level
     told[T.TIME_S], told[T.ALPHA] = window.end_s, window.alpha_target
     told[T.VERDICT], told[T.BURST_ALPHA], told[T.BURST_LEFT_S] = kept.burst[B.VERDICT], bursting, kept.burst[B.LEFT_S]
     told[T.IS_ASIDE], told[T.STATIC_ALPHA] = kept.guard[G.IS_ASIDE], kept.guard[G.STATIC_ALPHA]
     told[T.WANTED] = wanted
-    told[T.EXPECTED_MS] = at_split(outlook.splits, Split.CORRECTED, wanted) * level
+    told[T.EXPECTED_MS] = at_split(outlook.splits, Split.FRESH, wanted) * level
     told[T.EXPECTED_GAIN_MS] = here_ms - told[T.EXPECTED_MS]
     told[T.EXPECTED_COST_MS] = move_cost(cost, outlook, window.pool_bytes, wanted - window.alpha_target)
     told[T.MEASURED_MS] = window.mean_ms

@@ -23,6 +23,9 @@ _FRESH_HALF_LIFE_S = 2.0
 _LASTING_HALF_LIFE_S = 10.0  # of the arrival rate; the curves bring their own
 _CORRECTION_HALF_LIFE_S = 30.0
 _MIN_CORRECTION, _MAX_CORRECTION = 0.5, 2.0
+_SHADOW_HALF_LIFE_S = 15.0
+_TOKENS = 6_700  # of a history a candidate looks at: tells candidates from what they cost, roughly
+_SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 
 
 class Crowding(Frozen):
@@ -50,6 +53,7 @@ class Terms(NamedTuple):
     row_bytes: float
     first: float
     second: float
+    other_tokens: float  # of a request beside its history: candidates
     half_life: float  # requests after which one counts half in the curves; 0 if none ever does
 
     @classmethod
@@ -66,6 +70,7 @@ class Terms(NamedTuple):
             row_bytes=cost.row_bytes,
             first=crowding.first,
             second=crowding.second,
+            other_tokens=cost.floor_ms / (cost.token_ms + cost.pair_ms * _TOKENS),
             half_life=half_life_requests or 0.0,
         )
 
@@ -134,6 +139,8 @@ class O(IntEnum):  # noqa: E742 - as short as its uses are many
     LASTING_BEST = 10  # place among the splits
     FRESH_BEST = 11
     DRIFT = 12  # of the lasting best, per second
+    KV_CORRECTION = 13  # tokens reused over what shadows promised at this split
+    ROW_CORRECTION = 14  # rows missed over what shadows promised
 
 
 class Split(IntEnum):
@@ -144,9 +151,8 @@ class Split(IntEnum):
     LEAD = 2
     LASTING = 3  # latency, ms
     FRESH = 4
-    CORRECTED = 5  # the fresh view with stages as long as they were measured
-    FRESH_COMPUTE = 6
-    FRESH_LEAD = 7
+    FRESH_COMPUTE = 5
+    FRESH_LEAD = 6
 
 
 class Knot(IntEnum):
@@ -169,7 +175,8 @@ class Outlook(NamedTuple):
 
 def begin_outlook(outlook: Outlook, alphas: Floats) -> None:
     """Set arrays of zeros up for the curves' splits."""
-    outlook.numbers[[O.COMPUTE_CORRECTION, O.BUS_CORRECTION, O.LEVEL]] = 1.0
+    corrections = (O.COMPUTE_CORRECTION, O.BUS_CORRECTION, O.LEVEL, O.KV_CORRECTION, O.ROW_CORRECTION)
+    outlook.numbers[list(corrections)] = 1.0
     outlook.splits[Split.ALPHA] = np.linspace(alphas[0], alphas[-1], NUM_SPLITS)
     outlook.blend[:] = blend_weights(outlook.splits[Split.ALPHA], alphas).T
 
@@ -238,7 +245,7 @@ def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed:
     numbers[O.QUEUED] = window.num_queued
     _take_newest(outlook, terms, window, computed, missed)
     before = outlook.splits[0, int(numbers[O.LASTING_BEST])]
-    _reckon(outlook, terms, computed, missed)
+    _reckon(outlook, terms, window, computed, missed)
     after = outlook.splits[0, int(numbers[O.LASTING_BEST])]
     moved = 0.0 if is_first else (after - before) / dt_s
     numbers[O.DRIFT] = lasting * numbers[O.DRIFT] + (1 - lasting) * moved
@@ -282,27 +289,63 @@ def _mix(curve: Floats, blend: Floats, out: Floats) -> None:
 
 
 @inner
-def _reckon(outlook: Outlook, terms: Terms, computed: Floats, missed: Floats) -> None:
+def _less(whole: float, computed: float, correction: float) -> float:
+    """Tokens computed if the share of them that is reused is corrected."""
+    return whole - correction * max(0.0, whole - computed)
+
+
+@inner
+def _stages(terms: Terms, numbers: Floats, tokens: float, rows: float) -> tuple[float, float]:
+    """Compute, and what comes before it, of a request that computes so many tokens and misses so many rows."""
+    compute = terms.floor_ms + (terms.token_ms + terms.pair_ms * numbers[O.TOKENS] / 2) * tokens
+    bus = terms.row_ms * rows * numbers[O.BUS_CORRECTION]
+    return compute * numbers[O.COMPUTE_CORRECTION], terms.host_floor_ms + terms.host_token_ms * tokens + bus
+
+
+@inner
+def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> None:
+    """Learn what caches do against their shadows. Hit rates differ by much the same factor at every split.
+
+    Shadows know no batches: a prefix that is being written, and pages that are pinned, cost the real cache hits.
+    """
+    if window.num_requests == 0 or abs(window.alpha - window.alpha_target) > _SETTLED:
+        return
+    keep = keep_of(window.end_s - window.start_s, _SHADOW_HALF_LIFE_S)
+    computed = at_split(splits, Split.FRESH_COMPUTE, window.alpha)
+    promised = window.new_tokens + window.resident_tokens - computed
+    missed = at_split(splits, Split.FRESH_LEAD, window.alpha) * (window.new_tokens + others) / (computed + others)
+    if promised > 0.02 * numbers[O.TOKENS]:
+        ratio = min(max(window.resident_tokens / promised, _MIN_CORRECTION), _MAX_CORRECTION)
+        numbers[O.KV_CORRECTION] = keep * numbers[O.KV_CORRECTION] + (1 - keep) * ratio
+    if missed > 1:
+        ratio = min(max(window.missed_rows / missed, _MIN_CORRECTION), _MAX_CORRECTION)
+        numbers[O.ROW_CORRECTION] = keep * numbers[O.ROW_CORRECTION] + (1 - keep) * ratio
+
+
+@inner
+def _reckon(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
     numbers, knots, splits, blend = outlook
-    per_token = terms.token_ms + terms.pair_ms * numbers[O.TOKENS] / 2
     _mix(computed, blend, splits[Split.COMPUTE])
     _mix(missed, blend, splits[Split.LEAD])
     _mix(knots[Knot.FRESH_COMPUTED], blend, splits[Split.FRESH_COMPUTE])
     _mix(knots[Knot.FRESH_MISSED], blend, splits[Split.FRESH_LEAD])
+    others = max(1.0, terms.other_tokens)
+    _compare(numbers, splits, window, others)
+    whole, kv, row = numbers[O.TOKENS], numbers[O.KV_CORRECTION], numbers[O.ROW_CORRECTION]
     lasting_rate, fresh_rate = numbers[O.LASTING_RATE], numbers[O.FRESH_RATE]
     for split in range(splits.shape[1]):
-        tokens, rows = splits[Split.COMPUTE, split], splits[Split.LEAD, split]
-        compute = terms.floor_ms + per_token * tokens
-        lead = terms.host_floor_ms + terms.host_token_ms * tokens + terms.row_ms * rows
+        shadow = splits[Split.COMPUTE, split]
+        tokens = _less(whole, shadow, kv)
+        rows = row * splits[Split.LEAD, split] * (tokens + others) / (shadow + others)  # more tokens read more rows
+        compute, lead = _stages(terms, numbers, tokens, rows)
         splits[Split.COMPUTE, split], splits[Split.LEAD, split] = compute, lead
         splits[Split.LASTING, split] = latency_ms(terms, compute, lead, lasting_rate)
-        tokens, rows = splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split]
-        compute, host = terms.floor_ms + per_token * tokens, terms.host_floor_ms + terms.host_token_ms * tokens
-        bus = terms.row_ms * rows
-        splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split] = compute, host + bus
-        splits[Split.FRESH, split] = latency_ms(terms, compute, host + bus, fresh_rate)
-        compute, bus = compute * numbers[O.COMPUTE_CORRECTION], bus * numbers[O.BUS_CORRECTION]
-        splits[Split.CORRECTED, split] = latency_ms(terms, compute, host + bus, fresh_rate)
+        shadow = splits[Split.FRESH_COMPUTE, split]
+        tokens = _less(whole, shadow, kv)
+        rows = row * splits[Split.FRESH_LEAD, split] * (tokens + others) / (shadow + others)
+        compute, lead = _stages(terms, numbers, tokens, rows)
+        splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split] = compute, lead
+        splits[Split.FRESH, split] = latency_ms(terms, compute, lead, fresh_rate)
     numbers[O.LASTING_BEST] = splits[Split.LASTING].argmin()
     numbers[O.FRESH_BEST] = splits[Split.FRESH].argmin()
 
@@ -311,7 +354,7 @@ def _reckon(outlook: Outlook, terms: Terms, computed: Floats, missed: Floats) ->
 def _correct(outlook: Outlook, terms: Terms, window: Seen, dt_s: float) -> None:
     """Learn how much longer stages and requests took than reckoned, from what the window really read and computed."""
     numbers = outlook.numbers
-    if window.num_requests == 0:
+    if window.num_requests == 0 or window.bus_busy <= 0:  # an engine does not know its bus: its stages are one to it
         return
     keep, served = keep_of(dt_s, _CORRECTION_HALF_LIFE_S), window.num_requests / dt_s / 1e3
     per_token = terms.token_ms + terms.pair_ms * (window.new_tokens + window.resident_tokens) / 2
@@ -320,7 +363,7 @@ def _correct(outlook: Outlook, terms: Terms, window: Seen, dt_s: float) -> None:
     for place, busy, reckoned in (
         (O.COMPUTE_CORRECTION, window.compute_busy, served * compute),
         (O.BUS_CORRECTION, window.bus_busy, served * bus),
-        (O.LEVEL, window.mean_ms, at_split(outlook.splits, Split.CORRECTED, window.alpha)),
+        (O.LEVEL, window.mean_ms, at_split(outlook.splits, Split.FRESH, window.alpha)),
     ):
         if busy > 0 and reckoned > 1e-9 and (place == O.LEVEL or busy < 0.98):  # a stage that never rested tells little
             ratio = min(max(busy / reckoned, _MIN_CORRECTION), _MAX_CORRECTION)
