@@ -41,7 +41,7 @@ def _time(
     blank = Measured("", "", num_rows, ROW_BYTES, overlaps, 0, 1.0, 0.0, {}, (Timed("", steps, (0.0,) * len(steps)),))
     ends = replay(terms, blank.works(), np.array([0, len(steps)]), overlaps)
     ends = ends * (1 + noise * rng.standard_normal(len(steps) if case.num_steps == 1 else 1))
-    host = host_ms(terms, case.num_requests, steps[0].num_tokens)
+    host = host_ms(terms, case.num_requests, steps[0].num_tokens, steps[0].hit_rows + steps[0].missed_rows)
     is_burst = case.num_steps > 1
     return Timed(
         case.name,

@@ -131,7 +131,7 @@ class PlainNode:
         self.pool.bytes_by_cause["kv-reload"] += loads * geometry.page_bytes
         stride = geometry.row_stride
         load = BusLoad(float(num_read - num_missed) * stride, float(num_missed) * stride, float(num_missed))
-        host_s = host_ms(terms, len(batch.members), tokens) / 1e3
+        host_s = host_ms(terms, len(batch.members), tokens, float(num_read)) / 1e3
         bus_s = max(self.now_s + host_s, self._bus_free_s)
         beside_s = max(0.0, self._compute_free_s - bus_s)
         rows_s = rows_ms(terms, load, beside_s * 1e3, 1.0) / 1e3

@@ -109,7 +109,9 @@ def test_moves_are_applied_in_bounded_steps_until_the_boundary_is_there() -> Non
 
 def test_a_lone_request_pays_for_both_stages_and_a_busy_node_for_the_longer_one() -> None:
     """Requests of users who come once; the host's time is left out, it is a third stage."""
-    cost = COST.model_copy(update={"host_floor_ms": 0.0, "host_request_ms": 0.0, "host_token_us": 0.0})
+    cost = COST.model_copy(
+        update={"host_floor_ms": 0.0, "host_request_ms": 0.0, "host_token_us": 0.0, "host_row_ns": 0.0}
+    )
     config = dlrmv3(max_batch_requests=1, row_sample=1 / 256)
     shape = Shape(duration_s=10, rate=100, hot_share=0.0, history_sigma=0.0)
     trace = generate(family("steady", shape), 0)

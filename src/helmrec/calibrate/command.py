@@ -126,11 +126,15 @@ def _sources(measured: list[Measured], fitted: Fitted) -> dict[str, str]:
         "host_floor_ms": "fitted to the launches of steps in turn",
         "host_request_ms": "fitted to the launches of steps in turn",
         "host_token_us": "fitted to the launches of steps in turn",
+        "host_row_ns": "fitted to the launches of steps in turn",
     }
     if len({one.rows_per_token for one in measured}) == 1:
         special["compute_row_ns"] = "inside compute_token_us: one number of rows a token cannot tell them apart"
+        special["host_row_ns"] = "inside host_token_us"
+    beside = "three quarters of the speed alone, as in docs/measurements/gpu-rows-h200.json"
     if not measured[0].overlaps:
-        special["beside_slowdown"] = "steps do not overlap on this device"
+        beside = special["beside_slowdown"] = "steps do not overlap on this device"
+    special |= {"beside_gb_per_s": beside, "sorted_beside_gb_per_s": beside}
     return {term: special.get(term, by_fit) for term in CostTerms._fields}
 
 

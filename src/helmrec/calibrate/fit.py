@@ -1,7 +1,8 @@
 """The simulator's cost terms by least squares of the relative error over everything that was timed.
 
-Steps in turn tell compute and row reads apart; bursts tell what changes when steps overlap. Terms that only bursts
-or reloads show are left at a neutral value where there are none.
+Steps in turn tell compute and row reads apart; bursts tell what changes when steps overlap, and by how much a device
+that never rests computes longer, perhaps because its clock falls. Terms are those of a busy device, since that is what
+simulations are about. Terms that only bursts or reloads show are left at a neutral value where there are none.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,15 @@ from helmrec.sim.node_state import FloatArray
 from helmrec.types import IntArray
 
 _OUTLIER = 0.15  # relative error from which on a step pulls no harder
+_BESIDE_SHARE = 0.75  # of the speed alone: bursts hardly tell it, so it comes from docs/measurements/gpu-rows-h200.json
+_COMPUTE = ("compute_floor_ms", "compute_token_us", "compute_pair_ns", "compute_row_ns")
 _TINY = 1e-6
 _ITERATIONS = 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    terms: CostTerms
+    terms: CostTerms  # of a busy device
     ratios: dict[str, float]  # case -> predicted over measured time, the median of its repeats
     num_steps: int
 
@@ -56,10 +59,22 @@ class _Runs(NamedTuple):
     def first(self) -> FloatArray:  # (runs, columns)
         return self.works[self.starts[:-1]]
 
-    def spans(self, terms: CostTerms) -> FloatArray:
+    def spans(self, found: "_Found") -> FloatArray:
         """Predicted: of a burst, from the first results to the last; of a step in turn, from plan to results."""
-        ends = replay(terms, self.works, self.starts, self.overlaps)
-        return ends[self.starts[1:] - 1] - np.where(self.is_burst, ends[self.starts[:-1]], 0.0)
+        in_turn = replay(found.terms, self.works, self.starts, self.overlaps)[self.starts[1:] - 1]
+        ends = replay(found.busy_terms, self.works, self.starts, self.overlaps)
+        return np.where(self.is_burst, ends[self.starts[1:] - 1] - ends[self.starts[:-1]], in_turn)
+
+
+class _Found(NamedTuple):
+    """Terms of a device that rests between steps, and by what factor one computes longer that does not."""
+
+    terms: CostTerms
+    busy: float
+
+    @property
+    def busy_terms(self) -> CostTerms:
+        return self.terms._replace(**{name: self.busy * getattr(self.terms, name) for name in _COMPUTE})
 
 
 def fit(measured: Sequence[Measured]) -> Fitted:
@@ -67,15 +82,15 @@ def fit(measured: Sequence[Measured]) -> Fitted:
     runs = _Runs.of(measured)
     start = _first_guess(measured, runs)
     free = _free_terms(measured, runs)
-    terms = _descend(start, free, runs)
+    found = _descend(start, free, runs)
     timed = [each for one in measured for each in one.timed]
     names = _names(measured)
-    ratios = runs.spans(terms) / runs.span_ms
+    ratios = runs.spans(found) / runs.span_ms
     by_case: dict[str, list[float]] = {}
     for name, ratio in zip(names, ratios.tolist(), strict=True):
         by_case.setdefault(name, []).append(ratio)
     return Fitted(
-        terms=terms,
+        terms=found.busy_terms,
         ratios={name: round(float(np.median(found)), 3) for name, found in by_case.items()},
         num_steps=sum(len(each.steps) for each in timed),
     )
@@ -95,7 +110,7 @@ def _free_terms(measured: Sequence[Measured], runs: _Runs) -> list[str]:
     free += ["alone_gb_per_s"] if (missed[missed < from_rows] > 0).any() else []
     free += ["sorted_alone_gb_per_s"] if (missed >= max(1, from_rows)).any() else []
     if runs.overlaps and runs.is_burst.any():
-        free += ["beside_share", "beside_slowdown"]
+        free += ["busy", "beside_slowdown"]
     if (runs.works[:, 7] > 0).any():
         free += ["reload_gb_per_s", "reload_exposed"]
     return free
@@ -106,12 +121,13 @@ def _first_guess(measured: Sequence[Measured], runs: _Runs) -> dict[str, float]:
     alone = ~runs.is_burst & (runs.first[:, 7] == 0)
     requests, tokens, pairs, rows, hit_bytes, miss_bytes, missed, _ = runs.first[alone].T
     host_ms, span_ms = runs.host_ms[alone], runs.span_ms[alone]
-    host = _relative_fit(np.stack([np.ones_like(tokens), requests, tokens / 1e3], 1), host_ms)
+    is_one_shape = len({one.rows_per_token for one in measured}) == 1
+    row_column = np.zeros_like(rows) if is_one_shape else rows / 1e6
+    host = _relative_fit(np.stack([np.ones_like(tokens), requests, tokens / 1e3, row_column], 1), host_ms)
     hit_gb_per_s = float(np.median([one.hit_gb_per_s for one in measured]))
     is_sorted = missed >= measured[0].sorted_from_rows
     device_ms = np.maximum(span_ms - host_ms - hit_bytes / hit_gb_per_s / 1e6, _TINY)
-    is_one_shape = len({one.rows_per_token for one in measured}) == 1
-    columns = [np.ones_like(tokens), tokens / 1e3, pairs / 1e6, np.zeros_like(rows) if is_one_shape else rows / 1e6]
+    columns = [np.ones_like(tokens), tokens / 1e3, pairs / 1e6, row_column]
     columns += [np.where(is_sorted, 0.0, miss_bytes) / 1e6, np.where(is_sorted, miss_bytes, 0.0) / 1e6]
     device = _relative_fit(np.stack(columns, 1), device_ms)
     speeds = [1 / each if each > 0 else 10.0 for each in device[4:]]
@@ -124,13 +140,15 @@ def _first_guess(measured: Sequence[Measured], runs: _Runs) -> dict[str, float]:
         "host_floor_ms": host[0],
         "host_request_ms": host[1],
         "host_token_us": host[2],
+        "host_row_ns": host[3],
         "background_ms": float(np.median(background)),
         "intake_ms": float(np.median([one.intake_ms for one in measured])),
         "hit_gb_per_s": hit_gb_per_s,
         "alone_gb_per_s": speeds[0],
         "sorted_alone_gb_per_s": speeds[1],
-        "beside_share": 0.75 if runs.overlaps else 1.0,
+        "beside_share": _BESIDE_SHARE if runs.overlaps else 1.0,
         "beside_slowdown": 0.1 if runs.overlaps else 0.0,
+        "busy": 1.0,
         "sorted_from_rows": float(measured[0].sorted_from_rows),
         "reload_gb_per_s": max(speeds),
         "reload_floor_ms": 0.0,
@@ -151,10 +169,10 @@ def _relative_fit(columns: FloatArray, times_ms: FloatArray) -> list[float]:
     return [float(value) for value in best]
 
 
-_SHARES = ("beside_share", "reload_exposed")  # between 0 and 1; all other free terms are positive
+_SHARES = ("reload_exposed",)  # between 0 and 1; all other free terms are positive
 
 
-def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> CostTerms:
+def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _Found:
     """Levenberg and Marquardt's way down, over logarithms, so that no term turns negative."""
     place = np.array([_to_line(name, start[name]) for name in free])
     errors = _errors(start, free, place, runs)
@@ -179,14 +197,17 @@ def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> CostT
             break
         else:
             damping *= 5
-    return _terms(start, free, place)
+    return _found(start, free, place)
 
 
 def _errors(start: dict[str, float], free: Sequence[str], place: FloatArray, runs: _Runs) -> FloatArray:
     """Relative error of each run; in a step in turn the host took what it took. A burst counts as all its steps."""
-    terms = _terms(start, free, place)
-    host = terms.host_floor_ms + terms.host_request_ms * runs.first[:, 0] + terms.host_token_us * runs.first[:, 1] / 1e3
-    predicted = runs.spans(terms) + np.where(runs.is_burst, 0.0, runs.host_ms - host)
+    found = _found(start, free, place)
+    terms = found.terms
+    requests, tokens, _, rows = runs.first[:, :4].T
+    host = terms.host_floor_ms + terms.host_request_ms * requests
+    host = host + terms.host_token_us * tokens / 1e3 + terms.host_row_ns * rows / 1e6
+    predicted = runs.spans(found) + np.where(runs.is_burst, 0.0, runs.host_ms - host)
     return (predicted / runs.span_ms - 1) * np.sqrt(np.diff(runs.starts))
 
 
@@ -204,7 +225,7 @@ def _to_line(name: str, value: float) -> float:
     return float(np.log(value / max(1 - value, _TINY)) if name in _SHARES else np.log(value))
 
 
-def _terms(start: dict[str, float], free: Sequence[str], place: FloatArray) -> CostTerms:
+def _found(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _Found:
     values = dict(start)
     for name, at in zip(free, place.tolist(), strict=True):
         values[name] = 1 / (1 + np.exp(-at)) if name in _SHARES else float(np.exp(at))
@@ -212,7 +233,7 @@ def _terms(start: dict[str, float], free: Sequence[str], place: FloatArray) -> C
         values["alone_gb_per_s"] = values["sorted_alone_gb_per_s"]
     for name in ("alone_gb_per_s", "sorted_alone_gb_per_s", "reload_gb_per_s"):  # what comes from afar is not faster
         values[name] = min(values[name], values["hit_gb_per_s"])
-    share = values.pop("beside_share")
+    share, busy = values.pop("beside_share"), values.pop("busy")
     values["beside_gb_per_s"] = share * values["alone_gb_per_s"]
     values["sorted_beside_gb_per_s"] = share * values["sorted_alone_gb_per_s"]
-    return CostTerms(**values)
+    return _Found(CostTerms(**values), busy)

@@ -1,14 +1,15 @@
 """From a profile to everything timed on it: makes the engine, runs the cases, tells how far it is."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from helmrec.calibrate.cases import STEP_REQUESTS, make_cases
+from helmrec.calibrate.cases import STEP_REQUESTS, Case, make_cases
 from helmrec.calibrate.probe import Probe
 from helmrec.calibrate.timed import Measured, Timed
 from helmrec.config import EngineConfig
@@ -45,36 +46,38 @@ class Plan:
 
 
 def measure(name: str, plan: Plan, progress: Progress) -> Measured:
-    """Time every case on an engine of this profile, made for the purpose and closed afterwards."""
+    """Time every case on engines of this profile, made for the purpose and closed afterwards."""
     model = sized_profile(name, plan.sizes.tables)
-    with make_engine(model, plan, lambda done, total: progress(f"{name}: engine", done, total)) as engine:
-        is_card = plan.device == "cuda"
-        probe = Probe(engine, waiter(plan.device))
-        progress(f"{name}: warming up", 0, 1)
-        probe.warm_up()
-        timed = _run_cases(probe, model, plan, progress)
-        engine.check()
-        row_bytes = NodeConfig(model=model, engine=engine.config).geometry.row_stride
+    cases = make_cases(model, is_quick=plan.is_quick)
+    timed: list[Timed] = []
+    probes: list[Probe] = []
+    for with_tier in (False, True):  # saving what is to be reloaded would hold up all other steps
+        with make_engine(model, plan, partial(progress, f"{name}: engine"), with_tier=with_tier) as engine:
+            probes.append(Probe(engine, waiter(plan.device)))
+            progress(f"{name}: warming up", 0, 1)
+            probes[-1].warm_up()
+            timed += _run_cases(probes[-1], [case for case in cases if case.is_reloaded == with_tier], plan, progress)
+            engine.check()
+    row_bytes = NodeConfig(model=model, engine=engine.config).geometry.row_stride
     return Measured(
         device=device_name(plan.device),
         profile=name,
         rows_per_token=len(model.features),
         row_bytes=row_bytes,
-        overlaps=probe.overlaps,
-        sorted_from_rows=ORDER_FROM if is_card else 0,
+        overlaps=any(probe.overlaps for probe in probes),
+        sorted_from_rows=ORDER_FROM if plan.device == "cuda" else 0,
         hit_gb_per_s=time_hits(plan.device, row_bytes),
-        intake_ms=float(np.median(probe.intake_ms)),
+        intake_ms=float(np.median([ms for probe in probes for ms in probe.intake_ms])),
         made=plan.made,
         timed=tuple(timed),
     )
 
 
-def _run_cases(probe: Probe, model: ModelConfig, plan: Plan, progress: Progress) -> list[Timed]:
-    cases = make_cases(model, is_quick=plan.is_quick)
+def _run_cases(probe: Probe, cases: Sequence[Case], plan: Plan, progress: Progress) -> list[Timed]:
     repeats = _QUICK_REPEATS if plan.is_quick else _REPEATS
     timed: list[Timed] = []
     for i, case in enumerate(cases):
-        progress(f"{model.name}: {case.name}", i, len(cases))
+        progress(case.name, i, len(cases))
         timed += probe.run(case, repeats if case.num_steps == 1 else 1)
     return timed
 
@@ -95,13 +98,13 @@ def make_model(model: ModelConfig, device: str) -> LoadedModel:
     return LoadedModel(model, 1, random_dense(model, generator), tables)
 
 
-def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None]) -> Engine:
+def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None], *, with_tier: bool) -> Engine:
     config = EngineConfig(
         pool_bytes=plan.sizes.pool,
         alpha=0.3,
         device=plan.device,
         max_batch_requests=STEP_REQUESTS,
-        host_kv_bytes=plan.sizes.host_kv,
+        host_kv_bytes=plan.sizes.host_kv if with_tier else 0,
         kv_reload="always",
         save_bytes_per_step=1 << 30,  # what was computed is on the host before it is evicted
         refill_bytes_per_step=0,  # so that the bus carries only what the steps ask for

@@ -10,7 +10,7 @@ from helmrec.types import IntArray
 
 @numba.njit(cache=True)
 def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool) -> FloatArray:
-    """Milliseconds from the start of each run to the end of each of its steps.
+    """Milliseconds from the start of each run until the results of each of its steps are out.
 
     Run i is works[starts[i] : starts[i + 1]]. Columns of works: requests, tokens, pairs, rows read, bytes of rows
     hit and missed, rows missed, bytes of pages loaded. The order of things is that of `node_step`
@@ -21,7 +21,7 @@ def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool
         now, bus_free, compute_free = 0.0, 0.0, 0.0
         for i in range(starts[run], starts[run + 1]):
             requests, tokens, pairs, num_rows, hit_bytes, miss_bytes, missed, loaded = works[i]
-            now += host_ms(terms, int(requests), int(tokens))
+            now += host_ms(terms, int(requests), int(tokens), num_rows)
             bus = max(now, bus_free)
             rows = rows_ms(terms, BusLoad(hit_bytes, miss_bytes, missed), max(0.0, compute_free - bus), 1.0)
             load = reload_ms(terms, loaded, 1.0)
@@ -36,5 +36,6 @@ def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool
             if not overlaps:
                 now = ends[i] + terms.background_ms
             elif i > starts[run]:
-                now = max(now, ends[i - 1]) + terms.background_ms
+                ends[i - 1] = max(now, ends[i - 1])  # the host looks once the next step is on its way
+                now = ends[i - 1] + terms.background_ms
     return ends

@@ -68,7 +68,7 @@ class RouterCost(Frozen):
                 raise ConfigError(f"{name} must be more than 0, got {figure(name)}")
             return num_bytes / (figure(name) * 1e3)
 
-        row_us = figure("compute_row_ns") / 1e3
+        row_us = (figure("compute_row_ns") + figure("host_row_ns")) / 1e3
         return cls(
             floor_ms=figure("compute_floor_ms") + figure("host_floor_ms"),
             request_ms=figure("intake_ms") + figure("host_request_ms"),

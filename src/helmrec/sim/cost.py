@@ -28,6 +28,7 @@ class CostTerms(NamedTuple):
     host_floor_ms: float
     host_request_ms: float
     host_token_us: float
+    host_row_ns: float
     background_ms: float
     intake_ms: float
     hit_gb_per_s: float
@@ -54,7 +55,8 @@ class CostModel(Frozen):
     compute_row_ns: float = Field(ge=0, description="per row that goes into the tokens, wherever it came from")
     host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
     host_request_ms: float = Field(ge=0, description="host time per request of a step")
-    host_token_us: float = Field(ge=0, description="host time per computed token")
+    host_token_us: float = Field(ge=0, description="host time per computed token; rows left out")
+    host_row_ns: float = Field(ge=0, description="host time per row that goes into the tokens")
     background_ms: float = Field(
         ge=0, description="host time of a step once its results are out; then the next is planned"
     )
@@ -119,9 +121,10 @@ def compute_ms(terms: CostTerms, work: Work) -> float:
 
 
 @numba.njit(cache=True)
-def host_ms(terms: CostTerms, num_requests: int, num_tokens: int) -> float:
+def host_ms(terms: CostTerms, num_requests: int, num_tokens: int, num_rows: float) -> float:
     """What the host does for a step before the device can start on it."""
-    return terms.host_floor_ms + terms.host_request_ms * num_requests + terms.host_token_us * num_tokens / 1e3
+    token_ms, row_ms = terms.host_token_us * num_tokens / 1e3, terms.host_row_ns * num_rows / 1e6
+    return terms.host_floor_ms + terms.host_request_ms * num_requests + token_ms + row_ms
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
     clocks, terms = node.clocks, setup.terms
     num_read, num_missed = _read_rows(node, setup, requests, out, which)
     tokens, pairs, loaded = _work(node, setup, requests, out, which)
-    host_s = host_ms(terms, node.size[which], tokens) / 1e3
+    host_s = host_ms(terms, node.size[which], tokens, num_read) / 1e3
     busy_s = clocks[C.COMPUTE_FREE_S]
     bus_s = max(now_s + host_s, clocks[C.BUS_FREE_S])
     load = BusLoad((num_read - num_missed) * setup.row_bytes, num_missed * setup.row_bytes, num_missed)

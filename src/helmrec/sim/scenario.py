@@ -156,13 +156,14 @@ def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candi
     """The same, for requests with so many events and candidates in the mean."""
     token_ms = cost.compute_token_us / 1e3 + len(config.model.features) * cost.compute_row_ns / 1e6
     pair_ms = cost.compute_pair_ns / 1e6
+    host_token_ms = cost.host_token_us / 1e3 + len(config.model.features) * cost.host_row_ns / 1e6
     return ServiceCost(
         token_ms=token_ms,
         pair_ms=pair_ms,
         floor_ms=candidates * (token_ms + min(history, config.model.window) * pair_ms),
         missed_row_ms=config.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
-        host_token_ms=cost.host_token_us / 1e3,
-        host_floor_ms=cost.host_request_ms + candidates * cost.host_token_us / 1e3,
+        host_token_ms=host_token_ms,
+        host_floor_ms=cost.host_request_ms + candidates * host_token_ms,
         step_ms=cost.host_floor_ms + cost.compute_floor_ms,
         kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
         row_bytes=config.geometry.row_stride,
