@@ -6,6 +6,7 @@ Binary tensors, so that the driver spends little on each; latency counts from wh
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -132,11 +133,15 @@ class HttpLoad:
             self._tally.failed += 1
 
     async def _ask(self, message: bytes) -> Reply:
-        """Over a connection that is idle, or a new one."""
-        if self._idle:
+        """Over a connection that is idle, or a new one. A server closes those that were idle for long."""
+        while self._idle:
             connection = self._idle.pop()
-        else:
-            connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
+            with suppress(OSError, EOFError):
+                return await self._ask_over(connection, message)
+        connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
+        return await self._ask_over(connection, message)
+
+    async def _ask_over(self, connection: _Connection, message: bytes) -> Reply:
         try:
             reply = await connection.ask(message)
         except BaseException:

@@ -1,0 +1,171 @@
+"""Three times the load a server can take, for a minute: who is served, who is refused, and how soon it is over.
+
+`python -m scripts.measure_overload` writes docs/measurements/overload-cpu.json. Driver and server share the machine.
+"""
+
+import argparse
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from helmrec.demo import Traffic
+from helmrec.load import Snapshot, arrival_times
+from helmrec.model.profiles import profile
+from helmrec.model.weights import init_model
+from helmrec.serve.client import Client
+from helmrec.serve.load import HttpLoad
+from helmrec.types import RankRequest
+from scripts.provenance import write_measurement
+
+OUT = Path(__file__).parents[1] / "docs" / "measurements" / "overload-cpu.json"
+NUM_ROWS = 60_000
+DEADLINE_MS = 1_000.0
+HOT_SHARE = 0.8
+CALM = 0.5  # share of capacity before and after
+
+
+class Server:
+    """`helmrec serve` in processes of its own, and how much memory they hold."""
+
+    def __init__(self, folder: Path, *, is_apart: bool) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        flags = ["--pool", "64MiB", "--set", f"engine_process={is_apart}", "--set", "queue_limit=256"]
+        command = [sys.executable, "-m", "helmrec", "serve", str(folder / "model"), "--port", str(port), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HELMREC_LOG_LEVEL": "error"}
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+        with Client(self.url) as client:
+            while not client.is_ready():
+                assert self._process.poll() is None, "the server did not start"
+                time.sleep(0.05)
+
+    def rss_bytes(self) -> int:
+        pid = self._process.pid
+        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return sum(_rss_bytes(each) for each in (pid, *children))
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def _rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+class Watch(threading.Thread):
+    """Memory of the server, once a second."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._is_over = threading.Event()
+        self.rss_bytes: list[int] = []
+
+    def run(self) -> None:
+        while not self._is_over.wait(1.0):
+            self.rss_bytes.append(self._server.rss_bytes())
+
+    def end(self) -> list[int]:
+        self._is_over.set()
+        self.join()
+        return self.rss_bytes
+
+
+class Offered(NamedTuple):
+    """A run of the driver."""
+
+    end: Snapshot
+    statuses: list[tuple[float, int, float]]  # when each was due, how it ended, milliseconds
+
+
+def offer(url: str, requests: list[RankRequest], rate: float, seconds: float, seed: int) -> Offered:
+    load = HttpLoad(url, DEADLINE_MS)
+    num = int(rate * seconds)
+    end = load.run(itertools.cycle(requests), load.model(), arrival_times(np.zeros(num), rate, seed))
+    return Offered(end, load.statuses)
+
+
+def capacity_of(url: str, requests: list[RankRequest]) -> float:
+    """The most that were answered in a second, as the rate is raised until many are refused."""
+    best, rate = 0.0, 40.0
+    while True:
+        end = offer(url, requests, rate, 5, seed=1).end
+        best = max(best, end.answered / end.elapsed_s)
+        if end.answered < 0.8 * end.offered:
+            return best
+        rate *= 1.3
+
+
+def recovered_after_s(calm: Offered, after: Offered) -> float | None:
+    """Until requests take no longer than the slowest of a calm time, and none is refused."""
+    worst_ms = max(ms for _, status, ms in calm.statuses if status == 200)
+    late = [due_s for due_s, status, ms in after.statuses if status != 200 or ms > worst_ms]
+    end_s = max(due_s for due_s, _, _ in after.statuses)
+    return None if late and max(late) > 0.9 * end_s else round(max(late, default=0.0), 2)
+
+
+def run(folder: Path, seconds: float, *, is_apart: bool) -> dict[str, Any]:
+    traffic = Traffic(profile("demo", NUM_ROWS), seed=1)
+    requests = [traffic.next_request(HOT_SHARE) for _ in range(3_000)]
+    server = Server(folder, is_apart=is_apart)
+    try:
+        offer(server.url, requests, 100, 5, seed=0)  # warms the caches
+        capacity = capacity_of(server.url, requests)
+        calm = offer(server.url, requests, CALM * capacity, 8, seed=2)
+        watch = Watch(server)
+        watch.start()
+        over = offer(server.url, requests, 3 * capacity, seconds, seed=3).end
+        rss = watch.end()
+        after = offer(server.url, requests, CALM * capacity, 10, seed=4)
+    finally:
+        server.end()
+    tenth = max(1, len(rss) // 10)
+    return {
+        "engine_process": is_apart,
+        "capacity_per_s": round(capacity, 1),
+        "offered_per_s": round(over.offered / over.elapsed_s, 1),
+        "seconds": round(over.elapsed_s, 1),
+        "answered": over.answered,
+        "refused": over.refused,
+        "failed": over.failed,
+        "deadline_ms": DEADLINE_MS,
+        "answered_p50_ms": round(over.p50_ms, 1),
+        "answered_p99_ms": round(over.p99_ms, 1),
+        "refused_p99_ms": round(over.refused_p99_ms, 1),
+        "driver_late_p99_ms": round(over.lag_p99_ms, 1),
+        "rss_mib_first_tenth": round(float(np.mean(rss[:tenth])) / 2**20, 1),
+        "rss_mib_last_tenth": round(float(np.mean(rss[-tenth:])) / 2**20, 1),
+        "calm_p99_ms_before": round(calm.end.p99_ms, 1),
+        "calm_p99_ms_after": round(after.end.p99_ms, 1),
+        "as_before_after_s": recovered_after_s(calm, after),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    load = [round(average, 1) for average in os.getloadavg()]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        init_model(folder / "model", profile("demo", NUM_ROWS), 0)
+        runs = [run(folder, options.seconds, is_apart=apart) for apart in (False, True)]
+    for each in runs:
+        print(each)
+    write_measurement(options.out, {"load_average_before": load, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
