@@ -70,7 +70,8 @@ def next_batch(
     while counts[N.QUEUED] and num < setup.max_batch_requests:
         place = node.queue[counts[N.QUEUE_BEGIN]]
         request = inbox.request[place]
-        is_late = now_s > inbox.time_s[place] + setup.deadline_ms / 1e3
+        step_s = node.clocks[C.STEP_S] if counts[N.QUEUED] > 1 else 0.0
+        is_late = now_s + step_s > inbox.time_s[place] + setup.deadline_ms / 1e3
         if is_late:
             out.status[request] = Status.EXPIRED
             counts[N.REFUSED] += 1
@@ -232,8 +233,10 @@ def commit_step(node: NodeState, setup: Setup, which: int, now_s: float) -> None
         if commit(kv, setup.rules, slot, (resident, tokens), now_s) and node.host.key.size:
             note_sealed(node.host, owner, resident // page_tokens, tokens // page_tokens)
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
-    took_ms = (now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])) * 1e3 / node.size[which]
+    took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
     node.clocks[C.LAST_ENDED_S] = now_s
+    node.clocks[C.STEP_S] += _SMOOTHING * (took_s - node.clocks[C.STEP_S])
+    took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
 
 

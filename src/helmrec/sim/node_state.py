@@ -130,6 +130,7 @@ class C(IntEnum):
     MISSED_ROWS = 7  # scaled up
     LAST_ENDED_S = 8
     RELOAD_PAGE_S = 9  # that a page from the host delays a step, as learned
+    STEP_S = 10  # that a step takes, of late
 
 
 class Member(IntEnum):
