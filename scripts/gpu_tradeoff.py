@@ -4,7 +4,7 @@ For 1, 6 and 24 feature rows a token, nine alphas, three shares of hot users, wi
 with steps that overlap and steps that do not. Every cell starts with empty caches.
 
     python -m scripts.gpu_tradeoff            # on a card; writes docs/measurements/gpu-tradeoff-h200.json
-    python -m scripts.gpu_tradeoff --plot     # draws docs/measurements/gpu-tradeoff-h200.png from that file
+    python -m scripts.gpu_tradeoff --plot     # draws docs/images/trade-off-h200.png from that file
 """
 
 import argparse
@@ -24,6 +24,7 @@ from scripts.gpu_traffic import Mix, Traffic, forget, serve, serving_config, ser
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/gpu-tradeoff-h200.json")
+PLOT = Path("docs/images/trade-off-h200.png")
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 HOT_SHARES = (0.35, 0.6, 0.85)
 ROWS_PER_TOKEN = (1, 6, 24)
@@ -112,8 +113,8 @@ def plot(path: Path) -> None:
         axis.set_ylabel("requests/s") if j == 0 else None
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
-    print(f"wrote {path.with_suffix('.png')}")
+    figure.savefig(PLOT, dpi=110)
+    print(f"wrote {PLOT}")
 
 
 def main() -> None:
