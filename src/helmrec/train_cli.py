@@ -26,8 +26,8 @@ def train(  # noqa: PLR0913, PLR0917 - one parameter per flag
     calibration: Annotated[Path | None, typer.Option(help="Costs of your device; default: the H200's.")] = None,
     shape: Annotated[str, typer.Option("--profile", help="Model shape the trace is served with.")] = "wide",
     pool: Annotated[str, typer.Option(help="Memory both caches share, with --trace.")] = "20GiB",
-    lessons: Annotated[int, typer.Option(help="Made-up nodes to learn on.", min=2)] = 10,
-    ppo_steps: Annotated[int, typer.Option(help="Seconds of simulated life for PPO; 0 leaves it out.", min=0)] = 6_144,
+    lessons: Annotated[int, typer.Option(help="Made-up nodes to learn on.", min=2)] = 8,
+    ppo_steps: Annotated[int, typer.Option(help="Seconds of simulated life for PPO; 0 leaves it out.", min=0)] = 2_048,
     seed: Annotated[int, typer.Option(help="Same seed, same network.", min=0)] = 0,
 ) -> None:
     """Train the base policy from scratch: about a quarter of an hour on two cores."""
@@ -53,6 +53,8 @@ def train(  # noqa: PLR0913, PLR0917 - one parameter per flag
                 if what not in tasks:
                     tasks[what] = bar.add_task(what, total=1.0)
                 bar.update(tasks[what], completed=share)  # type: ignore[arg-type]
+                if not err.is_terminal and share == 1:
+                    err.print(f"{what}: done", highlight=False)
 
             trained = run_training(TrainPlan(num_lessons=lessons, ppo_steps=ppo_steps, seed=seed), cost, own, tell)
         save_networks(folder, trained)

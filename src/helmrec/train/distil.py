@@ -15,7 +15,7 @@ from helmrec.control.network import NUM_HIDDEN
 from helmrec.control.outlook import Floats
 from helmrec.train.rollout import Examples
 
-_BATCH = 1_024
+_BATCH = 512
 _MAX_REGRET = 1.0  # a blunder is a blunder
 
 
@@ -56,7 +56,7 @@ def distil(
     """Train from `arrays` on; `tell` gets the expected regret of each epoch."""
     torch.manual_seed(seed)
     network = StepNetwork(arrays)
-    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3, weight_decay=1e-5)
+    optimiser = torch.optim.Adam(network.parameters(), lr=3e-3, weight_decay=1e-5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_epochs)
     inputs = torch.from_numpy(examples.features).float()
     regrets = torch.from_numpy(np.minimum(examples.regrets, _MAX_REGRET)).float()

@@ -33,11 +33,11 @@ _SPEEDS = (0.8, 1.0, 1.2)  # at which a trace of one's own is gone through
 class TrainPlan(Frozen):
     """How much is done. The defaults take about a quarter of an hour on two cores."""
 
-    num_lessons: int = Field(10, ge=2, description="made-up nodes and traffic to learn on")
-    num_trials: int = Field(3, ge=1, description="lessons held out, to choose between networks")
-    lesson_s: float = Field(75.0, ge=40, description="seconds of traffic in a lesson")
+    num_lessons: int = Field(8, ge=2, description="made-up nodes and traffic to learn on")
+    num_trials: int = Field(2, ge=1, description="lessons held out, to choose between networks")
+    lesson_s: float = Field(60.0, ge=40, description="seconds of traffic in a lesson")
     num_epochs: int = Field(150, ge=1, description="passes of each of the two distillations")
-    ppo_steps: int = Field(6_144, ge=0, description="seconds of simulated life PPO learns from")
+    ppo_steps: int = Field(2_048, ge=0, description="seconds of simulated life PPO learns from")
     num_workers: int = Field(2, ge=1, description="processes that make lessons")
     seed: int = Field(0, ge=0)
 
