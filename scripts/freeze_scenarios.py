@@ -111,14 +111,14 @@ def bursts(cell: Cell, length_s: float, repeat: int, rush: float) -> Traffic:
 
 def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
     """`rush`: how many times the calm rate a burst brings."""
-    after = cell.phase("browsing", 40, rush).model_copy(update={"name": "after"})
+    after = cell.phase("browsing", 30, rush).model_copy(update={"name": "after"})
     rest, flooded = calm(cell, 40), calm(cell, 30)
     return (
-        Traffic("steady", "Nothing changes.", (calm(cell, 120),), 1, {"returning": 1}),
+        Traffic("steady", "Nothing changes.", (calm(cell, 80),), 1, {"returning": 1}),
         Traffic(
             "trend",
             "A slow change to another crowd, shorter histories, flatter taste and more requests.",
-            (trend(cell, 120, rush), after),
+            (trend(cell, 90, rush), after),
             1,
             {"returning": 1, "browsing": rush},
         ),

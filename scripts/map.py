@@ -132,6 +132,10 @@ def regime_units() -> list[RegimeUnit]:
     return pairs + [RegimeUnit(cell, "flood") for cell in FLOODED]
 
 
+def has_run(cell: Cell, store: Store) -> bool:
+    return all(unit.name in store.found for unit in regime_units() if unit.cell == cell)
+
+
 def sweeps_of(cell: Cell, store: Store) -> tuple[RegimeSweep, RegimeSweep]:
     first, second = (from_json(store.found[RegimeUnit(cell, regime).name]) for regime in REGIMES)
     return first, second
@@ -139,7 +143,7 @@ def sweeps_of(cell: Cell, store: Store) -> tuple[RegimeSweep, RegimeSweep]:
 
 def shift_units(store: Store) -> list[ShiftUnit]:
     units = []
-    for cell, mode, length_s in SHIFTS:
+    for cell, mode, length_s in (one for one in SHIFTS if has_run(one[0], store)):
         sweeps = sweeps_of(cell, store)
         constant, following = constant_rate_limit(sweeps), following_rate_limit(sweeps)
         own = [float(np.where(sweep.is_full, sweep.capacity, 0).max()) for sweep in sweeps]
@@ -212,7 +216,7 @@ def report(store: Store) -> None:
         "num_rows": NUM_ROWS,
         "load_of_shifts": LOAD,
         **store.found.get(check_unit(store).name, {}),
-        "cells": [cell_json(cell, store) for cell in CELLS],
+        "cells": [cell_json(cell, store) for cell in CELLS if has_run(cell, store)],
         "shifts": [shift_json(unit, store) for unit in units],
     }
     write_measurement(OUT, found)

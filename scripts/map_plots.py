@@ -42,7 +42,7 @@ def _capacity(cells: Sequence[Mapping[str, Any]]) -> Figure:
     """Largest load within the SLO over the split, a panel for each cell."""
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     axes = figure.subplots(3, 4, sharex=True)
-    for axis, one in zip(np.ravel(axes), cells, strict=True):
+    for axis, one in zip(np.ravel(axes), cells, strict=False):
         for regime, swept in one["sweeps"].items():
             alphas, load = np.array(swept["alphas"]), _capacities(swept)
             axis.plot(alphas, load, "o-", color=_COLOURS[regime], label=regime, markersize=3)
