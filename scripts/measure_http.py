@@ -55,7 +55,7 @@ class NullPort:
     def start(self) -> None:
         """Nothing to get ready."""
 
-    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         return [self._result(len(request.candidates)) for request in requests]
 
     def _result(self, num_candidates: int) -> RankResult:

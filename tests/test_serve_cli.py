@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from helmrec.cli import app
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
+from helmrec.serve.client import Client
 from tests.serve.asgi import wait_for
 from tests.serve.cases import rank_body
 
@@ -41,9 +42,11 @@ class Process:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        wait_for(lambda: self.has("event=ready model="))
+        wait_for(lambda: self.has("event=listening"))
         (address,) = re.findall(r"address=http://127.0.0.1:(\d+)", "".join(self.lines))
         self.port = int(address)
+        with Client(f"http://127.0.0.1:{self.port}") as client:
+            wait_for(client.is_ready)
 
     def _read(self) -> None:
         assert self.process.stderr is not None

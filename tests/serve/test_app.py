@@ -138,9 +138,9 @@ def test_a_deadline_in_the_header_holds(caller: Caller, monkeypatch: pytest.Monk
     seen = []
     submit = InProcessPort.submit
 
-    async def look(self: InProcessPort, requests: Any) -> Any:
+    async def look(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         seen.append(requests[0].deadline_ms)
-        return await submit(self, requests)
+        return await submit(self, requests, spent_ms)
 
     monkeypatch.setattr(InProcessPort, "submit", look)
     for body, header in (({}, "5000"), ({"deadline_ms": 9000}, "4000"), ({"deadline_ms": 3000}, "4000")):

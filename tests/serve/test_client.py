@@ -98,7 +98,7 @@ def test_a_wrong_field_is_the_same_error_as_in_process(client: Client) -> None:
 
 @pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten])
 def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    async def refuse(self: InProcessPort, requests: Any) -> Any:
+    async def refuse(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         raise kind("not now")
 
     monkeypatch.setattr(InProcessPort, "submit", refuse)
@@ -107,7 +107,7 @@ def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failure_of_the_server_is_told_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: InProcessPort, requests: Any) -> Any:
+    async def fail(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(InProcessPort, "submit", fail)

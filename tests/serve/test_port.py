@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from helmrec.clock import MonotonicClock
 from helmrec.engine.engine import Engine
-from helmrec.errors import EngineClosed, QueueFull, RequestError
+from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError
 from helmrec.serve.port import Health, InProcessPort
 from tests.helpers import tiny_engine
 from tests.serve.cases import rank_requests
@@ -56,6 +57,18 @@ def test_one_wrong_request_keeps_the_others_of_its_call_from_running() -> None:
             with pytest.raises(RequestError, match="user_id"):
                 await port.submit([good, wrong])
             assert (await port.stats()) == before
+
+    asyncio.run(ask())
+
+
+def test_what_was_spent_before_counts_towards_the_deadline() -> None:
+    request = replace(rank_requests(1)[0], deadline_ms=5_000.0)
+
+    async def ask() -> None:
+        async with running(live_engine()) as port:
+            assert len(await port.submit([request], spent_ms=1.0)) == 1
+            with pytest.raises(DeadlineExceeded, match=r"passed 5000\.1 ms after the request came in"):
+                await port.submit([request], spent_ms=5_000.1)
 
     asyncio.run(ask())
 

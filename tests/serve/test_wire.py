@@ -1,5 +1,6 @@
 """Requests, results, calls and errors come out of the wire as they went in."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +35,11 @@ def same(one: Any, other: Any) -> bool:
 def test_requests_keep_every_field() -> None:
     requests = [
         *rank_requests(5),
-        as_request(rank_body(first_event=40, request_time=90, deadline_ms=12.5)),
+        as_request(rank_body(first_event=40, request_time=90, deadline_ms=12_500)),
         as_request(rank_body(items=[], actions=[], timestamps=[], features={"category": []})),
         replace(rank_requests(1)[0], items=np.arange(3, dtype=np.uint8), actions=np.zeros(3, np.int16)),
     ]
-    for got, sent in zip(unpack_requests(joined(pack_requests(requests))), requests, strict=True):
+    for got, sent in zip(unpack_requests(joined(pack_requests(requests, 0.0))).requests, requests, strict=True):
         assert isinstance(got, RankRequest)
         for name in ("user_id", "first_event", "request_time", "deadline_ms"):
             assert getattr(got, name) == getattr(sent, name)
@@ -52,7 +53,7 @@ def test_requests_keep_every_field() -> None:
 def test_an_engine_gives_the_same_scores_to_what_came_over_the_wire() -> None:
     requests = rank_requests(8)
     sent = tiny_engine().rank(requests)
-    got = tiny_engine().rank(unpack_requests(joined(pack_requests(requests))))
+    got = tiny_engine().rank(unpack_requests(joined(pack_requests(requests, 0.0))).requests)
     back = unpack_results(joined(pack_results(got)))
     for one, other, returned in zip(sent, got, back, strict=True):
         assert np.array_equal(one.scores, other.scores)
@@ -73,7 +74,14 @@ def test_an_engine_gives_the_same_scores_to_what_came_over_the_wire() -> None:
 )
 def test_what_cannot_cross_is_told(wrong: dict[str, Any]) -> None:
     with pytest.raises(NotForTheWire):
-        pack_requests([as_request(rank_body(**wrong))])
+        pack_requests([as_request(rank_body(**wrong))], 0.0)
+
+
+def test_the_way_counts_towards_the_deadline() -> None:
+    sent = pack_requests([as_request(rank_body())], spent_ms=40.0)
+    assert unpack_requests(joined(sent)).spent_ms >= 40
+    time.sleep(0.06)
+    assert 100 <= unpack_requests(joined(sent)).spent_ms < 10_000
 
 
 @pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten, PoolTooSmall])

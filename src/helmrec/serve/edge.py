@@ -19,7 +19,7 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Edge:
-    """Wraps the routes. `scope["state"]["request_id"]` is set for everything inside."""
+    """Wraps the routes. `scope["state"]` has `request_id` and `started_s` for everything inside."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int, float], None]) -> None:
         """`count` is told the route, status and seconds of every request."""
@@ -34,7 +34,7 @@ class Edge:
             return
         started_s = time.perf_counter()
         request_id = self._request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, started_s=started_s)
         status = 0
 
         async def send_with_id(message: Message) -> None:

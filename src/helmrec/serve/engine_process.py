@@ -81,7 +81,7 @@ class EngineProcess:
     def _rank(self, frame: Frame) -> None:
         assert self._port is not None, "requests come when the engine is ready"
         try:
-            queued = self._port.enqueue(unpack_requests(frame.payload))
+            queued = self._port.enqueue(*unpack_requests(frame.payload))
         except Exception as error:
             self._fail(frame.call, error)
         else:

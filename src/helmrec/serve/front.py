@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
 from helmrec.serve.samples import Samples
 from helmrec.serve.settings import ServeConfig
+from helmrec.types import RankRequest, RankResult
 
 RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer"})
 _SAMPLE_EVERY_S = 1.0
@@ -44,6 +46,14 @@ class Front:
                 with suppress(EngineClosed):  # it may end between the question and the look
                     self.samples.add(time.time(), await self.port.look())
             await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    async def submit(self, request: Request, asked: Sequence[RankRequest]) -> list[RankResult]:
+        """Rank, in what is left of the deadlines since the request came in."""
+        spent_ms = (time.perf_counter() - request.state.started_s) * 1e3
+        results = await self.port.submit(asked, spent_ms)
+        for result in results:
+            self.metrics.count_result(result)
+        return results
 
     @property
     def is_ready(self) -> bool:

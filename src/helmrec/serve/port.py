@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.errors import Refused, RequestError
+from helmrec.errors import DeadlineExceeded, Refused, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
@@ -64,8 +64,11 @@ class EnginePort(Protocol):
     def start(self) -> None:
         """Begin to get ready; `health` says when that is done."""
 
-    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
-        """Score all requests or none: one that is wrong or refused refuses the call, before any other has run."""
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
+        """Score all requests or none: one that is wrong or refused refuses the call, before any other has run.
+
+        `spent_ms` of their deadlines went by before.
+        """
 
     async def stats(self) -> EngineStats: ...
 
@@ -127,17 +130,18 @@ class InProcessPort:
     def start(self) -> None:
         self._stepper.start()
 
-    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
-        return await self.results(self.enqueue(requests))
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
+        return await self.results(self.enqueue(requests, spent_ms))
 
-    def enqueue(self, requests: Sequence[RankRequest]) -> "Queued":
+    def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> "Queued":
         """Queue all requests of a call or none; their arrays are not looked at any more when this returns."""
         if len(requests) > 1:  # a lone request is looked at once, by the engine itself
             for i, request in enumerate(requests):
                 self._validate(i, request)
         queued = Queued([request.user_id for request in requests], [], time.perf_counter())
         try:
-            queued.futures.extend(self._engine.submit(request) for request in requests)
+            left = [_less_spent(request, spent_ms) for request in requests]
+            queued.futures.extend(self._engine.submit(request) for request in left)
         except Refused:
             self._record(queued, None)
             raise
@@ -242,6 +246,17 @@ class InProcessPort:
         decision = self._rebalancer.tick(time.perf_counter())
         if decision is not None:
             self._control = self._steering.view(decision, self._rebalancer.mode, time.time())
+
+
+def _less_spent(request: RankRequest, spent_ms: float) -> RankRequest:
+    """The request with what is left of its deadline; DeadlineExceeded if nothing is."""
+    if request.deadline_ms is None or not request.deadline_ms > 0:  # the engine says what is wrong with the latter
+        return request
+    if spent_ms >= request.deadline_ms:
+        raise DeadlineExceeded(
+            f"the deadline passed {spent_ms:.1f} ms after the request came in, before the engine saw it"
+        )
+    return replace(request, deadline_ms=request.deadline_ms - spent_ms)
 
 
 def warm_up(engine: Engine) -> None:

@@ -75,9 +75,9 @@ class ProcessPort:
     def start(self) -> None:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
-    async def submit(self, requests: Sequence[RankRequest]) -> list[RankResult]:
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         try:
-            parts = pack_requests(requests)
+            parts = pack_requests(requests, spent_ms)
             if sum(len(part) for part in parts) > self._need_link().max_frame_bytes:
                 raise NotForTheWire("too long")
         except NotForTheWire as unfit:
@@ -231,6 +231,7 @@ class ProcessPort:
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.READY:
             self._health, self._reason = Health.READY, None
+            log.info("serving", extra={"model": self._model.name})
         elif frame.kind == Kind.FAILED:
             self._failure = str(unpack_error(frame.payload))
         else:

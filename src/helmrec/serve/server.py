@@ -4,6 +4,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp
 from helmrec.errors import ConfigError
 from helmrec.serve.settings import ServeConfig
 
+_TURN_S = 0.001  # of a thread, where others wait: the event loop must not wait for long behind an engine's thread
 log = logging.getLogger("helmrec.serve")
 
 
@@ -27,6 +29,7 @@ def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket)
     """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ignore)  # the server raises what it caught again when it is done; to us that is the end
+    sys.setswitchinterval(_TURN_S)
     gc.collect()
     gc.freeze()  # model and libraries stay: collections between requests need not look at them again
     host, port = listener.getsockname()[:2]

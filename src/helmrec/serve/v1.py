@@ -44,8 +44,8 @@ class FriendlyRoutes:
         body = decode(self._rank_body, await self._front.body(request))
         histories, allowed_ms = self._front.histories, deadline_ms(request)
         stored = histories.read(body.user_id) if histories is not None and body.is_without_events else None
-        (result,) = await self._port.submit([body.request(allowed_ms, stored)])  # nothing is awaited since the read
-        self._front.metrics.count_result(result)
+        asked = body.request(allowed_ms, stored)  # nothing is awaited between the read and the engine's queue
+        (result,) = await self._front.submit(request, [asked])
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
     async def model(self, _: Request) -> Response:

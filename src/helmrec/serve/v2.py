@@ -59,9 +59,7 @@ class InferenceRoutes:
         inference = read_inference(await self._front.body(request), request.headers.get(_HEADER_LENGTH))
         allowed_ms = tighter(inference.body.deadline_ms, deadline_ms(request))
         read = None if self._front.histories is None else self._front.histories.read
-        results = await self._port.submit(self._names.requests(inference.tensors, allowed_ms, read))
-        for result in results:
-            self._front.metrics.count_result(result)
+        results = await self._front.submit(request, self._names.requests(inference.tensors, allowed_ms, read))
         answer = encode_answer(inference.body, self._model.name, results)
         if answer.json_bytes is None:
             return Response(answer.body, media_type="application/json")

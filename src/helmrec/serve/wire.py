@@ -3,10 +3,11 @@
 Ids cross as they lie in memory; what surrounds them is msgpack.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -53,6 +54,18 @@ class _WireRequest(Struct, frozen=True, array_like=True):
     arrays: list[tuple[str, int]]  # type and number of values of each array, in order
 
 
+class _WireRequests(Struct, frozen=True, array_like=True):
+    came_s: float  # when they came in, on the clock all processes of a machine share
+    requests: list[_WireRequest]
+
+
+class Received(NamedTuple):
+    """Requests at the end of their way, and what that took of their deadlines."""
+
+    requests: list[RankRequest]
+    spent_ms: float
+
+
 class _WireResult(Struct, frozen=True, array_like=True):
     shape: tuple[int, int]
     reused_tokens: int
@@ -77,13 +90,13 @@ class NotForTheWire(Exception):
     """A request that no engine would take; let an intake say what is wrong with it."""
 
 
-_REQUESTS = msgspec.msgpack.Decoder(list[_WireRequest])
+_REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
 _HEADER_BYTES = 8
 
 
-def pack_requests(requests: Sequence[RankRequest]) -> list[bytes | memoryview]:
-    headers, arrays = [], []
+def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:
+    headers, arrays, came_s = [], [], time.monotonic() - spent_ms / 1e3
     for request in requests:
         lines = [
             _line(values)
@@ -107,7 +120,7 @@ def pack_requests(requests: Sequence[RankRequest]) -> list[bytes | memoryview]:
         )
         arrays.extend(lines)
     try:
-        header = _ENCODER.encode(headers)
+        header = _ENCODER.encode(_WireRequests(came_s, headers))
     except (OverflowError, TypeError) as error:
         raise NotForTheWire(str(error)) from None
     return _joined(header, [line.data.cast("B") if line.size else b"" for line in arrays])
@@ -125,11 +138,11 @@ def _line(values: Ids) -> NDArray[np.integer]:
     return line
 
 
-def unpack_requests(payload: memoryview) -> list[RankRequest]:
+def unpack_requests(payload: memoryview) -> Received:
     """Arrays are views of the payload."""
     header, at = _split(payload)
-    requests = []
-    for each in _REQUESTS.decode(header):
+    sent, requests = _REQUESTS.decode(header), []
+    for each in sent.requests:
         lines: list[NDArray[np.integer]] = []
         for dtype, num in each.arrays:
             lines.append(np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64))
@@ -152,7 +165,7 @@ def unpack_requests(payload: memoryview) -> list[RankRequest]:
                 deadline_ms=each.deadline_ms,
             )
         )
-    return requests
+    return Received(requests, (time.monotonic() - sent.came_s) * 1e3)
 
 
 def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
