@@ -1,6 +1,6 @@
 """Write the scenarios controllers are judged on, with loads that are shares of the best constant's capacity in the map.
 
-    python -m scripts.freeze_scenarios
+    python -m scripts.freeze_scenarios            # all, or those named: control, main, stress
 
 Reads docs/measurements/map.json, writes scenarios/*.toml. They are frozen: docs/decisions/0015-frozen-scenarios.md says
 why they are what they are, and tests/sim/test_frozen_scenarios.py holds their content. Run it again only to take up a
@@ -8,6 +8,7 @@ new calibration, before any controller has been judged with it.
 """
 
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from helmrec.bench.contest import Course
 from helmrec.bench.judge import largest_of
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.workload import Phase
-from scripts.map import FAVOURABLE, OUT, from_json
+from scripts.map import FAVOURABLE, MAIN, OUT, from_json
 
 FOLDER = Path("scenarios")
 LOAD = 0.85  # of the largest load the best constant serves within the SLO
@@ -75,8 +76,8 @@ class Traffic(NamedTuple):
 
 SETTINGS = (
     Setting("control", "Control: one row a token. Adapting should gain nothing.", Cell(rows_per_token=1)),
-    Setting("main", "Main: 24 rows a token.", Cell(rows_per_token=24)),
-    Setting("stress", "Stress, FAVOURABLE to adapting: half the hot set, stages that do not overlap.", FAVOURABLE),
+    Setting("main", "Main: 24 rows a token, hot prefixes and hot rows together as large as the pool.", MAIN),
+    Setting("stress", "Stress, FAVOURABLE to adapting: as main, but stages do not overlap.", FAVOURABLE),
 )
 
 
@@ -220,7 +221,8 @@ def _value(value: Any) -> str:
 def main() -> None:
     cells = {json.dumps(one["cell"]): one["sweeps"] for one in json.loads(OUT.read_text())["cells"]}
     FOLDER.mkdir(exist_ok=True)
-    for setting in SETTINGS:
+    named = sys.argv[1:] or [setting.name for setting in SETTINGS]
+    for setting in (one for one in SETTINGS if one.name in named):
         sweeps = cells[json.dumps(setting.cell.model_dump())]
         for traffic in variants(setting.cell, rush_of(setting, sweeps)):
             path = FOLDER / f"{setting.name}-{traffic.name}.toml"

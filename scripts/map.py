@@ -39,21 +39,21 @@ CELLS = tuple(
     for bus, hot, overlap in ((1.0, 1.0, True), (0.5, 1.0, True), (1.0, 2.0, True), (1.0, 0.5, True), (1.0, 0.5, False))
     if rows > 1 or hot == 1
 )
-MAIN = Cell(rows_per_token=24)
+MAIN = Cell(rows_per_token=24, hot=0.5)
 FAVOURABLE = Cell(rows_per_token=24, hot=0.5, overlap=False)
 # Every length where the caches compete, fewer elsewhere: shifts take longest.
 SHIFTS = (
-    *((Cell(rows_per_token=24), mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
+    *((MAIN, mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
     *((FAVOURABLE, mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
     (Cell(rows_per_token=24, bus_speed=0.5), "following", 20.0),
     (Cell(rows_per_token=24, hot=2), "following", 20.0),
-    *((Cell(rows_per_token=24, hot=0.5), mode, 20.0) for mode in MODES),
+    *((Cell(rows_per_token=24), mode, 20.0) for mode in MODES),
     *((Cell(rows_per_token=6), mode, 20.0) for mode in MODES),
     (Cell(rows_per_token=6), "following", 60.0),
     (Cell(rows_per_token=6, bus_speed=0.5), "following", 20.0),
     *((Cell(rows_per_token=1), mode, 20.0) for mode in MODES),
 )
-FLOODED = (Cell(rows_per_token=1), Cell(rows_per_token=24), FAVOURABLE)  # scenarios
+FLOODED = (Cell(rows_per_token=1), MAIN, FAVOURABLE)  # scenarios
 
 
 class RegimeUnit(NamedTuple):

@@ -25,7 +25,7 @@ def plot_map(found: Mapping[str, Any], folder: Path) -> list[Path]:
     return [folder / name for name in pictures]
 
 
-def _title(cell: Mapping[str, Any]) -> str:
+def cell_title(cell: Mapping[str, Any]) -> str:
     bus = "" if cell["bus_speed"] == 1 else f", bus x {cell['bus_speed']:g}"
     rows = "1 row" if cell["rows_per_token"] == 1 else f"{cell['rows_per_token']} rows"
     overlap = "" if cell["overlap"] else ", no overlap"
@@ -47,7 +47,7 @@ def _capacity(cells: Sequence[Mapping[str, Any]]) -> Figure:
             alphas, load = np.array(swept["alphas"]), _capacities(swept)
             axis.plot(alphas, load, "o-", color=_COLOURS[regime], label=regime, markersize=3)
             axis.plot(alphas[load.argmax()], load.max(), "*", color=_COLOURS[regime], markersize=13)
-        axis.set(title=_title(one["cell"]), ylim=(0, None), xlim=(0, 1))
+        axis.set(title=cell_title(one["cell"]), ylim=(0, None), xlim=(0, 1))
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.25)
     axes[0][0].legend(fontsize=8)
@@ -64,7 +64,7 @@ def _penalty(cells: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     kinds = (("mean at 75% load", "mean", 0), ("P99 at 75% load", "p99", 0), ("capacity lost", "capacity", None))
-    names, place = [_title(one["cell"]) for one in cells], np.arange(len(cells))
+    names, place = [cell_title(one["cell"]) for one in cells], np.arange(len(cells))
     for axis, (title, key, at) in zip(axes, kinds, strict=True):
         for number, regime in enumerate(("returning", "browsing")):
             lost = [one["regimes"][regime]["penalties"]["of the other regime"][key] for one in cells]
@@ -85,7 +85,7 @@ def _gain(shifts: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(12, 9), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     place = np.arange(len(shifts))
-    names = [f"{_title(one['cell'])}\n{one['length_s']:g} s, {one['mode']} rate" for one in shifts]
+    names = [f"{cell_title(one['cell'])}\n{one['length_s']:g} s, {one['mode']} rate" for one in shifts]
     for axis, figure_name in zip(axes, ("mean", "p99"), strict=True):
         for who, colour, mark in (("tracker", _ORANGE, "o"), ("oracle", _BLUE, "D"), ("quasi_static", _GREEN, "|")):
             gains = [np.clip(-100 * one[f"{who}_{figure_name}_gain"], -40, 40) for one in shifts]
