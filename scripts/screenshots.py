@@ -1,6 +1,6 @@
 """Pictures of the dashboard for the docs: a real server under shifting traffic, in a real browser.
 
-`python -m scripts.screenshots [--seconds 100]` needs chromium and `pip install 'helmrec[browser]'`; writes docs/images.
+`python -m scripts.screenshots [--seconds 100]` needs chromium and `pip install 'helmrec[web]'`; writes docs/images.
 """
 
 import argparse

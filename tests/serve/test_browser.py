@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt install chromium)"),
 ]
-playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'helmrec[browser]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'helmrec[web]'")
 
 
 class Watched:

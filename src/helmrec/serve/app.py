@@ -38,7 +38,7 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
     front = Front(port, config, histories)
     parts = (FriendlyRoutes(front), UserRoutes(front), LiveRoutes(front), InferenceRoutes(front))
     endpoints = [endpoint for part in parts for endpoint in part.endpoints()]
-    document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION))
+    document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION, port.model.name))
 
     async def show_document(_: Request) -> Response:
         return Response(document, media_type="application/json")

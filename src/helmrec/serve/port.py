@@ -140,7 +140,7 @@ class InProcessPort:
                 self._validate(i, request)
         queued = Queued([request.user_id for request in requests], [], time.perf_counter())
         try:
-            left = [_less_spent(request, spent_ms) for request in requests]
+            left = [self._less_spent(request, spent_ms) for request in requests]
             queued.futures.extend(self._engine.submit(request) for request in left)
         except Refused:
             self._record(queued, None)
@@ -173,6 +173,15 @@ class InProcessPort:
         if self._rebalancer is not None:
             for user_id in queued.user_ids:
                 self._rebalancer.record(user_id, latency_ms)
+
+    def _less_spent(self, request: RankRequest, spent_ms: float) -> RankRequest:
+        """The request with what is left of its deadline; DeadlineExceeded if nothing is and it is else a good one."""
+        if request.deadline_ms is None or not request.deadline_ms > 0:  # the engine says what is wrong with the latter
+            return request
+        if spent_ms < request.deadline_ms:
+            return replace(request, deadline_ms=request.deadline_ms - spent_ms)
+        self._engine.validate(request)
+        raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
 
     def _validate(self, i: int, request: RankRequest) -> None:
         try:
@@ -246,17 +255,6 @@ class InProcessPort:
         decision = self._rebalancer.tick(time.perf_counter())
         if decision is not None:
             self._control = self._steering.view(decision, self._rebalancer.mode, time.time())
-
-
-def _less_spent(request: RankRequest, spent_ms: float) -> RankRequest:
-    """The request with what is left of its deadline; DeadlineExceeded if nothing is."""
-    if request.deadline_ms is None or not request.deadline_ms > 0:  # the engine says what is wrong with the latter
-        return request
-    if spent_ms >= request.deadline_ms:
-        raise DeadlineExceeded(
-            f"the deadline passed {spent_ms:.1f} ms after the request came in, before the engine saw it"
-        )
-    return replace(request, deadline_ms=request.deadline_ms - spent_ms)
 
 
 def warm_up(engine: Engine) -> None:

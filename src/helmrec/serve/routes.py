@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
-_PATH_SCHEMAS: dict[str, dict[str, Any]] = {"user_id": {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}}
+_USER_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ def json_answer(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def openapi(endpoints: Sequence[Endpoint], problem: type, version: str) -> dict[str, Any]:
+def openapi(endpoints: Sequence[Endpoint], problem: type, version: str, model_name: str) -> dict[str, Any]:
     """An OpenAPI 3.1 document of the endpoints; schemas come from the types they take and give."""
+    in_paths: dict[str, dict[str, Any]] = {"user_id": _USER_ID, "name": {"type": "string", "enum": [model_name]}}
     types = [kind for each in endpoints for kind in (each.takes, each.gives) if kind is not None]
     distinct = list(dict.fromkeys([*types, problem]))
     schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
@@ -43,6 +44,7 @@ def openapi(endpoints: Sequence[Endpoint], problem: type, version: str) -> dict[
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:
         paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, by_type, by_type[problem])
+        paths[each.path][each.method.lower()]["parameters"] = _parameters(each, in_paths)
     return {
         "openapi": "3.1.0",
         "info": {"title": "HelmRec", "version": version},
@@ -52,7 +54,8 @@ def openapi(endpoints: Sequence[Endpoint], problem: type, version: str) -> dict[
 
 
 def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, Any]) -> dict[str, Any]:
-    content = {endpoint.gives_media_type: {"schema": by_type.get(endpoint.gives, {})}}
+    has_content = endpoint.gives is not None or endpoint.gives_media_type != "application/json"
+    content = {endpoint.gives_media_type: {"schema": by_type.get(endpoint.gives, {})}} if has_content else {}
     bad = {"application/problem+json": {"schema": problem}}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
@@ -64,14 +67,12 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
     if endpoint.takes is not None:
         body = {kind: {"schema": by_type[endpoint.takes]} for kind in endpoint.takes_media_types}
         operation["requestBody"] = {"required": True, "content": body}
-    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
-        for name in names
-    ]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in endpoint.query.items()]
-    if parameters:
-        operation["parameters"] = parameters
     if endpoint.is_admin:
         operation["security"] = [{"admin": []}]
     return operation
+
+
+def _parameters(endpoint: Endpoint, in_paths: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
+    of_path = [{"name": name, "in": "path", "required": True, "schema": in_paths[name]} for name in names]
+    return of_path + [{"name": name, "in": "query", "schema": schema} for name, schema in endpoint.query.items()]

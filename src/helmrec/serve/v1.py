@@ -1,7 +1,7 @@
 """Friendly JSON under `/v1`, health, and metrics."""
 
 import hmac
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -99,7 +99,7 @@ class FriendlyRoutes:
         refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
         return [
             Endpoint("POST", "/v1/rank", "Rank candidates", self.rank, RankBody, RankAnswer, statuses=refusals),
-            Endpoint("GET", "/v1/model", "Shape and tables of the model", self.model),
+            Endpoint("GET", "/v1/model", "Shape and tables of the model", self.model, gives=dict[str, Any]),
             Endpoint("GET", "/v1/pool", "Look at the pool and the engine", self.pool, gives=EngineStats),
             Endpoint(
                 "POST", "/v1/admin/alpha", "Aim the boundary", self.move_alpha, AlphaBody, AlphaAnswer,
