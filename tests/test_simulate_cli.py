@@ -73,6 +73,7 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
     code, output = simulate(scenario, *flags)
     assert code == 0, output
     assert "costs of h200" in output
+    assert "static:0.2: a cache was still filling up when counting began" in output
     found = json.loads(report.read_text())
     assert found["scenario"]["faults"]["slow_bus"][0]["speed"] == 0.5
     static = found["policies"]["static:0.2"]

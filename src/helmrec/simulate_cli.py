@@ -43,6 +43,8 @@ def run_simulate(
                 for policy in policies
             }
         out.print(_table(scenario, runs))
+        for policy in _not_full(scenario, runs):
+            err.print(f"{policy}: a cache was still filling up when counting began; a longer warm_up_s tells more")
         if report is not None:
             report.write_text(json.dumps(_as_json(scenario, runs), indent=2) + "\n")
         if plots is not None:
@@ -83,6 +85,15 @@ def _table(scenario: Scenario, runs: dict[str, list[SimResult]]) -> Table:
         slo, reuse, missed = (float(np.mean(figures[name])) for name in _FIGURES[3:])
         table.add_row(policy, *cells, f"{slo:.2%}", f"{reuse:.1%}", f"{missed:,.0f}", f"{last:.3f}")
     return table
+
+
+def _not_full(scenario: Scenario, runs: dict[str, list[SimResult]]) -> list[str]:
+    """Policies under which some run began to count before both caches had evicted."""
+    return [
+        policy
+        for policy, results in runs.items()
+        if any(run.evicting_from_s is None or run.evicting_from_s > scenario.warm_up_s for run in results)
+    ]
 
 
 def _spread(values: list[float]) -> str:
