@@ -52,7 +52,7 @@ ALL = (
     "control-trend",
     "stress-steady",
 )
-SPLITS = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+SPLITS = (0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE = np.linspace(0.03, 0.9, 88)  # the oracle's path is read to a hundredth
 BARE = HelmSettings(has_residual=False, has_burst=False, has_guardrail=False)
 _CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in {"alphas", "num_requests"})
@@ -310,7 +310,7 @@ def main() -> None:
         return
     store = Store(BUILD / "controller.jsonl", "1")
     if flags.ground:
-        units = [Ground(name, seed) for name in names for seed in seeds]
+        units = [Ground(name, seed) for seed in seeds for name in names]
         finish(units, sweep, store, flags.processes, "constants")
         return
     run(store, names, seeds, flags.processes)

@@ -18,7 +18,7 @@ from helmrec.control.service_cost import ServiceCost
 
 Floats = NDArray[np.float64]
 
-NUM_SPLITS = 41
+NUM_SPLITS = 33
 _FRESH_HALF_LIFE_S = 2.0
 _LASTING_HALF_LIFE_S = 10.0  # of the arrival rate; the curves bring their own
 _CORRECTION_HALF_LIFE_S = 30.0
@@ -289,20 +289,6 @@ def _mix(curve: Floats, blend: Floats, out: Floats) -> None:
 
 
 @inner
-def _less(whole: float, computed: float, correction: float) -> float:
-    """Tokens computed if the share of them that is reused is corrected."""
-    return whole - correction * max(0.0, whole - computed)
-
-
-@inner
-def _stages(terms: Terms, numbers: Floats, tokens: float, rows: float) -> tuple[float, float]:
-    """Compute, and what comes before it, of a request that computes so many tokens and misses so many rows."""
-    compute = terms.floor_ms + (terms.token_ms + terms.pair_ms * numbers[O.TOKENS] / 2) * tokens
-    bus = terms.row_ms * rows * numbers[O.BUS_CORRECTION]
-    return compute * numbers[O.COMPUTE_CORRECTION], terms.host_floor_ms + terms.host_token_ms * tokens + bus
-
-
-@inner
 def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> None:
     """Learn what caches do against their shadows. Hit rates differ by much the same factor at every split.
 
@@ -323,29 +309,42 @@ def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> No
 
 
 @inner
+def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers: Floats, rate: float) -> None:
+    """From tokens and missed rows, which stand in the first two rows, to stages there and latency in the third.
+
+    All that does not change from split to split is read before the loop, so that it compiles to wide instructions.
+    """
+    compute, lead, latency = splits[rows[0]], splits[rows[1]], splits[rows[2]]
+    whole, kv, others = numbers[O.TOKENS], numbers[O.KV_CORRECTION], max(1.0, terms.other_tokens)
+    per_row = terms.row_ms * numbers[O.ROW_CORRECTION] * numbers[O.BUS_CORRECTION]
+    per_token = numbers[O.COMPUTE_CORRECTION] * (terms.token_ms + terms.pair_ms * whole / 2)
+    floor, host_floor, host_token = (
+        numbers[O.COMPUTE_CORRECTION] * terms.floor_ms,
+        terms.host_floor_ms,
+        terms.host_token_ms,
+    )
+    step, first, second = terms.step_ms, terms.first, terms.second
+    for split in range(latency.size):
+        shadow = compute[split]
+        tokens = whole - kv * max(0.0, whole - shadow)
+        missed = lead[split] * (tokens + others) / (shadow + others)  # more tokens read more rows
+        a, b = floor + per_token * tokens, host_floor + host_token * tokens + per_row * missed
+        pressure = rate / 1e3 * np.sqrt(a * a + b * b)
+        growth = 1 + pressure * (first + second * pressure)
+        growth *= growth
+        compute[split], lead[split], latency[split] = a, b, (step + a + b) * growth * growth
+
+
+@inner
 def _reckon(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
     numbers, knots, splits, blend = outlook
     _mix(computed, blend, splits[Split.COMPUTE])
     _mix(missed, blend, splits[Split.LEAD])
     _mix(knots[Knot.FRESH_COMPUTED], blend, splits[Split.FRESH_COMPUTE])
     _mix(knots[Knot.FRESH_MISSED], blend, splits[Split.FRESH_LEAD])
-    others = max(1.0, terms.other_tokens)
-    _compare(numbers, splits, window, others)
-    whole, kv, row = numbers[O.TOKENS], numbers[O.KV_CORRECTION], numbers[O.ROW_CORRECTION]
-    lasting_rate, fresh_rate = numbers[O.LASTING_RATE], numbers[O.FRESH_RATE]
-    for split in range(splits.shape[1]):
-        shadow = splits[Split.COMPUTE, split]
-        tokens = _less(whole, shadow, kv)
-        rows = row * splits[Split.LEAD, split] * (tokens + others) / (shadow + others)  # more tokens read more rows
-        compute, lead = _stages(terms, numbers, tokens, rows)
-        splits[Split.COMPUTE, split], splits[Split.LEAD, split] = compute, lead
-        splits[Split.LASTING, split] = latency_ms(terms, compute, lead, lasting_rate)
-        shadow = splits[Split.FRESH_COMPUTE, split]
-        tokens = _less(whole, shadow, kv)
-        rows = row * splits[Split.FRESH_LEAD, split] * (tokens + others) / (shadow + others)
-        compute, lead = _stages(terms, numbers, tokens, rows)
-        splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split] = compute, lead
-        splits[Split.FRESH, split] = latency_ms(terms, compute, lead, fresh_rate)
+    _compare(numbers, splits, window, max(1.0, terms.other_tokens))
+    _fill_view(splits, (Split.COMPUTE, Split.LEAD, Split.LASTING), terms, numbers, numbers[O.LASTING_RATE])
+    _fill_view(splits, (Split.FRESH_COMPUTE, Split.FRESH_LEAD, Split.FRESH), terms, numbers, numbers[O.FRESH_RATE])
     numbers[O.LASTING_BEST] = splits[Split.LASTING].argmin()
     numbers[O.FRESH_BEST] = splits[Split.FRESH].argmin()
 
