@@ -43,15 +43,22 @@ MAIN = Cell(rows_per_token=24, hot=0.5)
 FAVOURABLE = Cell(rows_per_token=24, hot=0.5, overlap=False)
 # Every length where the caches compete, fewer elsewhere: shifts take longest.
 SHIFTS = (
-    *((MAIN, mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
-    *((FAVOURABLE, mode, length_s) for mode in MODES for length_s in (3.0, 20.0, 60.0)),
+    (MAIN, "following", 20.0),
+    (FAVOURABLE, "following", 20.0),
+    (Cell(rows_per_token=1), "following", 20.0),
+    (MAIN, "constant", 20.0),
+    (Cell(rows_per_token=24), "following", 20.0),
+    (Cell(rows_per_token=6), "following", 20.0),
+    (MAIN, "following", 60.0),
+    (MAIN, "following", 3.0),
+    (FAVOURABLE, "following", 60.0),
+    (FAVOURABLE, "following", 3.0),
+    (FAVOURABLE, "constant", 20.0),
+    (Cell(rows_per_token=6), "constant", 20.0),
+    (MAIN, "constant", 60.0),
+    (MAIN, "constant", 3.0),
     (Cell(rows_per_token=24, bus_speed=0.5), "following", 20.0),
-    (Cell(rows_per_token=24, hot=2), "following", 20.0),
-    *((Cell(rows_per_token=24), mode, 20.0) for mode in MODES),
-    *((Cell(rows_per_token=6), mode, 20.0) for mode in MODES),
-    (Cell(rows_per_token=6), "following", 60.0),
-    (Cell(rows_per_token=6, bus_speed=0.5), "following", 20.0),
-    *((Cell(rows_per_token=1), mode, 20.0) for mode in MODES),
+    (Cell(rows_per_token=1), "constant", 20.0),
 )
 FLOODED = (Cell(rows_per_token=1), MAIN, FAVOURABLE)  # scenarios
 

@@ -28,22 +28,26 @@ from helmrec.bench.shifts import PRICES, Planned, switch_prices
 from helmrec.bench.tune import Family, Value, tune
 from helmrec.control.by_name import make_policy
 from helmrec.control.policy import Policy
-from helmrec.control.static import GRID, UNTUNED_ALPHA, Static
+from helmrec.control.static import UNTUNED_ALPHA, Static
 from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
-from scripts.kept import Store, digest_of, finish
+from scripts.kept import Store, Unit, digest_of, finish
 from scripts.provenance import write_measurement
 from scripts.rivals_table import as_markdown
 
 OUT, KEPT, SCENARIOS = Path("docs/measurements/rivals.json"), Path("build/rivals.jsonl"), Path("scenarios")
 VARIANTS = ("steady", "trend", "burst-20s", "cold-flood")
 LOADED = ("burst-20s",)  # where the largest load is looked for
-NUM_SEEDS, BUDGET, LOAD_SEED = 5, 6, 50
+NUM_SEEDS, BUDGET, LOAD_SEED = 5, 4, 50
 LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
-NO_ADMISSION = (0.5, 0.7, 0.9)  # splits tried without KV admission
-LOADED_ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+NO_ADMISSION = (0.5, 0.8)  # splits tried without KV admission
+ALPHAS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps: denser where the best ones lie in the map
 TAUGHT = {"mixed-day": 0.65, "diurnal": 0.85}  # with their base rate as a share of the steady scenario's
+RIVALS = (
+    "untuned 0.5", "static", "kv-only", "emb-only", "pid", "hill climber", "marginal utility", "miss-curve argmin",
+    "bayesian optimisation", "milp", "xgboost", "lstm",
+)  # fmt: skip
 PPO_ONLY = "PPO only"  # always in the table; run if a policy is given
 
 
@@ -76,7 +80,7 @@ def episodes() -> tuple[Episode, ...]:
     taught = []
     for name in TAUGHT:
         course = lesson(name, 100)
-        seen = hindsight({alpha: [course.static(alpha)] for alpha in GRID})
+        seen = hindsight({alpha: [course.static(alpha)] for alpha in ALPHAS})
         labels = np.repeat(plan(course, seen, 1.0), round(WINDOW_S))
         stats = course.watch(Wanderer(0))[: labels.size]
         taught.append(Episode(name, tuple(stats), labels[: len(stats)]))
@@ -133,7 +137,7 @@ class ContestUnit(NamedTuple):
 
 def contest(unit: ContestUnit) -> dict[str, Any]:
     course = Course(scenario(unit.variant), unit.seed)
-    found = {f"static {alpha:g}": course.static(alpha) for alpha in GRID}
+    found = {f"static {alpha:g}": course.static(alpha) for alpha in ALPHAS}
     found |= {f"static {a:g}, no admission": course.static(a, kv_admission="always") for a in NO_ADMISSION}
     found |= {name: judged(course, policy) for name, policy in policies(unit.settings).items()}
     return {name: asdict(score) for name, score in found.items()}
@@ -165,11 +169,12 @@ class OracleUnit(NamedTuple):
 
     variant: str
     seed: int
+    num_seeds: int  # that the plan was made over
     paths: Mapping[str, tuple[float, ...]]
 
     @property
     def name(self) -> str:
-        return f"oracles on {self.variant}, seed {self.seed}"
+        return f"oracles on {self.variant}, seed {self.seed} of {self.num_seeds}"
 
 
 def replayed(unit: OracleUnit) -> dict[str, Any]:
@@ -196,7 +201,7 @@ def largest_loads(unit: LoadUnit) -> dict[str, float]:
     """As multiples of the scenario's arrivals; 0 where not even the lowest is met."""
     courses = {load: Course(scenario(unit.variant), LOAD_SEED, load) for load in LOADS}
     found = {}
-    for alpha in LOADED_ALPHAS:
+    for alpha in ALPHAS:
         found[f"static {alpha:g}"] = largest(lambda load, a=alpha: courses[load].static(a))
     for alpha in NO_ADMISSION:
         found[f"static {alpha:g}, no admission"] = largest(
@@ -228,31 +233,31 @@ def extra_load(unit: ExtraLoadUnit) -> float:
     return largest(run)
 
 
-def scores(store: Store, variant: str) -> dict[str, list[Score]]:
-    by_seed = [store.found[ContestUnit(variant, seed, {}).name] for seed in range(NUM_SEEDS)]
+def scores(store: Store, variant: str, num_seeds: int) -> dict[str, list[Score]]:
+    by_seed = [store.found[ContestUnit(variant, seed, {}).name] for seed in range(num_seeds)]
     return {name: [Score(**found[name]) for found in by_seed] for name in by_seed[0]}
 
 
 def statics_of(found: Mapping[str, list[Score]]) -> dict[float, list[Score]]:
-    return {alpha: found[f"static {alpha:g}"] for alpha in GRID}
+    return {alpha: found[f"static {alpha:g}"] for alpha in ALPHAS}
 
 
-def oracle_units(store: Store) -> list[OracleUnit]:
+def oracle_units(store: Store, num_seeds: int) -> list[OracleUnit]:
     units = []
     for variant in VARIANTS:
-        seen, course = hindsight(statics_of(scores(store, variant))), Course(scenario(variant), 0)
+        seen, course = hindsight(statics_of(scores(store, variant, num_seeds))), Course(scenario(variant), 0)
         paths = {"quasi-static": tuple(seen.exact.alpha.tolist())}
-        paths |= {f"price x {price:g}": tuple(plan(course, seen, price * NUM_SEEDS).tolist()) for price in PRICES}
-        units += [OracleUnit(variant, seed, paths) for seed in range(NUM_SEEDS)]
+        paths |= {f"price x {price:g}": tuple(plan(course, seen, price * num_seeds).tolist()) for price in PRICES}
+        units += [OracleUnit(variant, seed, num_seeds, paths) for seed in range(num_seeds)]
     return units
 
 
-def table(store: Store, variant: str, extras: Mapping[str, str]) -> dict[str, Any]:
-    found = scores(store, variant)
+def table(store: Store, variant: str, num_seeds: int, extras: Mapping[str, str]) -> dict[str, Any]:
+    found = scores(store, variant, num_seeds)
     for name, policy in extras.items():
-        found[name] = [Score(**store.found[ExtraUnit(variant, seed, policy).name]) for seed in range(NUM_SEEDS)]
+        found[name] = [Score(**store.found[ExtraUnit(variant, seed, policy).name]) for seed in range(num_seeds)]
     seen = hindsight(statics_of(found))
-    replays = [store.found[OracleUnit(variant, seed, {}).name] for seed in range(NUM_SEEDS)]
+    replays = [store.found[OracleUnit(variant, seed, num_seeds, {}).name] for seed in range(num_seeds)]
     oracles = {name: [Score(**by_seed[name]) for by_seed in replays] for name in replays[0]}
     best = f"static {seen.best_alpha:g}"
     bare = min((f"static {alpha:g}, no admission" for alpha in NO_ADMISSION), key=lambda name: spent(found[name]))
@@ -267,7 +272,7 @@ def table(store: Store, variant: str, extras: Mapping[str, str]) -> dict[str, An
     loads = dict(store.found.get(LoadUnit(variant, {}).name, {}))
     if loads:
         loads |= {name: store.found[ExtraLoadUnit(variant, policy).name] for name, policy in extras.items()}
-    reference = max((loads[f"static {alpha:g}"] for alpha in LOADED_ALPHAS), default=0.0) if loads else 0.0
+    reference = max((loads[f"static {alpha:g}"] for alpha in ALPHAS), default=0.0) if loads else 0.0
     rows = {name: asdict(row(one, found[best], seen, spent(oracle))) for name, one in named.items()}
     for name, one in rows.items():
         of = best if name.startswith("best static in") else bare if name.startswith("best static w") else name
@@ -290,39 +295,44 @@ def digest() -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
-def run(store: Store, processes: int, extras: Mapping[str, str]) -> None:
-    names = tuple(rival_families())  # trains here, so that forked workers find it done
-    finish([TuneUnit(name) for name in names], tuned, store, processes, "tuning")
+def run(store: Store, processes: int, num_seeds: int, extras: Mapping[str, str]) -> None:
+    tuning = [TuneUnit(name) for name in RIVALS]
+    units = [ContestUnit(variant, seed, {}) for seed in range(num_seeds) for variant in VARIANTS]
+    loads = [LoadUnit(variant, {}) for variant in LOADED]
+    everything: list[Unit] = [*tuning, *units, *loads]
+    if any(unit.name not in store.found for unit in everything):
+        assert set(rival_families()) == set(RIVALS)  # lessons are taken here, so that forked workers find them taken
+    finish(tuning, tuned, store, processes, "tuning")
     settings = tuned_settings(store)
-    units = [ContestUnit(variant, seed, settings) for seed in range(NUM_SEEDS) for variant in VARIANTS]
-    finish(units, contest, store, processes, "contest")
-    finish(oracle_units(store), replayed, store, processes, "oracles")
-    finish([LoadUnit(variant, settings) for variant in LOADED], largest_loads, store, processes, "loads")
-    more = [ExtraUnit(v, seed, policy) for policy in extras.values() for v in VARIANTS for seed in range(NUM_SEEDS)]
+    finish([unit._replace(settings=settings) for unit in units], contest, store, processes, "contest")
+    finish(oracle_units(store, num_seeds), replayed, store, processes, "oracles")
+    finish([unit._replace(settings=settings) for unit in loads], largest_loads, store, processes, "loads")
+    more = [ExtraUnit(v, seed, policy) for policy in extras.values() for v in VARIANTS for seed in range(num_seeds)]
     finish(more, extra, store, processes, "extras")
     loaded = [ExtraLoadUnit(variant, policy) for policy in extras.values() for variant in LOADED]
     finish(loaded, extra_load, store, processes, "loads of extras")
 
 
 def tuned_settings(store: Store) -> dict[str, dict[str, Value]]:
-    return {name: store.found[TuneUnit(name).name] for name in rival_families()}
+    return {name: store.found[TuneUnit(name).name] for name in RIVALS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=POLICY", help="may repeat")
     flags = parser.parse_args()
     extras = dict(one.split("=", 1) for one in flags.extra)
     store = Store(KEPT, digest())
-    run(store, flags.processes, extras)
-    tables = {variant: table(store, variant, extras) for variant in VARIANTS}
+    run(store, flags.processes, flags.seeds, extras)
+    tables = {variant: table(store, variant, flags.seeds, extras) for variant in VARIANTS}
     write_measurement(
         OUT,
         {
             "calibration": scenario("steady").cost().name,
             "calibration_digest": digest_of(scenario("steady").cost()),
-            "seeds": NUM_SEEDS,
+            "seeds": flags.seeds,
             "start_of_all_but_constants": UNTUNED_ALPHA,
             "tuning": {"trials": BUDGET, "on": "a mixed day", "learned from": list(TAUGHT)},
             "tuned": tuned_settings(store),
