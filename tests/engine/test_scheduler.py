@@ -152,6 +152,24 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(
     assert (engine.stats().refused, engine.stats().queue_length) == (1, 2)
 
 
+def test_a_request_whose_deadline_would_pass_in_the_step_makes_room_for_those_that_can_meet_theirs(
+    engine: Engine, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_steps(monkeypatch, clock, 1.0)
+    for _ in range(60):
+        engine.rank([request(engine)])
+    tight, easy = engine.submit(request(engine, 1, deadline_ms=1_500)), engine.submit(request(engine, 2))
+    clock.advance(0.6)
+    engine.step()
+    with pytest.raises(DeadlineExceeded, match=r"would pass in a step of about 99\d\.\d ms, 600\.0 ms in the queue"):
+        tight.result()
+    assert easy.done()
+    alone = engine.submit(request(engine, 3, deadline_ms=1_500))
+    clock.advance(0.6)
+    engine.step()
+    assert alone.exception() is None, "an idle engine always tries"
+
+
 def test_an_engine_that_was_slow_once_does_not_refuse_for_ever(
     engine: Engine, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
