@@ -18,6 +18,7 @@ RANKS = {
     "control": 3,
     "router": 3,
     "history": 3,
+    "relay": 3,
     "engine": 4,
     "sim": 5,
     "demo": 5,

@@ -1,7 +1,8 @@
 """HelmRec serves generative recommenders from one memory pool that embedding rows and KV prefixes share."""
 
-from helmrec.config import EngineConfig
+from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.relay import RelayStats
 from helmrec.errors import (
     AlphaOutOfRange,
     ConfigError,
@@ -22,7 +23,7 @@ from helmrec.errors import (
 )
 from helmrec.memory.stats import PoolStats
 from helmrec.serve.client import Client
-from helmrec.types import RankRequest, RankResult, Timing
+from helmrec.types import Lease, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 
 __version__ = "0.1.0"
 
@@ -39,13 +40,18 @@ __all__ = [
     "HelmRecError",
     "HistoryError",
     "HistoryFull",
+    "Lease",
     "ModelError",
     "PoolStats",
     "PoolTooSmall",
+    "PrefillRequest",
+    "PrefillResult",
     "QueueFull",
     "RankRequest",
     "RankResult",
     "Refused",
+    "RelayConfig",
+    "RelayStats",
     "RequestError",
     "ServerError",
     "StaleVersion",

@@ -45,6 +45,20 @@ def _explain(error: ErrorDetails) -> str:
     return f"{field}: {error['msg'].removeprefix('Value error, ')}, got {value!r}"
 
 
+class RelayConfig(Frozen):
+    """Bounds of computing prefixes ahead of their ranks."""
+
+    budget_ms: float = Field(50.0, gt=0, description="what a rank may take, if the signal names nothing else")
+    risk: float = Field(
+        0.5, ge=0, description="share of its budget from which a rank computed inline is at risk; 0: every rank is"
+    )
+    hold_ms: float = Field(500.0, gt=0, description="how long a prefix is held for its rank")
+    chunk_tokens: int = Field(4_096, ge=1, description="tokens computed ahead in one step, so that ranks wait little")
+    max_held: float = Field(0.25, gt=0, le=1, description="share of the KV pages that leases may hold")
+    max_compute: float = Field(0.3, gt=0, le=1, description="share of the time that may go into computing ahead")
+    max_leases: int = Field(1_024, ge=1, description="leases at once; a user has one at most")
+
+
 class EngineConfig(Frozen):
     """Settings of one engine. Sizes take units: pool_bytes="24GiB"."""
 
@@ -98,6 +112,7 @@ class EngineConfig(Frozen):
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20), description="pool bytes that may change owner between two steps"
     )
+    relay: RelayConfig = Field(RelayConfig(), description="bounds of computing prefixes ahead of their ranks")
     miss_curves: bool = Field(
         False, description="estimate while serving what other splits of the pool would hit; controllers read it"
     )

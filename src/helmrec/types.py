@@ -58,3 +58,40 @@ class RankResult:
     window_start: int  # absolute index of the first event the model saw
     truncated_events: int  # events sent that lie before the window
     timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Compute a user's history ahead of the rank that is to follow.
+
+    Fields of the history as in `RankRequest`. `num_candidates` and `budget_ms` say what the rank will ask for and may
+    take; `hold_ms` how long what was computed is held for it.
+    """
+
+    user_id: int
+    items: Ids
+    actions: Ids
+    timestamps: Ids
+    features: Mapping[str, Ids] = field(default_factory=dict)
+    context: Mapping[str, int] = field(default_factory=dict)
+    first_event: int = 0
+    num_candidates: int = 0
+    budget_ms: float | None = None
+    hold_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A user's prefix is held until then, by the engine's clock, or until the rank has used it."""
+
+    token: str
+    user_id: int
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What became of a signal: why, and the lease if there is one."""
+
+    verdict: str  # a value of `relay.trigger.Verdict`
+    lease: Lease | None

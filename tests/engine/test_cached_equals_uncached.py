@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from helmrec.clock import ManualClock
+from helmrec.config import RelayConfig
 from helmrec.engine import intake
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows
@@ -24,7 +25,7 @@ from helmrec.memory.host_pages import HostPages
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan, Match
 from helmrec.model.hstu import HstuModel
-from helmrec.types import RankRequest
+from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
 
@@ -59,7 +60,9 @@ class Streams(RuleBasedStateMachine):
         model = tiny_model(seed=seed % 3, form=form, v_dim=v_dim)
         self.clock = ManualClock()
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config).page_bytes
-        self.engine = tiny_engine(model, self.clock, max_batch_requests=3, move_bytes_per_step=4_096, **policies)
+        relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
+        fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}
+        self.engine = tiny_engine(model, self.clock, **fixed | policies)
         self.reference = Reference(model.config, model.dense, model.tables)
         self.config = model.config
         self.histories: list[list[Event]] = [[] for _ in range(NUM_USERS)]
@@ -140,8 +143,25 @@ class Streams(RuleBasedStateMachine):
             if not failed:
                 assert np.abs(future.result().scores - self.reference.scores(request)).max() <= TOLERANCE, "off by"
 
+    @rule(
+        user=st.integers(0, NUM_USERS - 1),
+        kind=st.sampled_from(["whole", "whole", "older", "tail", "longer"]),
+        where=st.floats(0, 1),
+        num_steps=st.integers(0, 6),
+    )
+    def compute_ahead(self, user: int, kind: str, where: float, num_steps: int) -> None:
+        """A signal, and perhaps not enough time for all of it before something else happens."""
+        rank = self._request(user, kind, where)
+        history = {name: getattr(rank, name) for name in ("items", "actions", "timestamps", "features", "first_event")}
+        signal = PrefillRequest(user, context={"country": rank.context["country"]}, num_candidates=3, **history)
+        seen[f"ahead: {self.engine.prefill(signal).verdict}"] += 1
+        for _ in range(num_steps):
+            self.engine.step()
+
     @rule(user=st.integers(0, NUM_USERS - 1))
     def cancel(self, user: int) -> None:
+        while self.engine.step():  # what is to be computed ahead
+            pass
         future = self.engine.submit(self._request(user, "longer", 1))
         future.cancel()
         assert not self.engine.step()
@@ -200,6 +220,9 @@ class Streams(RuleBasedStateMachine):
             seen["row refills"] += pool.row_refills
             seen["host reloads"] += pool.host_reloaded_pages
             seen["host evictions"] += pool.host_evicted_pages
+            relay = self.engine.relay_stats()
+            seen["leases used"] += relay.used
+            seen["leases expired"] += relay.expired
 
     def _event(self, timestamp: int) -> Event:
         rng = self.rng
@@ -246,7 +269,8 @@ def run(num_streams: int, **extra: Any) -> None:
 def assert_streams_went_everywhere() -> None:
     """A stream that never evicts or moves proves nothing."""
     places = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
-    places += ["host reloads", "host evictions", "row refills", "overlapping steps"]
+    places += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
+    places += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room"]
     assert all(seen[place] for place in places), dict(seen)
 
 

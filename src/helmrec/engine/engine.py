@@ -22,15 +22,17 @@ from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
+from helmrec.engine.relay import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, refuse
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed, Forgotten
+from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
-from helmrec.types import Ids, IntArray, RankRequest, RankResult, Timing
+from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 
 log = logging.getLogger("helmrec.engine")
 _MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
@@ -76,6 +78,7 @@ class Engine:
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)
+        self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.expander.costs.steps)
         self._intake = Intake(model.config, model.version, config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
@@ -122,13 +125,28 @@ class Engine:
         now = self._now()
         return self._scheduler.submit(self._intake.prepare(request), now)
 
+    def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Compute a user's history ahead of its rank, when no rank waits, if the rank would be at risk without.
+
+        Returns at once; some thread must call `step`. A later rank uses what is there if its history verifies.
+        """
+        history = self._intake.prepare_ahead(request)
+        with self._lock:
+            now, ledger = self._now(), self._pool.ledger
+            kv_pages = ledger.num_pages - ledger.count(Owner.EMB)
+            return self._relay.signal(request, history, kv_pages, now)
+
     def step(self) -> bool:
         """Run the next batch, if any, hand out results, then do what must not delay them.
 
         Where steps overlap, the results are those of the batch before. False: there was nothing to do.
         """
         with self._lock:
-            batch = self._scheduler.next_batch(self._now())
+            now = self._now()
+            self._relay.expire(now)
+            batch = self._scheduler.next_batch(now)
+            if batch is None and not self._scheduler.queue_length:
+                batch = self._relay.next_batch(now)
             expired = self._scheduler.take_expired()
             ended = self._count(self._pipeline.push(batch))
         for future, error in expired:
@@ -141,7 +159,8 @@ class Engine:
         return self._count(self._pipeline.flush())
 
     def _count(self, ended: list[Ended]) -> list[Ended]:
-        self._served += sum(len(step.batch.members) for step in ended if isinstance(step.outcome, StepOutput))
+        served = [step.batch for step in ended if isinstance(step.outcome, StepOutput)]
+        self._served += sum(len(batch.members) for batch in served if not batch.is_ahead)
         return ended
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
@@ -151,6 +170,7 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
+            self._relay.note_failed([step.batch for step in ended if not isinstance(step.outcome, StepOutput)])
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
@@ -189,9 +209,12 @@ class Engine:
         self._learn_costs(batch, took_s)
         self._warn_of_strangers()
         self._runner.admit(output.running)
+        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
+        if batch.is_ahead:
+            return
+        self._relay.note_ranks([member.request.history.user_id for member in batch.members])
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
             self._auditor.look_at([member.request for member in batch.members], output.scores)
-        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
         if self._curves is not None:
             for member in batch.members:
                 self._curves.observe(member.request)
@@ -202,7 +225,7 @@ class Engine:
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        if not self._pool.expander.num_slots:
+        if not (self._pool.expander.num_slots or self._relay.is_used):
             return
         costs = self._pool.expander.costs
         tokens = sum(member.num_tokens for member in batch.members)
@@ -257,6 +280,7 @@ class Engine:
             ended = self._flush()  # no step may still write what is to be dropped
             waiting = self._scheduler.take_of(user_id)
             self._pool.kv.forget(user_id)
+            self._relay.drop(user_id)
         refuse(waiting, Forgotten(f"user {user_id} was forgotten while the request waited"))
         self._conclude(ended)
 
@@ -297,6 +321,10 @@ class Engine:
         with self._lock:
             return None if self._curves is None else self._curves.curves()
 
+    def relay_stats(self) -> RelayStats:
+        with self._lock:
+            return self._relay.stats(self._clock.now())
+
     def report(self) -> EngineReport:
         """What the pool holds, and what is left of the card."""
         with self._lock:
@@ -310,6 +338,7 @@ class Engine:
         with self._lock:
             self._pool.check()
             self._scheduler.check()
+            self._relay.check()
             assert self._pool.kv.is_idle or not self._pipeline.is_empty, "a pin outlived its step"
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from helmrec.errors import RequestError
 from helmrec.memory.history import History, chain
 from helmrec.model.config import ModelConfig
 from helmrec.model.window import gap_bucket, window_anchor
-from helmrec.types import Ids, IntArray, RankRequest
+from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
 _NO_ROWS = np.empty(0, np.int64)
@@ -87,28 +87,51 @@ class Intake:
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Raise RequestError, naming field and value, or return the request ready to plan."""
-        config = self._config
-        user_id = _scalar("user_id", request.user_id, _MAX_ID)
-        first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
-        columns = self._columns(request)
-        anchor = window_anchor(first_event, columns.shape[1], config.window)
-        columns = np.ascontiguousarray(columns[:, anchor - first_event :])
         _check_names("context", request.context, self._context_tables)
-        user_rows = _context_rows(self._user_context, request.context)
-        request_rows = _context_rows(self._request_context, request.context)
-        seed = (user_id, self._version, anchor, *user_rows.tolist())
+        columns, anchor = self._window(request)
         return Prepared(
-            history=History(user_id, user_rows, columns[:-2], chain(seed, user_rows.size, columns)),
+            history=self._history(request, columns, anchor),
             columns=columns,
             candidate_rows=self._candidate_rows(request),
             candidate_gap=self._candidate_gap(request.request_time, columns[-1]),
-            request_rows=request_rows,
+            request_rows=_context_rows(self._request_context, request.context),
             window_start=anchor,
-            truncated_events=anchor - first_event,
-            deadline_ms=_deadline(request.deadline_ms),
+            truncated_events=anchor - request.first_event,
+            deadline_ms=_deadline("deadline_ms", request.deadline_ms),
         )
 
-    def _columns(self, request: RankRequest) -> IntArray:
+    def prepare_ahead(self, request: PrefillRequest) -> Prepared:
+        """The same of a history alone. A request's own tokens stand in for the rank's; nobody looks at them."""
+        _check_names("context", request.context, {table.name for table in self._user_context})
+        _scalar("num_candidates", request.num_candidates, self._config.max_candidates)
+        _deadline("budget_ms", request.budget_ms)
+        _deadline("hold_ms", request.hold_ms)
+        columns, anchor = self._window(request)
+        return Prepared(
+            history=self._history(request, columns, anchor),
+            columns=columns,
+            candidate_rows=np.empty((len(self._config.features), 0), np.int64),
+            candidate_gap=0,
+            request_rows=np.array([table.offset for table in self._request_context], np.int64),
+            window_start=anchor,
+            truncated_events=anchor - request.first_event,
+            deadline_ms=None,
+        )
+
+    def _window(self, request: RankRequest | PrefillRequest) -> tuple[IntArray, int]:
+        """The columns of the events the model sees, and the absolute index of the first of them."""
+        first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
+        columns = self._columns(request)
+        anchor = window_anchor(first_event, columns.shape[1], self._config.window)
+        return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
+
+    def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, anchor: int) -> History:
+        user_id = _scalar("user_id", request.user_id, _MAX_ID)
+        user_rows = _context_rows(self._user_context, request.context)
+        seed = (user_id, self._version, anchor, *user_rows.tolist())
+        return History(user_id, user_rows, columns[:-2], chain(seed, user_rows.size, columns))
+
+    def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
         """(features + 2, events): row ids, then actions, then timestamps."""
         items = _ids("items", request.items)
         if items.size > self._max_history:
@@ -292,7 +315,7 @@ def _scalar(field: str, value: object, limit: int) -> int:
     return int(value)
 
 
-def _deadline(deadline_ms: float | None) -> float | None:
-    if deadline_ms is not None and not (isinstance(deadline_ms, int | float) and deadline_ms > 0):
-        raise RequestError("deadline_ms", deadline_ms, "a positive number is needed")
-    return deadline_ms
+def _deadline(field: str, ms: float | None) -> float | None:
+    if ms is not None and not (isinstance(ms, int | float) and ms > 0):
+        raise RequestError(field, ms, "a positive number is needed")
+    return ms

@@ -62,6 +62,7 @@ class Batch:
 
     members: list[Scheduled]
     started_s: float
+    is_ahead: bool = False  # computed before anybody asked
 
 
 def refuse(waiting: Iterable[Waiting], error: HelmRecError) -> None:
@@ -95,6 +96,11 @@ class Scheduler:
     @property
     def queue_length(self) -> int:
         return len(self._queue)
+
+    @property
+    def wait_ms(self) -> float:
+        """About how long a request that came now would wait."""
+        return self._ms_per_request * len(self._queue)
 
     def submit(self, request: Prepared, now: float) -> "Future[RankResult]":
         """Queue a request, or refuse it at once if it has no chance."""
@@ -177,11 +183,13 @@ class Scheduler:
     def commit(self, batch: Batch, now: float) -> float:
         """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended."""
         for member in batch.members:
-            self._kv.commit(member.plan, now)
+            self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
         self._kv.restore_reserve()
         took_s = now - max(batch.started_s, self._last_ended_s)
         self._last_ended_s = now
         self._step_s += _SMOOTHING * (took_s - self._step_s)
+        if batch.is_ahead:
+            return took_s
         self._ms_per_request += _SMOOTHING * (took_s * 1e3 / len(batch.members) - self._ms_per_request)
         return took_s
 

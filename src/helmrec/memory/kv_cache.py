@@ -4,7 +4,7 @@ Bookkeeping only. It hands out plans (which pages hold a history, which tokens a
 and never touches K/V. It does not know layers, heads or devices.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from helmrec.memory.expander import Expander, PageKey, PageSave
 from helmrec.memory.history import History, RowEpochs, common_tokens
 from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
-from helmrec.memory.ledger import Owner, PageLedger
+from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import KVPlan, Made, Match, PageCopy, PageLoad, Prefix, epoch_per_token
+from helmrec.memory.shared_pages import SharedPages
 
 _NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 
@@ -39,14 +40,13 @@ class KVCache:
         self.limits = limits
         self._expander = expander or Expander(num_slots=0)
         self.reserve_pages = 1  # kept free for the next step, so that one-time users displace nobody
-        self._ledger = ledger
+        self._pages = SharedPages(ledger)
         self._epochs = epochs
         self._admission = admission
         self._visits = VisitLog()
         self._users: dict[int, list[Prefix]] = {}
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
-        self._refs = [0] * ledger.num_pages
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
         self._saved_of: dict[int, int] = {}  # host slot -> the user it was last filled for
         self.reused_tokens = 0
@@ -54,8 +54,7 @@ class KVCache:
         self.evicted_pages = 0
         self.stale_cuts = 0
         self.refused_prefixes = 0
-        self.returns = 0  # lookups of a resident user,
-        self.strangers = 0  # and how many of them matched nothing
+        self.returns = self.strangers = 0  # lookups of a resident user, and those of them that matched nothing
 
     @property
     def num_users(self) -> int:
@@ -128,28 +127,51 @@ class KVCache:
         found = self._longest(history)
         return found.num_tokens if found else 0
 
-    def commit(self, plan: KVPlan, now: float) -> None:
-        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`."""
+    def commit(self, plan: KVPlan, now: float, *, is_ahead: bool = False) -> None:
+        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`.
+
+        What was computed ahead, before anybody asked, is kept until somebody does, and is nobody's visit.
+        """
         prefix = plan.prefix
         if prefix is None:
             return
-        self.reused_tokens += plan.num_resident
-        self.total_tokens += plan.num_tokens
-        seen = self._visits.record(prefix.user_id, now)
         prefix.settled = max(prefix.settled, plan.num_tokens)
         prefix.last_use_s = now
+        stays = is_ahead or self._count_visit(plan, prefix, now)
         if id(prefix) in self._order:
-            self._order.move_to_end(id(prefix))
-        elif id(prefix) in self._running and self._admission.admits(self._visit(prefix, seen, now)):
+            self._order.move_to_end(id(prefix), last=stays)
+        elif id(prefix) in self._running and stays:
             self._adopt(prefix)
+            prefix.is_ahead = is_ahead
         if self._expander.num_slots and id(prefix) in self._order:
             self._note_unsaved(plan, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
 
+    def _count_visit(self, plan: KVPlan, prefix: Prefix, now: float) -> bool:
+        """Whether the prefix has earned its pages, or does so by this visit."""
+        self.reused_tokens += plan.num_resident
+        self.total_tokens += plan.num_tokens
+        seen = self._visits.record(prefix.user_id, now)
+        if id(prefix) in self._order and not prefix.is_ahead:
+            return True
+        prefix.is_ahead = False
+        return self._admission.admits(self._visit(prefix, seen, now))
+
+    def hold(self, user_id: int) -> None:
+        """Put what is kept of a user last in line for eviction, for now."""
+        for prefix in self._users.get(user_id, ()):
+            self._order.move_to_end(id(prefix))
+
+    def release(self, user_id: int) -> None:
+        """What was computed ahead for a user and never asked for goes first."""
+        for prefix in self._users.get(user_id, ()):
+            if prefix.is_ahead:
+                self._order.move_to_end(id(prefix), last=False)
+
     def restore_reserve(self) -> None:
         """Evict until the pages the next step may need are free."""
-        self.evict(self.reserve_pages - self._ledger.num_free)
+        self.evict(self.reserve_pages - self._pages.num_free)
 
     def abort(self, plan: KVPlan) -> None:
         """The step failed or did without this plan: what only it would have written is not there.
@@ -177,25 +199,12 @@ class KVCache:
         """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
         freed = 0
         while freed < num_pages and (victim := self._coldest_idle()) is not None:
-            before = self._ledger.num_free
+            before = self._pages.num_free
             self._drop_pages(victim, max(0, len(victim.pages) - (num_pages - freed)))
             self._discard_if_empty(victim)
-            freed += self._ledger.num_free - before  # fewer than dropped, where a fork shares some
+            freed += self._pages.num_free - before  # fewer than dropped, where a fork shares some
         self.evicted_pages += freed
         return freed
-
-    def _can_free(self, num_pages: int) -> bool:
-        """Whether idle prefixes hold that many pages that nobody else shares; asked before anything is evicted."""
-        idle: Counter[int] = Counter()
-        freeable = 0
-        for prefix in self._order.values():
-            if prefix.pins:
-                continue
-            idle.update(prefix.pages)
-            freeable += sum(idle[page] == self._refs[page] for page in prefix.pages)
-            if freeable >= num_pages:
-                return True
-        return False
 
     def _coldest_idle(self) -> Prefix | None:
         return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
@@ -269,8 +278,7 @@ class KVCache:
         if not self._grow(prefix, history):
             donor.pins -= 1
             return None
-        for page in shared:
-            self._refs[page] += 1
+        self._pages.hold(shared)
         self._running[id(prefix)] = prefix
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
@@ -288,16 +296,14 @@ class KVCache:
     def _grow(self, prefix: Prefix, history: History) -> bool:
         """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""
         missing = self._pages_for(history.num_tokens) - len(prefix.pages)
-        short = missing - self._ledger.num_free
-        if short > 0 and not self._can_free(short):
+        short = missing - self._pages.num_free
+        idle = (mate.pages for mate in self._order.values() if not mate.pins)
+        if short > 0 and not self._pages.would_free(idle, short):
             return False
         if short > 0:
             self.evict(short)
         if missing:
-            pages = self._ledger.allocate(Owner.KV, missing)
-            for page in pages:
-                self._refs[page] = 1
-            prefix.pages.extend(pages)
+            prefix.pages.extend(self._pages.take(missing))
         while prefix.made_at and prefix.made_at[-1].first >= prefix.num_tokens:
             prefix.made_at.pop()
         if not prefix.made_at or prefix.made_at[-1].epoch != self._epochs.current:
@@ -313,7 +319,7 @@ class KVCache:
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
             num_tokens=prefix.num_tokens,
-            room=self._ledger.num_free + others_pages >= self.reserve_pages,
+            room=self._pages.num_free + others_pages >= self.reserve_pages,
             coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
         )
 
@@ -364,7 +370,7 @@ class KVCache:
         """Keep the first tokens; whole pages only where a fork shares the page that would become partial."""
         num_tokens = min(num_tokens, prefix.num_tokens)
         partial = num_tokens % self.limits.page_tokens
-        if partial and self._refs[prefix.pages[num_tokens // self.limits.page_tokens]] > 1:
+        if partial and self._pages.is_shared(prefix.pages[num_tokens // self.limits.page_tokens]):
             num_tokens -= partial
         self._drop_pages(prefix, self._pages_for(num_tokens))
         prefix.num_tokens = num_tokens
@@ -373,15 +379,12 @@ class KVCache:
     def _drop_pages(self, prefix: Prefix, keep: int) -> None:
         dropped = prefix.pages[keep:]
         del prefix.pages[keep:]
-        for page in dropped:
-            self._refs[page] -= 1
-        self._ledger.free([page for page in dropped if self._refs[page] == 0])
+        self._pages.let_go(dropped)
         prefix.num_tokens = min(prefix.num_tokens, keep * self.limits.page_tokens)
         prefix.settled = min(prefix.settled, prefix.num_tokens)
 
     def check(self) -> None:
         prefixes = [*self._order.values(), *self._running.values()]
-        refs = np.zeros(len(self._refs), np.int64)
         for prefix in prefixes:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
@@ -389,9 +392,7 @@ class KVCache:
             assert prefix.num_tokens <= prefix.states.size, "tokens are held that no state vouches for"
             assert prefix.made_at[0].first == 0, "a token was made at no epoch"
             assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"
-            np.add.at(refs, prefix.pages, 1)
-        assert refs.tolist() == self._refs, "page references are off"
-        assert np.array_equal(refs > 0, self._ledger.owners() == Owner.KV), "a KV page is lost, or also EMB's"
+        self._pages.check(prefix.pages for prefix in prefixes)
         kept = [prefix for mates in self._users.values() for prefix in mates]
         assert len(kept) == len(self._order)
         assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in line for eviction"

@@ -1,0 +1,90 @@
+"""Who holds a prefix until its rank, and how much time goes into computing ahead. Bookkeeping; time comes in."""
+
+import heapq
+import math
+import secrets
+from typing import NamedTuple
+
+from helmrec.types import Lease
+
+_MEMORY_S = 1.0  # over which a share of time is taken
+
+
+class _Held(NamedTuple):
+    lease: Lease
+    num_pages: int
+
+
+class Leases:
+    """One lease a user at most."""
+
+    def __init__(self) -> None:
+        self._by_user: dict[int, _Held] = {}
+        self._ends: list[tuple[float, int, str]] = []  # a heap: when, whose, which
+        self.held_pages = 0
+        self.used = 0  # whose rank came in time
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._by_user)
+
+    def __contains__(self, user_id: object) -> bool:
+        return user_id in self._by_user
+
+    @property
+    def users(self) -> list[int]:
+        return list(self._by_user)
+
+    def grant(self, user_id: int, num_pages: int, expires_s: float) -> Lease:
+        assert user_id not in self._by_user, "a user has one lease"
+        lease = Lease(secrets.token_hex(8), user_id, expires_s)
+        self._by_user[user_id] = _Held(lease, num_pages)
+        heapq.heappush(self._ends, (expires_s, user_id, lease.token))
+        self.held_pages += num_pages
+        return lease
+
+    def use(self, user_id: int) -> None:
+        """The rank has come: what was held for it is a prefix like any other from now on."""
+        self.used += self._end(user_id)
+
+    def drop(self, user_id: int) -> None:
+        """What was to be held could not be computed, or its user is forgotten."""
+        self._end(user_id)
+
+    def expire(self, now_s: float) -> list[int]:
+        """End what has lasted long enough; returns whose leases those were."""
+        ended = []
+        while self._ends and self._ends[0][0] <= now_s:
+            _, user_id, token = heapq.heappop(self._ends)
+            held = self._by_user.get(user_id)
+            if held is not None and held.lease.token == token:
+                self._end(user_id)
+                ended.append(user_id)
+        self.expired += len(ended)
+        return ended
+
+    def _end(self, user_id: int) -> bool:
+        held = self._by_user.pop(user_id, None)
+        if held is not None:
+            self.held_pages -= held.num_pages
+        return held is not None
+
+    def check(self) -> None:
+        assert self.held_pages == sum(held.num_pages for held in self._by_user.values()), "held pages are miscounted"
+        tokens = {token for _, _, token in self._ends}
+        assert all(held.lease.token in tokens for held in self._by_user.values()), "a lease would never end"
+
+
+class ComputeShare:
+    """The share of late time that went into something: of about a second, which fades."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._at_s = -math.inf
+
+    def add(self, now_s: float, busy_s: float) -> None:
+        self._busy_s = self.share(now_s) * _MEMORY_S + busy_s
+        self._at_s = now_s
+
+    def share(self, now_s: float) -> float:
+        return self._busy_s * math.exp(-max(0.0, now_s - self._at_s) / _MEMORY_S) / _MEMORY_S

@@ -1,0 +1,147 @@
+"""Prefixes computed ahead: when nobody waits, held until their rank, and never a wrong score."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.clock import ManualClock
+from helmrec.config import RelayConfig
+from helmrec.engine.engine import Engine
+from helmrec.errors import RequestError
+from helmrec.types import PrefillRequest, RankRequest
+from tests.helpers import tiny_engine
+
+EAGER = RelayConfig(risk=0, chunk_tokens=4, max_compute=1.0, hold_ms=1_000)
+
+
+def rank_of(user: int, num_events: int, num_candidates: int = 3) -> RankRequest:
+    rng = np.random.default_rng(user)
+    items = rng.integers(0, 300, num_events)
+    candidates = rng.integers(0, 300, num_candidates)
+    return RankRequest(
+        user_id=user,
+        items=items,
+        actions=items % 4,
+        timestamps=np.arange(num_events),
+        candidates=candidates,
+        features={"category": items % 20},
+        candidate_features={"category": candidates % 20},
+        context={"country": 1, "hour": 3},
+    )
+
+
+def signal_of(rank: RankRequest, **settings: Any) -> PrefillRequest:
+    return PrefillRequest(
+        user_id=rank.user_id,
+        items=rank.items,
+        actions=rank.actions,
+        timestamps=rank.timestamps,
+        features=rank.features,
+        context={"country": rank.context["country"]},
+        num_candidates=len(rank.candidates),
+        **settings,
+    )
+
+
+def make_engine(**settings: Any) -> tuple[Engine, ManualClock]:
+    clock = ManualClock()
+    return tiny_engine(clock=clock, **{"relay": EAGER, "alpha": 0.1, **settings}), clock
+
+
+def finish(engine: Engine) -> int:
+    num_steps = 0
+    while engine.step():
+        num_steps += 1
+    return num_steps
+
+
+def test_a_rank_finds_all_its_history_computed_and_scores_as_it_would_without() -> None:
+    (engine, _), (other, _) = make_engine(), make_engine()
+    rank = rank_of(user=1, num_events=13)
+    told = engine.prefill(signal_of(rank))
+    assert told.verdict == "admitted"
+    assert told.lease is not None
+    assert told.lease.user_id == 1
+    assert told.lease.expires_s == pytest.approx(1.0)
+    assert finish(engine) == 4, "fourteen tokens in chunks of four"
+    assert engine.stats().served == 0, "nobody was served yet"
+    (result,), (expected,) = engine.rank([rank]), other.rank([rank])
+    assert result.reused_tokens == 14
+    np.testing.assert_allclose(result.scores, expected.scores, atol=1e-6)
+    stats = engine.relay_stats()
+    assert (stats.leases, stats.held_pages, stats.used, stats.expired) == (0, 0, 1, 0)
+    engine.check()
+
+
+def test_ranks_go_first() -> None:
+    engine, _ = make_engine()
+    engine.prefill(signal_of(rank_of(1, 13)))
+    future = engine.submit(rank_of(2, 5))
+    engine.step()
+    assert future.done()
+    assert engine._pool.kv.num_users <= 1
+    finish(engine)
+    assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 14
+
+
+def test_what_is_held_outlives_what_is_not_until_its_lease_ends() -> None:
+    engine, clock = make_engine(kv_admission="always")
+    engine.prefill(signal_of(rank_of(1, 15)))
+    finish(engine)
+    for user in range(2, 14):
+        engine.rank([rank_of(user, 15)])
+    assert engine.stats().pool.kv_evicted_pages > 0
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) == 16
+    clock.advance(2.0)
+    engine.step()
+    assert engine.relay_stats().expired == 1
+    engine.rank([rank_of(20, 15)])
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) < 16, "it went first"
+    engine.check()
+
+
+def test_a_user_who_comes_once_does_not_stay_because_of_a_signal() -> None:
+    engine, _ = make_engine(kv_admission="second-visit")
+    for user in range(2, 8):
+        engine.rank([rank_of(user, 15)])
+        engine.rank([rank_of(user, 15)])
+    engine.prefill(signal_of(rank_of(1, 15)))
+    finish(engine)
+    engine.rank([rank_of(1, 15)])
+    assert next(iter(engine._pool.kv._order.values())).user_id == 1, "its pages are the next to go"
+
+
+def test_a_signal_is_refused_with_its_reason() -> None:
+    engine, _ = make_engine(relay=RelayConfig(risk=0, chunk_tokens=4, max_held=0.2, max_compute=1.0))
+    first = engine.prefill(signal_of(rank_of(1, 13)))
+    assert first.verdict == "admitted"
+    assert engine.prefill(signal_of(rank_of(1, 13))).verdict == "held already"
+    assert engine.prefill(signal_of(rank_of(2, 15))).verdict == "no room"
+    calm, _ = make_engine(relay=RelayConfig())
+    assert calm.prefill(signal_of(rank_of(1, 13))) == replace(first, verdict="not at risk", lease=None)
+    assert calm.relay_stats().verdicts["not at risk"] == 1
+    assert finish(calm) == 0
+
+
+def test_a_forgotten_user_has_no_lease() -> None:
+    engine, _ = make_engine()
+    engine.prefill(signal_of(rank_of(1, 13)))
+    engine.step()
+    engine.forget(1)
+    assert finish(engine) == 0
+    assert engine.relay_stats().leases == 0
+    assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [({"num_candidates": 9}, "num_candidates"), ({"budget_ms": -1}, "budget_ms"), ({"hold_ms": 0}, "hold_ms")],
+)
+def test_bad_signals_are_told_which_field_is_bad(changed: dict[str, Any], field: str) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match=field):
+        engine.prefill(replace(signal_of(rank_of(1, 5)), **changed))
+    with pytest.raises(RequestError, match="hour"):
+        engine.prefill(replace(signal_of(rank_of(1, 5)), context={"country": 1, "hour": 2}))

@@ -1,0 +1,79 @@
+"""Which signals are worth it, and that no bound is ever exceeded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmrec.config import RelayConfig
+from helmrec.errors import ConfigError
+from helmrec.relay.leases import ComputeShare, Leases
+from helmrec.relay.trigger import Load, Signal, Verdict, decide
+
+CONFIG = RelayConfig(budget_ms=50, risk=0.5, max_held=0.25, max_compute=0.3, max_leases=4)
+SIGNAL = Signal(inline_ms=40, budget_ms=50, num_missing=1_000, num_pages=10, is_held=False)
+LOAD = Load(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
+
+
+@pytest.mark.parametrize(
+    ("signal", "load", "verdict"),
+    [
+        (SIGNAL, LOAD, Verdict.ADMITTED),
+        (SIGNAL._replace(inline_ms=24.9), LOAD, Verdict.NOT_AT_RISK),
+        (SIGNAL._replace(budget_ms=81), LOAD, Verdict.NOT_AT_RISK),
+        (SIGNAL._replace(num_missing=0), LOAD, Verdict.RESIDENT),
+        (SIGNAL._replace(is_held=True), LOAD, Verdict.HELD_ALREADY),
+        (SIGNAL, LOAD._replace(held_pages=15), Verdict.ADMITTED),
+        (SIGNAL, LOAD._replace(held_pages=16), Verdict.NO_ROOM),
+        (SIGNAL._replace(num_missing=0), LOAD._replace(held_pages=16), Verdict.NO_ROOM),
+        (SIGNAL, LOAD._replace(num_leases=4), Verdict.NO_ROOM),
+        (SIGNAL, LOAD._replace(compute_share=0.3), Verdict.TOO_BUSY),
+        (SIGNAL._replace(num_missing=0), LOAD._replace(compute_share=0.9), Verdict.RESIDENT),
+    ],
+)
+def test_each_signal_is_judged_by_risk_and_bounds(signal: Signal, load: Load, verdict: Verdict) -> None:
+    assert decide(CONFIG, signal, load) is verdict
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30), st.floats(0.1, 5)), max_size=60))
+def test_whatever_comes_leases_stay_within_their_pages(signals: list[tuple[int, int, float]]) -> None:
+    leases, now_s = Leases(), 0.0
+    for user, num_pages, hold_s in signals:
+        now_s += 0.3
+        leases.expire(now_s)
+        load = Load(leases.held_pages, 100, len(leases), 0.0)
+        if decide(CONFIG, Signal(40, 50, 1, num_pages, user in leases), load) is Verdict.ADMITTED:
+            leases.grant(user, num_pages, now_s + hold_s)
+        if user % 3 == 0:
+            leases.use(user)
+        leases.check()
+        assert leases.held_pages <= 25
+        assert len(leases) <= 4
+    leases.expire(now_s + 10)
+    assert len(leases) == leases.held_pages == 0
+
+
+def test_a_lease_that_was_used_does_not_end_the_next_one_of_its_user() -> None:
+    leases = Leases()
+    first = leases.grant(7, num_pages=3, expires_s=1.0)
+    leases.use(7)
+    second = leases.grant(7, num_pages=2, expires_s=5.0)
+    assert first.token != second.token
+    assert leases.expire(2.0) == []
+    assert 7 in leases
+    assert leases.expire(5.0) == [7]
+    assert (leases.used, leases.expired, leases.held_pages) == (1, 1, 0)
+
+
+def test_the_share_of_time_fades() -> None:
+    share = ComputeShare()
+    assert share.share(3.0) == 0
+    share.add(3.0, 0.2)
+    share.add(3.0, 0.2)
+    assert share.share(3.0) == pytest.approx(0.4)
+    assert share.share(4.0) == pytest.approx(0.4 / 2.718, rel=1e-3)
+    assert share.share(30.0) < 1e-9
+
+
+def test_bounds_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_held must be at most 1"):
+        RelayConfig(max_held=1.5)
