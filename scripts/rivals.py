@@ -271,13 +271,13 @@ def table(store: Store, variant: str, num_seeds: int, extras: Mapping[str, str])
     } | found
     loads = dict(store.found.get(LoadUnit(variant, {}).name, {}))
     if loads:
-        loads |= {name: store.found[ExtraLoadUnit(variant, policy).name] for name, policy in extras.items()}
+        loads |= {name: store.found.get(ExtraLoadUnit(variant, policy).name) for name, policy in extras.items()}
     reference = max((loads[f"static {alpha:g}"] for alpha in ALPHAS), default=0.0) if loads else 0.0
     rows = {name: asdict(row(one, found[best], seen, spent(oracle))) for name, one in named.items()}
     for name, one in rows.items():
         of = best if name.startswith("best static in") else bare if name.startswith("best static w") else name
         of = "static 0.5, no admission" if name.startswith("untuned 0.5 w") else of
-        one["largest_load"] = loads[of] / reference if of in loads and reference else None
+        one["largest_load"] = loads[of] / reference if loads.get(of) is not None and reference else None
     return {
         "scenario": f"main-{variant}",
         "best_static_alpha": seen.best_alpha,
@@ -295,10 +295,12 @@ def digest() -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
-def run(store: Store, processes: int, num_seeds: int, extras: Mapping[str, str]) -> None:
+def run(store: Store, flags: argparse.Namespace, extras: Mapping[str, str]) -> None:
+    processes, num_seeds = flags.processes, flags.seeds
+    loaded_on = () if flags.skip_loads else LOADED
     tuning = [TuneUnit(name) for name in RIVALS]
     units = [ContestUnit(variant, seed, {}) for seed in range(num_seeds) for variant in VARIANTS]
-    loads = [LoadUnit(variant, {}) for variant in LOADED]
+    loads = [LoadUnit(variant, {}) for variant in loaded_on]
     everything: list[Unit] = [*tuning, *units, *loads]
     if any(unit.name not in store.found for unit in everything):
         assert set(rival_families()) == set(RIVALS)  # lessons are taken here, so that forked workers find them taken
@@ -309,7 +311,7 @@ def run(store: Store, processes: int, num_seeds: int, extras: Mapping[str, str])
     finish([unit._replace(settings=settings) for unit in loads], largest_loads, store, processes, "loads")
     more = [ExtraUnit(v, seed, policy) for policy in extras.values() for v in VARIANTS for seed in range(num_seeds)]
     finish(more, extra, store, processes, "extras")
-    loaded = [ExtraLoadUnit(variant, policy) for policy in extras.values() for variant in LOADED]
+    loaded = [ExtraLoadUnit(variant, policy) for policy in extras.values() for variant in loaded_on]
     finish(loaded, extra_load, store, processes, "loads of extras")
 
 
@@ -321,11 +323,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    parser.add_argument("--skip-loads", action="store_true", help="do not look for the largest loads")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=POLICY", help="may repeat")
     flags = parser.parse_args()
     extras = dict(one.split("=", 1) for one in flags.extra)
     store = Store(KEPT, digest())
-    run(store, flags.processes, flags.seeds, extras)
+    run(store, flags, extras)
     tables = {variant: table(store, variant, flags.seeds, extras) for variant in VARIANTS}
     write_measurement(
         OUT,
