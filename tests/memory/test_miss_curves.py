@@ -191,10 +191,10 @@ def test_curves_are_a_value_that_reads_in_less_than_a_microsecond() -> None:
     assert got.num_requests == 1
     with pytest.raises(ValueError, match="read-only"):
         got.emb_hit_rate[0] = 1.0
-    start = time.perf_counter()
+    start = time.thread_time()  # others may have the core meanwhile
     for _ in range(10_000):
         got.emb_hit_rate  # noqa: B018 - the read is what is timed
-    assert (time.perf_counter() - start) / 10_000 < 1e-6
+    assert (time.thread_time() - start) / 10_000 < 1e-6
 
 
 def test_the_same_requests_give_the_same_curves() -> None:
