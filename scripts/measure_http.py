@@ -48,6 +48,7 @@ class NullPort:
 
     health = Health.READY
     reason = None
+    num_restarts = 0
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

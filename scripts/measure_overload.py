@@ -29,6 +29,7 @@ OUT = Path(__file__).parents[1] / "docs" / "measurements" / "overload-cpu.json"
 NUM_ROWS = 60_000
 DEADLINE_MS = 1_000.0
 NUM_EVENTS, NUM_CANDIDATES = 500, 64
+BATCH = 8  # requests in a step: it should take well under the deadline
 CALM = 0.5  # share of capacity before and after
 
 
@@ -39,7 +40,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        flags = ["--pool", "64MiB", "--set", f"engine_process={is_apart}", "--set", "queue_limit=256"]
+        flags = ["--pool", "64MiB", "--set", f"engine_process={is_apart}", "--set", f"max_batch_requests={BATCH}"]
         command = [sys.executable, "-m", "helmrec", "serve", str(folder / "model"), "--port", str(port), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HELMREC_LOG_LEVEL": "error"}
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)

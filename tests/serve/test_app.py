@@ -189,6 +189,8 @@ def test_metrics_count_what_happened(caller: Caller) -> None:
         "helmrec_compute_seconds_count 4.0",
         "helmrec_audit_mismatches_total 0.0",
         "helmrec_queue_length 0.0",
+        "helmrec_engine_ready 1.0",
+        "helmrec_engine_restarts_total 0.0",
         "helmrec_pool_alpha 0.4",
     ):
         assert line in text

@@ -163,6 +163,9 @@ def test_the_front_outlives_its_engine_says_why_and_starts_it_again(
     assert caller.get("/readyz").json == {"status": "restarting", "reason": "killed by SIGKILL"}
     assert caller.get("/healthz").status == 200, "the front lives; nobody need start it again"
     assert caller.get("/v1/live").json["status"] == "restarting"
+    metrics = caller.get("/metrics").body.decode()
+    assert "helmrec_engine_ready 0.0" in metrics
+    assert 'helmrec_http_requests_total{route="/v1/rank",status="503"}' in metrics
     caller.wait_until_ready()
     assert apart.pid != first
     assert caller.get("/readyz").json == {"status": "ready"}

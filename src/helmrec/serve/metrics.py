@@ -1,6 +1,7 @@
 """What Prometheus may ask: requests as the front saw them, and the engine's own counters at the time of asking."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,20 +90,33 @@ class Metrics:
         if outcome == "kept":
             self._events.inc(num_events)
 
-    def render(self, stats: EngineStats, history: HistoryStats | None) -> bytes:
-        self._engine.stats, self._engine.history = stats, history
+    def render(self, seen: "Seen") -> bytes:
+        self._engine.seen = seen
         return generate_latest(self._registry)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look at what stands behind the front."""
+
+    stats: EngineStats | None  # None: there is no engine now
+    history: HistoryStats | None  # None: no histories are kept
+    is_ready: bool
+    num_restarts: int
 
 
 class _EngineCollector(Collector):
     """Shows one look at the engine, and at the stored histories."""
 
     def __init__(self) -> None:
-        self.stats: EngineStats | None = None
-        self.history: HistoryStats | None = None
+        self.seen: Seen | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats, history = self.stats, self.history
+        if self.seen is None:
+            return
+        stats, history = self.seen.stats, self.seen.history
+        yield GaugeMetricFamily("helmrec_engine_ready", "Whether requests may be sent.", float(self.seen.is_ready))
+        yield CounterMetricFamily("helmrec_engine_restarts", "Times it was started again.", self.seen.num_restarts)
         if history is not None:
             yield GaugeMetricFamily("helmrec_history_users", "Users whose events are kept.", history.num_users)
             yield GaugeMetricFamily("helmrec_history_file_bytes", "Size of the history store.", history.used_bytes)

@@ -61,6 +61,9 @@ class EnginePort(Protocol):
     def reason(self) -> str | None:
         """Why the engine is not ready, where something went wrong."""
 
+    @property
+    def num_restarts(self) -> int: ...
+
     def start(self) -> None:
         """Begin to get ready; `health` says when that is done."""
 
@@ -99,6 +102,8 @@ class Queued:
 
 class InProcessPort:
     """An engine in this process, stepped by one thread. Owns the engine and closes it."""
+
+    num_restarts = 0  # it ends with the process
 
     def __init__(
         self, engine: Engine, steering: Steering | None = None, snapshots: SnapshotKeeper | None = None

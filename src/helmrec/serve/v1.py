@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from helmrec.engine.engine import EngineStats
+from helmrec.errors import EngineClosed
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
+from helmrec.serve.metrics import Seen
 from helmrec.serve.port import Health
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import (
@@ -80,9 +82,17 @@ class FriendlyRoutes:
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
-        history = None if histories is None else histories.stats()
-        text = self._front.metrics.render(await self._port.stats(), history)
-        return Response(text, media_type=prometheus.MEDIA_TYPE)
+        try:
+            stats = await self._port.stats()
+        except EngineClosed:  # what the front counts is to be seen meanwhile
+            stats = None
+        seen = Seen(
+            stats=stats,
+            history=None if histories is None else histories.stats(),
+            is_ready=self._front.is_ready,
+            num_restarts=self._port.num_restarts,
+        )
+        return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
 
     async def _admin(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """The body of an admin call, once its token is known to be right."""
