@@ -26,7 +26,6 @@ from helmrec.bench.shifts import PRICES, Planned, switch_prices
 from helmrec.control.helm import HelmPolicy, HelmSettings
 from helmrec.control.model_based import MissCurveArgmin
 from helmrec.control.network import BasePolicy, load_base, shipped_base
-from helmrec.control.outlook import blend_weights
 from helmrec.control.policy import Limited, Limits, Policy, WindowStats
 from helmrec.control.service_cost import ServiceCost
 from helmrec.memory.miss_curves import JointCurves
@@ -71,15 +70,17 @@ def variant(name: str, cost: ServiceCost) -> Policy:
     return HelmPolicy(cost, settings, network(base))
 
 
-VARIANTS: Mapping[str, tuple[HelmSettings, str]] = {
+VARIANTS: dict[str, tuple[HelmSettings, str]] = {
     "helm": (HelmSettings(), "base"),
     "base only": (BARE, "base"),
     "base + residual": (BARE.model_copy(update={"has_residual": True}), "base"),
     "base + residual + burst (no guardrail)": (HelmSettings(has_guardrail=False), "base"),
-    "untrained base only": (BARE, "following"),
-    "distilled, no PPO, base only": (BARE, "distilled"),
-    "distilled and PPO, base only": (BARE, "distilled-and-ppo"),
-    "PPO, no distillation, base only": (BARE, "ppo-alone"),
+}
+# Networks of `helmrec train` that were not shipped are judged too if they lie beside the shipped one.
+VARIANTS |= {
+    f"{name}, base only": (BARE, name)
+    for name in ("following", "distilled", "distilled-and-ppo", "ppo-alone")
+    if (NETWORKS / f"{name}.safetensors").exists()
 }
 POLICIES = (*VARIANTS, "miss-curve argmin")
 
@@ -192,8 +193,8 @@ def statics(store: Store, name: str, seeds: Sequence[int]) -> dict[float, list[S
 
 
 def fine(seen: Hindsight) -> Floats:
-    """(windows, FINE) costs between the splits that were run."""
-    return np.asarray(np.maximum(seen.costs @ blend_weights(FINE, seen.alphas).T, seen.costs.min() * 0.5))
+    """(windows, FINE) costs between the splits that were run; straight lines in the logarithm."""
+    return np.exp([np.interp(FINE, seen.alphas, one) for one in np.log(seen.costs)])
 
 
 def oracles(store: Store, name: str, seeds: Sequence[int]) -> list[Oracle]:

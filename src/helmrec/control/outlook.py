@@ -25,6 +25,7 @@ _CORRECTION_HALF_LIFE_S = 30.0
 _MIN_CORRECTION, _MAX_CORRECTION = 0.5, 2.0
 _SHADOW_HALF_LIFE_S = 15.0
 _TOKENS = 6_700  # of a history a candidate looks at: tells candidates from what they cost, roughly
+_TELLING = 1.4  # factor within which measured stages tell of overlap and floors, not of another device
 _SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 
 
@@ -309,17 +310,24 @@ def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> No
 
 
 @inner
+def _telling(correction: float) -> float:
+    """What a correction says of a stage's cost. Up to a point it is how stages slow each other: not a cost."""
+    return max(correction / _TELLING, 1.0) if correction > 1 else min(correction * _TELLING, 1.0)
+
+
+@inner
 def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers: Floats, rate: float) -> None:
     """From tokens and missed rows, which stand in the first two rows, to stages there and latency in the third.
 
     All that does not change from split to split is read before the loop, so that it compiles to wide instructions.
     """
     compute, lead, latency = splits[rows[0]], splits[rows[1]], splits[rows[2]]
+    compute_by, bus_by = _telling(numbers[O.COMPUTE_CORRECTION]), _telling(numbers[O.BUS_CORRECTION])
     whole, kv, others = numbers[O.TOKENS], numbers[O.KV_CORRECTION], max(1.0, terms.other_tokens)
-    per_row = terms.row_ms * numbers[O.ROW_CORRECTION] * numbers[O.BUS_CORRECTION]
-    per_token = numbers[O.COMPUTE_CORRECTION] * (terms.token_ms + terms.pair_ms * whole / 2)
+    per_row = terms.row_ms * numbers[O.ROW_CORRECTION] * bus_by
+    per_token = compute_by * (terms.token_ms + terms.pair_ms * whole / 2)
     floor, host_floor, host_token = (
-        numbers[O.COMPUTE_CORRECTION] * terms.floor_ms,
+        compute_by * terms.floor_ms,
         terms.host_floor_ms,
         terms.host_token_ms,
     )

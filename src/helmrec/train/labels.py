@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.control.features import STEPS
-from helmrec.control.outlook import Floats, blend_weights
+from helmrec.control.outlook import Floats
 from helmrec.sim.oracle import SwitchPrices, switching_costs
 from helmrec.train.lessons import SPLITS, WINDOW_S, Ground, Lesson
 
@@ -29,8 +29,11 @@ def switch_prices(ground: Ground, load: float = 0.7) -> SwitchPrices:
 
 
 def fine_costs(costs: Floats) -> Floats:
-    """(windows, FINE) of a sweep over SPLITS."""
-    return costs @ blend_weights(FINE, SPLITS).T
+    """(windows, FINE) of a sweep over SPLITS; straight lines in the logarithm.
+
+    A smooth curve through a split that drowns, beside one that does not, would swing below zero between them.
+    """
+    return np.exp([np.interp(FINE, SPLITS, row) for row in np.log(np.maximum(costs, 1e-6))])
 
 
 def costs_to_go(lesson: Lesson, discount: float = 0.97) -> Floats:

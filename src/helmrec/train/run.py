@@ -88,7 +88,7 @@ def train(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> T
     for number, (name, arrays) in enumerate(networks.items(), start=1):
         regrets[name] = [trial_regret(one, arrays, crowding) for one in trials]
         tell("trials", number / len(networks))
-    offered = [name for name in networks if name.startswith("distilled")]
+    offered = [name for name in networks if name != "PPO alone"]  # untrained too: training must earn its place
     chosen = min(offered, key=lambda name: float(np.mean(regrets[name])))
     return Trained(
         networks=networks,
