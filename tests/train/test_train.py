@@ -43,6 +43,14 @@ def test_costs_between_splits_go_through_those_that_were_run() -> None:
     np.testing.assert_allclose(fine_costs(costs)[:, place_of(SPLITS)], costs)
 
 
+def test_beside_a_split_that_drowns_costs_stay_between_their_neighbours() -> None:
+    costs = np.full((1, SPLITS.size), 20.0)
+    costs[0, 0] = 1e5
+    found = fine_costs(costs)[0]
+    assert found.min() >= 20 - 1e-9
+    assert np.all(np.diff(found) <= 1e-9)
+
+
 def test_from_anywhere_the_labels_lead_where_the_oracle_is() -> None:
     """Cheap moves and a bottom that stays: the best step goes toward it, and at the bottom stays."""
     costs = np.tile(1_000 * (1 + (SPLITS - 0.4) ** 2), (20, 1))
