@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("stable_baselines3")
 
 from helmrec.control.features import NUM_FEATURES, STEPS
@@ -23,6 +23,7 @@ from helmrec.train.distil import StepNetwork, distil, expected_regret
 from helmrec.train.labels import FINE, costs_to_go, fine_costs, place_of, switch_prices
 from helmrec.train.lessons import SPLITS, WINDOW_S, Lesson, Step, draw_ground
 from helmrec.train.observer import Observer
+from helmrec.train.ppo import StepPolicy
 from helmrec.train.rollout import Examples
 from helmrec.train.run import TrainPlan, train
 from tests.control.bowl import COST, Bowl
@@ -106,6 +107,15 @@ def test_distillation_learns_which_step_is_cheapest() -> None:
     found = distil(start, examples, 60, 0, losses.append)
     assert losses[-1] < losses[0] / 2
     assert expected_regret(found, examples) < 0.15 < expected_regret(start, examples)
+
+
+def test_ppo_goes_on_from_the_network_it_is_given() -> None:
+    rng = np.random.default_rng(0)
+    given = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in following_layers().items()}
+    spaces = gymnasium.spaces.Box(-np.inf, np.inf, (NUM_FEATURES,)), gymnasium.spaces.Discrete(len(STEPS))
+    found = StepPolicy(*spaces, lambda _: 0.0, arrays=given).network.arrays()
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_crowding_is_found_again() -> None:

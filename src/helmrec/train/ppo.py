@@ -48,12 +48,12 @@ class _Trunk(nn.Module):
         return self.critic(features)
 
 
-class _Policy(ActorCriticPolicy):
+class StepPolicy(ActorCriticPolicy):
     """Our network as Stable-Baselines3 wants it."""
 
     def __init__(self, *args: Any, arrays: dict[str, Floats], **kwargs: Any) -> None:
         self._start = arrays
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, ortho_init=False, **kwargs)  # else it would throw away what was learned so far
 
     def _build_mlp_extractor(self) -> None:
         self.mlp_extractor = _Trunk(StepNetwork(self._start))  # type: ignore[assignment]
@@ -63,8 +63,10 @@ class _Policy(ActorCriticPolicy):
         last = self.network.last
         self.action_net = last
         if not any(array.any() for array in self._start.values()):
-            nn.init.orthogonal_(last.weight, gain=0.01)
-            nn.init.zeros_(last.bias)
+            for layer in self.network.modules():
+                if isinstance(layer, nn.Linear):
+                    nn.init.orthogonal_(layer.weight, gain=0.01 if layer is last else 2**0.5)
+                    nn.init.zeros_(layer.bias)
         self.optimizer = torch.optim.Adam(self.parameters(), lr=lr_schedule(1), eps=1e-5)
 
     @property
@@ -97,7 +99,7 @@ def train_ppo(
     start = {name: array * scale[name] for name, array in arrays.items()}
     environments = DummyVecEnv([lambda: SplitEnvironment(lessons, crowding)])
     model = PPO(
-        _Policy,
+        StepPolicy,
         environments,
         learning_rate=plan.learning_rate,
         n_steps=1_024,
@@ -112,5 +114,5 @@ def train_ppo(
         device="cpu",
     )
     model.learn(plan.num_steps, callback=_Teller(tell))
-    assert isinstance(model.policy, _Policy)
+    assert isinstance(model.policy, StepPolicy)
     return model.policy.network.arrays()
