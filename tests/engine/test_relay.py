@@ -135,6 +135,17 @@ def test_a_forgotten_user_has_no_lease() -> None:
     assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 0
 
 
+def test_what_was_forgotten_is_not_computed_for_a_later_signal_of_the_same_user() -> None:
+    engine, _ = make_engine()
+    old, new = rank_of(1, 13), replace(rank_of(2, 6), user_id=1)
+    engine.prefill(signal_of(old))
+    engine.forget(1)
+    assert engine.prefill(signal_of(new)).verdict == "admitted"
+    finish(engine)
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(old).history) == 1, "the user's own token at most"
+    assert engine.rank([new])[0].reused_tokens == 7
+
+
 @pytest.mark.parametrize(
     ("changed", "field"),
     [({"num_candidates": 9}, "num_candidates"), ({"budget_ms": -1}, "budget_ms"), ({"hold_ms": 0}, "hold_ms")],

@@ -8,8 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-gymnasium = pytest.importorskip("gymnasium")
+pytest.importorskip("gymnasium")
 pytest.importorskip("stable_baselines3")
+
+from gymnasium.spaces import Box, Discrete
 
 from helmrec.control.features import NUM_FEATURES, STEPS
 from helmrec.control.helm import HelmPolicy, HelmSettings
@@ -111,11 +113,10 @@ def test_distillation_learns_which_step_is_cheapest() -> None:
 
 def test_ppo_goes_on_from_the_network_it_is_given() -> None:
     rng = np.random.default_rng(0)
-    given = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in following_layers().items()}
-    spaces = gymnasium.spaces.Box(-np.inf, np.inf, (NUM_FEATURES,)), gymnasium.spaces.Discrete(len(STEPS))
-    found = StepPolicy(*spaces, lambda _: 0.0, arrays=given).network.arrays()
-    for name, array in given.items():
-        np.testing.assert_array_equal(found[name], array)
+    given = {name: rng.standard_normal(array.shape) for name, array in following_layers().items()}
+    policy = StepPolicy(Box(-np.inf, np.inf, (NUM_FEATURES,)), Discrete(len(STEPS)), lambda _: 0.0, arrays=given)
+    for name, array in policy.network.arrays().items():
+        np.testing.assert_allclose(array, given[name], rtol=1e-6)
 
 
 def test_crowding_is_found_again() -> None:

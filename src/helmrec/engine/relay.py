@@ -117,8 +117,9 @@ class Relay:
                 self.drop(member.request.history.user_id)
 
     def drop(self, user_id: int) -> None:
-        """The user is forgotten, or computing ahead for it has failed."""
+        """The user is forgotten, or computing ahead for it has failed: nothing of it is computed any more."""
         self._leases.drop(user_id)
+        self._jobs = deque(job for job in self._jobs if job.history.user_id != user_id)
 
     def stats(self, now: float) -> RelayStats:
         leases = self._leases

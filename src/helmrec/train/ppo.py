@@ -53,7 +53,8 @@ class StepPolicy(ActorCriticPolicy):
 
     def __init__(self, *args: Any, arrays: dict[str, Floats], **kwargs: Any) -> None:
         self._start = arrays
-        super().__init__(*args, ortho_init=False, **kwargs)  # else it would throw away what was learned so far
+        kwargs["ortho_init"] = False  # which would throw away what was learned so far
+        super().__init__(*args, **kwargs)
 
     def _build_mlp_extractor(self) -> None:
         self.mlp_extractor = _Trunk(StepNetwork(self._start))  # type: ignore[assignment]
