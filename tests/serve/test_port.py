@@ -49,12 +49,12 @@ def test_results_come_in_the_order_of_the_requests() -> None:
 def test_one_wrong_request_keeps_the_others_of_its_call_from_running() -> None:
     engine = live_engine()
     good, *_ = rank_requests(1)
-    wrong = type(good)(user_id=-1, items=[], actions=[], timestamps=[], candidates=[1])
+    wrong = replace(good, user_id=-1)
 
     async def ask() -> None:
         async with running(engine) as port:
             before = await port.stats()
-            with pytest.raises(RequestError, match="user_id"):
+            with pytest.raises(RequestError, match=r"requests\[1\]\.user_id"):
                 await port.submit([good, wrong])
             assert (await port.stats()) == before
 

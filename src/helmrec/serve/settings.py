@@ -85,7 +85,14 @@ class Settings:
             if value is None or isinstance(value, SecretStr):
                 yield f"# {name} is {'unset' if value is None else 'set'}  # {source}"
             else:
-                yield f"{name} = {json.dumps(value)}  # {source}"
+                yield f"{name} = {_toml(value)}  # {source}"
+
+
+def _toml(value: Any) -> str:
+    """Text, numbers and flags are JSON's; groups of settings are inline tables, without those that are unset."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in value.items() if each is not None)}}}"
 
 
 def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Path | None) -> Settings:
