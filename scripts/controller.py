@@ -223,7 +223,8 @@ def table(store: Store, name: str, seeds: Sequence[int]) -> dict[str, Any]:
         one = asdict(row(scores, best, seen, spent(oracle)))
         alphas = [np.array(score.alphas) for score in scores]
         one["gap_to_oracle_path"] = float(np.mean([np.abs(one_path - path).mean() for one_path in alphas]))
-        one["share_inside"] = float(np.mean([exact.share_inside(one_path) for one_path in alphas]))
+        inside = [exact.share_inside(np.clip(one_path, FINE[0], FINE[-1])) for one_path in alphas]  # pages round
+        one["share_inside"] = float(np.mean(inside))
         one["error_over_time"] = np.mean([np.abs(one_path - path) for one_path in alphas], axis=0).round(4).tolist()
         one["alphas"] = np.mean(alphas, axis=0).round(4).tolist()
         gain = rows["best constant in hindsight"]["p99_ms"]["mean"] if rows else 0.0
