@@ -23,7 +23,7 @@ COMMAND = Path(sys.executable).parent / "schemathesis"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMMAND.exists(), reason="needs pip install 'helmrec[web]'")
-def test_the_server_does_what_its_document_says(histories: Histories) -> None:
+def test_the_server_does_what_its_document_says(histories: Histories, tmp_path: Path) -> None:
     """Left out: that whatever fits the schema is accepted. Which ids there are depends on the model."""
     engine = tiny_engine(clock=MonotonicClock(), audit_every=1)
     port = InProcessPort(engine, Steering("static:0.4", slo_ms=80))
@@ -38,6 +38,7 @@ def test_the_server_does_what_its_document_says(histories: Histories) -> None:
             text=True,
             check=False,
             timeout=300,
+            cwd=tmp_path,  # it keeps notes where it runs
         )
         assert done.returncode == 0, done.stdout[-5_000:]
         (num,) = re.findall(r"(\d+) generated", done.stdout)
