@@ -115,6 +115,23 @@ def test_messages_cut_in_half_are_put_together() -> None:
         each.close()
 
 
+def test_nobody_waits_for_a_reader_who_does_not_read() -> None:
+    """Both sides send more than a socket takes, as in a burst of requests that are all refused at once."""
+    with Pair() as pair:
+        for call in range(2_000):
+            pair.front.send(1, call)
+            pair.engine.send(1, call)
+        got: dict[str, list[int]] = {"front": [], "engine": []}
+        for _ in range(50):
+            for name, link in (("front", pair.front), ("engine", pair.engine)):
+                link.flush()
+                got[name] += [call for _, call, _ in read(link)]
+        assert got["front"] == got["engine"] == list(range(2_000))
+        with pytest.raises(QueueFull, match="does not read"):
+            for call in range(100_000):
+                pair.front.send(1, call)
+
+
 def test_a_ring_never_gives_out_what_is_not_freed() -> None:
     ring = open_ring(shared_file(SIZE))
     places = [ring.put([bytes([i]) * 640]) for i in range(6)]

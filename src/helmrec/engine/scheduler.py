@@ -91,6 +91,7 @@ class Scheduler:
         self._ms_per_request = 0.0
         self._step_s = 0.0
         self._last_ended_s = -math.inf
+        self._ended_by: HelmRecError | None = None
         self.refused = 0
 
     @property
@@ -105,6 +106,8 @@ class Scheduler:
     def submit(self, request: Prepared, now: float) -> "Future[RankResult]":
         """Queue a request, or refuse it at once if it has no chance."""
         with self._lock:
+            if self._ended_by is not None:
+                raise self._ended_by
             self._refuse_if_hopeless(request)
             deadline_ms = request.deadline_ms or self._config.deadline_ms
             deadline_s = None if deadline_ms is None else now + deadline_ms / 1e3
@@ -206,8 +209,9 @@ class Scheduler:
             self._queue = deque(waiting for waiting in self._queue if not waiting.future.cancelled())
 
     def drain(self, error: HelmRecError) -> None:
-        """Refuse everything that still waits."""
+        """Refuse everything that still waits, and whatever comes after."""
         with self._lock:
+            self._ended_by = error
             waiting, self._queue = self._queue, deque()
         refuse(waiting, error)
 

@@ -46,10 +46,9 @@ class EngineProcess:
         self._is_over = asyncio.Event()
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._link.socket, self._receive)
+        self._link.attach(asyncio.get_running_loop(), self._receive)
         await self._is_over.wait()
-        loop.remove_reader(self._link.socket)
+        self._link.detach()
         if self._port is not None:
             await self._port.close()
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from helmrec.errors import EngineClosed
+from helmrec.errors import HelmRecError
 from helmrec.serve.bodies import read_body
 from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
@@ -43,7 +43,7 @@ class Front:
         """Take a sample every second for as long as the server runs."""
         while True:
             if self.is_ready:
-                with suppress(EngineClosed):  # it may end between the question and the look
+                with suppress(HelmRecError):  # it may end between the question and the look, or be too busy for it
                     self.samples.add(time.time(), await self.port.look())
             await asyncio.sleep(_SAMPLE_EVERY_S)
 

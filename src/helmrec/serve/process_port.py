@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +38,9 @@ _FIRST_PAUSE_S = 0.2  # before it is started again; doubles while it does not ge
 _LONGEST_PAUSE_S = 30.0
 _MOST_FAILED_STARTS = 3  # of an engine that was never ready: it never will be
 _END_PATIENCE_S = 30.0
+_SHORT_PATIENCE_S = 0.5  # with a process that is gone or about to go, before those who wait are told
+_HANG_S = 60.0
+_LOOK_EVERY_S = 1.0
 T = TypeVar("T")
 
 
@@ -58,7 +62,9 @@ class ProcessPort:
         self._is_over = False
         self._ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
+        self._was_ready = False  # the process that runs, or ran last
         self.num_restarts = 0
+        self.hang_s = _HANG_S  # after which an engine that does not answer is ended
 
     @property
     def model(self) -> ModelConfig:
@@ -162,16 +168,17 @@ class ProcessPort:
     async def _supervise(self) -> None:
         num_failed, was_ever_ready = 0, False
         while not self._is_over:
-            await self._run_one()
+            try:
+                await self._run_one()
+            except OSError as error:  # of starting it: there may be too many open files, or too little memory
+                self._reason = f"it cannot be started ({error})"
             if self._is_over:
                 return
-            was_ready = self._health is Health.READY
-            was_ever_ready |= was_ready
-            num_failed = 0 if was_ready else num_failed + 1
+            was_ever_ready |= self._was_ready
+            num_failed = 0 if self._was_ready else num_failed + 1
             is_hopeless = num_failed >= _MOST_FAILED_STARTS and not was_ever_ready
             self._health = Health.FAILED if is_hopeless else Health.RESTARTING
             log.error("the engine ended", extra={"reason": self._reason, "gives_up": is_hopeless})
-            self._fail_pending(EngineClosed(f"the engine ended: {self._reason}"))
             if is_hopeless:
                 return
             self.num_restarts += 1
@@ -185,36 +192,60 @@ class ProcessPort:
 
     async def _run_one(self) -> None:
         """One engine process from start to end; `_reason` says why it ended."""
-        loop = asyncio.get_running_loop()
         self._ended.clear()
-        self._failure = None
+        self._failure, self._was_ready = None, False
         link, process = self._spawn()
         self._link, self._process = link, process
-        loop.add_reader(link.socket, self._receive)
+        link.attach(asyncio.get_running_loop(), self._receive)
+        watch = asyncio.create_task(self._watch())
         try:
             link.send(Kind.BEGIN, 0, [self._begin])
             await self._ended.wait()
         except EngineClosed:
             pass
         finally:
-            loop.remove_reader(link.socket)
+            watch.cancel()
+            link.detach()
             self._link = None
-            code = await asyncio.to_thread(_wait, process)
-            link.close()
+            if self._health is Health.READY:
+                self._health = Health.RESTARTING
+            code = await asyncio.to_thread(_wait_for, process, _SHORT_PATIENCE_S)
             self._reason = self._failure or _told(code)
             self._fail_pending(EngineClosed(f"the engine ended: {self._reason}"))
+            if code is None:
+                await asyncio.to_thread(_end, process)
+            link.close()
+
+    async def _watch(self) -> None:
+        """End an engine that is ready and does not answer any more."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self._health is not Health.READY:
+                continue
+            try:
+                await asyncio.wait_for(self.stats(), self.hang_s)
+            except TimeoutError:
+                self._failure = f"it did not answer for {self.hang_s:g} s"
+                self._kill()
+                return
+            except (EngineClosed, QueueFull):
+                continue
 
     def _spawn(self) -> "tuple[Link, subprocess.Popen[bytes]]":
         """A process, and our end of what connects us."""
-        ours, theirs = socket.socketpair()
-        to_engine, to_front = (shared_file(self._ring_bytes) for _ in range(2))
-        passed = (theirs.fileno(), to_front, to_engine)
-        command = [sys.executable, "-m", "helmrec.serve.engine_process", *map(str, passed)]
-        process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
-        theirs.close()
-        link = Link(ours, open_ring(to_engine), open_ring(to_front))
-        for descriptor in (to_engine, to_front):
-            os.close(descriptor)
+        with ExitStack() as opened, ExitStack() as kept:
+            ours, theirs = socket.socketpair()
+            opened.callback(theirs.close)
+            kept.callback(ours.close)
+            to_engine = shared_file(self._ring_bytes)
+            opened.callback(os.close, to_engine)
+            to_front = shared_file(self._ring_bytes)
+            opened.callback(os.close, to_front)
+            passed = (theirs.fileno(), to_front, to_engine)
+            command = [sys.executable, "-m", "helmrec.serve.engine_process", *map(str, passed)]
+            link = Link(ours, open_ring(to_engine), open_ring(to_front))
+            process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+            kept.pop_all()
         return link, process
 
     def _receive(self) -> None:
@@ -222,18 +253,23 @@ class ProcessPort:
         link = self._link
         try:
             for frame in link.receive():
-                self._handle(frame)
+                try:
+                    self._handle(frame)
+                except Exception as error:  # one that cannot be read must not take along those behind it
+                    log.exception("an answer could not be read")
+                    self._fail_call(frame.call, error)
                 link.done(frame)
         except EngineClosed:
-            asyncio.get_running_loop().remove_reader(link.socket)
+            link.detach()
             self._ended.set()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.READY:
-            self._health, self._reason = Health.READY, None
+            self._health, self._reason, self._was_ready = Health.READY, None, True
             log.info("serving", extra={"model": self._model.name})
         elif frame.kind == Kind.FAILED:
             self._failure = str(unpack_error(frame.payload))
+            self._ended.set()
         else:
             self._settle(frame)
 
@@ -248,20 +284,36 @@ class ProcessPort:
         else:
             answer.set_result(bytes(frame.payload))
 
+    def _fail_call(self, call: int, error: Exception) -> None:
+        answer = self._pending.get(call)
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
+
     def _fail_pending(self, error: EngineClosed) -> None:
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error)
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """Its exit code, once it is gone; one that hangs after it let go of us is killed."""
+def _wait_for(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
+    """Its exit code, or None if it is still there after so long."""
     try:
-        return process.wait(_END_PATIENCE_S)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for one that is about to end; if it hangs after it let go of us, it is killed."""
+    if _wait_for(process, _END_PATIENCE_S) is None:
         process.kill()
-        return process.wait()
+        process.wait()
 
 
-def _told(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+def _told(code: int | None) -> str:
+    if code is None:
+        return "its process is about to end"
+    if code >= 0:
+        return f"it exited with code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"

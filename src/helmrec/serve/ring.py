@@ -5,13 +5,14 @@ the ring's size. Every position crosses the socket, never shared memory, so no t
 end of one is the end of the socket for the other. Knows frames, not what is in them.
 """
 
+import asyncio
 import mmap
 import os
-import select
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _MESSAGE = struct.Struct("<QQQQQ")  # kind, call, start, length, how far the sen
 _CREDIT = 0  # a message without a frame: the sender has read so far
 _ALIGNMENT = 64
 _MOST_AT_ONCE = 1_024 * _MESSAGE.size
-_SEND_PATIENCE_S = 10.0
+_MOST_WAITING = 1 << 20  # bytes of messages the socket has not taken yet
 Bytes = bytes | memoryview
 
 
@@ -84,7 +85,10 @@ class Frame:
 
 
 class Link:
-    """One end of a pair of rings. Sends and receives in one thread; frames are done with in order."""
+    """One end of a pair of rings. Sends and receives in one thread; frames are done with in order.
+
+    Never waits for the other end: what its socket does not take at once is sent when it can be.
+    """
 
     def __init__(self, end: socket.socket, outgoing: Ring, incoming: Ring) -> None:
         self.socket = end
@@ -92,6 +96,8 @@ class Link:
         self._outgoing = outgoing
         self._incoming = incoming
         self._rest = b""
+        self._waiting = bytearray()  # messages the socket has not taken yet
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._read = self._reported = 0
 
     @property
@@ -102,6 +108,8 @@ class Link:
     def send(self, kind: int, call: int, parts: Sequence[Bytes] = ()) -> None:
         """Raise QueueFull if the ring is full, EngineClosed if nobody is there any more."""
         assert kind != _CREDIT
+        if len(self._waiting) > _MOST_WAITING:
+            raise QueueFull("the other process does not read what is sent to it")
         place = self._outgoing.put(parts)
         self._tell(kind, call, place)
 
@@ -136,17 +144,39 @@ class Link:
 
     def _tell(self, kind: int, call: int, place: Place) -> None:
         self._reported = self._read
-        message = memoryview(_MESSAGE.pack(kind, call, place.start, place.length, self._read))
-        while message:
-            try:
-                message = message[self.socket.send(message) :]
-            except BlockingIOError:
-                if not select.select([], [self.socket], [], _SEND_PATIENCE_S)[1]:
-                    raise EngineClosed("the other process does not read") from None
-            except OSError as error:
-                raise EngineClosed(f"the other process is gone ({error.strerror})") from None
+        self._waiting += _MESSAGE.pack(kind, call, place.start, place.length, self._read)
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand the socket what it takes of the messages that wait."""
+        try:
+            while self._waiting:
+                del self._waiting[: self.socket.send(self._waiting)]
+        except BlockingIOError:
+            if self._loop is not None:
+                self._loop.add_writer(self.socket, self._flush_later)
+        except OSError as error:
+            raise EngineClosed(f"the other process is gone ({error.strerror})") from None
+
+    def _flush_later(self) -> None:
+        assert self._loop is not None
+        self._loop.remove_writer(self.socket)
+        with suppress(EngineClosed):  # the reader will see it
+            self.flush()
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` when there is something to receive, and send what had to wait, until `detach`."""
+        self._loop = loop
+        loop.add_reader(self.socket, on_readable)
+
+    def detach(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket)
+            self._loop.remove_writer(self.socket)
+            self._loop = None
 
     def close(self) -> None:
+        self.detach()
         self.socket.close()
         self._outgoing.release()
         self._incoming.release()

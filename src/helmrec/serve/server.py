@@ -27,13 +27,9 @@ def listen(config: ServeConfig) -> socket.socket:
 
 def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ignore)  # the server raises what it caught again when it is done; to us that is the end
     sys.setswitchinterval(_TURN_S)
     gc.collect()
     gc.freeze()  # model and libraries stay: collections between requests need not look at them again
-    host, port = listener.getsockname()[:2]
-    log.info("listening", extra={"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"})
     settings = uvicorn.Config(
         app,
         log_config=None,
@@ -42,9 +38,14 @@ def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket)
         lifespan="on",
         timeout_graceful_shutdown=config.drain_s,
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    server = uvicorn.Server(settings)
+
+    def stop(*_: object) -> None:  # before the server listens to signals itself, and when it raises them again
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    host, port = listener.getsockname()[:2]
+    log.info("listening", extra={"address": f"http://{f'[{host}]' if ':' in host else host}:{port}"})
+    server.run(sockets=[listener])
     log.info("stopped")
-
-
-def _ignore(*_: object) -> None:
-    """A handler, so that the signal does not end the process."""
