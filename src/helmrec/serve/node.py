@@ -16,8 +16,7 @@ from helmrec.sim.node_config import NodeConfig
 
 def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
     """Raise what is wrong with the settings, or with the model's folder."""
-    is_apart = engine.device == "cuda" if serve.engine_process is None else serve.engine_process
-    if not is_apart:
+    if not serve.engine_process:
         return in_process(model, engine, serve)
     manifest = read_manifest(model)
     Steering.of(serve, NodeConfig(model=manifest.model, engine=engine))  # a wrong policy is told before anything starts

@@ -28,9 +28,7 @@ class ServeConfig(Frozen):
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
-    engine_process: bool | None = Field(
-        None, description="the engine in a process of its own, started again if it ends; default: where device is cuda"
-    )
+    engine_process: bool = Field(False, description="the engine in a process of its own, started again if it ends")
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
     )
