@@ -50,7 +50,7 @@ def _capacity(cells: Sequence[Mapping[str, Any]]) -> Figure:
         axis.set(title=cell_title(one["cell"]), ylim=(0, None), xlim=(0, 1))
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.25)
-    axes[0][0].legend(fontsize=8)
+    axes[0][3].legend(fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("alpha: EMB share of the pool")
     for axis in axes[:, 0]:
@@ -96,7 +96,7 @@ def _gain(shifts: Sequence[Mapping[str, Any]]) -> Figure:
     axes[1].axvspan(-38, -24, color=_GREY, alpha=0.25, lw=0, label="the paper's P99")
     axes[0].set_yticks(place, names, fontsize=8)
     axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8, loc="upper right")
+    axes[0].legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="upper right")
     figure.suptitle("What moving the split gains at 90% of the best constant's limit")
     return figure
 

@@ -273,7 +273,7 @@ def table(store: Store, variant: str, num_seeds: int, extras: Mapping[str, str])
     if loads:
         loads |= {name: store.found.get(ExtraLoadUnit(variant, policy).name) for name, policy in extras.items()}
     reference = max((loads[f"static {alpha:g}"] for alpha in ALPHAS), default=0.0) if loads else 0.0
-    rows = {name: asdict(row(one, found[best], seen, spent(oracle))) for name, one in named.items()}
+    rows = {name: finite(asdict(row(one, found[best], seen, spent(oracle)))) for name, one in named.items()}
     for name, one in rows.items():
         of = best if name.startswith("best static in") else bare if name.startswith("best static w") else name
         of = "static 0.5, no admission" if name.startswith("untuned 0.5 w") else of
@@ -286,6 +286,13 @@ def table(store: Store, variant: str, num_seeds: int, extras: Mapping[str, str])
         "band": np.column_stack((seen.exact.low, seen.exact.high)).round(3).tolist(),
         "policies": rows,
     }
+
+
+def finite(value: Any) -> Any:
+    """Intervals of a single seed have no ends; JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def digest() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _COLUMNS = (
-    "policy", "mean ms", "P99 ms", "P99 against best static", "in SLO", "regret, bound", "regret, oracle", "gap",
+    "policy", "mean ms", "P99 ms", "P99 against best static", "in SLO", "regret, quasi-static", "regret, oracle", "gap",
     "in band", "largest load", "decision µs, p50 / p99",
 )  # fmt: skip
 
@@ -26,10 +26,10 @@ def _table(name: str, found: Mapping[str, Any]) -> str:
 def _line(policy: str, row: Mapping[str, Any]) -> str:
     change, load = row["p99_change"], row["largest_load"]
     cells = (
-        policy,
-        f"{row['mean_ms']['mean']:.1f} ± {_half(row['mean_ms']):.1f}",
-        f"{row['p99_ms']['mean']:.0f} ± {_half(row['p99_ms']):.0f}",
-        f"{change['mean']:+.0%} ({change['low']:+.0%} to {change['high']:+.0%})",
+        "static, tuned on another day" if policy == "static" else policy,
+        _spread(row["mean_ms"], 1),
+        _spread(row["p99_ms"], 0),
+        f"{change['mean']:+.0%}" + _ends(change),
         f"{row['slo_satisfaction']['mean']:.1%}",
         f"{row['regret_quasi_static']:+.1%}",
         f"{row['regret_switching']:+.1%}",
@@ -41,8 +41,15 @@ def _line(policy: str, row: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _half(interval: Mapping[str, float]) -> float:
-    return (interval["high"] - interval["low"]) / 2
+def _spread(interval: Mapping[str, float | None], digits: int) -> str:
+    """A mean and half its interval; a single seed has none."""
+    mean, low, high = interval["mean"], interval["low"], interval["high"]
+    return f"{mean:.{digits}f}" + ("" if low is None or high is None else f" ± {(high - low) / 2:.{digits}f}")
+
+
+def _ends(interval: Mapping[str, float | None]) -> str:
+    low, high = interval["low"], interval["high"]
+    return "" if low is None or high is None else f" ({low:+.0%} to {high:+.0%})"
 
 
 if __name__ == "__main__":
