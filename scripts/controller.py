@@ -11,6 +11,7 @@ within the SLO is measured by `python -m scripts.rivals --extra HelmRec=helm`. W
 
 import argparse
 import hashlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -280,6 +281,7 @@ def timing(name: str, num_calls: int = 100_000) -> dict[str, Any]:
     return {
         "num_calls": num_calls,
         "scenario": name,
+        "load_of_the_machine": os.getloadavg()[0],
         "p50_us": float(np.percentile(took_us, 50)),
         "p99_us": float(np.percentile(took_us, 99)),
         "p999_us": float(np.percentile(took_us, 99.9)),

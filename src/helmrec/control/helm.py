@@ -125,6 +125,7 @@ def views(memory: Floats, num_alphas: int) -> Kept:
 
 
 _NUM_TOLD = len(T)
+_IS_ASIDE, _VERDICT, _GAIN = int(T.IS_ASIDE), int(T.VERDICT), int(T.EXPECTED_GAIN_MS)  # plain numbers index faster
 
 
 class _Flags(NamedTuple):
@@ -164,11 +165,11 @@ class HelmPolicy:
         self._learned[:] = 0
         self._alphas: Floats | None = None
         self._memory = new_memory(0)
-        self._told: list[float] | None = None
+        self._has_told = False
 
     @property
     def explanation(self) -> Explanation | None:
-        return None if self._told is None else Explanation(*self._told)
+        return Explanation(*self._memory[:_NUM_TOLD].tolist()) if self._has_told else None
 
     @property
     def kept(self) -> Kept:
@@ -190,7 +191,7 @@ class HelmPolicy:
     def decide(self, stats: WindowStats) -> Move | None:
         curves = stats.curves
         if curves is None or not stats.traffic.num_requests:
-            self._told = None
+            self._has_told = False
             return None
         if curves.alphas is not self._alphas:
             self._begin(curves.alphas)
@@ -203,10 +204,10 @@ class HelmPolicy:
             self._weights,
             memory,
         )
-        self._told = told = memory[:_NUM_TOLD].tolist()
+        self._has_told = True
         if wanted == stats.alpha_target:
             return None
-        return Move(wanted, cause(told[T.IS_ASIDE], told[T.VERDICT]), told[T.EXPECTED_GAIN_MS])
+        return Move(wanted, cause(memory[_IS_ASIDE], memory[_VERDICT]), float(memory[_GAIN]))
 
     def _begin(self, alphas: Floats) -> None:
         """Curves over other splits than before: all that was seen of the traffic is void, what was learned is not."""
