@@ -57,6 +57,7 @@ class HttpLoad:
         self._idle: list[_Connection] = []
         self._room = asyncio.Semaphore(_MAX_CONNECTIONS)
         self._tally = Tally()
+        self._pool: PoolStats | None = None
         self._started_s = 0.0
         self.statuses: list[tuple[float, int, float]] = []  # when it was due, how it ended, milliseconds
 
@@ -87,6 +88,7 @@ class HttpLoad:
         watch_every_s: float,
     ) -> Snapshot:
         names, path = TensorNames(model), f"/v2/models/{model.name}/infer"
+        await self._pool_stats()
         self._started_s = time.perf_counter()
         watcher = asyncio.create_task(self._watch(watch, watch_every_s))
         offers: set[asyncio.Task[None]] = set()
@@ -114,8 +116,14 @@ class HttpLoad:
             watch(self._tally.snapshot(self._elapsed_s(), await self._pool_stats()))
 
     async def _pool_stats(self) -> PoolStats:
-        reply = await self._ask(self._message("GET", "/v1/pool"))
-        return msgspec.json.decode(reply.body, type=EngineStats).pool
+        """As last seen, where the server cannot say it now: what was offered is not thrown away for that."""
+        with suppress(OSError, EOFError, ValueError):  # the last is what undecodable bodies raise
+            reply = await self._ask(self._message("GET", "/v1/pool"))
+            if reply.status == 200:
+                self._pool = msgspec.json.decode(reply.body, type=EngineStats).pool
+        if self._pool is None:
+            raise ServerError(f"{self._host}:{self._port} does not say what its pool holds")
+        return self._pool
 
     async def _offer(self, message: bytes, due_s: float) -> None:
         try:

@@ -27,6 +27,7 @@ _DTYPES = {
     for kind, letter in (("INT", "i"), ("UINT", "u"))
     for bits in (8, 16, 32, 64)
 }
+MAX_USERS = 1_024  # of one call
 Tensor = NDArray[np.integer]
 
 
@@ -190,6 +191,8 @@ class TensorNames:
         is_stored = read is not None and not tensors.keys() & {"LENGTHS", "FIRST_EVENTS", *self.per_event}
         self._check(tensors, is_stored=is_stored)
         users = tensors["USER_IDS"].tolist()
+        if len(users) > MAX_USERS:  # before anything is read for them
+            raise RequestError("USER_IDS", len(users), f"at most {MAX_USERS} users may be asked for in one call")
         histories: Sequence[Events | _SentEvents]
         histories = [read(user_id) for user_id in users] if read is not None and is_stored else self._sent(tensors)
         candidates = _bounds("NUM_CANDIDATES", tensors["NUM_CANDIDATES"], "CANDIDATES", tensors["CANDIDATES"].size)
