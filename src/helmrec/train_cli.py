@@ -30,7 +30,7 @@ def train(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ppo_steps: Annotated[int, typer.Option(help="Seconds of simulated life for PPO; 0 leaves it out.", min=0)] = 2_048,
     seed: Annotated[int, typer.Option(help="Same seed, same network.", min=0)] = 0,
 ) -> None:
-    """Train the base policy from scratch: about a quarter of an hour on two cores."""
+    """Train the base policy from scratch: half an hour on two busy cores, less on idle ones."""
     with told_plainly():
         try:
             from helmrec.train.lessons import Ground  # noqa: PLC0415 - the extra may be missing

@@ -31,7 +31,7 @@ _SPEEDS = (0.8, 1.0, 1.2)  # at which a trace of one's own is gone through
 
 
 class TrainPlan(Frozen):
-    """How much is done. The defaults take about a quarter of an hour on two cores."""
+    """How much is done. The defaults took 29 minutes on two cores with ten processes to run."""
 
     num_lessons: int = Field(8, ge=2, description="made-up nodes and traffic to learn on")
     num_trials: int = Field(2, ge=1, description="lessons held out, to choose between networks")
