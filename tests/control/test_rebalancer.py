@@ -87,17 +87,28 @@ def test_it_moves_where_the_policy_says_within_what_the_pool_can() -> None:
 
 
 def test_frozen_it_looks_and_does_not_act() -> None:
-    pool = Pool()
-    rebalancer = Rebalancer(pool, Says(0.7), slo_ms=80)
+    pool, policy = Pool(), Says(0.7)
+    rebalancer = Rebalancer(pool, policy, slo_ms=80)
     rebalancer.tick(0.0)
     rebalancer.mode = "freeze"
     decision = rebalancer.tick(1.0)
     assert decision is not None
     assert decision.move is None
     assert pool.moves == []
+    assert len(policy.seen) == 1, "it goes on looking"
     rebalancer.mode = "adaptive"
     rebalancer.tick(2.0)
     assert pool.moves == [0.7]
+
+
+def test_on_its_way_to_a_constant_the_policys_own_limits_hold() -> None:
+    pool, limits = Pool(), Limits(min_alpha=0.3, max_alpha=0.6, max_step=0.02, travel_per_minute=0.05)
+    pool.move_alpha(0.4)
+    rebalancer = Rebalancer(pool, Limited(Says(0.6), limits), slo_ms=80, static_alpha=0.1)
+    rebalancer.mode = "static"
+    for second in range(20):
+        rebalancer.tick(float(second))
+    assert pool.moves == pytest.approx([0.4, 0.38, 0.36, 0.35])
 
 
 def test_limits_hold_on_a_real_engine() -> None:

@@ -91,6 +91,8 @@ class Rebalancer:
         self._tick_s = tick_s
         self._static_alpha = static_alpha
         self._on_decision = on_decision
+        limits = policy.limits if isinstance(policy, Limited) else Limits()
+        self._to_static = Limited(policy, limits)  # whichever constant it is told to go to
         self._answers: deque[_Answer] = deque()
         self._users: OrderedDict[int, None] = OrderedDict()  # who came lately, longest unseen first
         self._before = steered.stats()
@@ -123,6 +125,7 @@ class Rebalancer:
     def _decide(self, window: WindowStats) -> Move | None:
         if self.mode == "adaptive":
             return self._policy.decide(window)
+        _unlimited(self._policy).decide(window)  # else it would misjudge what it sees once it may move again
         if self.mode == "freeze":
             return None
         alpha, explained = self._static_alpha, _explanation(self._policy)
@@ -130,7 +133,8 @@ class Rebalancer:
             alpha = explained.static_alpha
         if alpha is None:
             return None
-        return Limited(Static(StaticSettings(alpha=alpha)), Limits()).decide(window)
+        self._to_static.policy = Static(StaticSettings(alpha=alpha))
+        return self._to_static.decide(window)
 
     def _is_early(self, now_s: float) -> bool:
         """Whether so many answers came in this part of a window that it should not be waited for the rest."""
@@ -181,5 +185,9 @@ class Rebalancer:
 
 def _explanation(policy: Policy) -> Explanation | None:
     """What a policy with layers said last, limits or not."""
-    told = getattr(policy.policy if isinstance(policy, Limited) else policy, "explanation", None)
+    told = getattr(_unlimited(policy), "explanation", None)
     return told if isinstance(told, Explanation) else None
+
+
+def _unlimited(policy: Policy) -> Policy:
+    return policy.policy if isinstance(policy, Limited) else policy
