@@ -51,6 +51,7 @@ class Bowl:
             start_s=start_s,
             end_s=start_s + 1,
             num_requests=round(self.rate),
+            num_served=round(self.rate),
             hot_user_share=0.5,
             mean_ms=0.0,
             p50_ms=0.0,

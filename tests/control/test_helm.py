@@ -42,7 +42,7 @@ def test_nothing_is_decided_without_curves_or_requests() -> None:
     policy, stats = following(), Bowl().window(0.5)
     assert policy.decide(replace(stats, curves=None)) is None
     assert policy.explanation is None
-    assert policy.decide(replace(stats, traffic=replace(stats.traffic, num_requests=0))) is None
+    assert policy.decide(replace(stats, traffic=replace(stats.traffic, num_requests=0, num_served=0))) is None
 
 
 def test_without_layers_beside_the_base_no_other_layer_has_a_word() -> None:

@@ -132,6 +132,25 @@ def test_the_fresh_view_turns_at_once_where_the_lasting_one_lags() -> None:
     assert abs(fresh - best) < abs(lasting - best)
 
 
+def test_refused_requests_do_not_bend_the_curves() -> None:
+    """The curves know only those who were served, so only those fade them."""
+    first, second = Bowl(rate=400), Bowl(emb_scale=0.6, kv_scale=0.1, rate=400)
+    knots = []
+    for num_refused in (0, 1_200):
+        stats = first.window(0.5)
+        assert stats.curves is not None
+        curves = replace(stats.curves, num_requests=5_900.0)
+        outlook = outlook_for(stats)
+        take(outlook, replace(stats, curves=curves))
+        for second_s in range(1, 5):
+            curves = faded(curves, second.curves(), 400)
+            window = second.window(0.5, start_s=second_s)
+            traffic = replace(window.traffic, num_requests=400 + num_refused)
+            take(outlook, replace(window, traffic=traffic, curves=curves))
+        knots.append(outlook.knots.copy())
+    np.testing.assert_allclose(knots[0], knots[1])
+
+
 def test_stages_that_take_longer_than_reckoned_are_corrected_within_bounds() -> None:
     stats = Bowl(rate=50).window(0.5)
     slow = replace(stats, traffic=replace(stats.traffic, compute_busy=1.3 * stats.traffic.compute_busy, bus_busy=0.97))

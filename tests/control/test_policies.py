@@ -207,7 +207,7 @@ def test_reset_makes_a_policy_new() -> None:
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "static"])
 def test_nobody_moves_on_a_window_that_says_nothing(name: str) -> None:
     stats = MIDDLE.window(0.5)
-    silent = replace(stats, traffic=replace(stats.traffic, num_requests=0, mean_ms=0.0), curves=None)
+    silent = replace(stats, traffic=replace(stats.traffic, num_requests=0, num_served=0, mean_ms=0.0), curves=None)
     policy = POLICIES[name]()
     assert [policy.decide(silent) for _ in range(20)] == [None] * 20
 

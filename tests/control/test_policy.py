@@ -75,17 +75,17 @@ def test_a_window_holds_differences_not_sums() -> None:
         total_tokens=150,
         bytes_by_cause={"row-miss": 17, "row-refill": 3},
     )
-    traffic = replace(Bowl().window(0.5).traffic, num_requests=10)
+    traffic = replace(Bowl().window(0.5).traffic, num_requests=14, num_served=10)
     window = WindowStats.between(before, after, traffic, None)
     assert (window.emb_hit_rate, window.kv_token_hit_rate) == (0.9, 0.6)
     assert (window.new_tokens_per_request, window.resident_tokens_per_request) == (4.0, 6.0)
     assert (window.missed_rows_per_request, window.demand_miss_bytes, window.refill_bytes) == (1.0, 10, 3)
     assert (window.alpha, window.alpha_target, window.pool_bytes) == (0.3, 0.4, 100_000)
-    assert window.traffic.arrival_rate == 10.0
+    assert window.traffic.arrival_rate == 14.0, "who was refused has come too"
 
 
 def test_a_window_without_requests_has_no_rates_to_divide_by() -> None:
-    traffic = replace(Bowl().window(0.5).traffic, num_requests=0)
+    traffic = replace(Bowl().window(0.5).traffic, num_requests=0, num_served=0)
     window = WindowStats.between(EMPTY, EMPTY, traffic, None)
     assert (window.emb_hit_rate, window.kv_token_hit_rate, window.missed_rows_per_request) == (0.0, 0.0, 0.0)
 

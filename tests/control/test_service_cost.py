@@ -79,7 +79,7 @@ def test_load_changes_which_split_is_best() -> None:
 def test_there_is_nothing_to_reckon_without_curves_or_requests() -> None:
     stats = Bowl().window(0.5)
     assert reckon(replace(stats, curves=None), COST) is None
-    assert reckon(replace(stats, traffic=replace(stats.traffic, num_requests=0)), COST) is None
+    assert reckon(replace(stats, traffic=replace(stats.traffic, num_requests=0, num_served=0)), COST) is None
 
 
 def test_the_node_of_these_tests_is_the_model_s_own() -> None:

@@ -190,7 +190,7 @@ class HelmPolicy:
 
     def decide(self, stats: WindowStats) -> Move | None:
         curves = stats.curves
-        if curves is None or not stats.traffic.num_requests:
+        if curves is None or not stats.traffic.num_served:
             self._has_told = False
             return None
         if curves.alphas is not self._alphas:

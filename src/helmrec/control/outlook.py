@@ -82,6 +82,7 @@ class Seen(NamedTuple):
     start_s: float
     end_s: float
     num_requests: float
+    num_served: float
     hot_user_share: float
     mean_ms: float
     p99_ms: float
@@ -106,6 +107,7 @@ def seen(stats: WindowStats) -> tuple[float, ...]:
         traffic.start_s,
         traffic.end_s,
         float(traffic.num_requests),
+        float(traffic.num_served),
         traffic.hot_user_share,
         traffic.mean_ms,
         traffic.p99_ms,
@@ -258,7 +260,7 @@ def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed:
 def _take_newest(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
     """The curves are moving averages: take the old one, faded, off the new one, and the window's own is left."""
     numbers, knots = outlook.numbers, outlook.knots
-    faded = 1.0 if terms.half_life == 0 else keep_of(window.num_requests, terms.half_life)
+    faded = 1.0 if terms.half_life == 0 else keep_of(window.num_served, terms.half_life)
     old = faded * numbers[O.WEIGHT]
     new = window.weight - old
     is_told = numbers[O.WEIGHT] > 0 and new >= 1
@@ -295,7 +297,7 @@ def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> No
 
     Shadows know no batches: a prefix that is being written, and pages that are pinned, cost the real cache hits.
     """
-    if window.num_requests == 0 or abs(window.alpha - window.alpha_target) > _SETTLED:
+    if window.num_served == 0 or abs(window.alpha - window.alpha_target) > _SETTLED:
         return
     keep = keep_of(window.end_s - window.start_s, _SHADOW_HALF_LIFE_S)
     computed = at_split(splits, Split.FRESH_COMPUTE, window.alpha)
@@ -361,9 +363,9 @@ def _reckon(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, miss
 def _correct(outlook: Outlook, terms: Terms, window: Seen, dt_s: float) -> None:
     """Learn how much longer stages and requests took than reckoned, from what the window really read and computed."""
     numbers = outlook.numbers
-    if window.num_requests == 0 or window.bus_busy <= 0:  # an engine does not know its bus: its stages are one to it
+    if window.num_served == 0 or window.bus_busy <= 0:  # an engine does not know its bus: its stages are one to it
         return
-    keep, served = keep_of(dt_s, _CORRECTION_HALF_LIFE_S), window.num_requests / dt_s / 1e3
+    keep, served = keep_of(dt_s, _CORRECTION_HALF_LIFE_S), window.num_served / dt_s / 1e3
     per_token = terms.token_ms + terms.pair_ms * (window.new_tokens + window.resident_tokens) / 2
     compute = terms.floor_ms + per_token * window.new_tokens
     bus = terms.row_ms * window.missed_rows

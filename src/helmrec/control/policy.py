@@ -20,7 +20,8 @@ class Traffic:
 
     start_s: float
     end_s: float
-    num_requests: int
+    num_requests: int  # answered, or refused
+    num_served: int  # of them, those that were answered: caches and their shadows know no others
     hot_user_share: float  # requests by users who came lately, 0..1; an estimate
     mean_ms: float  # from arrival to answer, queue included, as the next two
     p50_ms: float
@@ -59,7 +60,7 @@ class WindowStats:
     @classmethod
     def between(cls, before: PoolStats, after: PoolStats, traffic: Traffic, curves: JointCurves | None) -> Self:
         """The window between two looks at a pool."""
-        requests = max(1, traffic.num_requests)
+        served = max(1, traffic.num_served)
         hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
         reused, total = after.reused_tokens - before.reused_tokens, after.total_tokens - before.total_tokens
         return cls(
@@ -71,9 +72,9 @@ class WindowStats:
             pool_bytes=after.num_pages * after.page_bytes,
             kv_token_hit_rate=reused / max(1, total),
             emb_hit_rate=hits / max(1, hits + misses),
-            new_tokens_per_request=(total - reused) / requests,
-            resident_tokens_per_request=reused / requests,
-            missed_rows_per_request=misses / requests,
+            new_tokens_per_request=(total - reused) / served,
+            resident_tokens_per_request=reused / served,
+            missed_rows_per_request=misses / served,
             demand_miss_bytes=_grown(before, after, "row-miss"),
             refill_bytes=_grown(before, after, "row-refill"),
             curves=curves,

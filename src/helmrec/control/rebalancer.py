@@ -163,6 +163,7 @@ class Rebalancer:
             start_s=self._start_s,
             end_s=now_s,
             num_requests=len(answers),
+            num_served=len(served),
             hot_user_share=returning / max(1, len(answers)),
             mean_ms=float(np.mean(served)) if served else 0.0,
             p50_ms=float(p50_ms),

@@ -81,7 +81,7 @@ def smooth(at: Curve, known_at: Curve, known: Curve) -> Curve:
 def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Reckoning | None:
     """The window at evenly spaced splits within its miss curves; None as long as there are none."""
     curves, traffic = stats.curves, stats.traffic
-    if curves is None or not traffic.num_requests:
+    if curves is None or not traffic.num_served:
         return None
     alphas = np.linspace(curves.alphas[0], curves.alphas[-1], num_alphas)
     computed = smooth(alphas, curves.alphas, curves.computed_tokens_per_request)

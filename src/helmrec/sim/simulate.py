@@ -191,6 +191,7 @@ class Watch:
             start_s=self.start_s,
             end_s=now_s,
             num_requests=latency_ms.size,
+            num_served=served.size,
             hot_user_share=float(grown[0] / max(1.0, grown[1])),
             mean_ms=float(served.mean()) if served.size else 0.0,
             p50_ms=float(p50_ms),

@@ -22,7 +22,7 @@ class Observer:
     def observe(self, stats: WindowStats) -> bool:
         """Take a window in; False if there is nothing to be seen in it."""
         curves = stats.curves
-        if curves is None or not stats.traffic.num_requests:
+        if curves is None or not stats.traffic.num_served:
             return False
         if self._kept is None:
             self._kept = views.py_func(new_memory(curves.alphas.size), curves.alphas.size)
