@@ -42,7 +42,7 @@ LOADED = ("burst-20s",)  # where the largest load is looked for
 NUM_SEEDS, BUDGET, LOAD_SEED = 5, 4, 50
 LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
 NO_ADMISSION = (0.5, 0.8)  # splits tried without KV admission
-ALPHAS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps: denser where the best ones lie in the map
+ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
 TAUGHT = {"mixed-day": 0.65, "diurnal": 0.85}  # with their base rate as a share of the steady scenario's
 RIVALS = (
     "untuned 0.5", "static", "kv-only", "emb-only", "pid", "hill climber", "marginal utility", "miss-curve argmin",
