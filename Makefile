@@ -13,7 +13,7 @@ help:  ## Show this list
 demo: $(VENV)/ready  ## Watch two caches share a pool (half a minute, CPU)
 	$(BIN)/helmrec demo
 
-test: $(VENV)/ready  ## Run the tests (CPU, about two minutes)
+test: $(VENV)/ready  ## Run the tests (CPU, about five minutes)
 	$(BIN)/python -m pytest -q -m "not gpu and not slow"
 
 test-slow: $(VENV)/ready  ## Run the long tests too
