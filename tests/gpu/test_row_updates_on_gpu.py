@@ -21,7 +21,7 @@ pytestmark = [
 def test_scores_after_updates_are_those_of_a_model_born_with_the_new_rows(
     row_dim: int, order_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_graphs, "_ORDER_FROM", order_from)
+    monkeypatch.setattr(row_graphs, "ORDER_FROM", order_from)
     shape = {"qk_dim": 32, "v_dim": 32, "dim": 64, "hidden_dim": 64, "window": 64, "normaliser": 64}
     model = tiny_model(row_dim=row_dim, row_dtype="float16", **shape)
     plain = tiny_engine(tiny_model(row_dim=row_dim, row_dtype="float16", **shape), page_tokens=64, kernels="torch")
