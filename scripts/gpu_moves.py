@@ -33,6 +33,7 @@ REPEATS = 9
 START_ALPHA, MOVES = 0.3, (0.1, 0.4)
 REFILL_MIB = (0, 16)  # a step; the second is the default
 WARM_UP, MEASURED = 60 * 8, 200 * 8  # requests
+AFTER_MOVE = 1_100 * 8  # requests: about ten seconds
 
 
 # Reload or recompute.
@@ -141,7 +142,13 @@ def with_and_without_tier(engine: Engine, requests: list[Prepared]) -> list[dict
             forget(engine, START_ALPHA)
             num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
             serve(engine, requests[:WARM_UP])
-            rows.append({"repeat": repeat, "host_tier": has_tier, **of_steps(serve(engine, requests[WARM_UP:]))})
+            rows.append(
+                {
+                    "repeat": repeat,
+                    "host_tier": has_tier,
+                    **of_steps(serve(engine, requests[WARM_UP : WARM_UP + MEASURED])),
+                }
+            )
             expander._num_slots = num_slots
             print(rows[-1], flush=True)
     return rows
@@ -180,19 +187,19 @@ def refill_budgets(engine: Engine, requests: list[Prepared]) -> list[dict[str, A
 
 
 def moves(engine: Engine, requests: list[Prepared]) -> list[dict[str, Any]]:
-    """A move under load against a twin that was at the new place from the start."""
+    """The ten seconds after a move under load against a twin that was at the new place from the start."""
     rows = []
-    for repeat in range(2):
-        for step in (*MOVES, *(-move for move in MOVES)):
-            start = START_ALPHA if step > 0 else START_ALPHA - step
-            for moves_now in (False, True):
-                forget(engine, start if moves_now else start + step)
-                serve(engine, requests[:WARM_UP])
-                if moves_now:
-                    engine.move_alpha(start + step)
-                name = {"repeat": repeat, "from": start, "to": round(start + step, 2), "moves": moves_now}
-                rows.append({**name, **of_steps(serve(engine, requests[WARM_UP:]))})
-                print(rows[-1], flush=True)
+    for step in (*MOVES, *(-move for move in MOVES)):
+        start = START_ALPHA if step > 0 else START_ALPHA - step
+        for moves_now in (False, True):
+            forget(engine, start if moves_now else start + step)
+            serve(engine, requests[:WARM_UP])
+            if moves_now:
+                engine.move_alpha(start + step)
+            served = serve(engine, requests[WARM_UP : WARM_UP + AFTER_MOVE])
+            name = {"from": start, "to": round(start + step, 2), "moves": moves_now}
+            rows.append({**name, "seconds": round(served.seconds, 2), **of_steps(served)})
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -211,7 +218,7 @@ def main() -> None:
     results: dict[str, Any] = {"candidates": NUM_CANDIDATES, "crossover": crossover(engine, traffic)}
     results["exposure"] = exposure(engine, traffic)
     set_limit(engine, "save_bytes_per_step", 16 << 20)
-    requests = traffic.take(WARM_UP + MEASURED)
+    requests = traffic.take(WARM_UP + AFTER_MOVE)
     print(f"{len(requests)} requests made", flush=True)
     if arguments.saves:
         results["saves"] = with_and_without_tier(engine, requests)
