@@ -56,13 +56,14 @@ def scaled(workload: Workload, load: float) -> Workload:
 
 
 class Course:
-    """A scenario, a seed and a multiple of the scenario's arrivals."""
+    """A scenario, a seed and a multiple of the scenario's arrivals; scores are by windows of `window_s`."""
 
-    def __init__(self, scenario: Scenario, seed: int, load: float = 1.0) -> None:
+    def __init__(self, scenario: Scenario, seed: int, load: float = 1.0, window_s: float = WINDOW_S) -> None:
         assert scenario.workload is not None, "frozen scenarios spell their traffic out"
         workload = scaled(scenario.workload, load)
         self.scenario = scenario.model_copy(update={"workload": workload})
         self.seed = seed
+        self.window_s = window_s
         self._end_s = workload.duration_s
 
     @cached_property
@@ -108,12 +109,12 @@ class Course:
 
     def score(self, result: SimResult) -> Score:
         summary, start_s = result.summary(self.scenario.warm_up_s), self.scenario.warm_up_s
-        num = int((self._end_s - start_s) // WINDOW_S)
-        place = ((result.arrived_s - start_s) // WINDOW_S).astype(np.int64)
+        num = int((self._end_s - start_s) // self.window_s)
+        place = ((result.arrived_s - start_s) // self.window_s).astype(np.int64)
         is_scored = (place >= 0) & (place < num)
         latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
         alphas = np.array([window.stats.alpha for window in result.windows])
-        first, per = round(start_s / self.scenario.tick_s), round(WINDOW_S / self.scenario.tick_s)
+        first, per = round(start_s / self.scenario.tick_s), round(self.window_s / self.scenario.tick_s)
         return Score(
             mean_ms=float(latency_ms[result.arrived_s >= start_s].mean()),
             p99_ms=float(np.percentile(latency_ms[result.arrived_s >= start_s], 99)),
