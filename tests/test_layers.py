@@ -23,6 +23,7 @@ RANKS = {
     "sim": 5,
     "demo": 5,
     "load": 5,
+    "loadgen": 5,
     "serve": 6,
     "bench": 6,
     "train": 6,
@@ -32,6 +33,7 @@ RANKS = {
     "simulate_cli": 6,
     "trace_cli": 6,
     "load_cli": 6,
+    "loadgen_cli": 6,
     "serve_cli": 6,
     "cli": 7,
 }

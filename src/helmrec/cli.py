@@ -21,6 +21,7 @@ from helmrec.engine.engine import Engine
 from helmrec.errors import RequestError
 from helmrec.explain_cli import explain
 from helmrec.load_cli import load
+from helmrec.loadgen_cli import loadgen
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
@@ -40,6 +41,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
 app.command()(calibrate)
 app.command()(load)
+app.command()(loadgen)
 app.command()(serve)
 app.command("simulate")(run_simulate)
 app.command()(explain)
