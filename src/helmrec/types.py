@@ -87,6 +87,7 @@ class Lease:
     token: str
     user_id: int
     expires_s: float
+    hold_ms: float  # from when it was granted until then
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import pytest
 from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
 from helmrec.engine.engine import Engine
-from helmrec.errors import RequestError
+from helmrec.errors import EngineClosed, RequestError
+from helmrec.model.weights import LoadedModel
 from helmrec.types import PrefillRequest, RankRequest
-from tests.helpers import tiny_engine
+from tests.helpers import tiny_engine, tiny_geometry, tiny_model
 
 EAGER = RelayConfig(risk=0, chunk_tokens=4, max_compute=1.0, hold_ms=1_000)
 
@@ -45,9 +46,9 @@ def signal_of(rank: RankRequest, **settings: Any) -> PrefillRequest:
     )
 
 
-def make_engine(**settings: Any) -> tuple[Engine, ManualClock]:
+def make_engine(model: LoadedModel | None = None, **settings: Any) -> tuple[Engine, ManualClock]:
     clock = ManualClock()
-    return tiny_engine(clock=clock, **{"relay": EAGER, "alpha": 0.1, **settings}), clock
+    return tiny_engine(model, clock, **{"relay": EAGER, "alpha": 0.1, **settings}), clock
 
 
 def finish(engine: Engine) -> int:
@@ -84,6 +85,74 @@ def test_ranks_go_first() -> None:
     assert engine._pool.kv.num_users <= 1
     finish(engine)
     assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 14
+
+
+def test_one_chunk_at_most_is_ahead_of_a_rank_where_steps_overlap() -> None:
+    engine, _ = make_engine(overlap=True)
+    engine.prefill(signal_of(rank_of(1, 13)))
+    engine.step()
+    assert engine._pipeline.is_ahead
+    engine.step()
+    assert engine._pipeline.is_empty, "the next chunk waits for this one's end, when ranks are asked for first"
+    engine.step()
+    future = engine.submit(rank_of(2, 5))
+    engine.step()  # ends the chunk and launches the rank
+    engine.step()
+    assert future.done()
+
+
+def test_short_prefixes_share_a_step() -> None:
+    engine, _ = make_engine(relay=RelayConfig(risk=0, chunk_tokens=20, max_held=1.0, max_compute=1.0))
+    for user in (1, 2, 3):
+        engine.prefill(signal_of(rank_of(user, 7)))
+    assert finish(engine) == 2, "twenty of twenty-four tokens, then the rest"
+    ranks = [rank_of(user, 7) for user in (1, 2, 3)]
+    assert [result.reused_tokens for result in engine.rank(ranks)] == [8, 8, 8]
+    stats = engine.stats()
+    assert stats.relay.steps == 2
+    assert stats.served == 3
+    engine.check()
+
+
+def test_a_signal_may_come_while_a_step_runs_and_the_next_one_decides() -> None:
+    engine, _ = make_engine()
+    with engine._lock:  # as a running step holds it
+        future = engine.submit_prefill(signal_of(rank_of(1, 13)))
+        assert not future.done()
+    engine.step()
+    assert future.result(timeout=0).verdict == "admitted"
+    pool = engine.stats().pool
+    assert (pool.leases, pool.leased_pages) == (1, 4)
+    waiting = engine.submit_prefill(signal_of(rank_of(2, 13)))
+    engine.close()
+    with pytest.raises(EngineClosed):
+        waiting.result(timeout=0)
+    with pytest.raises(EngineClosed):
+        engine.submit_prefill(signal_of(rank_of(3, 13)))
+
+
+def test_signals_that_come_faster_than_steps_are_not_looked_at() -> None:
+    engine, _ = make_engine(relay=EAGER.model_copy(update={"max_leases": 2, "max_held": 0.5}))
+    futures = [engine.submit_prefill(signal_of(rank_of(user, 13))) for user in range(1, 5)]
+    assert [future.done() for future in futures] == [False, False, True, True]
+    engine.step()
+    assert [future.result(timeout=0).verdict for future in futures] == ["admitted", "admitted", "too busy", "too busy"]
+    assert engine.relay_stats().verdicts["too busy"] == 2
+
+
+def test_a_history_that_the_host_holds_whole_is_brought_back_ahead_of_its_rank() -> None:
+    model = tiny_model(user_context=(), request_context=())
+    page_bytes = tiny_geometry(model.config).page_bytes
+    engine, _ = make_engine(model=model, host_kv_bytes=40 * page_bytes, kv_reload="always", kv_admission="always")
+    rank = replace(rank_of(1, 12), context={})
+    (first,) = engine.rank([rank])
+    engine._pool.kv.evict(1_000)
+    engine.prefill(replace(signal_of(rank_of(1, 12)), context={}))
+    finish(engine)
+    assert engine.stats().pool.host_reloaded_pages == 3, "a step that computes nothing"
+    (again,) = engine.rank([rank])
+    assert again.reused_tokens == 12
+    np.testing.assert_allclose(again.scores, first.scores, atol=1e-6)
 
 
 def test_what_is_held_outlives_what_is_not_until_its_lease_ends() -> None:

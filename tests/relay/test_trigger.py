@@ -10,7 +10,7 @@ from helmrec.relay.leases import ComputeShare, Leases
 from helmrec.relay.trigger import Load, Signal, Verdict, decide
 
 CONFIG = RelayConfig(budget_ms=50, risk=0.5, max_held=0.25, max_compute=0.3, max_leases=4)
-SIGNAL = Signal(inline_ms=40, budget_ms=50, num_missing=1_000, num_pages=10, is_held=False)
+SIGNAL = Signal(inline_ms=40, budget_ms=50, ahead_s=0.0, num_missing=1_000, num_pages=10, is_held=False)
 LOAD = Load(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
 
 
@@ -26,8 +26,10 @@ LOAD = Load(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
         (SIGNAL, LOAD._replace(held_pages=16), Verdict.NO_ROOM),
         (SIGNAL._replace(num_missing=0), LOAD._replace(held_pages=16), Verdict.NO_ROOM),
         (SIGNAL, LOAD._replace(num_leases=4), Verdict.NO_ROOM),
-        (SIGNAL, LOAD._replace(compute_share=0.3), Verdict.TOO_BUSY),
+        (SIGNAL, LOAD._replace(compute_share=0.31), Verdict.TOO_BUSY),
         (SIGNAL._replace(num_missing=0), LOAD._replace(compute_share=0.9), Verdict.RESIDENT),
+        (SIGNAL._replace(ahead_s=0.1), LOAD._replace(compute_share=0.15), Verdict.ADMITTED),
+        (SIGNAL._replace(ahead_s=0.2), LOAD._replace(compute_share=0.15), Verdict.TOO_BUSY),
     ],
 )
 def test_each_signal_is_judged_by_risk_and_bounds(signal: Signal, load: Load, verdict: Verdict) -> None:
@@ -41,8 +43,8 @@ def test_whatever_comes_leases_stay_within_their_pages(signals: list[tuple[int, 
         now_s += 0.3
         leases.expire(now_s)
         load = Load(leases.held_pages, 100, len(leases), 0.0)
-        if decide(CONFIG, Signal(40, 50, 1, num_pages, user in leases), load) is Verdict.ADMITTED:
-            leases.grant(user, num_pages, now_s + hold_s)
+        if decide(CONFIG, Signal(40, 50, 0.0, 1, num_pages, user in leases), load) is Verdict.ADMITTED:
+            leases.grant(user, num_pages, now_s, hold_s * 1e3)
         if user % 3 == 0:
             leases.use(user)
         leases.check()
@@ -52,11 +54,22 @@ def test_whatever_comes_leases_stay_within_their_pages(signals: list[tuple[int, 
     assert len(leases) == leases.held_pages == 0
 
 
+@given(st.lists(st.tuples(st.floats(0, 0.5), st.floats(0, 0.4)), max_size=80))
+def test_whatever_comes_the_share_of_time_stays_within_its_bound(signals: list[tuple[float, float]]) -> None:
+    share, now_s = ComputeShare(), 0.0
+    for pause_s, ahead_s in signals:
+        now_s += pause_s
+        load = LOAD._replace(compute_share=share.share(now_s))
+        if decide(CONFIG, SIGNAL._replace(ahead_s=ahead_s), load) is Verdict.ADMITTED:
+            share.add(now_s, ahead_s)
+        assert share.share(now_s) <= CONFIG.max_compute + 1e-9
+
+
 def test_a_lease_that_was_used_does_not_end_the_next_one_of_its_user() -> None:
     leases = Leases()
-    first = leases.grant(7, num_pages=3, expires_s=1.0)
+    first = leases.grant(7, num_pages=3, now_s=0.0, hold_ms=1_000)
     leases.use(7)
-    second = leases.grant(7, num_pages=2, expires_s=5.0)
+    second = leases.grant(7, num_pages=2, now_s=1.0, hold_ms=4_000)
     assert first.token != second.token
     assert leases.expire(2.0) == []
     assert 7 in leases

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.relay import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
-from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, refuse
+from helmrec.engine.scheduler import Batch, Scheduler, refuse
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed, Forgotten
 from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
-from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
+from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.engine")
 _MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
@@ -53,6 +53,7 @@ class EngineStats:
     audit_mismatches: int
     audit_max_error: float
     background_failures: int
+    relay: RelayStats
 
 
 class Engine:
@@ -132,9 +133,17 @@ class Engine:
         """
         history = self._intake.prepare_ahead(request)
         with self._lock:
-            now, ledger = self._now(), self._pool.ledger
-            kv_pages = ledger.num_pages - ledger.count(Owner.EMB)
-            return self._relay.signal(request, history, kv_pages, now)
+            return self._relay.signal(request, history, self._kv_pages, self._now())
+
+    def submit_prefill(self, request: PrefillRequest) -> "Future[PrefillResult]":
+        """`prefill` without waiting for the step that runs: the next one decides."""
+        self._now()
+        return self._relay.submit(request, self._intake.prepare_ahead(request))
+
+    @property
+    def _kv_pages(self) -> int:
+        """That prefixes may hold."""
+        return self._pool.ledger.num_pages - self._pool.ledger.count(Owner.EMB)
 
     def step(self) -> bool:
         """Run the next batch, if any, hand out results, then do what must not delay them.
@@ -144,13 +153,17 @@ class Engine:
         with self._lock:
             now = self._now()
             self._relay.expire(now)
+            decided = self._relay.decide_waiting(self._kv_pages, now)
             batch = self._scheduler.next_batch(now)
-            if batch is None and not self._scheduler.queue_length:
+            # One chunk at most is ahead of a rank that comes now: none is launched on top of another.
+            if batch is None and not self._scheduler.queue_length and not self._pipeline.is_ahead:
                 batch = self._relay.next_batch(now)
             expired = self._scheduler.take_expired()
             ended = self._count(self._pipeline.push(batch))
         for future, error in expired:
             future.set_exception(error)
+        for signal, told in decided:
+            signal.set_result(told)
         self._conclude(ended)
         return batch is not None or bool(ended)
 
@@ -178,7 +191,7 @@ class Engine:
     def _hand_out(self, step: Ended) -> None:
         for i, member in enumerate(step.batch.members):
             if isinstance(step.outcome, StepOutput):
-                member.waiting.future.set_result(_result(step, step.outcome, member, i))
+                member.waiting.future.set_result(step.result(step.outcome, i))
             else:
                 member.waiting.future.set_exception(step.outcome)
 
@@ -211,6 +224,7 @@ class Engine:
         self._runner.admit(output.running)
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
         if batch.is_ahead:
+            self._relay.note_step(took_s)
             return
         self._relay.note_ranks([member.request.history.user_id for member in batch.members])
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
@@ -286,8 +300,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._lock:
+            relay = self._relay.stats(self._clock.now())
             return EngineStats(
-                pool=self._pool.stats(),
+                pool=replace(self._pool.stats(), leases=relay.leases, leased_pages=relay.held_pages),
                 queue_length=self._scheduler.queue_length,
                 steps=self._pipeline.num_ended,
                 busy_s=self._pipeline.busy_s,
@@ -297,6 +312,7 @@ class Engine:
                 audit_mismatches=self._auditor.mismatches,
                 audit_max_error=self._auditor.max_error,
                 background_failures=self._background_failures,
+                relay=relay,
             )
 
     def hot_rows(self) -> IntArray:
@@ -350,6 +366,7 @@ class Engine:
                 self._runner.close()
         self._conclude(ended)
         self._scheduler.drain(EngineClosed("the engine was closed"))
+        self._relay.refuse_waiting(EngineClosed("the engine was closed"))
 
     def __enter__(self) -> "Engine":
         return self
@@ -376,20 +393,3 @@ class Engine:
 
 def _overlaps(config: EngineConfig, dense: Dense) -> bool:
     return bool(dense.num_graphs) if config.overlap is None else config.overlap
-
-
-def _result(step: Ended, output: StepOutput, member: Scheduled, i: int) -> RankResult:
-    return RankResult(
-        scores=output.scores[i],
-        reused_tokens=member.plan.num_resident,
-        computed_tokens=member.num_tokens,
-        row_hits=int(output.row_hits[i]),
-        row_misses=int(output.row_misses[i]),
-        window_start=member.request.window_start,
-        truncated_events=member.request.truncated_events,
-        timing=Timing(
-            queue_ms=(step.batch.started_s - member.waiting.arrived_s) * 1e3,
-            plan_ms=(step.planned_s - step.batch.started_s) * 1e3,
-            compute_ms=(step.ended_s - step.planned_s) * 1e3,
-        ),
-    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from helmrec.clock import Clock
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
+from helmrec.types import RankResult, Timing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +21,24 @@ class Ended:
     planned_s: float
     ended_s: float
     took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
+
+    def result(self, output: StepOutput, i: int) -> RankResult:
+        """What its i-th request is told."""
+        member = self.batch.members[i]
+        return RankResult(
+            scores=output.scores[i],
+            reused_tokens=member.plan.num_resident,
+            computed_tokens=member.num_tokens,
+            row_hits=int(output.row_hits[i]),
+            row_misses=int(output.row_misses[i]),
+            window_start=member.request.window_start,
+            truncated_events=member.request.truncated_events,
+            timing=Timing(
+                queue_ms=(self.batch.started_s - member.waiting.arrived_s) * 1e3,
+                plan_ms=(self.planned_s - self.batch.started_s) * 1e3,
+                compute_ms=(self.ended_s - self.planned_s) * 1e3,
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +64,11 @@ class Pipeline:
     @property
     def is_empty(self) -> bool:
         return self._in_flight is None
+
+    @property
+    def is_ahead(self) -> bool:
+        """What is on its way was asked for by nobody yet."""
+        return self._in_flight is not None and self._in_flight.batch.is_ahead
 
     def push(self, batch: Batch | None) -> list[Ended]:
         """Launch a batch, if there is one; returns what has ended since, in order."""

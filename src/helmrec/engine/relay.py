@@ -8,10 +8,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, Waiting
+from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.relay.leases import ComputeShare, Leases
@@ -23,12 +25,29 @@ from helmrec.types import Lease, PrefillRequest, PrefillResult
 class RelayStats:
     """Counts since the start, and what is held now."""
 
-    verdicts: dict[str, int]
+    verdicts: dict[str, int]  # signals by what became of them
     leases: int
     held_pages: int
-    used: int
+    used: int  # leases whose rank came in time
     expired: int
-    compute_share: float
+    compute_share: float  # of late time that went, or is about to go, into computing ahead
+    steps: int  # that computed ahead
+    busy_s: float  # that they took
+
+
+class _Signal(NamedTuple):
+    """A signal that waits for the step that runs."""
+
+    request: PrefillRequest
+    history: Prepared
+    future: "Future[PrefillResult]"
+
+
+class _Decided(NamedTuple):
+    """What a signal is to be told, once no lock is held."""
+
+    future: "Future[PrefillResult]"
+    result: PrefillResult
 
 
 class Relay:
@@ -41,12 +60,35 @@ class Relay:
         self._costs = costs
         self._leases = Leases()
         self._jobs: deque[Prepared] = deque()
+        self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
         self._share = ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
+        self._steps = 0
+        self._busy_s = 0.0
 
     @property
     def is_used(self) -> bool:
         return bool(self._verdicts)
+
+    def submit(self, request: PrefillRequest, history: Prepared) -> "Future[PrefillResult]":
+        """Take a signal without waiting for the step that runs, so without the engine's lock; the next one decides."""
+        future: Future[PrefillResult] = Future()
+        future.set_running_or_notify_cancel()
+        if len(self._waiting) >= self._config.max_leases:  # what comes faster than steps is not worth looking at
+            self._verdicts[Verdict.TOO_BUSY] += 1
+            future.set_result(PrefillResult(Verdict.TOO_BUSY, lease=None))
+        else:
+            self._waiting.append(_Signal(request, history, future))
+        return future
+
+    def decide_waiting(self, kv_pages: int, now: float) -> list[_Decided]:
+        """What has become of the signals submitted since; the caller tells them with no lock held."""
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        return [_Decided(each.future, self.signal(each.request, each.history, kv_pages, now)) for each in waiting]
+
+    def refuse_waiting(self, error: HelmRecError) -> None:
+        while self._waiting:
+            self._waiting.popleft().future.set_exception(error)
 
     def signal(self, request: PrefillRequest, history: Prepared, kv_pages: int, now: float) -> PrefillResult:
         """Take a user's history to be computed ahead, or say why not."""
@@ -57,6 +99,7 @@ class Relay:
         signal = Signal(
             inline_ms=self._scheduler.wait_ms + self._inline_ms(total, missing, request.num_candidates),
             budget_ms=request.budget_ms or self._config.budget_ms,
+            ahead_s=self._costs.seconds(missing, missing * (total - missing / 2)),
             num_missing=missing,
             num_pages=num_pages,
             is_held=user_id in self._leases,
@@ -66,15 +109,15 @@ class Relay:
         self._verdicts[verdict] += 1
         if verdict not in (Verdict.ADMITTED, Verdict.RESIDENT):
             return PrefillResult(verdict, lease=None)
-        lease = self._grant(user_id, num_pages, now + (request.hold_ms or self._config.hold_ms) / 1e3)
+        lease = self._grant(user_id, num_pages, now, request.hold_ms or self._config.hold_ms)
         if verdict is Verdict.ADMITTED:
             self._jobs.append(history)
-            self._share.add(now, self._costs.seconds(missing, missing * (total - missing / 2)))
+            self._share.add(now, signal.ahead_s)
         return PrefillResult(verdict, lease)
 
-    def _grant(self, user_id: int, num_pages: int, expires_s: float) -> Lease:
+    def _grant(self, user_id: int, num_pages: int, now: float, hold_ms: float) -> Lease:
         self._kv.hold(user_id)
-        return self._leases.grant(user_id, num_pages, expires_s)
+        return self._leases.grant(user_id, num_pages, now, hold_ms)
 
     def _inline_ms(self, total: int, missing: int, num_candidates: int) -> float:
         """What the rank would take by itself, as steps so far tell."""
@@ -82,20 +125,36 @@ class Relay:
         return 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
 
     def next_batch(self, now: float) -> Batch | None:
-        """The next chunk of the oldest prefix; None if none is wanted, or its pages are held by others for now."""
-        while self._jobs:
-            whole = self._jobs[0]
-            resident = self._kv.resident_tokens(whole.history)
-            if resident == whole.history.num_tokens or whole.history.user_id not in self._leases:
-                self._jobs.popleft()
+        """The next chunk: of the oldest prefix, and of those after it while there is room in the step.
+
+        None if none is wanted, or its pages are held by others for now.
+        """
+        members: list[Scheduled] = []
+        looked_at: list[Prepared] = []
+        left = self._config.chunk_tokens
+        while self._jobs and left > 0 and len(members) < self._scheduler.max_requests:
+            job = self._jobs.popleft()
+            if not self._is_wanted(job):
                 continue
-            chunk = _first_tokens(whole, resident + self._config.chunk_tokens)
-            plan = self._kv.plan(chunk.history, now)
-            if plan is None:
-                return None
-            waiting = Waiting(chunk, Future(), now, deadline_s=None)
-            return Batch([Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)], now, is_ahead=True)
-        return None
+            looked_at.append(job)
+            member = self._plan_chunk(job, left, now)
+            if member is None:
+                break
+            members.append(member)
+            left -= member.num_tokens
+        self._jobs.extendleft(reversed(looked_at))
+        return Batch(members, now, is_ahead=True) if members else None
+
+    def _is_wanted(self, job: Prepared) -> bool:
+        history = job.history
+        return history.user_id in self._leases and self._kv.resident_tokens(history) < history.num_tokens
+
+    def _plan_chunk(self, job: Prepared, num_tokens: int, now: float) -> Scheduled | None:
+        chunk = _first_tokens(job, self._kv.resident_tokens(job.history) + num_tokens)
+        plan = self._kv.plan(chunk.history, now)
+        if plan is None:
+            return None
+        return Scheduled(Waiting(chunk, Future(), now, deadline_s=None), plan, plan.num_new + chunk.request_rows.size)
 
     def expire(self, now: float) -> None:
         """Let go what no rank has come for, and keep what is held away from eviction."""
@@ -109,6 +168,11 @@ class Relay:
         for user_id in user_ids:
             if user_id in self._leases:
                 self._leases.use(user_id)
+
+    def note_step(self, took_s: float) -> None:
+        """A step that computed ahead has ended."""
+        self._steps += 1
+        self._busy_s += took_s
 
     def note_failed(self, batches: Sequence[Batch]) -> None:
         """What these were to compute ahead is not held."""
@@ -130,6 +194,8 @@ class Relay:
             used=leases.used,
             expired=leases.expired,
             compute_share=self._share.share(now),
+            steps=self._steps,
+            busy_s=self._busy_s,
         )
 
     def check(self) -> None:

@@ -95,6 +95,11 @@ class Scheduler:
         self.refused = 0
 
     @property
+    def max_requests(self) -> int:
+        """That one step holds."""
+        return self._config.max_batch_requests
+
+    @property
     def queue_length(self) -> int:
         return len(self._queue)
 

@@ -40,6 +40,9 @@ class PoolStats:
 
     bytes_by_cause: dict[str, int]
 
+    leases: int = 0  # prefixes computed ahead and held for their ranks
+    leased_pages: int = 0  # that those may take
+
     @property
     def row_hit_rate(self) -> float:
         return self.row_hits / max(1, self.row_hits + self.row_misses)

@@ -5,9 +5,8 @@ import math
 import secrets
 from typing import NamedTuple
 
+from helmrec.relay.trigger import SHARE_S
 from helmrec.types import Lease
-
-_MEMORY_S = 1.0  # over which a share of time is taken
 
 
 class _Held(NamedTuple):
@@ -35,9 +34,10 @@ class Leases:
     def users(self) -> list[int]:
         return list(self._by_user)
 
-    def grant(self, user_id: int, num_pages: int, expires_s: float) -> Lease:
+    def grant(self, user_id: int, num_pages: int, now_s: float, hold_ms: float) -> Lease:
         assert user_id not in self._by_user, "a user has one lease"
-        lease = Lease(secrets.token_hex(8), user_id, expires_s)
+        expires_s = now_s + hold_ms / 1e3
+        lease = Lease(secrets.token_hex(8), user_id, expires_s, hold_ms)
         self._by_user[user_id] = _Held(lease, num_pages)
         heapq.heappush(self._ends, (expires_s, user_id, lease.token))
         self.held_pages += num_pages
@@ -83,8 +83,8 @@ class ComputeShare:
         self._at_s = -math.inf
 
     def add(self, now_s: float, busy_s: float) -> None:
-        self._busy_s = self.share(now_s) * _MEMORY_S + busy_s
+        self._busy_s = self.share(now_s) * SHARE_S + busy_s
         self._at_s = now_s
 
     def share(self, now_s: float) -> float:
-        return self._busy_s * math.exp(-max(0.0, now_s - self._at_s) / _MEMORY_S) / _MEMORY_S
+        return self._busy_s * math.exp(-max(0.0, now_s - self._at_s) / SHARE_S) / SHARE_S

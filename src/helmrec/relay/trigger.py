@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from helmrec.config import RelayConfig
 
+SHARE_S = 1.0  # over which the share of time that goes into computing ahead is taken
+
 
 class Verdict(StrEnum):
     """What became of a signal, and why."""
@@ -25,6 +27,7 @@ class Signal(NamedTuple):
 
     inline_ms: float  # that a rank would take now, with nothing computed ahead: its wait and its step
     budget_ms: float
+    ahead_s: float  # that computing ahead would take
     num_missing: int  # tokens that would be computed ahead
     num_pages: int  # of the whole prefix
     is_held: bool  # its user has a lease
@@ -36,7 +39,7 @@ class Load(NamedTuple):
     held_pages: int
     kv_pages: int
     num_leases: int
-    compute_share: float  # of late time that went into computing ahead
+    compute_share: float  # of late time that went, or is about to go, into computing ahead
 
 
 def decide(config: RelayConfig, signal: Signal, load: Load) -> Verdict:
@@ -49,4 +52,5 @@ def decide(config: RelayConfig, signal: Signal, load: Load) -> Verdict:
         return Verdict.NO_ROOM
     if not signal.num_missing:
         return Verdict.RESIDENT
-    return Verdict.TOO_BUSY if load.compute_share >= config.max_compute else Verdict.ADMITTED
+    share = load.compute_share + signal.ahead_s / SHARE_S
+    return Verdict.TOO_BUSY if share > config.max_compute else Verdict.ADMITTED
