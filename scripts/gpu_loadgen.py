@@ -200,6 +200,15 @@ def small_requests(model: ModelConfig, num: int) -> list[RankRequest]:
     return made
 
 
+def smoked(device: str) -> dict[str, Any]:
+    """What `smoke` found, or how it failed: the rest is to be measured all the same."""
+    try:
+        return smoke(device)
+    except Exception as error:
+        say(f"the engine in a process of its own failed: {error!r}")
+        return {"failed": repr(error)}
+
+
 def smoke(device: str) -> dict[str, Any]:
     """Scores of an engine in its own process, over HTTP, beside those of one in this process."""
     with tempfile.TemporaryDirectory() as name:
@@ -235,7 +244,7 @@ def main() -> None:
         "alpha": plan.alpha,
         "table_bytes": plan.table_bytes,
         "mix": asdict(plan.mix),
-        "engine_process": smoke(plan.device),
+        "engine_process": smoked(plan.device),
     }
     settings = {"device": plan.device, "pool_bytes": plan.pool_bytes, "alpha": plan.alpha}
     engine = serving_engine(shape(plan), max_batch_requests=max(plan.batches), **settings)
