@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from helmrec.engine.intake import Prepared
 from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
+from helmrec.model.query_frame import Query, QueryArrays, ages, places, query_arrays
 from helmrec.model.window import gap_bucket
 from helmrec.types import IntArray
 
@@ -43,6 +44,7 @@ class Assembly:
     context_owner: IntArray
     context_table: IntArray
     context_counts: tuple[int, ...]
+    query: QueryArrays | None = None  # in a model with a query frame
 
     @property
     def event_rows(self) -> IntArray:  # (features, events)
@@ -121,6 +123,10 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
     )
     pages = np.fromiter(chain.from_iterable(plan.pages for _, plan in members), np.int32)
     tokens = _lay_out(np.array(known), np.concatenate(lines, axis=1), pages, shape)
+    query = None
+    if (frame := config.query_frame) is not None:
+        query = query_arrays(frame, config.time_buckets, [_query(r, num_user) for r, _ in members])
+        tokens = _as_seen_from_the_query(tokens, members, config)
     context = _context(members, tokens, num_user)
     split = num_features * tokens.event_at.size
     rows = np.empty(split + context.rows.size, np.int64)
@@ -134,7 +140,35 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         context_owner=context.owners,
         context_table=context.tables,
         context_counts=tuple(context.counts.tolist()),
+        query=query,
     )
+
+
+def _query(request: Prepared, num_user: int) -> Query:
+    return Query(request.query_time, num_user, request.num_events, request.num_candidates)
+
+
+def _as_seen_from_the_query(
+    tokens: _Tokens, members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig
+) -> _Tokens:
+    frame, num_user = config.query_frame, len(config.user_context)
+    assert frame is not None
+    num_events = np.repeat([request.num_events for request, _ in members], np.diff(tokens.cu_events))
+    gaps = [
+        part
+        for request, plan in members
+        for part in (
+            ages(
+                frame,
+                config.time_buckets,
+                request.query_time,
+                request.columns[-1, max(0, plan.num_resident - num_user) :],
+            ),
+            np.zeros(request.num_candidates, np.int64),
+        )
+    ]
+    positions = places(frame, num_user + num_events - tokens.positions)
+    return tokens._replace(positions=positions, gaps=np.concatenate(gaps))
 
 
 class _Context(NamedTuple):

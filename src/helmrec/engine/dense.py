@@ -12,7 +12,7 @@ from torch import Tensor
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_stage import Reading, RowStage
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.model.hstu import DenseInput, HstuModel
+from helmrec.model.hstu import DenseInput, HstuModel, QueryTerms
 from helmrec.types import IntArray
 
 Progress = Callable[[int, int], None]  # told how many of how many are done
@@ -114,7 +114,8 @@ class EagerDense:
         wait_for_pages()
         x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
         chosen = self._put(step.candidates)
-        return model.head(x[tokens.event_at[chosen]], tokens.event_rows[model.head_features][:, chosen])
+        rows = tokens.event_rows[model.head_features][:, chosen]
+        return model.head(x[tokens.event_at[chosen]], rows, tokens.query)
 
     def _input(self, step: Assembly, values: Tensor) -> DenseInput:
         num_features, num_events = step.event_rows.shape
@@ -136,8 +137,26 @@ class EagerDense:
                 write_slots=self._put(step.write_slots),
                 num_context=len(self._model.config.request_context),
                 page_tokens=self._memory.k_pages.shape[2],
+                v_scale=self._v_scale(step),
             ),
+            query=self._query_terms(step),
         )
 
-    def _put(self, array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+    def _v_scale(self, step: Assembly) -> Tensor | None:
+        """Each request divides by its own length where attention has no constant normaliser."""
+        if step.query is None:
+            return None
+        scale = np.repeat(1 / step.query.lengths, np.diff(step.cu_tokens))
+        return self._put(scale.astype(np.float32)[:, None, None]).to(self._model.dtype)
+
+    def _query_terms(self, step: Assembly) -> QueryTerms | None:
+        if step.query is None:
+            return None
+        return QueryTerms(
+            context_gaps=self._put(step.query.context_gaps[step.context_owner]),
+            context_kept=self._put(step.query.context_kept[step.context_owner][:, None]),
+            clocks=self._put(np.repeat(step.query.clocks, step.num_candidates, axis=0)),
+        )
+
+    def _put(self, array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)

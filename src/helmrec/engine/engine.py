@@ -344,7 +344,10 @@ class Engine:
     def report(self) -> EngineReport:
         """What the pool holds, and what is left of the card."""
         with self._lock:
-            return make_report(self._pool, self._master.num_bytes, self._dense.num_graphs, self._dense.buffer_bytes)
+            dense, keeps_kv = self._dense, self.model_config.is_append_stable
+            return make_report(
+                self._pool, self._master.num_bytes, dense.num_graphs, dense.buffer_bytes, keeps_kv=keeps_kv
+            )
 
     def check(self) -> None:
         """End what is running, then assert every invariant of the pool, both caches and the queue."""

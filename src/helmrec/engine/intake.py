@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from helmrec.errors import RequestError
 from helmrec.memory.history import History, chain
 from helmrec.model.config import ModelConfig
+from helmrec.model.query_frame import latest_window
 from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 
@@ -48,6 +49,7 @@ class Prepared:
     window_start: int
     truncated_events: int
     deadline_ms: float | None
+    query_time: int = 0  # what ages are counted from, in a model with a query frame
 
     @property
     def num_candidates(self) -> int:
@@ -89,26 +91,35 @@ class Intake:
         """Raise RequestError, naming field and value, or return the request ready to plan."""
         _check_names("context", request.context, self._context_tables)
         columns, anchor = self._window(request)
+        candidate_rows = self._candidate_rows(request)
+        candidate_gap = self._candidate_gap(request.request_time, columns[-1])
+        query_time = _query_time(request.request_time, columns[-1])
+        # Where K/V depend on the query, only a request of the same query may find them.
+        query = () if self._config.is_append_stable else (query_time, columns.shape[1], candidate_rows.shape[1])
         return Prepared(
-            history=self._history(request, columns, anchor),
+            history=self._history(request, columns, (anchor, *query)),
             columns=columns,
-            candidate_rows=self._candidate_rows(request),
-            candidate_gap=self._candidate_gap(request.request_time, columns[-1]),
+            candidate_rows=candidate_rows,
+            candidate_gap=candidate_gap,
             request_rows=_context_rows(self._request_context, request.context),
             window_start=anchor,
             truncated_events=anchor - request.first_event,
             deadline_ms=_deadline("deadline_ms", request.deadline_ms),
+            query_time=query_time,
         )
 
     def prepare_ahead(self, request: PrefillRequest) -> Prepared:
         """The same of a history alone. A request's own tokens stand in for the rank's; nobody looks at them."""
+        if not self._config.is_append_stable:
+            problem = "nothing can be computed ahead: K/V of this model depend on the query"
+            raise RequestError("user_id", request.user_id, problem)
         _check_names("context", request.context, {table.name for table in self._user_context})
         _scalar("num_candidates", request.num_candidates, self._config.max_candidates)
         _deadline("budget_ms", request.budget_ms)
         _deadline("hold_ms", request.hold_ms)
         columns, anchor = self._window(request)
         return Prepared(
-            history=self._history(request, columns, anchor),
+            history=self._history(request, columns, (anchor,)),
             columns=columns,
             candidate_rows=np.empty((len(self._config.features), 0), np.int64),
             candidate_gap=0,
@@ -122,13 +133,15 @@ class Intake:
         """The columns of the events the model sees, and the absolute index of the first of them."""
         first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
         columns = self._columns(request)
-        anchor = window_anchor(first_event, columns.shape[1], self._config.window)
+        anchored = window_anchor if self._config.is_append_stable else latest_window
+        anchor = anchored(first_event, columns.shape[1], self._config.window)
         return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
 
-    def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, anchor: int) -> History:
+    def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...]) -> History:
+        """`frame` holds what K/V depend on beside user, model and events."""
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
         user_rows = _context_rows(self._user_context, request.context)
-        seed = (user_id, self._version, anchor, *user_rows.tolist())
+        seed = (user_id, self._version, *frame, *user_rows.tolist())
         return History(user_id, user_rows, columns[:-2], chain(seed, user_rows.size, columns))
 
     def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
@@ -164,6 +177,13 @@ class Intake:
         if now < timestamps[-1]:
             raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
         return int(gap_bucket(now - int(timestamps[-1]), self._config.time_buckets))
+
+
+def _query_time(request_time: int | None, timestamps: IntArray) -> int:
+    """The time of the last event, if the client does not say what time it is."""
+    if request_time is not None:
+        return int(request_time)
+    return int(timestamps[-1]) if timestamps.size else 0
 
 
 class RowUpdate(NamedTuple):

@@ -27,6 +27,7 @@ class EngineReport:
     graph_buffer_bytes: int
     reserved_bytes: int  # by this process, all told; 0 on a CPU
     free_bytes: int  # left on the card; 0 on a CPU
+    keeps_kv: bool = True  # beyond the request it was computed for
 
     def __str__(self) -> str:
         kv_pages = self.num_pages - self.emb_pages
@@ -38,6 +39,10 @@ class EngineReport:
             f"tables: {self.master_bytes / _MIB:,.0f} MiB on the host; index of resident rows: "
             f"{self.index_bytes / _MIB:,.0f} MiB on the {'card' if self.is_index_on_card else 'host'}",
         ]
+        if not self.keeps_kv:
+            lines.append(
+                "K/V of this model depend on the query: history is computed once for all candidates, for no other"
+            )
         if self.reserved_bytes:
             lines.append(
                 f"card: {self.num_graphs} graphs over {self.graph_buffer_bytes / _MIB:,.0f} MiB of buffers, "
@@ -46,7 +51,9 @@ class EngineReport:
         return "\n".join(lines)
 
 
-def make_report(pool: Pool, master_bytes: int, num_graphs: int, graph_buffer_bytes: int) -> EngineReport:
+def make_report(
+    pool: Pool, master_bytes: int, num_graphs: int, graph_buffer_bytes: int, *, keeps_kv: bool
+) -> EngineReport:
     stats, on_card = pool.stats(), torch.cuda.is_available() and torch.cuda.is_initialized()
     return EngineReport(
         num_pages=stats.num_pages,
@@ -62,4 +69,5 @@ def make_report(pool: Pool, master_bytes: int, num_graphs: int, graph_buffer_byt
         graph_buffer_bytes=graph_buffer_bytes,
         reserved_bytes=torch.cuda.memory_reserved() if on_card else 0,
         free_bytes=torch.cuda.mem_get_info()[0] if on_card else 0,
+        keeps_kv=keeps_kv,
     )

@@ -43,6 +43,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses and updates the tables themselves."""
     _check_device(config)
     shape = model.config
+    if not shape.is_append_stable:
+        config = _for_one_request_at_a_time(config)
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
     master = _master(model, config, progress)
@@ -56,6 +58,13 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense.warm_up(progress)
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
     return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture)
+
+
+def _for_one_request_at_a_time(config: EngineConfig) -> EngineConfig:
+    """K/V of the model serve no other query, so none are kept; and graphs do not know what its tokens ask of one."""
+    if config.miss_curves:
+        raise ConfigError("miss_curves: K/V of this model depend on the query and are never kept, got True")
+    return config.model_copy(update={"kv_admission": "never", "cuda_graphs": False})
 
 
 def less_the_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

@@ -12,6 +12,8 @@ def run_layer(
     x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
 ) -> Tensor:  # (tokens, dim)
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)
+    if batch.v_scale is not None:
+        v.mul_(batch.v_scale)
     append_kv(k, v, k_pages, v_pages, batch)
     scale, normaliser, plan = shape.scale, shape.normaliser, batch.plan
     if shape.form == "gated":

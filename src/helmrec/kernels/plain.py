@@ -12,6 +12,8 @@ def run_layer(
 ) -> Tensor:  # (tokens, dim)
     """x: (tokens, dim). pages: (pages, page_tokens, heads, dim) of this layer; K/V are appended first."""
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)
+    if batch.v_scale is not None:
+        v.mul_(batch.v_scale)
     append_kv(k, v, k_pages, v_pages, batch)
     o = attend(q, k, v, k_pages, v_pages, batch, scale=shape.scale, normaliser=shape.normaliser)
     return gate_output(x, u, o.flatten(1), weights, shape.form)

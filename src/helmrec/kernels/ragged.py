@@ -29,6 +29,7 @@ class RaggedBatch:
     num_context: int
     page_tokens: int
     plan: "AttentionPlan | None" = None  # the work list, where a step has planned one ahead
+    v_scale: Tensor | None = None  # (tokens, 1, 1), of values before they are kept, where sequences differ in it
 
     @property
     def num_sequences(self) -> int:

@@ -1,6 +1,7 @@
 """Which prefixes earn their pages. One-time users must not flush returning ones."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,10 +52,21 @@ class ExpectedBenefit:
         return saving * visit.coldest_idle_s >= visit.idle_s
 
 
+class AdmitNever:
+    """Of models whose K/V serve one request and no other."""
+
+    def admits(self, visit: Visit) -> bool:
+        return False
+
+
 def make_kv_admission(name: str) -> KVAdmission:
-    if name == "always":
-        return AdmitAlways()
-    return SecondVisit() if name == "second-visit" else ExpectedBenefit()
+    makers: dict[str, Callable[[], KVAdmission]] = {
+        "always": AdmitAlways,
+        "second-visit": SecondVisit,
+        "benefit": ExpectedBenefit,
+        "never": AdmitNever,
+    }
+    return makers[name]()
 
 
 @dataclass(frozen=True, slots=True)

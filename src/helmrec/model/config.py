@@ -27,12 +27,36 @@ class EncoderConfig(Frozen):
     pooling: Literal["concat", "sum"] = "concat"
 
 
+class Cycle(Frozen):
+    """A clock the output sees: how many units of time have passed in a period of so many."""
+
+    unit_s: int = Field(ge=1)
+    num_units: int = Field(ge=1)
+
+
+class QueryFrame(Frozen):
+    """Tokens as seen from the query, the way Meta's DLRMv3 has them.
+
+    Positions count back from the candidates, times from the query's, attention is divided by the request's own length,
+    and the output sees the time of the query. K/V then depend on the whole request and outlive none.
+    """
+
+    num_positions: int = Field(
+        ge=1, description="entries of the position table; what lies farther back shares the last"
+    )
+    bucket_s: int = Field(60, ge=1, description="time bucket b begins at an age of b * b of these seconds")
+    min_context_events: int = Field(
+        0, ge=0, description="with fewer events and candidates together, user context reads as zeros"
+    )
+    cycles: tuple[Cycle, ...] = Field((), description="clocks beside what the output sees")
+
+
 class ModelConfig(Frozen):
     """Everything that fixes a model's arithmetic.
 
     An event token is the sum of its encoders' outputs, its action, its position (forward from the window's
     anchor) and the bucket of its time gap. User-context tokens come first and are cached with the history;
-    request-context tokens come after it and are not.
+    request-context tokens come after it and are not. A model with a `query_frame` sees positions and times otherwise.
     """
 
     format: Literal[1] = 1
@@ -44,6 +68,7 @@ class ModelConfig(Frozen):
     v_dim: int = Field(ge=1, description="per head")
     dim: int = Field(ge=1)
     hidden_dim: int = Field(512, ge=1, description="width inside the input and head MLPs")
+    input_hidden_dim: int | None = Field(None, ge=1, description="width inside the input MLPs, if another")
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 
@@ -60,6 +85,9 @@ class ModelConfig(Frozen):
     request_context: tuple[TableConfig, ...] = Field((), description="one token each, after the history")
     encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
     candidate_encoder: EncoderConfig = Field(description="the item side of the head")
+    query_frame: QueryFrame | None = Field(
+        None, description="set where K/V depend on the query, as imported models' do"
+    )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -72,7 +100,14 @@ class ModelConfig(Frozen):
         for encoder in (*self.encoders, self.candidate_encoder):
             if unknown := set(encoder.tables) - known:
                 raise ValueError(f"encoder {encoder.name!r} names unknown feature tables {sorted(unknown)}")
+        if self.query_frame is not None and self.request_context:
+            raise ValueError("a model with a query_frame has no request_context")
         return self
+
+    @property
+    def is_append_stable(self) -> bool:
+        """K/V of a token depend on nothing that comes after it, so they may outlive a request."""
+        return self.query_frame is None
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:

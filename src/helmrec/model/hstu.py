@@ -1,8 +1,8 @@
 """HSTU ranking: rows in, logits out. Inference only.
 
 Append-stable by construction: positions count forward from the window's anchor, the attention normaliser is
-a constant, time enters as gaps, so K/V of a token never depends on what follows it. Nothing here knows users,
-owners or queues.
+a constant, time enters as gaps, so K/V of a token never depends on what follows it. Models with a query frame are the
+exception, and say so. Nothing here knows users, owners or queues.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +22,15 @@ _LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTerms:
+    """What the tokens of a step take from the queries of their requests, in a model with a query frame."""
+
+    context_gaps: Tensor  # (context tokens,) time bucket
+    context_kept: Tensor  # (context tokens, 1) 1, or 0 where the row reads as zeros
+    clocks: Tensor  # (candidates, 2 * cycles)
+
+
+@dataclass(frozen=True, slots=True)
 class DenseInput:
     """One step's tokens. Flat order per sequence: user context, new events, request context, candidates."""
 
@@ -34,23 +43,27 @@ class DenseInput:
     context_at: Tensor  # (context tokens,) flat position
     context_counts: tuple[int, ...]  # tokens of each context table
     ragged: RaggedBatch
+    query: QueryTerms | None = None
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every dense weight. GEMM weights of layers are in x out, those of MLPs out x in."""
-    dim, hidden = config.dim, config.hidden_dim
+    dim, hidden, frame = config.dim, config.hidden_dim, config.query_frame
+    input_hidden = config.input_hidden_dim or hidden
     width, qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
     shapes: dict[str, tuple[int, ...]] = {
         "action_embedding.weight": (config.num_actions + 1, dim),  # the last row stands for "not yet known"
-        "position_embedding.weight": (config.window + 1, dim),
+        "position_embedding.weight": (config.window + 1 if frame is None else frame.num_positions, dim),
         "time_embedding.weight": (config.time_buckets, dim),
         "output_norm.weight": (dim,),
         "output_norm.bias": (dim,),
     }
     if num_context := len(config.user_context) + len(config.request_context):
         shapes |= {"context.weight": (num_context, config.row_dim, dim), "context.bias": (num_context, dim)}
+    if frame is not None:
+        shapes |= {"output_mix.weight": (dim, dim + 2 * len(frame.cycles)), "output_mix.bias": (dim,)}
     for encoder in config.encoders:
-        shapes |= _mlp_shapes(f"encoders.{encoder.name}", _fan_in(encoder, config), hidden, dim, has_norm=True)
+        shapes |= _mlp_shapes(f"encoders.{encoder.name}", _fan_in(encoder, config), input_hidden, dim, has_norm=True)
     shapes |= _mlp_shapes("candidate_encoder", _fan_in(config.candidate_encoder, config), hidden, dim, has_norm=True)
     shapes |= _mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
     for i in range(config.num_layers):
@@ -154,9 +167,11 @@ class HstuModel:
             x = self._kernels.run_layer(x, weights, self._shape, k, v, batch)
         return x
 
-    def head(self, x: Tensor, rows: Tensor) -> Tensor:  # (candidates, tasks) float32
+    def head(self, x: Tensor, rows: Tensor, query: QueryTerms | None = None) -> Tensor:  # (candidates, tasks) float32
         """Logits from the candidates' tokens and their rows, (head_features, candidates, row_dim)."""
         w, name = self._weights, "candidate_encoder"
+        if query is not None:
+            x = F.linear(torch.cat([x, query.clocks.to(x.dtype)], 1), w["output_mix.weight"], w["output_mix.bias"])
         user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], NORM_EPS)
         item = self._mlp(name, self._pool(self._head_inputs, rows))
         item = F.layer_norm(item, item.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], NORM_EPS)
@@ -164,8 +179,14 @@ class HstuModel:
 
     def _embed_context(self, tokens: DenseInput) -> Tensor:  # (context tokens, dim)
         weight, bias = self._weights["context.weight"], self._weights["context.bias"]
-        groups = tokens.context_rows.to(self.dtype).split(list(tokens.context_counts))
-        return torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
+        rows, query = tokens.context_rows.to(self.dtype), tokens.query
+        if query is not None:
+            rows = rows * query.context_kept.to(self.dtype)
+        groups = rows.split(list(tokens.context_counts))
+        embedded = torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
+        if query is not None:
+            embedded += F.embedding(query.context_gaps, self._weights["time_embedding.weight"])
+        return embedded
 
     def _pool(self, inputs: "_Inputs", rows: Tensor) -> Tensor:  # (n, fan-in of the encoder)
         """What an encoder makes of its tables' rows; rows: (all features, n, row_dim)."""

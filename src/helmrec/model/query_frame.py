@@ -1,0 +1,73 @@
+"""Where tokens stand as seen from the query: positions counted back, ages, clocks.
+
+For models whose `query_frame` is set. Pure NumPy over small arrays; it knows neither rows nor pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.model.config import QueryFrame
+from helmrec.types import IntArray
+
+_PI = 3.14  # as published checkpoints were trained with
+
+
+class Query(NamedTuple):
+    """What a request's tokens depend on beside themselves."""
+
+    time_s: int
+    num_context: int
+    num_events: int
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryArrays:
+    """One entry per request."""
+
+    context_gaps: IntArray  # time bucket of context tokens
+    context_kept: NDArray[np.float32]  # 1, or 0 where context rows read as zeros
+    lengths: IntArray  # what attention is divided by: all tokens of the request
+    clocks: NDArray[np.float32]  # (requests, 2 * cycles)
+
+
+def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) -> QueryArrays:
+    times, num_context, num_events, num_candidates = np.array(queries, np.int64).T
+    return QueryArrays(
+        context_gaps=_buckets(frame, num_buckets, times),  # context has no time of its own: it is as old as can be
+        context_kept=(num_events + num_candidates >= frame.min_context_events).astype(np.float32),
+        lengths=num_context + num_events + num_candidates,
+        clocks=_clocks(frame, times),
+    )
+
+
+def latest_window(first_event: int, num_events: int, window: int) -> int:
+    """Absolute index of the first event seen: always the latest, since nothing cached has to stay in place."""
+    return max(first_event, first_event + num_events - window)
+
+
+def places(frame: QueryFrame, steps_back: IntArray) -> IntArray:
+    """Entries of the position table."""
+    return np.minimum(steps_back, frame.num_positions - 1)
+
+
+def ages(frame: QueryFrame, num_buckets: int, query_time_s: int, times_s: IntArray) -> IntArray:
+    """Time buckets of events."""
+    return _buckets(frame, num_buckets, query_time_s - times_s)
+
+
+def _buckets(frame: QueryFrame, num_buckets: int, ages_s: IntArray) -> IntArray:
+    """In single precision, as published: the last second before a far bucket may already count to it."""
+    roots = np.sqrt(ages_s.astype(np.float32) / np.float32(frame.bucket_s))
+    return np.minimum(roots.astype(np.int64), num_buckets - 1)
+
+
+def _clocks(frame: QueryFrame, times_s: IntArray) -> NDArray[np.float32]:
+    """Cosine and sine of how far each period has gone."""
+    hands = [times_s // c.unit_s % c.num_units / c.num_units * 2 * _PI for c in frame.cycles]
+    columns = [part(hand) for hand in hands for part in (np.cos, np.sin)]
+    return np.stack(columns, axis=1).astype(np.float32) if columns else np.empty((times_s.size, 0), np.float32)
