@@ -33,7 +33,7 @@ from helmrec.serve.app import make_app
 from helmrec.serve.port import Health, Look
 from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import ServeConfig
-from helmrec.types import Ids, RankRequest, RankResult, Timing
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/http-cpu.json")
@@ -62,6 +62,9 @@ class NullPort:
     def _result(self, num_candidates: int) -> RankResult:
         scores = np.full((num_candidates, self.model.num_tasks), 0.25, np.float32)
         return RankResult(scores, 0, 0, 0, 0, 0, 0, Timing(0.0, 0.0, 0.0))
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        raise NotImplementedError
 
     async def stats(self) -> EngineStats:
         raise NotImplementedError

@@ -155,8 +155,23 @@ class Streams(RuleBasedStateMachine):
         history = {name: getattr(rank, name) for name in ("items", "actions", "timestamps", "features", "first_event")}
         signal = PrefillRequest(user, context={"country": rank.context["country"]}, num_candidates=3, **history)
         seen[f"ahead: {self.engine.prefill(signal).verdict}"] += 1
+        before, failed = self.engine.stats(), self.engine.relay_stats().failed
         for _ in range(num_steps):
             self.engine.step()
+        after = self.engine.stats()
+        assert after.relay.failed == failed, "a chunk could not be computed"
+        if after.served == before.served:  # then all of it was ahead of ranks
+            seen["reloads ahead"] += after.pool.host_reloaded_pages - before.pool.host_reloaded_pages
+            seen["saves ahead"] += after.pool.host_saved_pages - before.pool.host_saved_pages
+            seen["steps ahead"] += after.relay.steps - before.relay.steps
+
+    @rule(num_pages=st.integers(1, 20), num_steps=st.integers(1, 6))
+    def press_and_compute_ahead(self, num_pages: int, num_steps: int) -> None:
+        """Leases of before end, prefixes go, and all users are signalled: what the host holds of them comes back."""
+        self.clock.advance(30)
+        self.engine._pool.kv.evict(num_pages)
+        for user in range(NUM_USERS):
+            self.compute_ahead(user, "whole", 0.0, num_steps)
 
     @rule(user=st.integers(0, NUM_USERS - 1))
     def cancel(self, user: int) -> None:
@@ -271,6 +286,7 @@ def assert_streams_went_everywhere() -> None:
     places = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
     places += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
     places += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room"]
+    places += ["steps ahead", "saves ahead", "reloads ahead"]
     assert all(seen[place] for place in places), dict(seen)
 
 

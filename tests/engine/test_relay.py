@@ -105,9 +105,9 @@ def test_short_prefixes_share_a_step() -> None:
     engine, _ = make_engine(relay=RelayConfig(risk=0, chunk_tokens=20, max_held=1.0, max_compute=1.0))
     for user in (1, 2, 3):
         engine.prefill(signal_of(rank_of(user, 7)))
-    assert finish(engine) == 2, "twenty of twenty-four tokens, then the rest"
+    assert finish(engine) == 2, "seven tokens of each and one of the request"
     ranks = [rank_of(user, 7) for user in (1, 2, 3)]
-    assert [result.reused_tokens for result in engine.rank(ranks)] == [8, 8, 8]
+    assert [result.reused_tokens for result in engine.rank(ranks)] == [7, 7, 7], "the last of eight ends a page"
     stats = engine.stats()
     assert stats.relay.steps == 2
     assert stats.served == 3
@@ -149,10 +149,19 @@ def test_a_history_that_the_host_holds_whole_is_brought_back_ahead_of_its_rank()
     engine._pool.kv.evict(1_000)
     engine.prefill(replace(signal_of(rank_of(1, 12)), context={}))
     finish(engine)
-    assert engine.stats().pool.host_reloaded_pages == 3, "a step that computes nothing"
+    stats = engine.stats()
+    assert stats.relay.failed == 0
+    assert stats.pool.host_reloaded_pages == 2, "the page it ends with is left to the rank"
     (again,) = engine.rank([rank])
     assert again.reused_tokens == 12
+    assert engine.stats().pool.host_reloaded_pages == 3
     np.testing.assert_allclose(again.scores, first.scores, atol=1e-6)
+
+
+def test_a_history_of_no_events_has_nothing_to_compute() -> None:
+    engine, _ = make_engine()
+    assert engine.prefill(signal_of(rank_of(1, 0))).verdict == "resident"
+    assert finish(engine) == 0
 
 
 def test_what_is_held_outlives_what_is_not_until_its_lease_ends() -> None:
@@ -162,12 +171,12 @@ def test_what_is_held_outlives_what_is_not_until_its_lease_ends() -> None:
     for user in range(2, 14):
         engine.rank([rank_of(user, 15)])
     assert engine.stats().pool.kv_evicted_pages > 0
-    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) == 16
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) == 15
     clock.advance(2.0)
     engine.step()
     assert engine.relay_stats().expired == 1
     engine.rank([rank_of(20, 15)])
-    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) < 16, "it went first"
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) < 15, "it went first"
     engine.check()
 
 

@@ -44,7 +44,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
-    assert len(SHELL) == TEXT.count("```sh") == 10
+    assert len(SHELL) == TEXT.count("```sh") == 11
     assert len(PYTHON) == 1
 
 

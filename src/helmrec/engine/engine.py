@@ -37,6 +37,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequ
 log = logging.getLogger("helmrec.engine")
 _MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
 _STRANGER_WARNING = 32
+_FIRST_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,8 @@ class Engine:
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        if not (self._pool.expander.num_slots or self._relay.is_used):
+        is_new = self._pipeline.num_ended <= _FIRST_STEPS  # so that the first signal meets a judge who has seen some
+        if not (is_new or self._pool.expander.num_slots or self._relay.is_used):
             return
         costs = self._pool.expander.costs
         tokens = sum(member.num_tokens for member in batch.members)

@@ -33,6 +33,7 @@ class RelayStats:
     compute_share: float  # of late time that went, or is about to go, into computing ahead
     steps: int  # that computed ahead
     busy_s: float  # that they took
+    failed: int  # steps that did not
 
 
 class _Signal(NamedTuple):
@@ -63,7 +64,7 @@ class Relay:
         self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
         self._share = ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
-        self._steps = 0
+        self._steps = self._failed = 0
         self._busy_s = 0.0
 
     @property
@@ -94,7 +95,7 @@ class Relay:
         """Take a user's history to be computed ahead, or say why not."""
         self.expire(now)
         total, user_id = history.history.num_tokens, request.user_id
-        missing = total - self._kv.resident_tokens(history.history)
+        missing = max(0, self._num_ahead(history) - self._kv.resident_tokens(history.history))
         num_pages = -(-total // self._kv.limits.page_tokens)
         signal = Signal(
             inline_ms=self._scheduler.wait_ms + self._inline_ms(total, missing, request.num_candidates),
@@ -146,15 +147,24 @@ class Relay:
         return Batch(members, now, is_ahead=True) if members else None
 
     def _is_wanted(self, job: Prepared) -> bool:
-        history = job.history
-        return history.user_id in self._leases and self._kv.resident_tokens(history) < history.num_tokens
+        return job.history.user_id in self._leases and self._kv.resident_tokens(job.history) < self._num_ahead(job)
+
+    def _num_ahead(self, job: Prepared) -> int:
+        """Tokens of a history to compute ahead. A step must compute an event, though pages may come from the host:
+        so none ends with a page, and the rank computes a last token that does."""
+        total = job.history.num_tokens
+        return total - (total % self._kv.limits.page_tokens == 0) if job.num_events else 0
 
     def _plan_chunk(self, job: Prepared, num_tokens: int, now: float) -> Scheduled | None:
-        chunk = _first_tokens(job, self._kv.resident_tokens(job.history) + num_tokens)
+        resident = max(self._kv.resident_tokens(job.history), job.history.context_rows.size)
+        end = resident + num_tokens
+        end += end % self._kv.limits.page_tokens == 0
+        chunk = _first_tokens(job, min(end, self._num_ahead(job)))
         plan = self._kv.plan(chunk.history, now)
         if plan is None:
             return None
-        return Scheduled(Waiting(chunk, Future(), now, deadline_s=None), plan, plan.num_new + chunk.request_rows.size)
+        waiting = Waiting(chunk, Future(), now, deadline_s=None)
+        return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)
 
     def expire(self, now: float) -> None:
         """Let go what no rank has come for, and keep what is held away from eviction."""
@@ -177,6 +187,7 @@ class Relay:
     def note_failed(self, batches: Sequence[Batch]) -> None:
         """What these were to compute ahead is not held."""
         for batch in batches:
+            self._failed += batch.is_ahead
             for member in batch.members if batch.is_ahead else ():
                 self.drop(member.request.history.user_id)
 
@@ -196,6 +207,7 @@ class Relay:
             compute_share=self._share.share(now),
             steps=self._steps,
             busy_s=self._busy_s,
+            failed=self._failed,
         )
 
     def check(self) -> None:

@@ -23,6 +23,7 @@ from helmrec.serve.front import Front
 from helmrec.serve.histories import Histories
 from helmrec.serve.live import LiveRoutes, dashboard
 from helmrec.serve.port import EnginePort
+from helmrec.serve.prefill import PrefillRoutes
 from helmrec.serve.routes import Endpoint, openapi
 from helmrec.serve.schema import Problem
 from helmrec.serve.settings import ServeConfig
@@ -36,7 +37,7 @@ API_VERSION = "1"
 def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
     """The application in front of `port`, which it starts; it closes both when it ends."""
     front = Front(port, config, histories)
-    parts = (FriendlyRoutes(front), UserRoutes(front), LiveRoutes(front), InferenceRoutes(front))
+    parts = (FriendlyRoutes(front), PrefillRoutes(front), UserRoutes(front), LiveRoutes(front), InferenceRoutes(front))
     endpoints = [endpoint for part in parts for endpoint in part.endpoints()]
     document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION, port.model.name))
 

@@ -24,8 +24,9 @@ from helmrec.errors import (
     StaleVersion,
 )
 from helmrec.history.store import Appended, UserState
+from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
-from helmrec.types import Ids, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
 _KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, QueueFull)
 _BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
@@ -69,6 +70,25 @@ class Client:
 
     def _rank(self, body: object) -> RankResult:
         return self._answer.decode(self._done("POST", "/v1/rank", body)).result()
+
+    def prefill(self, request: PrefillRequest) -> PrefillAnswer:
+        """Have a history computed ahead of its rank, or hear why not."""
+        return self._prefill(request)
+
+    def prefill_stored(
+        self,
+        user_id: int,
+        context: Mapping[str, int] | None = None,
+        num_candidates: int = 0,
+        budget_ms: float | None = None,
+        hold_ms: float | None = None,
+    ) -> PrefillAnswer:
+        """`prefill`, with the history the server keeps of the user."""
+        fields = {"num_candidates": num_candidates, "budget_ms": budget_ms, "hold_ms": hold_ms}
+        return self._prefill({"user_id": user_id, "context": context or {}, **fields})
+
+    def _prefill(self, body: object) -> PrefillAnswer:
+        return msgspec.json.decode(self._done("POST", "/v1/prefill", body), type=PrefillAnswer)
 
     def append(
         self,

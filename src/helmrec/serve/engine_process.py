@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from helmrec.serve.wire import (
     pack_error,
     pack_results,
     unpack_call,
+    unpack_prefill,
     unpack_requests,
 )
+from helmrec.types import PrefillResult
 
 log = logging.getLogger("helmrec.serve")
 _LOOK_EVERY_S = 0.01
@@ -68,6 +71,8 @@ class EngineProcess:
             self._is_over.set()
         elif frame.kind == Kind.RANK:
             self._rank(frame)
+        elif frame.kind == Kind.PREFILL:
+            self._prefill(frame)
         else:
             name, arguments = unpack_call(frame.payload)
             self._start(self._call(frame.call, name, arguments))
@@ -85,6 +90,21 @@ class EngineProcess:
             self._fail(frame.call, error)
         else:
             self._start(self._answer_ranked(frame.call, self._port, queued))
+
+    def _prefill(self, frame: Frame) -> None:
+        assert self._port is not None, "signals come when the engine is ready"
+        try:
+            told = self._port.signal(unpack_prefill(frame.payload))
+        except Exception as error:
+            self._fail(frame.call, error)
+        else:
+            self._start(self._answer_signal(frame.call, told))
+
+    async def _answer_signal(self, call: int, told: "Future[PrefillResult]") -> None:
+        try:
+            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(told))])
+        except Exception as error:
+            self._fail(call, error)
 
     async def _answer_ranked(self, call: int, port: InProcessPort, queued: Queued) -> None:
         try:

@@ -126,6 +126,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error
         )
+        yield from _of_relay(stats)
         for name, help_ in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
         for name, help_ in _GAUGES.items():
@@ -136,3 +137,18 @@ class _EngineCollector(Collector):
         for cause, num_bytes in stats.pool.bytes_by_cause.items():
             moved.add_metric([cause], num_bytes)
         yield moved
+
+
+def _of_relay(stats: EngineStats) -> Iterator[Metric]:
+    """Prefixes computed ahead of their ranks."""
+    relay, page_bytes = stats.relay, stats.pool.page_bytes
+    signals = CounterMetricFamily("helmrec_relay_signals", "Signals by what became of them.", labels=["reason"])
+    for reason, num in relay.verdicts.items():
+        signals.add_metric([reason], num)
+    yield signals
+    yield GaugeMetricFamily("helmrec_relay_leases", "Prefixes held for their ranks.", relay.leases)
+    yield GaugeMetricFamily("helmrec_relay_leased_bytes", "Pool bytes they may take.", relay.held_pages * page_bytes)
+    yield GaugeMetricFamily("helmrec_relay_compute_share", "Late time for computing ahead.", relay.compute_share)
+    yield CounterMetricFamily("helmrec_relay_leases_used", "Leases whose rank came in time.", relay.used)
+    yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not.", relay.expired)
+    yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time that went into computing ahead.", relay.busy_s)

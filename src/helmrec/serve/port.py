@@ -23,7 +23,7 @@ from helmrec.errors import DeadlineExceeded, Refused, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
-from helmrec.types import Ids, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
 _IDLE_WAIT_S = 0.02  # the boundary goes on moving while nobody asks; a request ends the wait at once
@@ -72,6 +72,9 @@ class EnginePort(Protocol):
 
         `spent_ms` of their deadlines went by before.
         """
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Have a history computed ahead of its rank, or hear why not."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -167,6 +170,15 @@ class InProcessPort:
             raise
         finally:
             self._withdraw(queued)  # of a call that was refused half way; what is done stays as it is
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        return await asyncio.wrap_future(self.signal(request))
+
+    def signal(self, request: PrefillRequest) -> "Future[PrefillResult]":
+        """Queue a signal; its arrays are not looked at any more when this returns."""
+        future = self._engine.submit_prefill(request)
+        self._has_work.set()
+        return future
 
     def _withdraw(self, queued: "Queued") -> None:
         for future in queued.futures:

@@ -27,11 +27,12 @@ from helmrec.serve.wire import (
     Kind,
     NotForTheWire,
     pack_call,
+    pack_prefill,
     pack_requests,
     unpack_error,
     unpack_results,
 )
-from helmrec.types import Ids, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
 _FIRST_PAUSE_S = 0.2  # before it is started again; doubles while it does not get ready
@@ -90,6 +91,17 @@ class ProcessPort:
             self._refuse(requests, str(unfit))
         results: list[RankResult] = await self._ask(Kind.RANK, parts)
         return results
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        try:
+            parts = pack_prefill(request)
+            if sum(len(part) for part in parts) > self._need_link().max_frame_bytes:
+                raise NotForTheWire("too long")
+        except NotForTheWire as unfit:
+            self._intake.prepare_ahead(request)  # says what is wrong with it, as an engine would
+            raise QueueFull(f"the signal does not fit the ring between front and engine: {unfit}") from None
+        value: bytes = await self._ask(Kind.PREFILL, parts)
+        return msgspec.msgpack.decode(value, type=PrefillResult)
 
     def _refuse(self, requests: Sequence[RankRequest], why: str) -> None:
         """Raise what an engine would raise."""

@@ -41,9 +41,9 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
         history = self if stored is None else stored
         return RankRequest(
             user_id=self.user_id,
-            items=_given("items", history.items),
-            actions=_given("actions", history.actions),
-            timestamps=_given("timestamps", history.timestamps),
+            items=given("items", history.items),
+            actions=given("actions", history.actions),
+            timestamps=given("timestamps", history.timestamps),
             candidates=self.candidates,
             features=history.features,
             candidate_features=self.candidate_features,
@@ -54,7 +54,8 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def _given(field: str, values: Ids | UnsetType) -> Ids:
+def given(field: str, values: Ids | UnsetType) -> Ids:
+    """What the client sent; RequestError if it did not."""
     if values is UNSET:
         raise RequestError(field, None, "is required")
     return values

@@ -26,6 +26,7 @@ class ServeConfig(Frozen):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; loopback unless told otherwise")
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
+    node_name: str = Field("local", min_length=1, description="what this node is called in leases")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
     engine_process: bool = Field(False, description="the engine in a process of its own, started again if it ends")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from helmrec import errors
 from helmrec.errors import HelmRecError, QueueFull, RequestError, ServerError
-from helmrec.types import Ids, RankRequest, RankResult, Timing
+from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -33,6 +33,7 @@ class Kind(IntEnum):
     VALUE = 7
     ERROR = 8
     FAILED = 9  # it cannot go on, and says why
+    PREFILL = 10  # to the engine
 
 
 class Begin(Struct, frozen=True):
@@ -77,6 +78,17 @@ class _WireResult(Struct, frozen=True, array_like=True):
     timing: Timing
 
 
+class _WirePrefill(Struct, frozen=True, array_like=True):
+    user_id: int
+    first_event: int
+    context: dict[str, int]
+    features: list[str]
+    num_candidates: int
+    budget_ms: float | None
+    hold_ms: float | None
+    arrays: list[tuple[str, int]]  # as of a request
+
+
 class WireError(Struct, frozen=True):
     """An error of ours by its class, or, without one, a failure."""
 
@@ -91,6 +103,7 @@ class NotForTheWire(Exception):
 
 
 _REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
+_PREFILL = msgspec.msgpack.Decoder(_WirePrefill)
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
 _HEADER_BYTES = 8
 
@@ -143,10 +156,8 @@ def unpack_requests(payload: memoryview) -> Received:
     header, at = _split(payload)
     sent, requests = _REQUESTS.decode(header), []
     for each in sent.requests:
-        lines: list[NDArray[np.integer]] = []
-        for dtype, num in each.arrays:
-            lines.append(np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64))
-            at += lines[-1].nbytes
+        lines = _lines(payload, at, each.arrays)
+        at += sum(line.nbytes for line in lines)
         items, actions, timestamps, candidates, *extra = lines
         features = dict(zip(each.features, extra, strict=False))
         of_candidates = dict(zip(each.candidate_features, extra[len(features) :], strict=True))
@@ -166,6 +177,52 @@ def unpack_requests(payload: memoryview) -> Received:
             )
         )
     return Received(requests, (time.monotonic() - sent.came_s) * 1e3)
+
+
+def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
+    lines = [_line(each) for each in (request.items, request.actions, request.timestamps, *request.features.values())]
+    sent = _WirePrefill(
+        request.user_id,
+        request.first_event,
+        dict(request.context),
+        list(request.features),
+        request.num_candidates,
+        request.budget_ms,
+        request.hold_ms,
+        [(line.dtype.str, line.size) for line in lines],
+    )
+    try:
+        header = _ENCODER.encode(sent)
+    except (OverflowError, TypeError) as error:
+        raise NotForTheWire(str(error)) from None
+    return _joined(header, [line.data.cast("B") if line.size else b"" for line in lines])
+
+
+def unpack_prefill(payload: memoryview) -> PrefillRequest:
+    """Arrays are views of the payload."""
+    header, at = _split(payload)
+    sent = _PREFILL.decode(header)
+    items, actions, timestamps, *extra = _lines(payload, at, sent.arrays)
+    return PrefillRequest(
+        user_id=sent.user_id,
+        items=items,
+        actions=actions,
+        timestamps=timestamps,
+        features=dict(zip(sent.features, extra, strict=True)),
+        context=sent.context,
+        first_event=sent.first_event,
+        num_candidates=sent.num_candidates,
+        budget_ms=sent.budget_ms,
+        hold_ms=sent.hold_ms,
+    )
+
+
+def _lines(payload: memoryview, at: int, arrays: Sequence[tuple[str, int]]) -> list[NDArray[np.integer]]:
+    lines: list[NDArray[np.integer]] = []
+    for dtype, num in arrays:
+        lines.append(np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64))
+        at += lines[-1].nbytes
+    return lines
 
 
 def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
