@@ -35,6 +35,7 @@ RANKS = {
     "load_cli": 6,
     "loadgen_cli": 6,
     "serve_cli": 6,
+    "cluster": 6,
     "cli": 7,
 }
 MAY_IMPORT_TORCH_IN_MEMORY = {
@@ -142,8 +143,16 @@ def test_kernel_languages_stay_in_kernels(library: str) -> None:
     assert {layer(module) for module in IMPORTS if uses(module, library)} <= {"kernels"}
 
 
-def test_ray_stays_in_the_cluster_front() -> None:
-    assert all(module.startswith("helmrec.serve.cluster") for module in IMPORTS if uses(module, "ray"))
+def test_ray_stays_in_the_cluster() -> None:
+    assert {layer(module) for module in IMPORTS if uses(module, "ray")} <= {"cluster"}
+    names = ("config", "dispatch", "environment", "hint", "merge", "port", "replica", "report")
+    decide = {f"helmrec.cluster.{name}" for name in names}
+    assert decide <= IMPORTS.keys()
+    assert not [seen for module in decide for seen in (module, *reach(module)) if uses(seen, "ray")]
+
+
+def test_a_single_node_needs_nothing_of_a_cluster() -> None:
+    assert {layer(m) for m in IMPORTS if any(layer(o) == "cluster" for o in ours(m))} <= {"cluster", "serve_cli"}
 
 
 def test_pickle_is_imported_nowhere() -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from helmrec.cluster.config import read_cluster_config
+from helmrec.cluster.environment import prepare_environment
 from helmrec.console import err, out, told_plainly
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
@@ -31,6 +33,11 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Many engines on Ray Serve; needs helmrec[cluster].")
+    ] = False,
+    replicas: Annotated[int | None, typer.Option(help="Engines of a cluster.")] = None,
+    cluster_config: Annotated[Path | None, typer.Option(help="A TOML file of the cluster's own settings.")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show all settings, and stop.")] = False,
 ) -> None:
     """Serve a model over HTTP. Flags win over HELMREC_* variables, those over the file of --config.
@@ -53,7 +60,10 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             for line in settings.lines():
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
             return
-        _serve(model, settings)
+        if cluster or replicas is not None or cluster_config is not None:
+            _serve_cluster(model, settings, cluster_config, {} if replicas is None else {"replicas": replicas})
+        else:
+            _serve(model, settings)
 
 
 def _given(flags: dict[str, tuple[str, Any]]) -> dict[str, Given]:
@@ -65,6 +75,17 @@ def _parsed(others: list[str]) -> dict[str, Given]:
         if "=" not in each:
             raise ConfigError(f"--set: NAME=VALUE is needed, got {each!r}")
     return {name: Given(value, "flag --set") for name, _, value in (each.partition("=") for each in others)}
+
+
+def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: dict[str, Any]) -> None:
+    log_to_stderr(settings.serve.log_level)
+    config = read_cluster_config(file, **given)
+    prepare_environment(config)
+    try:
+        from helmrec.cluster.command import serve_cluster  # noqa: PLC0415 - Ray is an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--cluster needs helmrec[cluster] to be installed ({error})") from None
+    serve_cluster(model, settings, config)
 
 
 def _serve(model: Path, settings: Settings) -> None:

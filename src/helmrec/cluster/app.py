@@ -1,0 +1,170 @@
+"""The application on Ray Serve: HTTP fronts, and engines behind our request router.
+
+`build` is what a Serve config file names (`import_path: helmrec.cluster.app:build`); the command line makes the same
+application of the same settings.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import SecretStr
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from helmrec.cluster.config import ClusterConfig, cluster_config
+from helmrec.cluster.fleet import RayFleet
+from helmrec.cluster.port import ClusterPort
+from helmrec.cluster.replica import EngineReplica, replica_settings
+from helmrec.cluster.request_router import REPORT, HelmRequestRouter
+from helmrec.errors import ConfigError
+from helmrec.model.config import ModelConfig
+from helmrec.model.weights import read_manifest
+from helmrec.router.cost import RouterCost, TokenShape, read_router_cost
+from helmrec.serve.app import make_app
+from helmrec.serve.control import Steering
+from helmrec.serve.histories import Histories
+from helmrec.serve.logs import log_to_stderr
+from helmrec.serve.settings import Given, Settings, resolve
+from helmrec.serve.wire import Begin
+from helmrec.sim.cost import default_cost
+from helmrec.sim.node_config import NodeConfig
+
+ENGINES, INGRESS = "engines", "ingress"
+_ROUTING_TASKS_PERIODS = 4  # report periods after which a replica that does not report is asked again
+
+
+class _Engines(EngineReplica):
+    """A replica as Ray Serve calls it."""
+
+    def __init__(self, begin: bytes, settings: bytes) -> None:
+        super().__init__(begin, settings, serve.get_replica_context().replica_id.unique_id)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        return {REPORT: await self.report()}
+
+    async def __del__(self) -> None:
+        await self.close()
+
+
+@serve.ingress()
+class _Ingress:
+    """The single node's HTTP API in front of all engines."""
+
+    def __init__(self, engines: DeploymentHandle, model: str, settings: dict[str, Any], patience_s: float) -> None:
+        told = _settings(settings)
+        log_to_stderr(told.serve.log_level)
+        shape = read_manifest(Path(model)).model
+        self._port = ClusterPort(RayFleet(engines), shape, told.engine.max_history, patience_s)
+        path = told.serve.history_path
+        histories = None if path is None else Histories.open(path, shape, told.history)
+        self._app = make_app(self._port, told.serve, histories)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return self._app
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """From plain values: `model`, a folder every machine sees; `settings` of a server; `cluster`."""
+    if unknown := arguments.keys() - {"model", "settings", "cluster"}:
+        raise ConfigError(f"{min(unknown)} is not a known argument, got {arguments[min(unknown)]!r}")
+    if "model" not in arguments:
+        raise ConfigError("model is required")
+    cluster = cluster_config(dict(arguments.get("cluster") or {}))
+    return application(Path(arguments["model"]), _settings(arguments.get("settings") or {}), cluster)
+
+
+def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Application:
+    """Raise what is wrong with the settings, or with the model's folder, before anything starts."""
+    shape = read_manifest(model).model
+    Steering.of(settings.serve, NodeConfig(model=shape, engine=settings.engine))
+    _check_histories(settings.serve.history_path)
+    begin = Begin(
+        str(model),
+        settings.engine.model_dump(mode="json"),
+        settings.serve.model_dump(mode="json", exclude={"admin_token"}),
+    )
+    told = {
+        "report_every_s": cluster.report_every_s,
+        "sketch_bits": cluster.memory.sketch_bits,
+        "kept_from_visit": 1 if settings.engine.kv_admission == "always" else cluster.memory.kept_from_visit,
+    }
+    engines = serve.deployment(_Engines, name=ENGINES).options(**_engine_options(cluster, settings, shape))
+    front = serve.deployment(_Ingress, name=INGRESS).options(
+        num_replicas=cluster.ingresses,
+        max_ongoing_requests=cluster.max_waiting * max(cluster.replicas, _most(cluster)),
+        ray_actor_options={"num_cpus": cluster.cpus_per_ingress},
+        graceful_shutdown_timeout_s=cluster.drain_s,
+        health_check_period_s=cluster.health_every_s,
+    )
+    bound = engines.bind(msgspec.msgpack.encode(begin), replica_settings(told))
+    return front.bind(bound, str(model), _plain(settings), cluster.patience_s)
+
+
+def _most(cluster: ClusterConfig) -> int:
+    return 0 if cluster.scaling is None else cluster.scaling.max_replicas
+
+
+def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> dict[str, Any]:
+    routing = RequestRouterConfig(
+        request_router_class=HelmRequestRouter,
+        request_router_kwargs={
+            "router": cluster.router,
+            "cost": router_cost(cluster, settings, model).model_dump(),
+            "routing": cluster.routing.model_dump(),
+            "memory": cluster.memory.model_dump(),
+        },
+        request_routing_stats_period_s=cluster.report_every_s,
+        request_routing_stats_timeout_s=cluster.report_every_s * _ROUTING_TASKS_PERIODS,
+    )
+    options: dict[str, Any] = {
+        "request_router_config": routing,
+        "max_ongoing_requests": cluster.max_waiting,
+        "ray_actor_options": {"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": cluster.drain_s,
+        "health_check_period_s": cluster.health_every_s,
+        "health_check_timeout_s": max(10.0, 5 * cluster.health_every_s),
+    }
+    if cluster.scaling is None:
+        return options | {"num_replicas": cluster.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=cluster.scaling.min_replicas,
+        max_replicas=cluster.scaling.max_replicas,
+        target_ongoing_requests=cluster.scaling.waiting_per_replica,
+        upscale_delay_s=cluster.scaling.up_after_s,
+        downscale_delay_s=cluster.scaling.down_after_s,
+    )
+    return options | {"autoscaling_config": scaling}
+
+
+def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> RouterCost:
+    """What the router reckons with, for the model that is served."""
+    geometry = NodeConfig(model=model, engine=settings.engine).geometry
+    shape = TokenShape(len(model.features), geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
+    if cluster.calibration is not None:
+        return read_router_cost(Path(cluster.calibration), shape)
+    return RouterCost.from_calibration(default_cost().model_dump(), shape)
+
+
+def _check_histories(path: str | None) -> None:
+    if path is not None and not path.startswith(("redis://", "rediss://")):
+        raise ConfigError(f"history_path must be a redis:// address that all nodes share, got {path!r}")
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """All settings by name, as `_settings` takes them; the token goes to the fronts and nowhere else."""
+    values: dict[str, Any] = {
+        **settings.serve.model_dump(mode="json", exclude={"admin_token"}, exclude_none=True),
+        **settings.engine.model_dump(mode="json", exclude_none=True),
+        **{f"history_{name}": value for name, value in settings.history.model_dump(mode="json").items()},
+    }
+    token: SecretStr | None = settings.serve.admin_token
+    return values if token is None else values | {"admin_token": token.get_secret_value()}
+
+
+def _settings(values: dict[str, Any]) -> Settings:
+    return resolve({name: Given(value, "the cluster's settings") for name, value in values.items()}, {}, None)

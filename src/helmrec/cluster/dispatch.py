@@ -1,0 +1,91 @@
+"""The router's decisions over replicas that have names instead of numbers. Pure: whoever runs it brings the clock.
+
+Holds one policy and what is believed of the replicas; Ray's part (`request_router`) only translates.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from helmrec.cluster.hint import Hint
+from helmrec.cluster.report import unpack_report
+from helmrec.router.policy import Policy
+from helmrec.router.state import ClusterState, Sent
+
+_MOST_OPEN = 100_000  # requests kept account of; beyond it the oldest are dropped
+
+
+def node_of(replica: str) -> int:
+    """A replica's number: the same in every process, so that hashes agree."""
+    return int.from_bytes(hashlib.blake2b(replica.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Dispatch:
+    """Chooses replicas by name and keeps account of what was sent."""
+
+    def __init__(self, policy: Policy, state: ClusterState, clock: Callable[[], float]) -> None:
+        self.state = state
+        self._policy, self._clock = policy, clock
+        self._node: dict[str, int] = {}
+        self._taken: dict[str, object] = {}  # report of each replica that was taken last
+        self._name: dict[int, str] = {}
+        self._price_ms: dict[str, float] = {}  # of requests that are not sent yet
+        self._open: dict[str, Sent] = {}  # by request
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        return frozenset(self._node)
+
+    def meet(self, reports: Mapping[str, object]) -> None:
+        """These replicas are there, with what each reported last; all others are gone."""
+        for replica in self._node.keys() - reports.keys():
+            self.lose(replica)
+        for replica in sorted(reports.keys() - self._node.keys()):
+            node = self._node[replica] = node_of(replica)
+            self._name[node] = replica
+            self.state.join(node)
+        now_s = self._clock()
+        for replica, value in reports.items():
+            if value == self._taken.get(replica):
+                continue
+            self._taken[replica] = value
+            report = unpack_report(value)
+            if report is not None:
+                self.state.report(report.node_report(self._node[replica], now_s), now_s)
+
+    def lose(self, replica: str) -> None:
+        """A replica is gone. Unknown ones may go, too."""
+        node = self._node.pop(replica, None)
+        self._taken.pop(replica, None)
+        if node is not None:
+            del self._name[node]
+            self.state.leave(node)
+
+    def choose(self, request_id: str, hint: Hint) -> str | None:
+        """The replica for a request; None if there is none. May be asked again: only a price is remembered."""
+        now_s, request = self._clock(), hint.route_request()
+        nodes = self.state.look(request.user, now_s)
+        avoided = self._node.get(hint.avoid)
+        if avoided is not None and len(self._node) > 1:
+            nodes = nodes._replace(is_alive=nodes.is_alive & (nodes.ids != avoided))
+        choice = self._policy.choose(request, nodes, now_s)
+        if choice is None:
+            return None
+        self._price_ms[request_id] = choice.service_ms
+        if len(self._price_ms) > _MOST_OPEN:  # of requests that were given up before they were sent
+            del self._price_ms[next(iter(self._price_ms))]
+        return self._name[choice.node]
+
+    def sent(self, request_id: str, hint: Hint, replica: str) -> None:
+        """A request is on its way to a replica, chosen by us or not."""
+        node, service_ms = self._node.get(replica), self._price_ms.pop(request_id, 0.0)
+        if node is None:
+            return
+        self._open[request_id] = self.state.sent(hint.route_request(), node, service_ms, self._clock())
+        if len(self._open) > _MOST_OPEN:
+            self.finished(next(iter(self._open)))
+
+    def finished(self, request_id: str) -> None:
+        """A request was answered, refused or lost."""
+        sent = self._open.pop(request_id, None)
+        if sent is not None:
+            self.state.finished(sent)

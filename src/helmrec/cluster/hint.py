@@ -1,0 +1,95 @@
+"""What a router is told of a request, in bytes beside the request itself: it never has to open that.
+
+A hint is a description, not a promise: whatever cannot be described is left out, and the request still goes somewhere.
+"""
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from helmrec.model.config import ModelConfig
+from helmrec.router.nodes import RouteRequest
+from helmrec.router.sketch import RowSample, no_sample, sample_rows
+from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
+
+
+class Hint(Struct, frozen=True, array_like=True):
+    """A request as a router sees it, and the replica it should rather not go to."""
+
+    user: int
+    num_tokens: int
+    num_candidates: int
+    rows_per_token: int
+    threshold: int
+    hashes: bytes
+    position: bytes
+    avoid: str = ""
+
+    def route_request(self) -> RouteRequest:
+        sample = RowSample(
+            np.frombuffer(self.hashes, np.uint64), np.frombuffer(self.position, np.int64), np.uint64(self.threshold)
+        )
+        return RouteRequest(self.user, self.num_tokens, self.num_candidates, self.rows_per_token, sample)
+
+
+_DECODER = msgspec.msgpack.Decoder(Hint)
+
+
+def pack_hint(hint: Hint) -> bytes:
+    return msgspec.msgpack.encode(hint)
+
+
+def unpack_hint(value: object) -> Hint | None:
+    """None for anything that is no hint."""
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return _DECODER.decode(value)
+    except msgspec.DecodeError:
+        return None
+
+
+class Describer:
+    """Makes hints of requests for one model."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._extra = [table.name for table in model.features[1:]]
+        self._offsets = np.array([model.offsets[table.name] for table in model.features], np.int64)
+        self._num_context = len(model.user_context)
+
+    def hint(self, request: RankRequest | PrefillRequest, avoid: str = "") -> Hint:
+        """Rows are sampled from the events the model would look at. A request that is wrong is told so elsewhere."""
+        try:
+            sample = self._sample(request)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            sample = no_sample()
+        return Hint(
+            user=_bounded(request.user_id),
+            num_tokens=self._num_context + min(len(request.items), self._model.window),
+            num_candidates=len(request.candidates) if isinstance(request, RankRequest) else 0,
+            rows_per_token=len(self._model.features),
+            threshold=int(sample.threshold),
+            hashes=sample.hashes.tobytes(),
+            position=sample.position.tobytes(),
+            avoid=avoid,
+        )
+
+    def _sample(self, request: RankRequest | PrefillRequest) -> RowSample:
+        begin = max(0, len(request.items) - self._model.window)
+        history = self._rows([request.items, *(request.features[name] for name in self._extra)], begin)
+        candidates = history[:0]
+        if isinstance(request, RankRequest):
+            of_each = [request.candidates, *(request.candidate_features[name] for name in self._extra)]
+            candidates = self._rows(of_each, 0)
+        sample = sample_rows(history, candidates)
+        return RowSample(sample.hashes, sample.position + self._num_context, sample.threshold)
+
+    def _rows(self, lines: list[Ids], begin: int) -> IntArray:  # (tokens, features)
+        columns: list[NDArray[np.int64]] = [np.asarray(line[begin:], np.int64) for line in lines]
+        return np.stack(columns, axis=1) + self._offsets
+
+
+def _bounded(user_id: object) -> int:
+    return int(user_id) & ((1 << 63) - 1) if isinstance(user_id, int | np.integer) else 0

@@ -1,0 +1,50 @@
+"""Many engines seen as one: what adds up is added, splits are those of all pages together."""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+from helmrec.engine.engine import EngineStats
+from helmrec.memory.stats import PoolStats
+from helmrec.serve.port import Look
+
+T = TypeVar("T")
+_LARGEST = frozenset({"audit_max_error"})
+_BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
+_SAME = frozenset({"page_bytes"})
+_MEAN = frozenset({"compute_share"})
+
+
+def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Of at least one engine."""
+    return _merged(stats)
+
+
+def merge_looks(looks: Sequence[Look]) -> Look:
+    """Pages of one engine after those of another; the controller shown is that of the first."""
+    owners = b"".join(look.page_owners for look in looks)
+    return Look(merge_stats([look.stats for look in looks]), owners, looks[0].control)
+
+
+def _merged(parts: Sequence[T]) -> T:
+    """Values of one class, field by field."""
+    kind: Any = type(parts[0])
+    values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(kind)}
+    weights = values["num_pages"] if kind is PoolStats else [1] * len(parts)
+    return kind(**{name: _one(name, of_all, weights) for name, of_all in values.items()})
+
+
+def _one(name: str, values: list[Any], num_pages: list[int]) -> Any:
+    first = values[0]
+    if is_dataclass(first):
+        return _merged(values)
+    if isinstance(first, dict):
+        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(chain(*values))}
+    if name in _BY_PAGES:
+        return sum(value * num for value, num in zip(values, num_pages, strict=True)) / max(1, sum(num_pages))
+    if name in _MEAN:
+        return sum(values) / len(values)
+    if name in _LARGEST:
+        return max(values)
+    return first if name in _SAME else sum(values)

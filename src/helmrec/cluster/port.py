@@ -1,0 +1,235 @@
+"""A cluster as the HTTP front sees it: the same port, with many engines behind it.
+
+Requests of one call go each to the replica of its user. A replica that is lost takes nothing along: ranking again gives
+the same scores, so what it had not answered is sent once more, within the deadline.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from numpy.typing import ArrayLike
+
+from helmrec.cluster.hint import Describer, pack_hint
+from helmrec.cluster.merge import merge_looks, merge_stats
+from helmrec.cluster.replica import Reply
+from helmrec.control.rebalancer import Mode
+from helmrec.engine.engine import EngineStats
+from helmrec.engine.intake import Intake
+from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError
+from helmrec.model.config import ModelConfig
+from helmrec.serve.port import Health, Look
+from helmrec.serve.wire import (
+    Kind,
+    NotForTheWire,
+    pack_call,
+    pack_prefill,
+    pack_requests,
+    unpack_error,
+    unpack_results,
+)
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
+
+log = logging.getLogger("helmrec.cluster")
+T = TypeVar("T")
+_LOOK_EVERY_S = 0.5
+_CALL_PATIENCE_S = 30.0
+_GRACE_S = 0.25  # for an answer that was made in time and is on its way
+
+
+class ReplicaLost(Exception):
+    """A replica went away with a request, or before it."""
+
+    def __init__(self, why: str, replica: str = "") -> None:
+        super().__init__(why)
+        self.replica = replica
+
+
+class Fleet(Protocol):
+    """The replicas, however they are reached."""
+
+    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+        """Have a replica of the router's choice `rank` or `prefill`. ReplicaLost if it went away."""
+
+    async def call_all(self, payload: bytes) -> list[Reply]:
+        """Have every replica do something; those that go away meanwhile are left out."""
+
+
+class _Call(NamedTuple):
+    """Something for one replica to do."""
+
+    method: str
+    request: RankRequest | PrefillRequest
+    came_s: float
+    payload: bytes
+    until_s: float  # it is waited for
+
+
+class ClusterPort:
+    """Many engines behind one port. Lives in one event loop."""
+
+    def __init__(self, fleet: Fleet, model: ModelConfig, max_history: int, patience_s: float) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._patience_s = patience_s
+        self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
+        self._describer = Describer(model)
+        self._health = Health.STARTING
+        self._reason: str | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.num_retries = 0
+        self.num_restarts = 0  # replicas are the cluster's to start again
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._model
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    @property
+    def reason(self) -> str | None:
+        return self._reason
+
+    def start(self) -> None:
+        self._watch = asyncio.get_running_loop().create_task(self._look_for_replicas())
+
+    async def _look_for_replicas(self) -> None:
+        """Ready while some replica answers."""
+        while True:
+            try:
+                await self.stats()
+                self._health, self._reason = Health.READY, None
+            except EngineClosed as error:
+                if self._health is Health.READY:
+                    self._health = Health.RESTARTING
+                self._reason = str(error)
+            except Exception:
+                log.exception("the replicas could not be looked at")
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
+        came_s = time.time() - spent_ms / 1e3
+        if len(requests) == 1:
+            return await self._rank(requests, came_s)
+        self._refuse_wrong(requests)
+        by_user: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_user.setdefault(request.user_id, []).append(i)
+        groups = list(by_user.values())
+        ranked = await asyncio.gather(*(self._rank([requests[i] for i in group], came_s) for group in groups))
+        results = dict(zip(chain(*groups), chain(*ranked), strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _refuse_wrong(self, requests: Sequence[RankRequest]) -> None:
+        """Raise what an engine would raise, before any request of the call has run."""
+        for i, request in enumerate(requests):
+            try:
+                self._intake.prepare(request)
+            except RequestError as error:
+                if len(requests) == 1:
+                    raise
+                raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
+
+    async def _rank(self, requests: Sequence[RankRequest], came_s: float) -> list[RankResult]:
+        """Requests of one user, on one replica, or on another if that one is lost."""
+        try:
+            payload = b"".join(pack_requests(requests, 0.0))
+        except NotForTheWire as unfit:
+            self._refuse_wrong(requests)
+            raise QueueFull(f"the call does not fit the way to a replica: {unfit}") from None
+        until_s = self._until_s(requests, came_s)
+        reply = await self._sent(_Call("rank", requests[0], came_s, payload, until_s))
+        return unpack_results(memoryview(reply.payload))
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """On the replica the user's rank will be sent to."""
+        try:
+            payload = b"".join(pack_prefill(request))
+        except NotForTheWire as unfit:
+            self._intake.prepare_ahead(request)
+            raise QueueFull(f"the signal does not fit the way to a replica: {unfit}") from None
+        now_s = time.time()
+        reply = await self._sent(_Call("prefill", request, now_s, payload, now_s + self._patience_s))
+        return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
+
+    async def _sent(self, call: _Call) -> Reply:
+        """The answer of a replica, or of another one if that is lost."""
+        try:
+            return await self._sent_once(call, avoid="")
+        except ReplicaLost as lost:
+            log.warning("a replica was lost", extra={"replica": lost.replica, "reason": str(lost)})
+            self.num_retries += 1
+            try:
+                return await self._sent_once(call, avoid=lost.replica)
+            except ReplicaLost as again:
+                raise EngineClosed(f"two replicas were lost one after the other: {again}") from None
+
+    async def _sent_once(self, call: _Call, *, avoid: str) -> Reply:
+        hint = pack_hint(self._describer.hint(call.request, avoid))
+        left_s = max(0.0, call.until_s - time.time())
+        try:
+            sent = self._fleet.send(call.method, hint, call.came_s, call.payload)
+            reply = await asyncio.wait_for(sent, left_s + _GRACE_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
+        if reply.kind != Kind.ERROR:
+            return reply
+        error = unpack_error(memoryview(reply.payload))
+        if isinstance(error, EngineClosed):
+            raise ReplicaLost(str(error), reply.replica)
+        raise error
+
+    def _until_s(self, requests: Sequence[RankRequest], came_s: float) -> float:
+        """The last deadline of these, or when patience ends. What is wrong with one, its replica says."""
+        allowed_ms = [request.deadline_ms for request in requests]
+        if any(not isinstance(each, int | float) or not each > 0 for each in allowed_ms):
+            return came_s + self._patience_s
+        return came_s + max(float(each) for each in allowed_ms if each is not None) / 1e3
+
+    async def stats(self) -> EngineStats:
+        return merge_stats(await self._call("stats", EngineStats))
+
+    async def look(self) -> Look:
+        return merge_looks(await self._call("look", Look))
+
+    async def move_alpha(self, alpha: float) -> None:
+        await self._call("move_alpha", None, alpha=alpha)
+
+    async def set_mode(self, mode: Mode) -> None:
+        await self._call("set_mode", None, mode=mode)
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        """On every replica that is there; one that starts later has what the model's folder has."""
+        await self._call("update_rows", None, table=table, ids=list(ids), values=values)
+
+    async def forget(self, user_id: int) -> None:
+        await self._call("forget", None, user_id=user_id)
+
+    async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> list[T]:
+        """The answers of all replicas; EngineClosed if there is none, and whatever one of them raised."""
+        try:
+            payload = b"".join(pack_call(name, arguments))
+        except OverflowError as error:
+            raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
+        try:
+            replies = await asyncio.wait_for(self._fleet.call_all(payload), _CALL_PATIENCE_S)
+        except TimeoutError:
+            raise EngineClosed(f"a replica did not answer within {_CALL_PATIENCE_S:g} s") from None
+        if not replies:
+            raise EngineClosed("no replica is there")
+        for reply in replies:
+            if reply.kind == Kind.ERROR:
+                raise unpack_error(memoryview(reply.payload))
+        return [msgspec.msgpack.decode(reply.payload, type=kind) for reply in replies]
+
+    async def close(self) -> None:
+        """The replicas stay: they are the cluster's."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._health = Health.CLOSED

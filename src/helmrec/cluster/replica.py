@@ -1,0 +1,198 @@
+"""One engine of a cluster, as the cluster calls it: bytes in, bytes out, and a report now and then.
+
+Ray runs this class in a process of its own; it does not know Ray. Pool and controller are the engine's own, as on a
+single node.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from helmrec.cluster.report import ReplicaReport, Served, pack_report
+from helmrec.config import EngineConfig
+from helmrec.engine.engine import Engine, EngineStats
+from helmrec.errors import EngineClosed, Forgotten, HelmRecError
+from helmrec.model.config import ModelConfig
+from helmrec.model.weights import read_manifest
+from helmrec.router.sketch import RowSketch, build_sketch
+from helmrec.serve.control import Steering, seen_by
+from helmrec.serve.port import Health, InProcessPort
+from helmrec.serve.settings import ServeConfig
+from helmrec.serve.snapshot import SnapshotKeeper
+from helmrec.serve.wire import Begin, Kind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
+from helmrec.sim.node_config import NodeConfig
+from helmrec.types import RankRequest
+
+log = logging.getLogger("helmrec.cluster")
+_LOOK_EVERY_S = 0.02
+_REPORTED_USERS = 256
+_SKETCH_EVERY_S = 2.0
+_MEAN_OF = 0.2  # weight of the last report's service time in the mean
+_MOST_FORGOTTEN = 4_096
+
+
+class Reply(NamedTuple):
+    """An answer: what kind, from whom, and its bytes. A plain tuple on its way."""
+
+    kind: int  # a value of `serve.wire.Kind`
+    replica: str
+    payload: bytes
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True):
+    """What a replica is told beside what an engine process is told."""
+
+    report_every_s: float
+    sketch_bits: int
+    kept_from_visit: int
+
+
+class EngineReplica:
+    """An engine behind its port."""
+
+    def __init__(self, begin: bytes, settings: bytes, name: str = "") -> None:
+        """Ready when it returns. Raises what is wrong with the settings, or with the model's folder."""
+        told = msgspec.msgpack.decode(begin, type=Begin)
+        self._settings = msgspec.msgpack.decode(settings, type=ReplicaSettings)
+        self._name = name
+        engine, serve = EngineConfig(**told.engine), ServeConfig(**told.serve)
+        self._engine, self._port = _make(Path(told.model), engine, serve)
+        self._served = Served(self._settings.kept_from_visit)
+        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # when, by the wall clock
+        self._waiting: dict[int, int] = {}  # tokens of requests that are here, by number
+        self._num_calls = 0
+        self._mean_ms = 0.0
+        self._before: EngineStats | None = None
+        self._sketch: RowSketch | None = None
+        self._sketch_s = -math.inf
+        self._port.start()
+        while self._port.health is Health.STARTING:
+            time.sleep(_LOOK_EVERY_S)
+        self.check_health()
+
+    async def rank(self, hint: bytes, came_s: float, payload: bytes) -> tuple[int, str, bytes]:
+        """Rank packed requests that came in then, by the wall clock. `hint` was the router's."""
+        self._num_calls += 1
+        call = self._num_calls
+        try:
+            requests, _ = unpack_requests(memoryview(payload))
+            self._waiting[call] = sum(len(request.items) for request in requests)
+            self._refuse_forgotten([request.user_id for request in requests], came_s)
+            results = await self._port.submit(requests, max(0.0, (time.time() - came_s) * 1e3))
+            for request in requests:
+                self._served.note(request.user_id, self._num_tokens(request))
+            return Reply(Kind.RESULTS, self._name, b"".join(pack_results(results)))
+        except Exception as error:
+            return self._failed(error)
+        finally:
+            self._waiting.pop(call, None)
+
+    async def prefill(self, hint: bytes, came_s: float, payload: bytes) -> tuple[int, str, bytes]:
+        """Compute a history ahead of its rank, which the router will send here as well."""
+        try:
+            request = unpack_prefill(memoryview(payload))
+            self._refuse_forgotten([request.user_id], came_s)
+            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(await self._port.prefill(request)))
+        except Exception as error:
+            return self._failed(error)
+
+    async def call(self, payload: bytes) -> tuple[int, str, bytes]:
+        """Any other method of the port, by name."""
+        try:
+            name, arguments = unpack_call(memoryview(payload))
+            if name == "forget":
+                self._forget(arguments["user_id"])
+            value = await getattr(self._port, name)(**arguments)
+            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(value))
+        except Exception as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> Reply:
+        if not isinstance(error, HelmRecError):
+            log.error("a call failed", exc_info=error)
+        return Reply(Kind.ERROR, self._name, b"".join(pack_error(error)))
+
+    def _num_tokens(self, request: RankRequest) -> int:
+        model: ModelConfig = self._port.model
+        return len(model.user_context) + min(len(request.items), model.window)
+
+    def _forget(self, user_id: int) -> None:
+        self._served.forget(user_id)
+        self._forgotten_s.pop(user_id, None)
+        self._forgotten_s[user_id] = time.time()
+        if len(self._forgotten_s) > _MOST_FORGOTTEN:
+            self._forgotten_s.popitem(last=False)
+
+    def _refuse_forgotten(self, user_ids: Sequence[int], came_s: float) -> None:
+        """A history that was read before its user was forgotten must not come back with a request that was slow."""
+        for user_id in user_ids:
+            if self._forgotten_s.get(user_id, -math.inf) >= came_s:
+                raise Forgotten(f"user {user_id} was forgotten while the request was on its way")
+
+    async def report(self) -> bytes:
+        """What routers should know now."""
+        stats = await self._port.stats()
+        pool, now_s = stats.pool, time.time()
+        if now_s - self._sketch_s >= _SKETCH_EVERY_S:
+            self._sketch_s = now_s
+            self._sketch = await asyncio.to_thread(self._look_at_rows)
+        tokens_per_page = self._engine.config.page_tokens or _page_tokens(self._engine)
+        sketch = self._sketch
+        return pack_report(
+            ReplicaReport(
+                as_of_s=now_s,
+                queue_ms=len(self._waiting) * self._service_ms(stats),
+                num_waiting=len(self._waiting),
+                waiting_tokens=sum(self._waiting.values()),
+                alpha=pool.alpha,
+                pool_tokens=pool.num_pages * tokens_per_page,
+                row_hit_rate=pool.row_hit_rate,
+                users=self._served.latest(_REPORTED_USERS),
+                threshold=0 if sketch is None else int(sketch.threshold),
+                fill=0.0 if sketch is None else sketch.fill,
+                words=b"" if sketch is None else sketch.words.tobytes(),
+            )
+        )
+
+    def _look_at_rows(self) -> RowSketch:
+        return build_sketch(self._engine.hot_rows(), self._settings.sketch_bits)
+
+    def _service_ms(self, stats: EngineStats) -> float:
+        """Busy milliseconds per request, of late."""
+        before, self._before = self._before, stats
+        num = stats.served - (before.served if before else 0)
+        if num > 0:
+            late_ms = (stats.busy_s - (before.busy_s if before else 0.0)) * 1e3 / num
+            self._mean_ms += (_MEAN_OF if self._mean_ms else 1.0) * (late_ms - self._mean_ms)
+        return self._mean_ms
+
+    def check_health(self) -> None:
+        """Raise if the engine cannot go on: the cluster then starts another."""
+        if self._port.health is not Health.READY:
+            raise EngineClosed(f"the engine is {self._port.health.value}: {self._port.reason}")
+
+    async def close(self) -> None:
+        with contextlib.suppress(HelmRecError):
+            await self._port.close()
+
+
+def _make(model: Path, engine: EngineConfig, serve: ServeConfig) -> tuple[Engine, InProcessPort]:
+    steering = Steering.of(serve, NodeConfig(model=read_manifest(model).model, engine=engine))
+    made = Engine.from_model(model, seen_by(serve.policy, engine))
+    return made, InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))
+
+
+def _page_tokens(engine: Engine) -> int:
+    return 128 if engine.config.device == "cuda" else 32
+
+
+def replica_settings(values: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(ReplicaSettings(**values))

@@ -1,0 +1,97 @@
+"""What a replica tells of itself a few times a second, in a few kilobytes; and whom it served lately.
+
+The words of `router.state.NodeReport` as bytes, for any number of routers that never met. Times are of the wall clock:
+machines of a cluster must agree on it within a fraction of a second.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from helmrec.router.sketch import RowSketch
+from helmrec.router.state import NodeReport, UserTokens
+
+
+class ReplicaReport(Struct, frozen=True, array_like=True):
+    """One look at a replica."""
+
+    as_of_s: float
+    queue_ms: float
+    num_waiting: int
+    waiting_tokens: int
+    alpha: float
+    pool_tokens: int
+    row_hit_rate: float
+    users: list[tuple[int, int]]  # served lately, and the history tokens kept of each
+    threshold: int = 0  # of the sketch; 0: there is none
+    fill: float = 0.0
+    words: bytes = b""
+
+    def node_report(self, node: int, now_s: float) -> NodeReport:
+        """As routing state takes it. A clock that runs ahead must not make a report younger than now."""
+        sketch = None
+        if self.threshold:
+            sketch = RowSketch(np.frombuffer(self.words, np.uint64), np.uint64(self.threshold), self.fill)
+        return NodeReport(
+            node=node,
+            as_of_s=min(self.as_of_s, now_s),
+            queue_ms=self.queue_ms,
+            num_waiting=self.num_waiting,
+            waiting_tokens=self.waiting_tokens,
+            alpha=self.alpha,
+            pool_tokens=self.pool_tokens,
+            row_hit_rate=self.row_hit_rate,
+            sketch=sketch,
+            users=tuple(UserTokens(user, tokens) for user, tokens in self.users),
+        )
+
+
+_DECODER = msgspec.msgpack.Decoder(ReplicaReport)
+
+
+def pack_report(report: ReplicaReport) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def unpack_report(value: object) -> ReplicaReport | None:
+    """None for anything that is no report: a router must do without, not fail."""
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return _DECODER.decode(value)
+    except msgspec.DecodeError:
+        return None
+
+
+class Served:
+    """Users a replica served, newest last, with visits and tokens; bounded."""
+
+    def __init__(self, kept_from_visit: int, max_users: int = 65_536) -> None:
+        self._kept_from = kept_from_visit
+        self._max_users = max_users
+        self._users: OrderedDict[int, tuple[int, int]] = OrderedDict()  # visits, tokens
+
+    def note(self, user: int, num_tokens: int) -> None:
+        """A user was answered."""
+        visits, _ = self._users.pop(user, (0, 0))
+        self._users[user] = visits + 1, num_tokens
+        if len(self._users) > self._max_users:
+            self._users.popitem(last=False)
+
+    def forget(self, user: int) -> None:
+        self._users.pop(user, None)
+
+    def latest(self, limit: int) -> list[tuple[int, int]]:
+        """Users whose prefix was kept, newest first, with its tokens; admission keeps none of the others."""
+        kept: list[tuple[int, int]] = []
+        for user, (visits, tokens) in reversed(self._users.items()):
+            if len(kept) == limit:
+                break
+            if visits >= self._kept_from:
+                kept.append((user, tokens))
+        return kept
+
+    def __len__(self) -> int:
+        return len(self._users)

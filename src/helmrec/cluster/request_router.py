@@ -1,0 +1,83 @@
+"""Ray Serve's request router, made of ours: it translates replicas, reports and answers, and decides nothing.
+
+Ray makes one for every process that holds a handle to the engines; they agree through hashes and reports. Ray's alpha
+API is used through `ray.serve.request_router` alone, and `tests/cluster` holds what we rely on.
+"""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from helmrec.cluster.dispatch import Dispatch
+from helmrec.cluster.hint import Hint, unpack_hint
+from helmrec.router.cost import RouterCost
+from helmrec.router.policy import EmbKVAware, Policy, RouterSettings
+from helmrec.router.rivals import policies
+from helmrec.router.state import ClusterState, StateSettings
+
+REPORT = "helmrec"  # key of a replica's report among its routing stats
+_HINT = 0  # place of the hint among the arguments of a call
+
+
+class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
+    """Sends each request to the replica that is expected to answer it first."""
+
+    def initialize_state(
+        self, router: str, cost: dict[str, Any], routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
+    ) -> None:
+        """Settings as plain values, as `ClusterConfig` has them."""
+        made = RouterCost(**cost)
+        policy: Policy
+        if router == "emb-kv-aware":
+            policy = EmbKVAware(made, RouterSettings(**routing))
+        else:
+            policy = policies(made, np.random.default_rng(seed))[router]()
+        self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.time)
+        self._lock = threading.Lock()  # answers are told from another thread than the one that chooses
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        with self._lock:
+            self._dispatch.meet({_name(r.replica_id): r.routing_stats.get(REPORT) for r in replicas})
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen one; after it, if that one is full, the others."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # Ray asks again and again without pause if not
+        hint = _hint(pending_request)
+        if hint is None:
+            return [candidate_replicas]
+        with self._lock:
+            chosen = self._dispatch.choose(pending_request.metadata.internal_request_id, hint)
+        first = [r for r in candidate_replicas if _name(r.replica_id) == chosen]
+        others = [r for r in candidate_replicas if _name(r.replica_id) not in {chosen, hint.avoid}]
+        return [rank for rank in (first, others) if rank] or [candidate_replicas]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        hint = _hint(pending_request)
+        if hint is not None:
+            with self._lock:
+                self._dispatch.sent(pending_request.metadata.internal_request_id, hint, _name(replica_id))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        with self._lock:
+            self._dispatch.finished(internal_request_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        with self._lock:
+            self._dispatch.lose(_name(replica_id))
+        super().on_replica_actor_died(replica_id)
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return replica_id.unique_id
+
+
+def _hint(pending_request: PendingRequest) -> Hint | None:
+    return unpack_hint(pending_request.args[_HINT]) if pending_request.args else None

@@ -1,0 +1,112 @@
+"""A tiny model on disk, its settings, and a fleet of real engines behind the router's decisions, without Ray."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from helmrec.cluster.dispatch import Dispatch
+from helmrec.cluster.hint import Hint, unpack_hint
+from helmrec.cluster.port import ReplicaLost
+from helmrec.cluster.replica import EngineReplica, Reply, replica_settings
+from helmrec.cluster.report import ReplicaReport, pack_report
+from helmrec.model.weights import save_model
+from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.policy import EmbKVAware
+from helmrec.router.state import ClusterState, StateSettings
+from helmrec.serve.settings import Given, Settings, resolve
+from helmrec.serve.wire import Begin
+from helmrec.sim.cost import default_cost
+from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
+
+COST = RouterCost.from_calibration(default_cost().model_dump(), TokenShape(2, 64, 256))
+MEMORY = StateSettings(sketch_bits=1_024)
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    made = tiny_model(seed)
+    save_model(folder, made.config, made.dense, made.tables)
+    return folder
+
+
+def plain_settings(**overrides: Any) -> dict[str, Any]:
+    pool_bytes = TINY_PAGES * tiny_geometry(tiny_model().config).page_bytes
+    return {"pool_bytes": pool_bytes, "page_tokens": 4, "log_level": "error"} | overrides
+
+
+def settings(**overrides: Any) -> Settings:
+    values = plain_settings(**overrides)
+    return resolve({name: Given(value, "the test") for name, value in values.items()}, {}, None)
+
+
+def make_replica(folder: Path, name: str, **overrides: Any) -> EngineReplica:
+    made = settings(**overrides)
+    begin = Begin(str(folder), made.engine.model_dump(mode="json"), made.serve.model_dump(mode="json"))
+    told = replica_settings({"report_every_s": 0.5, "sketch_bits": 1_024, "kept_from_visit": 2})
+    return EngineReplica(msgspec.msgpack.encode(begin), told, name)
+
+
+def hint_of(user: int, num_tokens: int = 500, avoid: str = "") -> Hint:
+    return Hint(user, num_tokens, 8, 2, 0, b"", b"", avoid)
+
+
+def report_of(as_of_s: float, **changes: Any) -> bytes:
+    values: dict[str, Any] = {
+        "as_of_s": as_of_s,
+        "queue_ms": 0.0,
+        "num_waiting": 0,
+        "waiting_tokens": 0,
+        "alpha": 0.4,
+        "pool_tokens": 100_000,
+        "row_hit_rate": 0.5,
+        "users": [],
+    }
+    return pack_report(ReplicaReport(**values | changes))
+
+
+def make_dispatch(now_s: list[float] | None = None) -> Dispatch:
+    clock = time.time if now_s is None else lambda: now_s[0]
+    return Dispatch(EmbKVAware(COST), ClusterState(MEMORY), clock)
+
+
+class LocalFleet:
+    """Engines of this process behind the router's decisions. `lost` names go away with the next request they get."""
+
+    def __init__(self, *replicas: EngineReplica) -> None:
+        self.replicas = {replica._name: replica for replica in replicas}
+        self.dispatch = make_dispatch()
+        self.lost: set[str] = set()
+        self.went_to: list[str] = []
+        self._num_sent = 0
+
+    async def report(self) -> None:
+        self.dispatch.meet({name: await replica.report() for name, replica in self.replicas.items()})
+
+    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+        told = unpack_hint(hint)
+        assert told is not None
+        self._num_sent += 1
+        request = str(self._num_sent)
+        name = self.dispatch.choose(request, told)
+        if name is None:
+            raise ReplicaLost("none is there")
+        self.dispatch.sent(request, told, name)
+        self.went_to.append(name)
+        if name in self.lost:
+            self.dispatch.lose(name)
+            self.replicas.pop(name)
+            raise ReplicaLost("it died", name)
+        try:
+            return Reply(*await getattr(self.replicas[name], method)(hint, came_s, payload))
+        finally:
+            self.dispatch.finished(request)
+
+    async def call_all(self, payload: bytes) -> list[Reply]:
+        return [Reply(*await replica.call(payload)) for replica in self.replicas.values()]
+
+
+def spread(names: list[str]) -> dict[str, int]:
+    found, counts = np.unique(names, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

@@ -1,0 +1,100 @@
+"""Named replicas under the router's decisions, with a clock that stands still unless told."""
+
+from helmrec.cluster.dispatch import Dispatch, node_of
+from helmrec.cluster.hint import Hint
+from tests.cluster.cases import hint_of, make_dispatch, report_of, spread
+
+NAMES = ["a", "b", "c"]
+
+
+def three(now_s: list[float]) -> Dispatch:
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({name: report_of(now_s[0]) for name in NAMES})
+    return dispatch
+
+
+def send(dispatch: Dispatch, request: str, hint: Hint) -> str:
+    name = dispatch.choose(request, hint)
+    assert name is not None
+    dispatch.sent(request, hint, name)
+    return name
+
+
+def test_without_replicas_there_is_no_choice() -> None:
+    assert make_dispatch([0.0]).choose("1", hint_of(1)) is None
+
+
+def test_a_user_returns_to_its_replica_and_many_are_spread() -> None:
+    now_s = [100.0]
+    dispatch = three(now_s)
+    first = {user: send(dispatch, f"{user}", hint_of(user)) for user in range(300)}
+    for user in range(300):
+        dispatch.finished(str(user))
+    now_s[0] += 1
+    dispatch.meet({name: report_of(now_s[0]) for name in NAMES})
+    assert all(send(dispatch, f"again {user}", hint_of(user)) == first[user] for user in range(5))
+    assert min(spread(list(first.values())).values()) > 50
+    dispatch.state.check()
+
+
+def test_asking_twice_changes_nothing() -> None:
+    dispatch = three([100.0])
+    chosen = {dispatch.choose("1", hint_of(7)) for _ in range(5)}
+    assert len(chosen) == 1
+    assert dispatch.state.num_users == 0
+
+
+def test_a_router_that_starts_anew_learns_from_reports_where_users_are() -> None:
+    now_s = [100.0]
+    elsewhere = next(name for name in NAMES if three(now_s).choose("1", hint_of(7)) != name)
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({name: report_of(100.0, users=[(7, 500)] if name == elsewhere else []) for name in NAMES})
+    assert dispatch.choose("1", hint_of(7)) == elsewhere
+
+
+def test_the_replica_to_avoid_is_avoided_unless_it_is_the_only_one() -> None:
+    dispatch = three([100.0])
+    home = dispatch.choose("1", hint_of(7))
+    assert home is not None
+    assert dispatch.choose("1", hint_of(7, avoid=home)) not in {home, None}
+    dispatch.meet({home: report_of(101.0)})
+    assert dispatch.choose("1", hint_of(7, avoid=home)) == home
+
+
+def test_lost_replicas_get_nothing_and_new_ones_get_their_share_of_new_users() -> None:
+    now_s = [100.0]
+    dispatch = three(now_s)
+    dispatch.lose("b")
+    assert "b" not in {dispatch.choose(str(user), hint_of(user)) for user in range(100)}
+    dispatch.meet({name: report_of(now_s[0]) for name in ("a", "c", "d")})
+    chosen = spread([str(dispatch.choose(str(user), hint_of(user))) for user in range(1_000, 1_300)])
+    assert chosen["d"] > 60
+
+
+def test_reports_that_make_no_sense_or_are_missing_are_done_without() -> None:
+    dispatch = make_dispatch([100.0])
+    dispatch.meet({"a": b"nonsense", "b": None, "c": 5, "d": report_of(1e9)})
+    assert dispatch.choose("1", hint_of(1)) in {"a", "b", "c", "d"}
+    dispatch.state.check()
+
+
+def test_stale_reports_leave_load_and_hash() -> None:
+    now_s = [100.0]
+    dispatch = three(now_s)
+    now_s[0] = 200.0
+    assert min(spread([str(dispatch.choose(str(u), hint_of(u))) for u in range(300)]).values()) > 60
+
+
+def test_what_is_never_answered_is_forgotten_in_the_end() -> None:
+    now_s = [100.0]
+    dispatch = three(now_s)
+    for i in range(50):
+        now_s[0] += 1
+        send(dispatch, str(i), hint_of(7))
+    dispatch.meet({name: report_of(now_s[0]) for name in NAMES})
+    assert dispatch.state.look(7, now_s[0]).num_waiting.sum() == 0
+
+
+def test_a_replica_has_the_same_number_everywhere() -> None:
+    assert node_of("2w3cgwl8") == node_of("2w3cgwl8") != node_of("6a9z4euk")
+    assert 0 <= node_of("x") < 2**63

@@ -1,0 +1,206 @@
+"""The port in front of three real engines, without Ray: what routing, losing and forgetting must not change."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helmrec.cluster.port import ClusterPort
+from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, RequestError
+from helmrec.serve.port import Health
+from helmrec.types import PrefillRequest, RankRequest
+from tests.cluster.cases import LocalFleet, make_replica, spread, write_model
+from tests.helpers import tiny_config, tiny_engine
+from tests.serve.cases import rank_requests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("cluster") / "tiny")
+
+
+@pytest.fixture
+def fleet(folder: Path) -> Iterator[LocalFleet]:
+    fleet = LocalFleet(*(make_replica(folder, name) for name in ("a", "b", "c")))
+    replicas = list(fleet.replicas.values())
+    asyncio.run(fleet.report())
+    yield fleet
+    for replica in replicas:
+        asyncio.run(replica.close())
+    fleet.dispatch.state.check()
+
+
+def with_port(fleet: LocalFleet, work: Callable[[ClusterPort], Awaitable[None]]) -> None:
+    async def run() -> None:
+        port = ClusterPort(fleet, tiny_config(), max_history=100, patience_s=5.0)
+        port.start()
+        for _ in range(100):
+            if port.health is Health.READY:
+                break
+            await asyncio.sleep(0.01)
+        assert port.health is Health.READY
+        await work(port)
+        await port.close()
+
+    asyncio.run(run())
+
+
+def test_scores_are_those_of_one_engine_in_the_order_of_the_requests(fleet: LocalFleet) -> None:
+    requests = rank_requests(30)
+    wanted = tiny_engine().rank(requests)
+
+    async def work(port: ClusterPort) -> None:
+        for _ in range(2):
+            results = await port.submit(requests)
+            for result, alone in zip(results, wanted, strict=True):
+                np.testing.assert_allclose(result.scores, alone.scores, atol=1e-5)
+        stats = await port.stats()
+        assert stats.served >= 60
+        assert stats.pool.num_pages == 90
+
+    with_port(fleet, work)
+    assert len(spread(fleet.went_to)) == 3
+    assert fleet.went_to[:30] == fleet.went_to[30:], "users come back to where they were"
+
+
+def test_one_wrong_request_keeps_the_others_of_its_call_from_running(fleet: LocalFleet) -> None:
+    good, bad = rank_requests(2)
+    bad = replace(bad, items=[10_000, *list(bad.items)[1:]])
+
+    async def work(port: ClusterPort) -> None:
+        with pytest.raises(RequestError, match=r"requests\[1\].items\[0\]"):
+            await port.submit([good, bad])
+        with pytest.raises(RequestError, match=r"^items\[0\]"):
+            await port.submit([bad])
+        with pytest.raises(RequestError, match=r"^user_id"):
+            await port.submit([replace(good, user_id=2**70)])
+
+    with_port(fleet, work)
+
+
+def test_a_lost_replica_costs_a_second_try_and_no_error(fleet: LocalFleet) -> None:
+    requests = rank_requests(20)
+
+    async def work(port: ClusterPort) -> None:
+        await port.submit(requests)
+        fleet.lost = {fleet.went_to[0]}
+        assert len(await port.submit(requests)) == 20
+        assert 1 <= port.num_retries <= 20
+        assert len(fleet.replicas) == 2
+
+    with_port(fleet, work)
+
+
+def test_an_engine_that_ended_is_avoided_on_the_second_try(fleet: LocalFleet) -> None:
+    (request,) = rank_requests(1)
+
+    async def work(port: ClusterPort) -> None:
+        await port.submit([request])
+        home = fleet.went_to[-1]
+        await fleet.replicas[home].close()
+        assert len(await port.submit([request])) == 1
+        assert fleet.went_to[-2] == home != fleet.went_to[-1]
+        with pytest.raises(EngineClosed):
+            fleet.replicas[home].check_health()
+
+    with_port(fleet, work)
+
+
+def test_two_lost_replicas_are_told_as_they_are(fleet: LocalFleet) -> None:
+    (request,) = rank_requests(1)
+    fleet.lost = set(fleet.replicas)
+
+    async def work(port: ClusterPort) -> None:
+        with pytest.raises(EngineClosed, match="two replicas were lost"):
+            await port.submit([request])
+
+    with_port(fleet, work)
+
+
+def test_what_was_spent_before_counts_towards_the_deadline(fleet: LocalFleet) -> None:
+    (request,) = rank_requests(1)
+
+    async def work(port: ClusterPort) -> None:
+        await port.submit([replace(request, deadline_ms=5_000)], spent_ms=10.0)
+        with pytest.raises(DeadlineExceeded):
+            await port.submit([replace(request, deadline_ms=20)], spent_ms=1_000.0)
+
+    with_port(fleet, work)
+
+
+def test_a_request_that_came_before_its_user_was_forgotten_is_refused(fleet: LocalFleet) -> None:
+    (request,) = rank_requests(1)
+
+    async def work(port: ClusterPort) -> None:
+        await port.submit([request])
+        await port.forget(request.user_id)
+        with pytest.raises(Forgotten):
+            await port.submit([request], spent_ms=10_000.0)
+        (result,) = await port.submit([request])
+        assert result.reused_tokens == 0
+
+    with_port(fleet, work)
+
+
+def test_knobs_reach_every_engine(fleet: LocalFleet) -> None:
+    model = tiny_config()
+
+    async def work(port: ClusterPort) -> None:
+        await port.move_alpha(0.2)
+        looks = [replica._engine.stats().pool.alpha_target for replica in fleet.replicas.values()]
+        assert looks == [pytest.approx(0.2)] * 3
+        await port.update_rows("item", [1], [[0.5] * model.row_dim])
+        requests = [replace(r, candidates=[1], candidate_features={"category": [1]}) for r in rank_requests(12)]
+        twin = tiny_engine()
+        twin.update_rows("item", [1], [[0.5] * model.row_dim])
+        for result, alone in zip(await port.submit(requests), twin.rank(requests), strict=True):
+            np.testing.assert_allclose(result.scores, alone.scores, atol=1e-5)
+        with pytest.raises(RequestError, match="mode"):
+            await port.set_mode("freeze")
+        look = await port.look()
+        assert len(look.page_owners) == look.stats.pool.num_pages == 90
+
+    with_port(fleet, work)
+
+
+def test_a_signal_goes_where_its_rank_will_go(fleet: LocalFleet) -> None:
+    requests = rank_requests(12)
+
+    async def work(port: ClusterPort) -> None:
+        for request in requests:
+            told = await port.prefill(ahead_of(request))
+            assert told.verdict
+        before = list(fleet.went_to)
+        await port.submit(requests)
+        assert fleet.went_to[len(before) :] == before
+
+    with_port(fleet, work)
+
+
+def ahead_of(request: RankRequest) -> PrefillRequest:
+    return PrefillRequest(
+        user_id=request.user_id,
+        items=request.items,
+        actions=request.actions,
+        timestamps=request.timestamps,
+        features=request.features,
+        context={"country": request.context["country"]},
+        first_event=request.first_event,
+    )
+
+
+def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFleet) -> None:
+    fleet.replicas = {}
+
+    async def run() -> None:
+        port = ClusterPort(fleet, tiny_config(), max_history=100, patience_s=5.0)
+        port.start()
+        await asyncio.sleep(0.05)
+        assert port.health is Health.STARTING
+        assert port.reason == "no replica is there"
+        await port.close()
+
+    asyncio.run(run())
