@@ -20,6 +20,7 @@ from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
 
 _SMOOTHING = 0.1
+_CAUTION = 3  # mean deviations a step may take longer than its mean before a promise made for it is broken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +90,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._expired: list[Expired] = []
         self._ms_per_request = 0.0
-        self._step_s = 0.0
+        self._step_s = self._step_deviation_s = 0.0
+        self._in_flight: list[Batch] = []  # planned and neither committed nor aborted, oldest first
         self._last_ended_s = -math.inf
         self._ended_by: HelmRecError | None = None
         self.refused = 0
@@ -113,25 +115,35 @@ class Scheduler:
         with self._lock:
             if self._ended_by is not None:
                 raise self._ended_by
-            self._refuse_if_hopeless(request)
+            self._refuse_if_hopeless(request, now)
             deadline_ms = request.deadline_ms or self._config.deadline_ms
             deadline_s = None if deadline_ms is None else now + deadline_ms / 1e3
             waiting = Waiting(request, Future(), now, deadline_s)
             self._queue.append(waiting)
             return waiting.future
 
-    def _refuse_if_hopeless(self, request: Prepared) -> None:
+    def _refuse_if_hopeless(self, request: Prepared, now: float) -> None:
         num, limit = len(self._queue), self._config.queue_limit
         if num >= limit:
             self.refused += 1
             raise QueueFull(f"the queue is full: {num} requests wait, the limit is {limit}")
         deadline_ms = request.deadline_ms or self._config.deadline_ms
-        expected_ms = self._ms_per_request * (num + 1)
-        if num and deadline_ms is not None and expected_ms > deadline_ms:  # an idle engine always tries
+        if deadline_ms is None or not (num or self._in_flight):  # an idle engine always tries
+            return
+        expected_ms = self._ms_per_request * (num + 1) + self._left_ms(now) + _CAUTION * self._step_deviation_s * 1e3
+        if expected_ms > deadline_ms:
             self.refused += 1
             raise DeadlineExceeded(
                 f"a deadline of {deadline_ms:g} ms cannot be met: {num} requests wait, about {expected_ms:.1f} ms"
             )
+
+    def _left_ms(self, now: float) -> float:
+        """About what the steps on their way will still take."""
+        if not self._in_flight:
+            return 0.0
+        num_running = sum(len(batch.members) for batch in self._in_flight)
+        spent_s = now - max(self._in_flight[0].started_s, self._last_ended_s)
+        return max(0.0, self._ms_per_request * num_running - spent_s * 1e3)
 
     def next_batch(self, now: float) -> Batch | None:
         """The oldest requests that fit one step, planned and pinned.
@@ -152,12 +164,17 @@ class Scheduler:
                 self._queue.popleft()
                 members.append(member)
                 budget -= member.num_tokens
-        return Batch(members, now) if members else None
+            if not members:
+                return None
+            batch = Batch(members, now)
+            self._in_flight.append(batch)
+        return batch
 
     def _is_live(self, waiting: Waiting, now: float) -> bool:
         if not waiting.claim():
             return False
-        step_s = self._step_s if len(self._queue) > 1 else 0.0  # an idle engine always tries
+        likely_s = self._step_s + _CAUTION * self._step_deviation_s
+        step_s = likely_s if len(self._queue) > 1 else 0.0  # an idle engine always tries
         if waiting.deadline_s is None or now + step_s <= waiting.deadline_s:
             return True
         self.refused += 1
@@ -193,18 +210,23 @@ class Scheduler:
         for member in batch.members:
             self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
         self._kv.restore_reserve()
-        took_s = now - max(batch.started_s, self._last_ended_s)
-        self._last_ended_s = now
-        self._step_s += _SMOOTHING * (took_s - self._step_s)
-        if batch.is_ahead:
-            return took_s
-        self._ms_per_request += _SMOOTHING * (took_s * 1e3 / len(batch.members) - self._ms_per_request)
+        with self._lock:
+            took_s = now - max(batch.started_s, self._last_ended_s)
+            self._in_flight = [each for each in self._in_flight if each is not batch]
+            self._last_ended_s = now
+            error_s = took_s - self._step_s
+            self._step_deviation_s += _SMOOTHING * (abs(error_s) - self._step_deviation_s)
+            self._step_s += _SMOOTHING * error_s
+            if not batch.is_ahead:
+                self._ms_per_request += _SMOOTHING * (took_s * 1e3 / len(batch.members) - self._ms_per_request)
         return took_s
 
     def abort(self, batch: Batch) -> None:
         """The step failed: nothing it wrote counts."""
         for member in batch.members:
             self._kv.abort(member.plan)
+        with self._lock:
+            self._in_flight = [each for each in self._in_flight if each is not batch]
 
     def withdraw(self, futures: "Sequence[Future[RankResult]]") -> None:
         """Take back what was submitted and has not started."""

@@ -25,7 +25,7 @@ from helmrec.sim.node_state import (
 from helmrec.sim.popularity import Index, draw_event, mix, rules_at, user_word
 from helmrec.types import IntArray
 
-_SMOOTHING = 0.1  # as Scheduler
+_SMOOTHING, _CAUTION = 0.1, 3  # as Scheduler
 _RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as ReloadCosts
 
 
@@ -40,11 +40,26 @@ def take_arrivals(node: NodeState, setup: Setup, inbox: Inbox, out: Outcomes, no
         num = counts[N.QUEUED]
         if num >= setup.queue_limit:
             _refuse(node, inbox, out, place, Status.QUEUE_FULL)
-        elif num and node.clocks[C.MS_PER_REQUEST] * (num + 1) > setup.deadline_ms:
+        elif _is_hopeless(node, setup, num, inbox.time_s[place]):
             _refuse(node, inbox, out, place, Status.HOPELESS)
         else:
             node.queue[(counts[N.QUEUE_BEGIN] + num) % node.queue.size] = place
             counts[N.QUEUED] += 1
+
+
+@inner
+def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
+    """Would a request that comes now miss its deadline? An idle node always tries."""
+    clocks, oldest, newest = node.clocks, node.counts[N.ENDING], node.counts[N.IN_FLIGHT]
+    num_running = (node.size[oldest] if oldest >= 0 else 0) + (node.size[newest] if newest >= 0 else 0)
+    if not num and not num_running:
+        return False
+    left_ms = 0.0
+    if num_running:
+        spent_s = now_s - max(node.step[oldest if oldest >= 0 else newest, 0], clocks[C.LAST_ENDED_S])
+        left_ms = max(0.0, clocks[C.MS_PER_REQUEST] * num_running - spent_s * 1e3)
+    expected_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
+    return expected_ms > setup.deadline_ms
 
 
 @inner
@@ -70,7 +85,8 @@ def next_batch(
     while counts[N.QUEUED] and num < setup.max_batch_requests:
         place = node.queue[counts[N.QUEUE_BEGIN]]
         request = inbox.request[place]
-        step_s = node.clocks[C.STEP_S] if counts[N.QUEUED] > 1 else 0.0
+        likely_s = node.clocks[C.STEP_S] + _CAUTION * node.clocks[C.STEP_DEVIATION_S]
+        step_s = likely_s if counts[N.QUEUED] > 1 else 0.0
         is_late = now_s + step_s > inbox.time_s[place] + setup.deadline_ms / 1e3
         if is_late:
             out.status[request] = Status.EXPIRED
@@ -235,7 +251,9 @@ def commit_step(node: NodeState, setup: Setup, which: int, now_s: float) -> None
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
     took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
     node.clocks[C.LAST_ENDED_S] = now_s
-    node.clocks[C.STEP_S] += _SMOOTHING * (took_s - node.clocks[C.STEP_S])
+    error_s = took_s - node.clocks[C.STEP_S]
+    node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
+    node.clocks[C.STEP_S] += _SMOOTHING * error_s
     took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
 

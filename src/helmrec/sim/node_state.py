@@ -131,6 +131,7 @@ class C(IntEnum):
     LAST_ENDED_S = 8
     RELOAD_PAGE_S = 9  # that a page from the host delays a step, as learned
     STEP_S = 10  # that a step takes, of late
+    STEP_DEVIATION_S = 11  # mean absolute error of that
 
 
 class Member(IntEnum):
