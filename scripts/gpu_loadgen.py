@@ -219,7 +219,7 @@ def smoke(device: str) -> dict[str, Any]:
         with apart(folder, device) as url, Client(url) as client:
             ready_s = time.perf_counter() - started_s
             told = [client.rank(request).scores for request in requests]
-        with Engine.from_model(folder, EngineConfig(pool_bytes="256MiB", device=device)) as engine:  # type: ignore[arg-type]
+        with Engine.from_model(folder, EngineConfig(pool_bytes="256MiB", device=device)) as engine:
             own = [engine.rank([request])[0].scores for request in requests]
     error = max(float(np.abs(a - b).max()) for a, b in zip(told, own, strict=True))
     say(f"engine in a process of its own: ready after {ready_s:.1f} s, largest difference {error:g}")
