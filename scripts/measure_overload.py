@@ -136,7 +136,7 @@ def last_refused_s(after: Offered) -> float | None:
 
 
 def recovered_after_s(calm: Offered, after: Offered) -> float | None:
-    """Seconds until the median of every second that follows is within twice that of a calm time; None if it never is."""
+    """Seconds until the median of every second after it is within twice that of a calm time; None: it never is."""
     usual_ms = 2 * float(np.median([ms for _, status, ms in calm.statuses if status == 200]))
     seconds = range(int(max(due_s for due_s, _, _ in after.statuses)) + 1)
     medians = [
