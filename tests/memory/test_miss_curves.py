@@ -9,7 +9,8 @@ from scripts.miss_curve_error import KVRule, Replay, RowRule, Setting, Totals, T
 from helmrec.config import EngineConfig
 from helmrec.errors import ConfigError
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
+from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed, Whole
+from helmrec.memory.sampling import sampled
 
 NO_ROWS = np.empty(0, np.int64)
 TINY = PageGeometry(8, 1, 1, 32, 32, 2, 16, 2)  # 8 tokens or 32 rows
@@ -205,6 +206,52 @@ def test_the_same_requests_give_the_same_curves() -> None:
         return curves.curves().emb_hit_rate.tobytes()
 
     assert run() == run()
+
+
+def all_figures(curves: JointMissCurves) -> list[bytes]:
+    got = curves.curves()
+    return [getattr(got, name).tobytes() for name in got.__slots__ if name != "num_requests"]
+
+
+@pytest.mark.parametrize("row_rule", ["always", "second-touch"])
+def test_rows_read_many_requests_at_once_are_rows_read_one_request_at_a_time(row_rule: RowRule) -> None:
+    setting = Setting(num_pages=200, row_rule=row_rule, batch_tokens=100, geometry=TINY)
+    at_once, one_by_one = setting.curves(0.5), setting.curves(0.5)
+    for request in TRAFFIC.visits():
+        at_once.observe(observed(request, at_once))
+        one_by_one.observe(observed(request, one_by_one))
+        one_by_one.read_pending()
+    at_once.check()
+    assert all_figures(at_once) == all_figures(one_by_one)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+def test_rows_sampled_here_are_those_a_caller_would_sample(rate: float) -> None:
+    setting = Setting(num_pages=200, batch_tokens=100, geometry=TINY)
+    here, outside = setting.curves(rate), setting.curves(rate)
+    rng = np.random.default_rng(0)
+    for request in TRAFFIC.visits():
+        context = rng.integers(0, 9, 2) + 10**6
+        num_tokens = context.size + request.events.shape[1]
+        candidates = request.candidates.reshape(-1, 3).T
+        here.sample(
+            Whole(request.user_id, num_tokens, context, request.events, NO_ROWS, np.ascontiguousarray(candidates))
+        )
+        first = outside.needed_from(request.user_id)
+        history = np.concatenate((context[first:], request.events[:, max(0, first - 2) :].T.ravel()))
+        outside.observe(
+            Observed(
+                request.user_id,
+                num_tokens,
+                context.size + request.events.size,
+                candidates.size,
+                sampled(request.candidates, rate),
+                sampled(history, rate),
+                first,
+            )
+        )
+    assert all_figures(here) == all_figures(outside)
+    assert here.curves().emb_hit_rate[-1] > 0, "nothing was read"
 
 
 @pytest.mark.parametrize(

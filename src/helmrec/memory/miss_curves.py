@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.miss_curves_kv import History, KVShadows, KVState, serve_history
-from helmrec.memory.miss_curves_rows import MAX_COLUMNS, RowShadows, RowState, read_rows
+from helmrec.memory.miss_curves_kv import KVShadows
+from helmrec.memory.miss_curves_rows import Asked, RowShadows
+from helmrec.memory.miss_curves_step import NUM_SUMS, Pending, Visit, observe, sample
+from helmrec.memory.sampling import sampling_threshold
 
 Rows = NDArray[np.int64]
 Curve = NDArray[np.float64]  # (alphas,)
 
 GRID = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_MAX_ALPHAS = 62
+MOST_WAITING = 512  # requests whose rows wait to be read
 _SAMPLED_SLOTS = 1 << 14  # of the whole pool: a cost of microseconds, an error below a hundredth
 
 
@@ -42,14 +45,17 @@ class MissCurveConfig(Frozen):
         4_096, gt=0, description="requests after which one counts half; None counts all since `reset` alike"
     )
     max_users: int = Field(1 << 16, ge=1, description="users remembered, longest unseen forgotten first")
+    waiting_rows: int = Field(
+        256, ge=1, description="sampled rows that wait to be read at every split: many at once are read faster"
+    )
     kv_admission: Literal["always", "second-visit"] = Field("second-visit", description="as the engine's")
     row_admission: Literal["always", "second-touch"] = Field("second-touch", description="as the engine's")
 
     @field_validator("alphas")
     @classmethod
     def _ascend(cls, alphas: tuple[float, ...]) -> tuple[float, ...]:
-        if not 1 <= len(alphas) <= MAX_COLUMNS or any(b <= a for a, b in pairwise(alphas)):
-            raise ValueError(f"must be 1 to {MAX_COLUMNS} ascending values")
+        if not 1 <= len(alphas) <= _MAX_ALPHAS or any(b <= a for a, b in pairwise(alphas)):
+            raise ValueError(f"must be 1 to {_MAX_ALPHAS} ascending values")
         return alphas
 
     @classmethod
@@ -87,6 +93,18 @@ class Observed(NamedTuple):
     unchanged_tokens: int | None = None  # leading tokens as they were at the last visit; None: it only grew
 
 
+class Whole(NamedTuple):
+    """One request with all its rows; those of the sample are found here."""
+
+    user_id: int
+    num_tokens: int  # cacheable tokens of the history: context, then events
+    context_rows: Rows
+    event_rows: Rows  # (features, events)
+    request_rows: Rows
+    candidate_rows: Rows  # (features, candidates)
+    unchanged_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class JointCurves:
     """One value per alpha of the grid; read-only."""
@@ -101,70 +119,58 @@ class JointCurves:
     computed_tokens_per_request: Curve  # history tokens; candidates come on top at every alpha
 
 
-class _Request(NamedTuple):
-    """One request as compiled code takes it."""
-
-    user: int
-    num_tokens: int
-    unchanged: int
-    first_token: int
-    is_kept: bool
-    num_history_rows: int
-    num_candidate_rows: int
-    history_rows: Rows
-    candidate_rows: Rows
-
-
 class JointMissCurves:
-    """Shadows of both caches at every alpha of a grid, and what they have seen lately."""
+    """Shadows of both caches at every alpha of a grid, and what they have seen lately.
+
+    KV is served at once, since it says which rows are read; rows wait until there are many.
+    """
 
     def __init__(self, config: MissCurveConfig) -> None:
         self.config = config
         emb_pages = [config.emb_pages(alpha) for alpha in config.alphas]
         rate = config.sampling_rate
-        self._kv = KVShadows([config.num_pages - pages for pages in emb_pages], config.batch_pages, config.max_users)
+        self.kv = KVShadows([config.num_pages - pages for pages in emb_pages], config.batch_pages, config.max_users)
         self._rows = RowShadows(
             capacities=[round(pages * config.rows_per_page * rate) for pages in emb_pages],
             filter_slots=None if config.row_admission == "always" else config.num_pages * config.rows_per_page,
             rate=rate,
         )
         half_life = config.half_life_requests
-        self._decay = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+        self.decay = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+        self._threshold = sampling_threshold(rate)
         self._alphas = _read_only(np.array(config.alphas))
         self._first_kept = 1 if config.kv_admission == "always" else 2  # visit from which a prefix displaces others
+        self._pending = Pending.empty(config.waiting_rows, MOST_WAITING, len(config.alphas))
+        self._sums = np.zeros((NUM_SUMS, len(config.alphas)))
         self.reset()
 
     def reset(self) -> None:
         """Count anew from here; what the shadows hold stays."""
+        self.read_pending()
         self._num_requests = self._num_tokens = 0.0
-        self._sums = np.zeros((4, len(self.config.alphas)))  # reused tokens, users hit, rows read, sampled rows missed
+        self._sums[:] = 0
 
     def needed_from(self, user_id: int) -> int:
         """Tokens of this user resident at every alpha: rows of those need not be sampled at all."""
-        return min(self._kv.resident(user_id), default=0)
+        return min(self.kv.resident(user_id), default=0)
 
     def observe(self, request: Observed) -> None:
         """Let every alpha serve this request."""
-        num_tokens, unchanged = request.num_tokens, request.unchanged_tokens
-        user, visits = self._kv.arrive(request.user_id) if num_tokens else (0, 0)
-        self._rows.reserve(request.history_rows.size + request.candidate_rows.size)
-        compiled = (
-            user,
-            num_tokens,
-            num_tokens if unchanged is None else min(unchanged, num_tokens),
-            request.first_token,
-            visits >= self._first_kept,
-            request.num_history_rows,
-            request.num_candidate_rows,
-            request.history_rows,
-            request.candidate_rows,
-        )
-        state = (*self._kv.state, *self._rows.state)
-        assert _observe(state, compiled, self._sums, self._decay, self.config.page_tokens), "needed rows were left out"
-        self._num_requests = self._num_requests * self._decay + 1
-        self._num_tokens = self._num_tokens * self._decay + num_tokens
+        visit = self.arrive(request.user_id, request.num_tokens, request.unchanged_tokens)
+        self.make_room(request.history_rows.size + request.candidate_rows.size)
+        counts = (request.num_history_rows, request.num_candidate_rows, request.first_token)
+        rows = (request.history_rows, request.candidate_rows)
+        assert observe(self.state, visit, counts, rows, self.decay), "needed rows were left out"
+
+    def sample(self, request: Whole) -> None:
+        """The same for a request with all its rows; those of tokens resident at every alpha are not looked at."""
+        visit = self.arrive(request.user_id, request.num_tokens, request.unchanged_tokens)
+        rows = (request.context_rows, request.event_rows, request.request_rows, request.candidate_rows)
+        self.make_room(rows[0].size + rows[1].size + rows[2].size + rows[3].size)
+        sample(self.state, visit, rows, self._threshold, self.decay)
 
     def curves(self) -> JointCurves:
+        self.read_pending()
         reused, users, read, sampled_missed = self._sums
         missed = sampled_missed / self.config.sampling_rate
         requests, tokens = max(self._num_requests, 1e-12), max(self._num_tokens, 1e-12)
@@ -182,42 +188,51 @@ class JointMissCurves:
         )
 
     def check(self) -> None:
-        self._kv.check(self.config.page_tokens)
+        self.read_pending()
+        self.kv.check(self.config.page_tokens)
         self._rows.check()
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Arrays, for compiled code that serves requests of its own making (`miss_curves_step`)."""
+        return (*self.kv.state, *self._pending, self._sums)
+
+    def arrive(self, user_id: int, num_tokens: int, unchanged: int | None) -> Visit:
+        """Note a visit; it is to be served before a user is forgotten for the next (`KVShadows.forgets_for`)."""
+        user, visits = self.kv.arrive(user_id) if num_tokens else (0, 0)
+        self._num_requests = self._num_requests * self.decay + 1
+        self._num_tokens = self._num_tokens * self.decay + num_tokens
+        return (
+            user,
+            num_tokens,
+            num_tokens if unchanged is None else min(unchanged, num_tokens),
+            self.config.page_tokens,
+            visits >= self._first_kept,
+        )
+
+    def make_room(self, num_rows: int, num_requests: int = 1) -> None:
+        """For so many more requests. What waits is read if there is not enough, or if it is time."""
+        pending, num_steps = self._pending, self._pending.num_steps[0]
+        num_waiting = pending.ends[num_steps]
+        if num_waiting >= self.config.waiting_rows or num_steps + num_requests >= pending.ends.size:
+            self.read_pending()
+            num_waiting = 0
+        if num_waiting + num_rows > pending.rows.size:
+            grown = np.empty(num_waiting + 2 * num_rows, np.int64)
+            grown[:num_waiting] = pending.rows[:num_waiting]
+            self._pending = pending._replace(rows=grown)
+
+    def read_pending(self) -> None:
+        """Read at every alpha what waits."""
+        pending, num_steps = self._pending, int(self._pending.num_steps[0])
+        asked = Asked(
+            pending.rows[: pending.ends[num_steps]], pending.ends[: num_steps + 1], pending.first_read[:num_steps]
+        )
+        if num_steps:
+            self._rows.read(asked, self._sums[3], self.decay)
+            pending.num_steps[0] = 0
 
 
 def _read_only(curve: Curve) -> Curve:
     curve.flags.writeable = False
     return curve
-
-
-@numba.njit(cache=True)
-def _observe(
-    state: tuple[Any, ...], request_values: tuple[Any, ...], sums: NDArray[np.float64], decay: float, page_tokens: int
-) -> bool:
-    """Serve the request at every alpha and add it up; False, too late, if rows are missing that some alpha reads.
-
-    State and request come as plain tuples: named ones cost three times as much to hand over.
-    """
-    kv, rows, request = KVState(*state[:5]), RowState(*state[5:]), _Request(*request_values)
-    num_tokens, num_history = request.num_tokens, request.history_rows.size
-    num_columns = sums.shape[1]
-    reused = np.zeros(num_columns, np.int64)
-    if num_tokens:
-        history = History(request.user, num_tokens, request.unchanged, page_tokens, request.is_kept)
-        reused = serve_history(kv, history)
-    # Where a history is resident in part, its sampled rows are cut in proportion: exact if all rows are sampled.
-    given = max(1, num_tokens - request.first_token)
-    first_read = np.empty(num_columns, np.int64)
-    for column in range(num_columns):
-        share = max(0, reused[column] - request.first_token) / given
-        first_read[column] = int(share * num_history + 0.5)
-    misses = read_rows(rows, np.concatenate((request.history_rows, request.candidate_rows)), first_read)
-    for column in range(num_columns):
-        computed_share = 1 - reused[column] / max(1, num_tokens)
-        read = request.num_candidate_rows + request.num_history_rows * computed_share
-        sums[0, column] = sums[0, column] * decay + reused[column]
-        sums[1, column] = sums[1, column] * decay + (reused[column] > 0)
-        sums[2, column] = sums[2, column] * decay + read
-        sums[3, column] = sums[3, column] * decay + misses[column]
-    return reused.min() >= request.first_token

@@ -55,6 +55,10 @@ class KVShadows:
         id_ = self._ids.get(user)
         return [] if id_ is None else self.state.held[id_, 1].tolist()
 
+    def forgets_for(self, user: int) -> bool:
+        """Whether somebody must be forgotten if this user comes."""
+        return len(self._ids) == self._max_users and user not in self._ids
+
     def arrive(self, user: int) -> tuple[int, int]:
         """The small id of this user, and its visits so far, this one included."""
         id_ = self._ids.get(user)

@@ -5,7 +5,7 @@ way to the coldest and closed when places run out, so a touch is two writes. Col
 `queue[c, first[c]:end[c]]`, and an entry counts if `place` says that its id stands there.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numba
 import numpy as np
@@ -24,19 +24,24 @@ class Lines(NamedTuple):
     ends: Ends
 
 
-def make_lines(num_columns: int, num_ids: int, num_places: int) -> Lines:
-    """Empty lines. Twice the places of the longest line, and more, make closing gaps rare."""
+def make_lines(num_columns: int, num_ids: int, num_places: int, order: Literal["C", "F"] = "C") -> Lines:
+    """Empty lines. Twice the places of the longest line, and more, make closing gaps rare.
+
+    `order` "F" for those who go through one column after the other, not through all columns of an id.
+    """
     return Lines(
         queue=np.empty((num_columns, num_places), np.int32),
-        place=np.full((num_ids, num_columns), OUT, np.int32),
+        place=np.full((num_ids, num_columns), OUT, np.int32, order),
         ends=np.zeros((2, num_columns), np.int64),
     )
 
 
 def with_ids(lines: Lines, num_ids: int) -> Lines:
     """The same lines, with room for more ids."""
-    more = num_ids - lines.place.shape[0]
-    return lines._replace(place=np.pad(lines.place, ((0, more), (0, 0)), constant_values=OUT))
+    num_before, num_columns = lines.place.shape
+    place = np.full((num_ids, num_columns), OUT, np.int32, "C" if lines.place.flags.c_contiguous else "F")
+    place[:num_before] = lines.place
+    return lines._replace(place=place)
 
 
 def with_places(lines: Lines, num_places: int) -> Lines:
@@ -49,10 +54,14 @@ def with_places(lines: Lines, num_places: int) -> Lines:
 @numba.njit(cache=True)
 def close_gaps(lines: Lines, num_joining: int) -> None:
     """Make sure that many ids can join each line; there are places enough once its gaps are closed."""
-    queue, place, ends = lines.queue, lines.place, lines.ends
-    for column in range(queue.shape[0]):
-        if ends[1, column] + num_joining <= queue.shape[1]:
-            continue
+    for column in range(lines.queue.shape[0]):
+        close_gaps_of(lines.queue, lines.place, lines.ends, column, num_joining)
+
+
+@numba.njit(cache=True, inline="always")
+def close_gaps_of(queue: Queue, place: Place, ends: Ends, column: int, num_joining: int) -> None:
+    """The same for one line."""
+    if ends[1, column] + num_joining > queue.shape[1]:
         to = 0
         for at in range(ends[0, column], ends[1, column]):
             id_ = queue[column, at]

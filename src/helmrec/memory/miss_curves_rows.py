@@ -3,6 +3,9 @@
 One exact LRU of sampled rows per share, its size scaled by the sampling rate, and the second-touch filter scaled
 likewise. Rows of one request are looked up together, then those missed are admitted, as a step does it: a row that a
 request misses twice counts twice. Does not know users, tokens or why a row was asked for.
+
+Shares know nothing of each other, so many requests are read at once, share by share: one share's arrays fit a core's
+cache, those of all do not.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +14,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.memory.miss_curves_lru import OUT, Lines, close_gaps, coldest, join, make_lines, with_ids, with_places
+from helmrec.memory.miss_curves_lru import OUT, Lines, close_gaps_of, coldest, join, make_lines, with_ids, with_places
 from helmrec.memory.sampling import row_hash
 
 Rows = NDArray[np.int64]
 Ids = NDArray[np.int32]
-Counts = NDArray[np.int64]  # (columns,)
+Counts = NDArray[np.int64]
 
-MAX_COLUMNS = 62  # a bit each in a word, beside the one that says a row is in the running step
-_IN_STEP = np.uint64(1 << 63)
 _NONE = -1
 
 
@@ -32,22 +33,20 @@ class RowState(NamedTuple):
     rows: Rows  # (ids,) the row of each id, _NONE if the id is free
     after: Ids  # (ids,) next id of the same bucket, or next free id
     bucket: Ids  # (power of two,)
-    marks: NDArray[np.uint64]  # (ids,) in the running step: bits of the shares that missed it, and _IN_STEP
-    free_ids: NDArray[np.int64]  # (2,) the first, and how many there are
+    is_asked: NDArray[np.bool_]  # (ids,) by a request that is being read: not to be released
+    missed_in: Counts  # (ids,) the step that missed it last, numbered over all shares
+    numbers: Counts  # (3,) the first free id, how many there are, and steps so far
     slots: NDArray[np.int64]  # (2, columns) empty ones, and misses seen by the filter since it aged
-    sketch: NDArray[np.uint8]  # (2, power of two, columns) counters of `SecondTouch`; no size: every row is admitted
+    sketch: NDArray[np.uint8]  # (columns, 2, power of two) counters of `SecondTouch`; no size: every row is admitted
     age_after: NDArray[np.int64]  # (1,) misses
 
 
-class _Step(NamedTuple):
-    """The rows of one request, and what became of them."""
+class Asked(NamedTuple):
+    """Rows of some requests, one after the other. Share c reads those of step s from `first_read[s, c]` on."""
 
     rows: Rows
-    first_read: Counts
-    ids: Ids  # (rows,)
-    fresh: NDArray[np.uint64]  # (rows,) bits of the shares for which this is the row's first miss of the step
-    misses: Counts
-    missed_rows: Counts  # without repeats
+    ends: Counts  # (steps + 1,) of each step in `rows`, with a leading 0
+    first_read: Counts  # (steps, columns)
 
 
 class RowShadows:
@@ -55,18 +54,22 @@ class RowShadows:
 
     def __init__(self, capacities: list[int], filter_slots: int | None, rate: float) -> None:
         """`filter_slots`: slots of the whole pool, which size the second-touch filter; None admits every row."""
-        assert 0 < len(capacities) <= MAX_COLUMNS
+        assert capacities
         self._capacity = np.array(capacities, np.int64)
         self._longest = max(capacities)
         columns = len(capacities)
-        lines = make_lines(columns, 1_024, 2 * self._longest + 4_096)
+        lines = make_lines(columns, 1_024, 2 * self._longest + 4_096, "F")
         sketch, age_after = _make_filter(columns, filter_slots, rate)
         slots = np.array([self._capacity, np.zeros(columns, np.int64)])
         self.state = RowState(**lines._asdict(), **_empty_table(1_024), slots=slots, sketch=sketch, age_after=age_after)
 
-    def reserve(self, num_rows: int) -> None:
-        """Make sure that `read_rows` can take that many at once."""
-        if self.state.free_ids[1] < num_rows:
+    def read(self, asked: Asked, missed: NDArray[np.float64], decay: float) -> None:
+        """Serve these steps at every share; `missed` (columns,) fades by `decay` a step and grows by its misses."""
+        self._reserve(asked.rows.size)
+        _read(tuple(self.state), tuple(asked), missed, decay)
+
+    def _reserve(self, num_rows: int) -> None:
+        if self.state.numbers[1] < num_rows:
             self._add_ids(num_rows)
         if self.state.queue.shape[1] < self._longest + num_rows:
             lines = with_places(Lines(*self.state[:3]), 2 * (self._longest + num_rows))
@@ -75,7 +78,7 @@ class RowShadows:
     def _add_ids(self, needed: int) -> None:
         old = self.state
         num_ids = 2 * old.rows.size
-        while num_ids - old.rows.size + old.free_ids[1] < needed:
+        while num_ids - old.rows.size + old.numbers[1] < needed:
             num_ids *= 2
         lines = with_ids(Lines(*old[:3]), num_ids)
         self.state = old._replace(**lines._asdict(), **_empty_table(num_ids))
@@ -88,8 +91,8 @@ class RowShadows:
         assert np.array_equal(state.rows != _NONE, resident.any(axis=1)), (
             "an id without a row is in use, or one is lost"
         )
-        assert not state.marks.any(), "a mark outlived its step"
-        assert np.count_nonzero(state.rows == _NONE) == state.free_ids[1], "a free id is lost"
+        assert not state.is_asked.any(), "a mark outlived its step"
+        assert np.count_nonzero(state.rows == _NONE) == state.numbers[1], "a free id is lost"
 
 
 def _empty_table(num_ids: int) -> dict[str, Any]:
@@ -98,18 +101,19 @@ def _empty_table(num_ids: int) -> dict[str, Any]:
         "rows": np.full(num_ids, _NONE, np.int64),
         "after": np.arange(1, num_ids + 1, dtype=np.int32),
         "bucket": np.full(2 * num_ids, _NONE, np.int32),
-        "marks": np.zeros(num_ids, np.uint64),
-        "free_ids": np.array([0, num_ids], np.int64),
+        "is_asked": np.zeros(num_ids, np.bool_),
+        "missed_in": np.zeros(num_ids, np.int64),
+        "numbers": np.array([0, num_ids, 0], np.int64),
     }
 
 
 def _make_filter(columns: int, slots: int | None, rate: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """As `SecondTouch` sizes its own, scaled: it ages after the same share of the stream."""
     if slots is None:
-        return np.zeros((2, 0, columns), np.uint8), np.zeros(1, np.int64)
+        return np.zeros((columns, 2, 0), np.uint8), np.zeros(1, np.int64)
     scaled = rate * (1 << max(10, (8 * slots - 1).bit_length()))
     size = 1 << max(3, round(np.log2(scaled)))  # a power of two as near as there is, so its load is about the same
-    return np.zeros((2, size, columns), np.uint8), np.array([max(1, round(scaled / 4))])
+    return np.zeros((columns, 2, size), np.uint8), np.array([max(1, round(scaled / 4))])
 
 
 @numba.njit(cache=True)
@@ -127,121 +131,121 @@ def _rehash(old_arrays: tuple[Any, ...], new_arrays: tuple[Any, ...]) -> None:
         new.rows[id_] = old.rows[id_]
         new.after[id_] = new.bucket[at]
         new.bucket[at] = id_
-    new.free_ids[0] = first_free
-    new.free_ids[1] = new.rows.size - old.rows.size + old.free_ids[1]
+    new.numbers[0] = first_free
+    new.numbers[1] = new.rows.size - old.rows.size + old.numbers[1]
 
 
 @numba.njit(cache=True)
-def read_rows(state: RowState, rows: Rows, first_read: Counts) -> Counts:
-    """One request's rows; share c reads `rows[first_read[c]:]`. Returns the misses of each share."""
-    start = first_read.min()
-    num_rows, num_columns = rows.size - start, first_read.size
-    close_gaps(Lines(state.queue, state.place, state.ends), num_rows)  # each is touched or admitted, at most once
-    step = _Step(
-        rows[start:],
-        first_read - start,
-        np.empty(num_rows, np.int32),
-        np.empty(num_rows, np.uint64),
-        np.zeros(num_columns, np.int64),
-        np.zeros(num_columns, np.int64),
-    )
-    _look_up(state, step)
-    _age(state, step.missed_rows)
-    _admit(state, step)
-    _settle(state, step.ids)
-    return step.misses
+def _read(
+    state_arrays: tuple[Any, ...], asked_arrays: tuple[Any, ...], missed: NDArray[np.float64], decay: float
+) -> None:
+    """Plain tuples come in: named ones take three times as long to hand over."""
+    state, asked = RowState(*state_arrays), Asked(*asked_arrays)
+    ids = _take_ids(state, asked.rows)
+    fresh = np.empty(asked.rows.size, np.int64)
+    num_steps = asked.first_read.shape[0]
+    for column in range(missed.size):
+        total = missed[column]
+        for step in range(num_steps):
+            begin, end = asked.ends[step] + asked.first_read[step, column], asked.ends[step + 1]
+            misses = _read_step(state, asked.rows[begin:end], ids[begin:end], fresh, column)
+            total = total * decay + misses
+        missed[column] = total
+    _settle(state, ids)
 
 
 # In the loops below arrays are locals: taken from a tuple inside, each would be counted as a reference every time.
 
 
 @numba.njit(cache=True)
-def _look_up(state: RowState, step: _Step) -> None:
-    """Count and touch; nothing becomes resident or stops to be."""
-    queue, place, ends, marks = state.queue, state.place, state.ends, state.marks
-    rows, after, bucket, free_ids = state.rows, state.after, state.bucket, state.free_ids
-    asked, ids, fresh = step.rows, step.ids, step.fresh
-    first_read, misses, missed_rows = step.first_read, step.misses, step.missed_rows
+def _take_ids(state: RowState, asked: Rows) -> Ids:
+    """The id of each row, a new one if it had none; none of them is released before `_settle`."""
+    rows, after, bucket, numbers, is_asked = state.rows, state.after, state.bucket, state.numbers, state.is_asked
+    ids = np.empty(asked.size, np.int32)
     for i in range(asked.size):
-        id_ = _id_of(rows, after, bucket, free_ids, asked[i])
-        marked = marks[id_]
-        new = np.uint64(0)
-        for column in range(first_read.size):
-            if i < first_read[column]:
-                continue
-            if place[id_, column] != OUT:
-                join(queue, place, ends, column, id_)
-                continue
-            misses[column] += 1
-            bit = np.uint64(1) << np.uint64(column)
-            if not marked & bit:
-                new |= bit
-                missed_rows[column] += 1
-        marks[id_] = marked | new | _IN_STEP
+        id_ = _id_of(rows, after, bucket, numbers, asked[i])
+        is_asked[id_] = True
         ids[i] = id_
-        fresh[i] = new
+    return ids
 
 
 @numba.njit(cache=True)
-def _age(state: RowState, missed_rows: Counts) -> None:
-    seen, sketch = state.slots[1], state.sketch
+def _read_step(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -> int:
+    """One request at one share: look everything up, then admit what was missed. Returns the misses."""
+    queue, place, ends, missed_in = state.queue, state.place, state.ends, state.missed_in
+    close_gaps_of(queue, place, ends, column, asked.size)  # each is touched or admitted, at most once
+    state.numbers[2] += 1
+    step, misses, num_fresh = state.numbers[2], 0, 0
+    for i in range(asked.size):
+        id_ = ids[i]
+        if place[id_, column] != OUT:
+            join(queue, place, ends, column, id_)
+            continue
+        misses += 1
+        if missed_in[id_] != step:
+            missed_in[id_] = step
+            fresh[num_fresh] = i
+            num_fresh += 1
+    if num_fresh:
+        _age(state, num_fresh, column)
+        _admit(state, asked, ids, fresh[:num_fresh], column)
+    return misses
+
+
+@numba.njit(cache=True)
+def _age(state: RowState, num_missed: int, column: int) -> None:
+    seen, sketch = state.slots[1], state.sketch[column]
     if not sketch.size:
         return
-    for column in range(seen.size):
-        seen[column] += missed_rows[column]
-        if seen[column] >= state.age_after[0]:
-            seen[column] //= 2
-            for at in range(sketch.shape[1]):
-                sketch[0, at, column] >>= 1
-                sketch[1, at, column] >>= 1
+    seen[column] += num_missed
+    if seen[column] >= state.age_after[0]:
+        seen[column] //= 2
+        for at in range(sketch.shape[1]):
+            sketch[0, at] >>= 1
+            sketch[1, at] >>= 1
 
 
 @numba.njit(cache=True)
-def _admit(state: RowState, step: _Step) -> None:
+def _admit(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -> None:
     """Give missed rows that earn it a slot, in order of first touch."""
-    queue, place, ends, marks = state.queue, state.place, state.ends, state.marks
-    rows, after, bucket, free_ids = state.rows, state.after, state.bucket, state.free_ids
-    asked, ids, fresh, sketch, free = step.rows, step.ids, step.fresh, state.sketch, state.slots[0]
-    room = free.copy()  # empty slots cost nobody anything: the first missed rows take them
-    for i in range(asked.size):
-        at = _counters_of(asked[i], sketch.shape[1])
-        for column in range(room.size):
-            if not fresh[i] >> np.uint64(column) & np.uint64(1):
+    queue, place, ends, is_asked = state.queue, state.place, state.ends, state.is_asked
+    rows, after, bucket, numbers = state.rows, state.after, state.bucket, state.numbers
+    sketch, free = state.sketch[column], state.slots[0]
+    room = free[column]  # empty slots cost nobody anything: the first missed rows take them
+    for i in fresh:
+        is_worthy = _is_second_touch(sketch, asked[i]) or room > 0
+        room -= 1
+        if not is_worthy:
+            continue
+        if free[column] == 0:
+            cold = coldest(queue, place, ends, column)
+            if cold == OUT:  # no slots at all
                 continue
-            is_worthy = _is_second_touch(sketch, at, column) or room[column] > 0
-            room[column] -= 1
-            if not is_worthy:
-                continue
-            if free[column] == 0:
-                cold = coldest(queue, place, ends, column)
-                if cold == OUT:  # no slots at all
-                    continue
-                place[cold, column] = OUT
-                free[column] = 1
-                if not marks[cold] and not _is_held(place, cold):
-                    _release(rows, after, bucket, free_ids, cold)
-            join(queue, place, ends, column, ids[i])
-            free[column] -= 1
+            place[cold, column] = OUT
+            free[column] = 1
+            # Who is not asked for can only leave the other shares, never come to one: the last to drop it releases it.
+            if not is_asked[cold] and not _is_held(place, cold):
+                _release(rows, after, bucket, numbers, cold)
+        join(queue, place, ends, column, ids[i])
+        free[column] -= 1
 
 
 @numba.njit(cache=True, inline="always")
-def _counters_of(row: int, size: int) -> tuple[np.uint64, np.uint64]:
-    """The row's two counters, as `SecondTouch` has them."""
-    mask = np.uint64(max(1, size) - 1)
-    mixed = np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    return mixed & mask, (mixed >> np.uint64(32)) & mask
+def _is_second_touch(sketch: NDArray[np.uint8], row: int) -> bool:
+    """Count a miss; whether the row was missed before, lately. Counters are those `SecondTouch` has.
 
-
-@numba.njit(cache=True, inline="always")
-def _is_second_touch(sketch: NDArray[np.uint8], at: tuple[np.uint64, np.uint64], column: int) -> bool:
-    """Count a miss; whether the row was missed before, lately. Without a filter every row was."""
+    Without a filter every row was.
+    """
     if not sketch.size:
         return True
-    first = min(sketch[0, at[0], column] + 1, 255)
-    second = min(sketch[1, at[1], column] + 1, 255)
-    sketch[0, at[0], column] = first
-    sketch[1, at[1], column] = second
+    mask = np.uint64(sketch.shape[1] - 1)
+    mixed = np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    one, other = mixed & mask, (mixed >> np.uint64(32)) & mask
+    first = min(sketch[0, one] + 1, 255)
+    second = min(sketch[1, other] + 1, 255)
+    sketch[0, one] = first
+    sketch[1, other] = second
     return min(first, second) >= 2
 
 
@@ -255,26 +259,26 @@ def _is_held(place: NDArray[np.int32], id_: np.int64) -> bool:
 
 @numba.njit(cache=True)
 def _settle(state: RowState, ids: Ids) -> None:
-    """The step has ended: rows no share holds give their ids back."""
-    rows, after, bucket, free_ids = state.rows, state.after, state.bucket, state.free_ids
-    place, marks = state.place, state.marks
+    """All was read: rows no share holds give their ids back."""
+    rows, after, bucket, numbers = state.rows, state.after, state.bucket, state.numbers
+    place, is_asked = state.place, state.is_asked
     for id_ in ids:
-        marks[id_] = 0
+        is_asked[id_] = False
         if rows[id_] != _NONE and not _is_held(place, id_):
-            _release(rows, after, bucket, free_ids, id_)
+            _release(rows, after, bucket, numbers, id_)
 
 
 @numba.njit(cache=True, inline="always")
-def _id_of(rows: Rows, after: Ids, bucket: Ids, free_ids: Rows, row: int) -> np.int64:
+def _id_of(rows: Rows, after: Ids, bucket: Ids, numbers: Counts, row: int) -> np.int64:
     """The row's id, a new one if it had none."""
     at = row_hash(row) & np.uint64(bucket.size - 1)
     id_ = np.int64(bucket[at])
     while id_ != _NONE and rows[id_] != row:
         id_ = np.int64(after[id_])
     if id_ == _NONE:
-        id_ = free_ids[0]
-        free_ids[0] = after[id_]
-        free_ids[1] -= 1
+        id_ = numbers[0]
+        numbers[0] = after[id_]
+        numbers[1] -= 1
         rows[id_] = row
         after[id_] = bucket[at]
         bucket[at] = id_
@@ -282,7 +286,7 @@ def _id_of(rows: Rows, after: Ids, bucket: Ids, free_ids: Rows, row: int) -> np.
 
 
 @numba.njit(cache=True, inline="always")
-def _release(rows: Rows, after: Ids, bucket: Ids, free_ids: Rows, id_: np.int64) -> None:
+def _release(rows: Rows, after: Ids, bucket: Ids, numbers: Counts, id_: np.int64) -> None:
     at = row_hash(rows[id_]) & np.uint64(bucket.size - 1)
     before = np.int64(bucket[at])
     if before == id_:
@@ -292,6 +296,6 @@ def _release(rows: Rows, after: Ids, bucket: Ids, free_ids: Rows, id_: np.int64)
             before = np.int64(after[before])
         after[before] = after[id_]
     rows[id_] = _NONE
-    after[id_] = free_ids[0]
-    free_ids[0] = id_
-    free_ids[1] += 1
+    after[id_] = numbers[0]
+    numbers[0] = id_
+    numbers[1] += 1
