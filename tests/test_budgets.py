@@ -16,7 +16,9 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
     "calibrate/command.py:calibrate": "one per flag",
     "load_cli.py:load": "one per flag",
+    "import_cli.py:dlrmv3": "one per flag",
     "loadgen_cli.py:loadgen": "one per flag",
+    "experiments/command.py:run": "one parameter per flag",
     "cli.py:rank": "one parameter per flag",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "kernels/triton_row_gather.py:gather_rows": "what its twin takes, and how it is launched",

@@ -26,6 +26,7 @@ RANKS = {
     "loadgen": 5,
     "serve": 6,
     "bench": 6,
+    "experiments": 6,
     "train": 6,
     "train_cli": 6,
     "explain_cli": 6,
@@ -35,6 +36,7 @@ RANKS = {
     "load_cli": 6,
     "loadgen_cli": 6,
     "serve_cli": 6,
+    "import_cli": 6,
     "cluster": 6,
     "cli": 7,
 }
@@ -120,7 +122,7 @@ def test_routing_sees_base_and_the_sampling_hash_only() -> None:
 
 
 def test_rivals_of_the_bench_serve_only_comparisons() -> None:
-    assert {layer(m) for m in IMPORTS if any(layer(o) == "bench" for o in ours(m))} <= {"bench", "cli"}
+    assert {layer(m) for m in IMPORTS if any(layer(o) == "bench" for o in ours(m))} <= {"bench", "cli", "experiments"}
 
 
 def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:

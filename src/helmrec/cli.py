@@ -19,7 +19,9 @@ from helmrec.console import err, out, told_plainly
 from helmrec.demo import run_demo
 from helmrec.engine.engine import Engine
 from helmrec.errors import RequestError
+from helmrec.experiments.command import bench_app
 from helmrec.explain_cli import explain
+from helmrec.import_cli import import_app
 from helmrec.load_cli import load
 from helmrec.loadgen_cli import loadgen
 from helmrec.model.config import ModelConfig
@@ -39,6 +41,8 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
+app.add_typer(import_app, name="import")
+app.add_typer(bench_app, name="bench")
 app.command()(calibrate)
 app.command()(load)
 app.command()(loadgen)

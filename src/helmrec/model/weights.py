@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,15 +70,31 @@ def save_model(folder: Path, config: ModelConfig, dense: Mapping[str, Tensor], t
     _write_manifest(folder, config, lambda _: None)
 
 
+def stream_model(
+    folder: Path,
+    config: ModelConfig,
+    dense: Mapping[str, Tensor],
+    tables: Mapping[str, Iterable[bytes]],
+    progress: Progress = lambda _: None,
+) -> None:
+    """As `save_model`, from the bytes of tables' rows in order, a part at a time: they may be larger than memory."""
+    _make_empty(folder)
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
+    for table in config.tables:
+        shape = (table.num_rows, config.row_dim)
+        _write_table(folder / table_file(table.name), shape, config.row_dtype, tables[table.name], progress)
+    _write_manifest(folder, config, progress)
+
+
 def init_model(folder: Path, config: ModelConfig, seed: int = 0, progress: Progress = lambda _: None) -> None:
     """Write a model with random weights, table by table in chunks, so that size is bounded by disk alone."""
     _make_empty(folder)
     generator = torch.Generator().manual_seed(seed)
     save_file(random_dense(config, generator), folder / DENSE)
     for table in config.tables:
-        _write_random_table(
-            folder / table_file(table.name), (table.num_rows, config.row_dim), config.row_dtype, generator, progress
-        )
+        shape = (table.num_rows, config.row_dim)
+        rows = _random_rows(shape, config.row_dtype, generator)
+        _write_table(folder / table_file(table.name), shape, config.row_dtype, rows, progress)
     _write_manifest(folder, config, progress)
 
 
@@ -156,22 +172,25 @@ def _write_manifest(folder: Path, config: ModelConfig, progress: Progress) -> No
     (folder / "config.json").write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
-def _write_random_table(
-    path: Path, shape: tuple[int, int], dtype: str, generator: torch.Generator, progress: Progress
-) -> None:
-    """A safetensors file written in chunks; the library's own writer wants the whole table in memory."""
+def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator) -> Iterator[bytes]:
     torch_dtype = getattr(torch, dtype)
-    row_bytes = shape[1] * torch_dtype.itemsize
+    chunk_rows = max(1, _CHUNK_BYTES // (shape[1] * torch_dtype.itemsize))
+    for start in range(0, shape[0], chunk_rows):
+        rows = torch.randn((min(chunk_rows, shape[0] - start), shape[1]), generator=generator).to(torch_dtype)
+        yield rows.view(torch.uint8).numpy().tobytes()
+
+
+def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
+    """A safetensors file written in chunks; the library's own writer wants the whole table in memory."""
+    row_bytes = shape[1] * getattr(torch, dtype).itemsize
     entry = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
     header = json.dumps({"rows": entry}).encode()
     header += b" " * (-len(header) % 8)
-    chunk_rows = max(1, _CHUNK_BYTES // row_bytes)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for start in range(0, shape[0], chunk_rows):
-            rows = torch.randn((min(chunk_rows, shape[0] - start), shape[1]), generator=generator).to(torch_dtype)
-            file.write(rows.view(torch.uint8).numpy().tobytes())
-            progress(rows.nbytes)
+        for part in parts:
+            file.write(part)
+            progress(len(part))
 
 
 def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progress) -> None:

@@ -1,0 +1,188 @@
+"""Import of Meta's DLRMv3: its dense checkpoint and its tables, as a model folder of ours.
+
+The published model sees its tokens from the query (`QueryFrame`). What it computes per action, the scale it puts on
+tokens, and the positions of context tokens do not depend on a request, so they are folded into weights here, in double
+precision. Whatever a file holds beside what was published is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from helmrec.config import Frozen
+from helmrec.errors import ModelError
+from helmrec.model import dlrmv3_names as theirs
+from helmrec.model.config import ITEM, Cycle, Dtype, EncoderConfig, ModelConfig, QueryFrame, TableConfig
+from helmrec.model.dlrmv3_names import Sizes, Weights, check_names, check_shapes
+from helmrec.model.sharded_tables import ShardedTable, read_index
+from helmrec.model.torch_zip import StoredTensor, TorchZip
+from helmrec.model.weights import Progress, stream_model
+
+CHECKPOINT = "non_sparse.ckpt"
+TABLES = {ITEM: "item_id", "category": "item_category_id", "user": "user_id"}  # ours, and theirs
+_NORM_EPS = 1e-5
+_MOST_ACTIONS = 1 << 16
+
+
+class ImportOptions(Frozen):
+    """What a checkpoint does not say of itself; defaults are those of the published model."""
+
+    num_heads: int = Field(4, ge=1)
+    window: int = Field(16_384 - 2_048 - 1, ge=4)
+    max_candidates: int = Field(2_048, ge=1)
+    min_context_events: int = Field(20, ge=0)
+    dtype: Dtype | None = Field(None, description="of dense weights and K/V; by default the checkpoint's own")
+
+
+def import_dlrmv3(
+    checkpoint: Path, tables: Path, out: Path, options: ImportOptions, progress: Progress = lambda _: None
+) -> ModelConfig:
+    """Write a model folder from a dense checkpoint (or the folder it lies in) and a folder of sharded tables."""
+    path = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
+    weights = read_dense(path)
+    sizes = Sizes.of(weights, check_names(weights, str(path)))
+    check_shapes(weights, sizes, str(path))
+    found = find_tables(tables, sizes.row_dim)
+    config = _config(weights, sizes, found, options)
+    dense = {name: value.to(getattr(torch, config.dtype)) for name, value in convert(weights, sizes).items()}
+    if wrong := [name for name, value in dense.items() if not bool(torch.isfinite(value).all())]:
+        raise ModelError(f"{path}: weight {wrong[0]!r} holds values that are not finite in {config.dtype}")
+    stream_model(out, config, dense, {name: table.parts() for name, table in found.items()}, progress)
+    return config
+
+
+def read_dense(path: Path) -> dict[str, Tensor]:
+    """The dense weights of a checkpoint, by published name. Nothing pickled in it is run."""
+    with TorchZip.open(path) as archive:
+        saved = archive.saved("dense_dict")
+        if not isinstance(saved, dict):
+            raise ModelError(f"{path}: 'dense_dict' is no dictionary of weights")
+        stored = {str(name): value for name, value in saved.items() if "embedding_collection" not in str(name)}
+        if wrong := sorted(name for name, value in stored.items() if not isinstance(value, StoredTensor)):
+            raise ModelError(f"{path}: weight {wrong[0]!r} is no tensor")
+        return {name: archive.read(value) for name, value in stored.items()}
+
+
+def find_tables(folder: Path, row_dim: int) -> dict[str, ShardedTable]:
+    """The three tables, by our names; no row is read."""
+    index = read_index(folder)
+    found = {}
+    for ours, name in TABLES.items():
+        keys = [key for key in index if key.endswith(f"embeddings.{name}.weight")]
+        if len(keys) != 1:
+            raise ModelError(f"{folder}: one table {name!r} is needed, found {keys or sorted(index)}")
+        found[ours] = index[keys[0]]
+    if unexpected := sorted(index.keys() - {table.name for table in found.values()}):
+        raise ModelError(f"{folder}: {unexpected[0]!r} is no table of a DLRMv3")
+    kinds = {(table.shape[1], table.dtype) for table in found.values()}
+    if len(kinds) != 1 or next(iter(kinds))[0] != row_dim:
+        raise ModelError(
+            f"{folder}: all tables must have rows of {row_dim} and one type, got {sorted(map(str, kinds))}"
+        )
+    return found
+
+
+def _config(weights: Weights, sizes: Sizes, tables: Mapping[str, ShardedTable], options: ImportOptions) -> ModelConfig:
+    heads = options.num_heads
+    if sizes.width % heads or sizes.qk_width <= 0 or sizes.qk_width % heads:
+        raise ModelError(f"{heads} heads do not divide widths of {sizes.width} (v) and {sizes.qk_width} (qk)")
+    unit_s, num_units = (weights[name].flatten().tolist() for name in (theirs.UNIT_S, theirs.NUM_UNITS))
+    own = weights[f"{theirs.LAYERS}0._uvqk_weight"].dtype
+    configs = {name: TableConfig(name=name, num_rows=table.shape[0]) for name, table in tables.items()}
+    return ModelConfig(
+        name="dlrmv3-imported",
+        form="concat",
+        num_layers=sizes.num_layers,
+        num_heads=heads,
+        qk_dim=sizes.qk_width // heads,
+        v_dim=sizes.width // heads,
+        dim=sizes.dim,
+        hidden_dim=sizes.hidden,
+        input_hidden_dim=sizes.input_hidden,
+        normaliser=1,  # each request divides by its own length instead
+        dtype=options.dtype or _name_of(own),
+        window=options.window,
+        max_candidates=options.max_candidates,
+        num_actions=_num_actions(weights[theirs.BITS]),
+        num_tasks=sizes.num_tasks,
+        time_buckets=sizes.num_times,
+        row_dim=sizes.row_dim,
+        row_dtype=_name_of(tables[ITEM].dtype),
+        features=(configs[ITEM], configs["category"]),
+        user_context=(configs["user"],),
+        encoders=(EncoderConfig(name="item", tables=(ITEM,)), EncoderConfig(name="extra", tables=("category",))),
+        candidate_encoder=EncoderConfig(name="candidate", tables=(ITEM, "category")),
+        query_frame=QueryFrame(
+            num_positions=sizes.num_positions,
+            min_context_events=options.min_context_events,
+            cycles=tuple(Cycle(unit_s=int(s), num_units=int(n)) for s, n in zip(unit_s, num_units, strict=True)),
+        ),
+    )
+
+
+def _name_of(dtype: torch.dtype) -> Dtype:
+    names: dict[torch.dtype, Dtype] = {
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+    }
+    if dtype not in names:
+        raise ModelError(f"weights must be float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}")
+    return names[dtype]
+
+
+def _num_actions(bits: Tensor) -> int:
+    """Actions are sets of bits: every combination gets a row, computed once and for all."""
+    most = 0
+    for bit in bits.tolist():
+        most |= int(bit)
+    if not 0 < most < _MOST_ACTIONS:
+        raise ModelError(f"actions must fit {_MOST_ACTIONS - 1}, the checkpoint's weights {bits.tolist()} do not")
+    return most + 1
+
+
+def convert(weights: Weights, sizes: Sizes) -> dict[str, Tensor]:
+    """Our dense weights, float64, from the published ones."""
+    w = {name: value.double() for name, value in weights.items() if value.is_floating_point()}
+    scale = math.sqrt(sizes.dim)  # what tokens are multiplied by before position and time are added
+    dense = {
+        "action_embedding.weight": scale * _actions(w, weights[theirs.BITS]),
+        "position_embedding.weight": w[theirs.POSITIONS],
+        "time_embedding.weight": w[theirs.TIMES],
+        "context.weight": scale * w[theirs.CONTEXT_WEIGHT],
+        "context.bias": scale * w[theirs.CONTEXT_BIAS] + w[theirs.POSITIONS][:1],
+        "output_mix.weight": w[f"{theirs.POST}_time_feature_combiner.weight"],
+        "output_mix.bias": w[f"{theirs.POST}_time_feature_combiner.bias"],
+        "output_norm.weight": w[f"{theirs.POST}_layer_norm.weight"],
+        "output_norm.bias": w[f"{theirs.POST}_layer_norm.bias"],
+    }
+    mlps = {"encoders.item": theirs.CONTENT, "encoders.extra": theirs.EXTRA}
+    mlps |= {"candidate_encoder": theirs.ITEM_MLP, "head": theirs.HEAD}
+    for ours, name in mlps.items():
+        dense |= {f"{ours}{key.removeprefix(name)}": value for key, value in w.items() if key.startswith(f"{name}.")}
+    for encoder in ("encoders.item", "encoders.extra"):
+        for part in ("weight", "bias"):
+            dense[f"{encoder}.3.{part}"] = scale * dense[f"{encoder}.3.{part}"]
+    for name, value in w.items():
+        if name.startswith(theirs.LAYERS):
+            layer, field = name.removeprefix(theirs.LAYERS).split("._")
+            dense[f"layers.{layer}.{field}"] = value
+    return dense
+
+
+def _actions(w: Weights, bits: Tensor) -> Tensor:  # (actions + 1, dim)
+    """What the published model computes of every set of bits, and of none being known yet."""
+    actions = torch.arange(_num_actions(bits))
+    has = (actions[:, None] & bits.long()[None, :]) > 0
+    known = (has[:, :, None] * w[theirs.BIT_ROWS][None]).flatten(1)
+    x = torch.cat([known, w[theirs.NO_ACTION]])
+    mlp = theirs.ACTION
+    hidden = F.linear(x, w[f"{mlp}.0.weight"], w[f"{mlp}.0.bias"])
+    gate = F.layer_norm(hidden, hidden.shape[-1:], w[f"{mlp}.1.weight"], w[f"{mlp}.1.bias"], _NORM_EPS).sigmoid()
+    out = F.linear(hidden * gate, w[f"{mlp}.2.weight"], w[f"{mlp}.2.bias"])
+    return F.layer_norm(out, out.shape[-1:], w[f"{mlp}.3.weight"], w[f"{mlp}.3.bias"], _NORM_EPS)

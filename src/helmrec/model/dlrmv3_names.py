@@ -1,0 +1,146 @@
+"""Names and shapes of the weights in a published DLRMv3 checkpoint, and what they say of the model's size.
+
+Facts of the format only; what the weights mean is `dlrmv3.py`'s.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from helmrec.errors import ModelError
+
+_PREPROCESSOR = "_hstu_transducer._input_preprocessor."
+LAYERS = "_hstu_transducer._stu_module._stu_layers."
+CONTENT = f"{_PREPROCESSOR}_content_embedding_mlp"
+EXTRA = f"{_PREPROCESSOR}_additional_embedding_mlp"
+ACTION = f"{_PREPROCESSOR}_action_embedding_mlp"
+BITS = f"{_PREPROCESSOR}_action_encoder._combined_action_weights"
+BIT_ROWS = f"{_PREPROCESSOR}_action_encoder._action_embedding_table"
+NO_ACTION = f"{_PREPROCESSOR}_action_encoder._target_action_embedding_table"
+CONTEXT_WEIGHT = f"{_PREPROCESSOR}_batched_contextual_linear_weights"
+CONTEXT_BIAS = f"{_PREPROCESSOR}_batched_contextual_linear_bias"
+POSITIONS = "_hstu_transducer._positional_encoder._position_embeddings_weight"
+TIMES = "_hstu_transducer._positional_encoder._timestamp_embeddings_weight"
+POST = "_hstu_transducer._output_postprocessor."
+UNIT_S = f"{POST}_period_units"
+NUM_UNITS = f"{POST}_units_per_period"
+ITEM_MLP = "_item_embedding_mlp"
+HEAD = "_multitask_module._prediction_module"
+
+Weights = Mapping[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Each number as one of the weights has it; all others are held to these."""
+
+    num_layers: int
+    dim: int
+    row_dim: int
+    width: int  # heads * v
+    qk_width: int  # heads * qk
+    input_hidden: int
+    hidden: int
+    num_tasks: int
+    num_bits: int  # kinds of action
+    bit_dim: int
+    num_positions: int
+    num_times: int
+    num_cycles: int
+
+    @classmethod
+    def of(cls, weights: Weights, num_layers: int) -> "Sizes":
+        width = weights[f"{LAYERS}0._output_norm_weight"].numel()
+        return cls(
+            num_layers=num_layers,
+            dim=weights[f"{LAYERS}0._input_norm_weight"].numel(),
+            row_dim=weights[f"{CONTENT}.0.weight"].shape[-1],
+            width=width,
+            qk_width=weights[f"{LAYERS}0._uvqk_beta"].numel() // 2 - width,
+            input_hidden=weights[f"{CONTENT}.0.bias"].numel(),
+            hidden=weights[f"{ITEM_MLP}.0.bias"].numel(),
+            num_tasks=weights[f"{HEAD}.2.bias"].numel(),
+            num_bits=weights[BITS].numel(),
+            bit_dim=weights[BIT_ROWS].shape[-1],
+            num_positions=len(weights[POSITIONS]),
+            num_times=len(weights[TIMES]),
+            num_cycles=weights[UNIT_S].numel(),
+        )
+
+
+def published_shapes(s: Sizes) -> Shapes:
+    """Name and shape of every weight in a checkpoint of this size."""
+    num_columns, action_dim = 2 * (s.width + s.qk_width), s.num_bits * s.bit_dim
+    layer: Shapes = {
+        "_uvqk_weight": (s.dim, num_columns),
+        "_uvqk_beta": (num_columns,),
+        "_input_norm_weight": (s.dim,),
+        "_input_norm_bias": (s.dim,),
+        "_output_weight": (3 * s.width, s.dim),
+        "_output_norm_weight": (s.width,),
+        "_output_norm_bias": (s.width,),
+    }
+    return {
+        **{f"{LAYERS}{i}.{name}": shape for i in range(s.num_layers) for name, shape in layer.items()},
+        **_mlp(CONTENT, s.row_dim, s.input_hidden, s.dim),
+        **_norm(f"{CONTENT}.3", s.dim),
+        **_mlp(EXTRA, s.row_dim, s.input_hidden, s.dim),
+        **_norm(f"{EXTRA}.3", s.dim),
+        **_mlp(ACTION, action_dim, s.input_hidden, s.dim),
+        **_norm(f"{ACTION}.3", s.dim),
+        **_mlp(ITEM_MLP, 2 * s.row_dim, s.hidden, s.dim),
+        **_norm(f"{ITEM_MLP}.3", s.dim),
+        **_mlp(HEAD, s.dim, s.hidden, s.num_tasks),
+        **_norm(f"{POST}_layer_norm", s.dim),
+        **_linear(f"{POST}_time_feature_combiner", s.dim + 2 * s.num_cycles, s.dim),
+        UNIT_S: (1, s.num_cycles),
+        NUM_UNITS: (1, s.num_cycles),
+        BITS: (s.num_bits,),
+        BIT_ROWS: (s.num_bits, s.bit_dim),
+        NO_ACTION: (1, action_dim),
+        CONTEXT_WEIGHT: (1, s.row_dim, s.dim),
+        CONTEXT_BIAS: (1, s.dim),
+        POSITIONS: (s.num_positions, s.dim),
+        TIMES: (s.num_times, s.dim),
+    }
+
+
+def _mlp(name: str, fan_in: int, hidden: int, out: int) -> Shapes:
+    return {
+        **_linear(f"{name}.0", fan_in, hidden),
+        **_norm(f"{name}.1", hidden),
+        **_linear(f"{name}.2", hidden, out),
+    }
+
+
+def _linear(name: str, fan_in: int, out: int) -> Shapes:
+    return {f"{name}.weight": (out, fan_in), f"{name}.bias": (out,)}
+
+
+def _norm(name: str, dim: int) -> Shapes:
+    return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
+
+
+def check_names(weights: Weights, source: str) -> int:
+    """How many layers the checkpoint has, once it is known to have every weight of a DLRMv3 and no other."""
+    parts = [name.removeprefix(LAYERS).split(".")[0] for name in weights if name.startswith(LAYERS)]
+    num_layers = max((int(part) + 1 for part in parts if part.isdecimal()), default=1)
+    expected = published_shapes(Sizes(num_layers, *[1] * 12)).keys()
+    if missing := sorted(expected - weights.keys()):
+        raise ModelError(f"{source}: {_few(missing)} of {len(expected)} weights of a DLRMv3 checkpoint are missing")
+    if unexpected := sorted(weights.keys() - expected):
+        raise ModelError(f"{source}: {_few(unexpected)} are no weights of a DLRMv3 checkpoint")
+    return num_layers
+
+
+def check_shapes(weights: Weights, sizes: Sizes, source: str) -> None:
+    for name, shape in published_shapes(sizes).items():
+        if tuple(weights[name].shape) != shape:
+            raise ModelError(f"{source}: {name!r} must be {shape}, got {tuple(weights[name].shape)}")
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + more

@@ -1,0 +1,229 @@
+"""Tensors out of the archive that torch.save writes, read without running what is pickled in it.
+
+The archive is a zip with one pickle, which says what tensors there are, and one member of plain bytes for each storage.
+Knows nothing of models. Bytes are read when a tensor is asked for, so what is left out costs nothing.
+"""
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from helmrec.errors import ModelError
+from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, Outside, read_pickle
+
+_STORAGES = {
+    Named("torch", "FloatStorage"): torch.float32,
+    Named("torch", "HalfStorage"): torch.float16,
+    Named("torch", "BFloat16Storage"): torch.bfloat16,
+    Named("torch", "DoubleStorage"): torch.float64,
+    Named("torch", "LongStorage"): torch.int64,
+    Named("torch", "IntStorage"): torch.int32,
+    Named("torch", "BoolStorage"): torch.bool,
+}
+_TENSOR = Named("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = Named("torch._utils", "_rebuild_parameter")
+_ORDERED = Named("collections", "OrderedDict")
+_SETS = {Named("__builtin__", "set"), Named("builtins", "set")}
+_OTHERS = {"torch", "torchrec"}  # what beside weights is saved, such as an optimiser's state, may name theirs
+_CHUNK_BYTES = 16 << 20
+_DAMAGED = (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the archive describes it."""
+
+    key: str  # of its storage
+    dtype: torch.dtype
+    storage_size: int  # elements
+    first: int  # element of the storage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """It is its storage from the first element to the last, in order."""
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        return not self.first and list(self.stride) == strides and math.prod(self.shape) == self.storage_size
+
+
+def _is_expected(named: Named) -> bool:
+    return named in {_ORDERED, *_SETS} or named.module.split(".")[0] in _OTHERS
+
+
+class TorchZip:
+    """One archive; the file is closed with it."""
+
+    def __init__(self, file: BinaryIO, source: str) -> None:
+        self._source = source
+        self._file = file
+        try:
+            self._zip = zipfile.ZipFile(file)
+        except _DAMAGED as error:
+            file.close()
+            raise ModelError(f"{source} is not an archive that torch.save wrote ({error})") from None
+        try:
+            self._saved = self._open()
+        except ModelError:
+            self.close()
+            raise
+
+    def _open(self) -> Any:
+        source = self._source
+        pickles = [name for name in self._zip.namelist() if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ModelError(f"{source} is not an archive that torch.save wrote: {len(pickles)} pickles in it")
+        self._root = pickles[0].removesuffix("data.pkl")
+        order = f"{self._root}byteorder"
+        if order in self._zip.namelist() and self._read(order) != b"little":
+            raise ModelError(f"{source}: its numbers are not little-endian")
+        return read_pickle(self._read(pickles[0]), source, _is_expected)
+
+    @classmethod
+    def open(cls, path: Path) -> "TorchZip":
+        try:
+            return cls(path.open("rb"), str(path))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._zip.close()
+        self._file.close()
+
+    def __enter__(self) -> "TorchZip":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def saved(self, *keys: str) -> Any:
+        """What was saved, or the part under these keys: plain values, and a `StoredTensor` for each tensor."""
+        value = self._saved
+        for key in keys:
+            if isinstance(value, Made) and value.maker == _ORDERED:
+                value = value.state or {}
+            if not isinstance(value, dict) or key not in value:
+                raise ModelError(f"{self._source}: nothing was saved under {key!r}")
+            value = value[key]
+        return self._understand(value)
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        data = bytearray(b"".join(self.stream(tensor)))
+        storage = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+        return storage.as_strided(tensor.shape, tensor.stride, tensor.first).clone()
+
+    def stream(self, tensor: StoredTensor) -> Iterator[bytes]:
+        """The bytes of its whole storage, a part at a time."""
+        name = f"{self._root}data/{tensor.key}"
+        expected = tensor.storage_size * tensor.dtype.itemsize
+        try:
+            member = self._zip.getinfo(name)
+        except KeyError:
+            raise ModelError(f"{self._source}: storage {tensor.key!r} is missing") from None
+        if member.file_size != expected or member.compress_type != zipfile.ZIP_STORED:
+            raise ModelError(
+                f"{self._source}: storage {tensor.key!r} must be {expected} plain bytes, got {member.file_size}"
+            )
+        try:
+            with self._zip.open(name) as data:
+                while part := data.read(_CHUNK_BYTES):
+                    yield part
+        except _DAMAGED as error:
+            raise ModelError(f"{self._source}: storage {tensor.key!r} is damaged ({error})") from None
+
+    def _read(self, name: str) -> bytes:
+        """A small member; one that would unfold to more than any checkpoint's is not unfolded."""
+        member = self._zip.getinfo(name)
+        if member.file_size > MAX_BYTES or member.compress_type != zipfile.ZIP_STORED:
+            raise ModelError(f"{self._source}: {name!r} must be plain bytes, at most {MAX_BYTES}")
+        try:
+            return self._zip.read(name)
+        except _DAMAGED as error:
+            raise ModelError(f"{self._source}: {name!r} is damaged ({error})") from None
+
+    def _understand(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._understand(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._understand(each) for each in value)
+        return self._made(value) if isinstance(value, Made) else value
+
+    def _made(self, made: Made) -> Any:
+        if made.maker == _ORDERED:
+            return self._understand(made.state or {})
+        if made.maker in _SETS:
+            return set(*made.args)
+        if made.maker == _PARAMETER:
+            return self._understand(made.args[0])
+        if made.maker == _TENSOR:
+            return self._tensor(made.args)
+        raise ModelError(f"{self._source}: {made.maker} stands where a value should")
+
+    def _tensor(self, args: tuple[Any, ...]) -> StoredTensor:
+        """Its parts are whatever the file says, so each is looked at before it is believed."""
+        match args:
+            case (
+                Outside(("storage", Named() as kind, str(key), str(), int(size))),
+                int(first),
+                tuple(shape),
+                tuple(stride),
+                *_,
+            ):
+                numbers = (size, first, *shape, *stride)
+                if kind in _STORAGES and all(isinstance(each, int) and each >= 0 for each in numbers):
+                    stored = StoredTensor(key, _STORAGES[kind], size, first, shape, stride)
+                    if len(shape) == len(stride) and _end(stored) <= size:
+                        return stored
+        raise ModelError(f"{self._source}: a tensor is described in a way that makes no sense")
+
+
+def _end(tensor: StoredTensor) -> int:
+    """One past the last element of the storage that it touches."""
+    if 0 in tensor.shape:
+        return tensor.first
+    return tensor.first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
+
+
+class Window(io.RawIOBase):
+    """Some bytes of a file as a file of their own."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file = path.open("rb")
+        self._start, self._length, self._at = start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        num = max(0, min(len(view), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(num)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
