@@ -1,0 +1,59 @@
+"""What the paper claims, by which rule we judge it, and what came of it. Verdicts follow from data by stated rules."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+_FORMATS = {"share": "{:.1%}", "ratio": "{:.2f} x", "alpha": "{:.3f}", "us": "{:.3g} µs", "count": "{:.0f}"}
+
+Finding = Literal["reproduced", "partly", "not", "not judged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One claim beside one figure of ours."""
+
+    claim: str
+    paper: str
+    ours: str
+    rule: str
+    finding: Finding
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Thresholds of a figure. `is_more_better`: whether larger figures support the claim."""
+
+    reproduced: float
+    partly: float
+    is_more_better: bool = True
+    unit: Literal["share", "ratio", "alpha", "us", "count"] = "share"
+
+    @property
+    def text(self) -> str:
+        word = "at least" if self.is_more_better else "at most"
+        return f"reproduced: {word} {self.shown(self.reproduced)}; partly: {word} {self.shown(self.partly)}; else not"
+
+    def finding(self, value: float) -> Finding:
+        if math.isnan(value):  # there was nothing to compare with
+            return "not judged"
+        if self._reaches(value, self.reproduced):
+            return "reproduced"
+        return "partly" if self._reaches(value, self.partly) else "not"
+
+    def shown(self, value: float) -> str:
+        return _FORMATS[self.unit].format(value)
+
+    def _reaches(self, value: float, threshold: float) -> bool:
+        return value >= threshold if self.is_more_better else value <= threshold
+
+
+def judged(claim: str, paper: str, value: float, rule: Rule, because: str) -> Verdict:
+    """`because`: the figures behind the value, in words."""
+    finding = rule.finding(value)
+    return Verdict(claim, paper, rule.shown(value), rule.text, finding, because)
+
+
+def unjudged(verdict: Verdict, why: str) -> Verdict:
+    return Verdict(verdict.claim, verdict.paper, verdict.ours, verdict.rule, "not judged", why)

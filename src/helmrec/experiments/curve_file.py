@@ -1,0 +1,36 @@
+"""Miss curves of a run in a file: recording them takes ten times as long as the run they are shown to."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from helmrec.memory.miss_curves import JointCurves
+
+_CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in {"alphas", "num_requests"})
+
+
+def save_curves(path: Path, curves: Sequence[JointCurves | None]) -> None:
+    """By window; None where too little had been seen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = next((one for one in curves if one is not None), None)
+    alphas = np.empty(0) if known is None else known.alphas
+    table = np.full((len(curves), 1 + len(_CURVES), alphas.size), np.nan)
+    for at, one in enumerate(curves):
+        if one is not None:
+            table[at, 0] = one.num_requests
+            table[at, 1:] = [getattr(one, name) for name in _CURVES]
+    with path.open("wb") as file:  # np.savez would add an ending to the name
+        np.savez_compressed(file, alphas=alphas, table=table)
+
+
+def load_curves(path: Path) -> list[JointCurves | None]:
+    with np.load(path) as kept:
+        alphas, table = kept["alphas"], kept["table"]
+    return [
+        None
+        if not alphas.size or np.isnan(one[0, 0])
+        else JointCurves(alphas, float(one[0, 0]), **dict(zip(_CURVES, one[1:].copy(), strict=True)))
+        for one in table
+    ]

@@ -1,0 +1,196 @@
+"""One simulated run: who steers which node under which traffic, and what is kept of it.
+
+All experiments are made of these, so a run that two of them ask for is made once.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from helmrec.bench.contest import Course, Score
+from helmrec.control.policy import Move, WindowStats
+from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.entrants import Entrant, entrant
+from helmrec.experiments.kept import digest_of
+from helmrec.experiments.tiers import with_traffic
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.scenario import Scenario
+from helmrec.sim.simulate import SimResult, simulate
+
+Settings = tuple[tuple[str, Any], ...]  # names with values
+_REFUSED_MS = 10_000.0  # as in contests
+
+
+class Ground(NamedTuple):
+    """Traffic: a scenario as read and resized, a seed, how dense, and what is changed of every phase."""
+
+    scenario: Scenario
+    seed: int
+    load: float
+    window_s: float
+    traffic: Settings
+
+    @property
+    def digest(self) -> str:
+        told = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
+        told += json.dumps([self.seed, self.load, self.window_s, self.traffic])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def course(self) -> Course:
+        assert self.scenario.workload is not None
+        workload = with_traffic(self.scenario.workload, **dict(self.traffic))
+        scenario = self.scenario.model_copy(update={"workload": workload})
+        return Course(scenario, self.seed, self.load, self.window_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A policy on a ground; `engine` replaces settings of the scenario's engine, sizes as plain numbers."""
+
+    ground: Ground
+    policy: str
+    engine: Settings = ()
+
+    @property
+    def name(self) -> str:
+        told = "".join(f", {name}={value}" for name, value in self.engine)
+        return f"{self.policy}{told} on {self.ground.scenario.name} {self.ground.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is kept of a run, warm-up left out; refused requests count as ten seconds."""
+
+    score: Score
+    num_requests: int
+    duration_s: float
+    token_reuse_rate: float
+    row_hit_rate: float
+    is_full: bool  # both caches had evicted before counting began
+    phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms, slo_satisfaction
+    bytes_by_cause: dict[str, int]
+    ticks: dict[str, list[float]]  # by name: one value a look
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Outcome":
+        return cls(**found | {"score": Score(**found["score"])})
+
+
+class Task(NamedTuple):
+    """Runs that share a ground, and where its miss curves are kept."""
+
+    ground: Ground
+    runs: tuple[Run, ...]
+    curves: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.ground.scenario.name} x {self.ground.load:g}, seed {self.ground.seed}"
+
+
+def perform(task: Task) -> dict[str, dict[str, Any]]:
+    """Outcomes by the name of the run."""
+    stage = _Stage(task.ground, task.curves)
+    return {run.name: asdict(stage.outcome(run)) for run in task.runs}
+
+
+def tasks_of(runs: Sequence[Run], folder: Path) -> list[Task]:
+    """Runs by ground, largest ones first so that two processes end together."""
+    by_digest: dict[str, list[Run]] = {}
+    for run in dict.fromkeys(runs):
+        by_digest.setdefault(run.ground.digest, []).append(run)
+    tasks = [Task(ones[0].ground, tuple(ones), folder / f"{digest}.npz") for digest, ones in by_digest.items()]
+    return sorted(tasks, key=lambda task: -len(task.runs))
+
+
+class _Stage:
+    """A ground made ready once for all its runs."""
+
+    def __init__(self, ground: Ground, curves: Path) -> None:
+        self._course, self._curves_path = ground.course(), curves
+
+    @cached_property
+    def _curves(self) -> Sequence[JointCurves | None]:
+        if not self._curves_path.exists():
+            save_curves(self._curves_path, self._course.curves)
+        return load_curves(self._curves_path)
+
+    def outcome(self, run: Run) -> Outcome:
+        course, settings = self._course, dict(run.engine)
+        found = entrant(run.policy, course.service_cost)
+        policy = _Shown(found, self._curves) if found.has_curves else found.policy
+        node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
+        result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)
+        return _outcome(course, result)
+
+
+class _Shown:
+    """A policy that is shown recorded miss curves: requests, and so curves, are the same at any split."""
+
+    def __init__(self, found: Entrant, curves: Sequence[JointCurves | None]) -> None:
+        self._policy, self._curves = found.policy, curves
+        self.reset()
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        self._num_seen += 1
+        return self._policy.decide(replace(stats, curves=self._curves[self._num_seen - 1]))
+
+    def reset(self) -> None:
+        self._policy.reset()
+        self._num_seen = 0
+
+
+def _outcome(course: Course, result: SimResult) -> Outcome:
+    start_s = course.scenario.warm_up_s
+    first = round(start_s / course.scenario.tick_s)
+    windows, outcomes = result.windows[first:], result.outcomes
+    summary = result.summary(start_s)
+    causes = sorted({cause for window in windows for cause in window.bytes_by_cause})
+    ticks = {
+        "alpha": [window.stats.alpha for window in windows],
+        "mean_ms": [window.stats.traffic.mean_ms for window in windows],
+        "p99_ms": [window.stats.traffic.p99_ms for window in windows],
+        "missed_rows": [window.stats.missed_rows_per_request for window in windows],
+    }
+    hits = [(window.stats.emb_hit_rate, window.stats.traffic.num_served) for window in windows]
+    served = max(1, sum(num for _, num in hits))
+    return Outcome(
+        score=course.score(result),
+        num_requests=summary.num_requests,
+        duration_s=course.trace.duration_s - start_s,
+        token_reuse_rate=summary.token_reuse_rate,
+        row_hit_rate=sum(rate * num for rate, num in hits) / served,
+        is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, course.scenario.tick_s),
+        phases=_phases(course, result),
+        bytes_by_cause={cause: sum(window.bytes_by_cause.get(cause, 0) for window in windows) for cause in causes},
+        ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()}
+        | {"arrivals": _arrivals(course, result, len(outcomes.latency_ms))},
+    )
+
+
+def _arrivals(course: Course, result: SimResult, num: int) -> list[float]:
+    """Requests a second, look by look."""
+    tick_s, start_s = course.scenario.tick_s, course.scenario.warm_up_s
+    edges = np.arange(start_s, course.trace.duration_s + tick_s / 2, tick_s)
+    return (np.histogram(result.arrived_s[:num], edges)[0] / tick_s).round(2).tolist()
+
+
+def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:
+    trace, latency_ms = course.trace, np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
+    counts = trace.time_s >= course.scenario.warm_up_s
+    found = {}
+    for code, name in enumerate(trace.phase_names):
+        chosen = latency_ms[counts & (trace.phase == code)]
+        if chosen.size:
+            found[name] = {
+                "mean_ms": float(chosen.mean()),
+                "p99_ms": float(np.percentile(chosen, 99)),
+                "slo_satisfaction": float((chosen <= result.slo_ms).mean()),
+            }
+    return found
