@@ -1,3 +1,5 @@
+import itertools
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -5,12 +7,37 @@ import pytest
 
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
+from helmrec.history.events import EventSchema
 from tests.history.helpers import SCHEMA
+from tests.history.places import Open, Store, running_redis
+
+_PLACES = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder, running_redis(Path(folder)) as url:
+        yield url
+
+
+@pytest.fixture(params=["embedded", "redis"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens an empty place, always the same within a test."""
+    if request.param == "embedded":
+        return lambda config=None, schema=SCHEMA: EmbeddedHistory(tmp_path / "history", schema, config)
+    from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
+
+    url, prefix = request.getfixturevalue("redis_url"), f"place-{next(_PLACES)}"
+
+    def open_redis(config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> Store:
+        return RedisHistory(url, schema, config, prefix)
+
+    return open_redis
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedHistory]:
+def store(opened: Open) -> Iterator[Store]:
     """An empty store, sound at teardown."""
-    with EmbeddedHistory(tmp_path / "history", SCHEMA, HistoryConfig(sync="os")) as store:
+    with opened(HistoryConfig(sync="os")) as store:
         yield store
         store.check()

@@ -1,11 +1,13 @@
 """The store against a dict of lists, under random operations and reopenings."""
 
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from helmrec.errors import HelmRecError, RequestError, StaleVersion
 from helmrec.history.config import HistoryConfig
@@ -14,6 +16,7 @@ from helmrec.history.events import Events, NewEvents
 from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.store import Appended
 from tests.history.helpers import SCHEMA
+from tests.history.places import Store, running_redis
 
 KEEP = 300
 users = st.integers(0, 3)
@@ -64,9 +67,12 @@ class StoreBesideTwin(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.store = EmbeddedHistory(self.folder.name, SCHEMA, CONFIG)
+        self.store = self.open()
         self.twin = Twin()
         self.sent_before: list[tuple[int, int, list[Event]]] = []
+
+    def open(self) -> Store:
+        return EmbeddedHistory(self.folder.name, SCHEMA, CONFIG)
 
     def both_append(self, user: int, base: int, new: list[Event]) -> None:
         wanted: Appended | HelmRecError
@@ -125,7 +131,7 @@ class StoreBesideTwin(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.close()
-        self.store = EmbeddedHistory(self.folder.name, SCHEMA, CONFIG)
+        self.store = self.open()
 
     @invariant()
     def both_know_the_same(self) -> None:
@@ -149,3 +155,21 @@ class StoreBesideTwin(RuleBasedStateMachine):
 
 StoreBesideTwin.TestCase.settings = settings(max_examples=20, stateful_step_count=30)
 TestStoreBesideTwin = StoreBesideTwin.TestCase
+
+
+class RedisBesideTwin(StoreBesideTwin):
+    """The same with a server that all examples share; each has a place of its own there."""
+
+    url = ""
+
+    def open(self) -> Store:
+        from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
+
+        return RedisHistory(self.url, SCHEMA, CONFIG, self.folder.name)
+
+
+def test_a_redis_beside_the_twin() -> None:
+    pytest.importorskip("redis", reason="helmrec[cluster] is not installed")
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder, running_redis(Path(folder)) as url:
+        RedisBesideTwin.url = url
+        run_state_machine_as_test(RedisBesideTwin, settings=settings(max_examples=10, stateful_step_count=30))

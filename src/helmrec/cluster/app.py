@@ -151,8 +151,8 @@ def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) 
 
 
 def _check_histories(path: str | None) -> None:
-    if path is not None and not path.startswith(("redis://", "rediss://")):
-        raise ConfigError(f"history_path must be a redis:// address that all nodes share, got {path!r}")
+    if path is not None and not path.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError(f"history_path must be the address of a Redis that all nodes share, got {path!r}")
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

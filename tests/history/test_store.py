@@ -1,5 +1,6 @@
+"""What every store promises, held against the embedded one and against a Redis."""
+
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from helmrec.engine.intake import Intake
 from helmrec.errors import HistoryError, RequestError, StaleVersion
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.store import Appended, HistoryStore
@@ -16,14 +16,15 @@ from helmrec.memory.history import chain
 from helmrec.types import RankRequest
 from tests.helpers import tiny_config
 from tests.history.helpers import SCHEMA, events_of, same
+from tests.history.places import Open, Store
 
 
-def test_the_embedded_store_keeps_the_protocol(store: EmbeddedHistory) -> None:
+def test_a_store_keeps_the_protocol(store: Store) -> None:
     kept: HistoryStore = store
     assert kept.append(1, 0, events_of(1, 0, 3)) == Appended(0, 3, is_repeat=False)
 
 
-def test_events_are_read_as_they_were_appended(store: EmbeddedHistory) -> None:
+def test_events_are_read_as_they_were_appended(store: Store) -> None:
     at = 0
     for num in (1, PAGE_EVENTS - 2, 1, 1, 300, 5):
         assert store.append(8, at, events_of(8, at, num)).version == at + num
@@ -36,7 +37,7 @@ def test_events_are_read_as_they_were_appended(store: EmbeddedHistory) -> None:
         assert same(store.read_from(8, first), events_of(8, first, at - first))
 
 
-def test_more_than_there_is_gives_all_there_is(store: EmbeddedHistory) -> None:
+def test_more_than_there_is_gives_all_there_is(store: Store) -> None:
     store.append(1, 0, events_of(1, 0, 10))
     assert same(store.read_last(1, 1_000), events_of(1, 0, 10))
     assert (
@@ -45,14 +46,14 @@ def test_more_than_there_is_gives_all_there_is(store: EmbeddedHistory) -> None:
     assert store.read_last(1, 0).version == 10
 
 
-def test_an_unknown_user_has_no_events(store: EmbeddedHistory) -> None:
+def test_an_unknown_user_has_no_events(store: Store) -> None:
     assert store.state(1) is None
     found = store.read_last(1, 10)
     assert (found.version, found.num_events, list(found.features)) == (0, 0, ["category"])
 
 
 @pytest.mark.parametrize("base", [0, 4, 6, 99])
-def test_a_stale_base_is_refused_with_the_current_version(store: EmbeddedHistory, base: int) -> None:
+def test_a_stale_base_is_refused_with_the_current_version(store: Store, base: int) -> None:
     store.append(1, 0, events_of(1, 0, 5))
     with pytest.raises(StaleVersion, match=f"user 1 is at version 5, not at base version {base}") as told:
         store.append(1, base, events_of(1, 50, 2))
@@ -60,7 +61,7 @@ def test_a_stale_base_is_refused_with_the_current_version(store: EmbeddedHistory
     assert same(store.read_last(1, 10), events_of(1, 0, 5))
 
 
-def test_the_same_append_is_kept_once_however_often_it_comes(store: EmbeddedHistory) -> None:
+def test_the_same_append_is_kept_once_however_often_it_comes(store: Store) -> None:
     store.append(1, 0, events_of(1, 0, 200))
     first = store.append(1, 200, events_of(1, 200, 7))
     assert store.append(1, 200, events_of(1, 200, 7)) == replace(first, is_repeat=True)
@@ -69,13 +70,13 @@ def test_the_same_append_is_kept_once_however_often_it_comes(store: EmbeddedHist
     assert same(store.read_last(1, 999), events_of(1, 0, 208))
 
 
-def test_a_repeat_that_brings_more_is_stale(store: EmbeddedHistory) -> None:
+def test_a_repeat_that_brings_more_is_stale(store: Store) -> None:
     store.append(1, 0, events_of(1, 0, 5))
     with pytest.raises(StaleVersion):
         store.append(1, 3, events_of(1, 3, 4))
 
 
-def test_a_repeat_must_be_equal_in_every_field(store: EmbeddedHistory) -> None:
+def test_a_repeat_must_be_equal_in_every_field(store: Store) -> None:
     new = events_of(1, 0, 5)
     store.append(1, 0, new)
     for other in (
@@ -88,14 +89,14 @@ def test_a_repeat_must_be_equal_in_every_field(store: EmbeddedHistory) -> None:
             store.append(1, 0, other)
 
 
-def test_time_that_runs_backwards_is_refused_with_both_values(store: EmbeddedHistory) -> None:
+def test_time_that_runs_backwards_is_refused_with_both_values(store: Store) -> None:
     store.append(1, 0, NewEvents([1], [1], [500], {"category": [1]}))
     with pytest.raises(RequestError, match=r"timestamps\[0\]: time runs backwards from .* 500, got 499"):
         store.append(1, 1, NewEvents([1], [1], [499], {"category": [1]}))
     assert store.append(1, 1, NewEvents([1], [1], [500], {"category": [1]})).version == 2
 
 
-def test_a_deleted_user_is_gone_and_may_come_again(store: EmbeddedHistory) -> None:
+def test_a_deleted_user_is_gone_and_may_come_again(store: Store) -> None:
     for user in (1, 2, 3):
         store.append(user, 0, events_of(user, 0, 300))
     assert store.delete(2)
@@ -109,31 +110,14 @@ def test_a_deleted_user_is_gone_and_may_come_again(store: EmbeddedHistory) -> No
     assert same(store.read_last(3, 999), events_of(3, 0, 300))
 
 
-def test_users_are_listed_in_order_however_many(store: EmbeddedHistory) -> None:
+def test_users_are_listed_in_order_however_many(store: Store) -> None:
     ids = [2**63 - 1, *range(0, 5_000, 2)]
     for waiting in [store.submit(user, 0, events_of(user, 0, 1)) for user in ids]:
         waiting.result()
     assert list(store.user_ids()) == sorted(ids)
 
 
-def test_old_events_leave_by_the_page(tmp_path: Path) -> None:
-    config = HistoryConfig(sync="os", max_events_per_user=200)
-    with EmbeddedHistory(tmp_path, SCHEMA, config) as store:
-        for at in range(0, 1_000, 50):
-            store.append(1, at, events_of(1, at, 50))
-            state = store.state(1)
-            assert state is not None
-            assert state.first_event % PAGE_EVENTS == 0
-            assert min(200, at + 50) <= at + 50 - state.first_event < 200 + PAGE_EVENTS
-        found = store.read_last(1, 10_000)
-        assert same(found, events_of(1, found.first_event, found.num_events))
-        assert store.stats().num_pages <= 3
-        with pytest.raises(StaleVersion):
-            store.append(1, 0, events_of(1, 0, 50))  # it may be a repeat; nobody can tell any more
-        store.check()
-
-
-def test_the_seal_is_the_chain_over_everything(store: EmbeddedHistory) -> None:
+def test_the_seal_is_the_chain_over_everything(store: Store) -> None:
     at = 0
     for num in (3, 200, 1):
         store.append(6, at, events_of(6, at, num))
@@ -149,7 +133,7 @@ def test_the_seal_is_the_chain_over_everything(store: EmbeddedHistory) -> None:
     assert np.array_equal(fold_words(seed_state(seed), found.words), chain(seed, 0, columns[:, at - 150 :]))
 
 
-def test_a_request_from_the_store_is_the_one_a_client_would_send(store: EmbeddedHistory) -> None:
+def test_a_request_from_the_store_is_the_one_a_client_would_send(store: Store) -> None:
     config = tiny_config()
     intake = Intake(config, version=3, max_history=1_000)
     new = events_of(5, 0, 40)
@@ -180,7 +164,7 @@ def test_a_request_from_the_store_is_the_one_a_client_would_send(store: Embedded
 
 
 @pytest.mark.parametrize("user_id", [-1, 2**63, True, 1.0, "1"])
-def test_ids_that_are_none_are_refused(store: EmbeddedHistory, user_id: object) -> None:
+def test_ids_that_are_none_are_refused(store: Store, user_id: object) -> None:
     for call in (store.state, store.delete, lambda user: store.read_last(user, 1)):
         with pytest.raises(RequestError, match="user_id"):
             call(user_id)  # type: ignore[arg-type]
@@ -188,8 +172,25 @@ def test_ids_that_are_none_are_refused(store: EmbeddedHistory, user_id: object) 
         store.append(1, -1, events_of(1, 0, 1))
 
 
-def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    store = EmbeddedHistory(tmp_path, SCHEMA)
+def test_old_events_leave_by_the_page(opened: Open) -> None:
+    config = HistoryConfig(sync="os", max_events_per_user=200)
+    with opened(config) as store:
+        for at in range(0, 1_000, 50):
+            store.append(1, at, events_of(1, at, 50))
+            state = store.state(1)
+            assert state is not None
+            assert state.first_event % PAGE_EVENTS == 0
+            assert min(200, at + 50) <= at + 50 - state.first_event < 200 + PAGE_EVENTS
+        found = store.read_last(1, 10_000)
+        assert same(found, events_of(1, found.first_event, found.num_events))
+        assert store.stats().num_pages <= 3
+        with pytest.raises(StaleVersion):
+            store.append(1, 0, events_of(1, 0, 50))  # it may be a repeat; nobody can tell any more
+        store.check()
+
+
+def test_a_closed_store_says_so(opened: Open) -> None:
+    store = opened()
     waiting = [store.submit(user, 0, events_of(user, 0, 1)) for user in range(20)]
     store.close()
     store.close()
@@ -203,17 +204,17 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
             call()
 
 
-def test_what_is_kept_outlives_the_object(tmp_path: Path) -> None:
+def test_what_is_kept_outlives_the_object(opened: Open) -> None:
     for at in range(0, 400, 80):
-        with EmbeddedHistory(tmp_path, SCHEMA) as store:
+        with opened() as store:
             assert same(store.read_last(1, 999), events_of(1, 0, at))
             store.append(1, at, events_of(1, at, 80))
 
 
-def test_tables_may_grow_between_two_openings(tmp_path: Path) -> None:
-    with EmbeddedHistory(tmp_path, SCHEMA) as store:
+def test_tables_may_grow_between_two_openings(opened: Open) -> None:
+    with opened() as store:
         store.append(1, 0, events_of(1, 0, 1))
     larger = EventSchema(num_items=2_000, num_actions=5, features=SCHEMA.features)
-    with EmbeddedHistory(tmp_path, larger) as store:
+    with opened(schema=larger) as store:
         store.append(1, 1, NewEvents([1_999], [4], [2_000], {"category": [1]}))
         assert store.read_last(1, 1).items.tolist() == [1_999]

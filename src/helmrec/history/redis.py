@@ -1,0 +1,309 @@
+"""Histories that many nodes share, in a Redis: the same pages, hashes and versions as in the embedded store.
+
+One hash per user holds its record and its pages. An append reads what it needs, and writes only if nobody wrote that
+user meanwhile; a read takes record and pages at one moment. How much survives a power loss is set at the server.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import redis
+
+from helmrec.errors import HistoryError, HistoryFull, QueueFull, RequestError
+from helmrec.history.config import HistoryConfig
+from helmrec.history.embedded import HistoryStats
+from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
+from helmrec.history.file import Tables, Txn
+from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
+from helmrec.history.store import Appended, UserState
+from helmrec.history.users import Append, UserTable
+from helmrec.history.words import event_words
+
+T = TypeVar("T")
+_FORMAT = 1
+_RECORD = b"record"
+_THREADS = 8
+_USERS_AT_ONCE = 1_024
+# Record and pages of one user as they are at one moment. KEYS: the user; ARGV: events wanted from the end, or, with a
+# minus, the first event wanted, plus one; events a page holds. Lua reckons in doubles: exact up to 2^53 events.
+_READ = """
+local record = redis.call('HGET', KEYS[1], 'record')
+if not record then return {} end
+local version, first = struct.unpack('<I8I8', record)
+local from = tonumber(ARGV[1])
+if from < 0 then from = -from - 1 else from = version - from end
+from = math.max(first, from)
+local found = {record}
+if from >= version then return found end
+for page = math.floor(from / ARGV[2]), math.floor((version - 1) / ARGV[2]) do
+  found[#found + 1] = redis.call('HGET', KEYS[1], struct.pack('>I8', page)) or ''
+end
+return found
+"""
+
+
+class _Keys:
+    """Where things stand in the Redis."""
+
+    def __init__(self, prefix: str) -> None:
+        self.description = f"{prefix}:history".encode()
+        self.users = f"{prefix}:users".encode()  # sorted: ids, big-endian
+        self.num_pages = f"{prefix}:pages".encode()
+        self._user = f"{prefix}:user:".encode()
+
+    def user(self, user_id: int) -> bytes:
+        return self._user + str(user_id).encode()
+
+
+class _Watched:
+    """What `UserTable` needs of a transaction, over one user that is watched: reads at once, writes at the end."""
+
+    def __init__(self, pipe: Any, key: bytes) -> None:
+        self._pipe, self._key = pipe, key
+        self.writes: dict[bytes, bytes] = {}
+        self.deletes: list[bytes] = []
+
+    def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None:
+        value = cast("bytes | None", self._pipe.hget(self._key, cast("str", _field(key))))
+        return default if value is None else value
+
+    def put(self, key: bytes, value: bytes, db: object = None) -> None:
+        self.writes[_field(key)] = value
+
+    def delete(self, key: bytes, db: object = None) -> None:
+        self.deletes.append(_field(key))
+
+
+class _Found:
+    """The same over what one read brought."""
+
+    def __init__(self, values: dict[bytes, bytes]) -> None:
+        self._values = values
+
+    def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None:
+        return self._values.get(_field(key), default)
+
+
+def _field(key: bytes) -> bytes:
+    """A key of the embedded store inside its user's hash."""
+    return key[-8:] if len(key) == PAGE_KEY_BYTES else _RECORD
+
+
+def _num_pages(record: bytes) -> int:
+    """That a user with this record has."""
+    found = unpack_user(record)
+    assert found is not None, "it was just packed"
+    return -(-found.version // PAGE_EVENTS) - found.first_event // PAGE_EVENTS
+
+
+class RedisHistory:
+    """The store. `HistoryStore` says what its methods promise."""
+
+    def __init__(
+        self, url: str, schema: EventSchema, config: HistoryConfig | None = None, prefix: str = "helmrec"
+    ) -> None:
+        """Open the store at `url`, or make one. HistoryError if there is no server, or a store of other fields."""
+        self._config = config or HistoryConfig()
+        self._schema = schema
+        self._url = url
+        self._keys = _Keys(prefix)
+        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both parts
+        self._users = UserTable(tables, schema.num_fields, self._config.max_events_per_user)
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._num_waiting = 0
+        with self._told():
+            self._client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+            self._read_script = self._client.register_script(_READ)
+            self._describe()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="history-redis")
+
+    def _describe(self) -> None:
+        wanted = json.dumps({"format": _FORMAT, "features": list(self._schema.feature_names)}).encode()
+        self._client.set(self._keys.description, wanted, nx=True)
+        found = self._client.get(self._keys.description)
+        if found != wanted:
+            raise HistoryError(f"{self._url} was made for {found!r}; this model and release need {wanted!r}")
+
+    def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
+        _check_whole("user_id", user_id)
+        _check_whole("base_version", base_version)
+        columns = to_columns(self._schema, events, self._config.max_append_events)
+        new = Append(int(user_id), int(base_version), columns, event_words(columns))
+        return self._start(lambda: self._append(new))
+
+    def _start(self, work: Callable[[], T]) -> Future[T]:
+        with self._closing:
+            self._need_open()
+            if self._num_waiting >= self._config.queue_limit:
+                raise QueueFull(f"{self._config.queue_limit} appends wait for the history store")
+            self._num_waiting += 1
+            future = self._pool.submit(work)
+        future.add_done_callback(self._note_done)
+        return future
+
+    def _note_done(self, _: object) -> None:
+        with self._closing:
+            self._num_waiting -= 1
+
+    def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
+        return self.submit(user_id, base_version, events).result()
+
+    def _append(self, new: Append) -> Appended:
+        key = self._keys.user(new.user_id)
+        with self._told(), self._client.pipeline() as pipe:
+            while True:
+                pipe.watch(key)
+                txn = _Watched(pipe, key)
+                done = self._users.append(cast("Txn", txn), new)
+                if not txn.writes:
+                    return done
+                num_before = max(1, cast("int", pipe.hlen(key)))  # the record is no page
+                pipe.multi()
+                self._write(pipe, key, new.user_id, txn)
+                pipe.incrby(self._keys.num_pages, _num_pages(txn.writes[_RECORD]) - (num_before - 1))
+                try:
+                    pipe.execute()
+                except redis.WatchError:  # another node was faster: look again
+                    continue
+                return done
+
+    def _write(self, pipe: Any, key: bytes, user_id: int, txn: _Watched) -> None:
+        pipe.hset(key, mapping=cast("dict[Any, Any]", txn.writes))
+        if txn.deletes:
+            pipe.hdel(key, *cast("list[Any]", txn.deletes))
+        pipe.zadd(self._keys.users, {user_key(user_id): 0})
+
+    def read_last(self, user_id: int, num_events: int) -> Events:
+        """The last events, at most this many; none, at version 0, of an unknown user."""
+        _check_whole("num_events", num_events)
+        return self._read(user_id, int(num_events), lambda version: version - num_events)
+
+    def read_from(self, user_id: int, first_event: int) -> Events:
+        """The events from this absolute index on that are still kept."""
+        _check_whole("first_event", first_event)
+        return self._read(user_id, -int(first_event) - 1, lambda _: first_event)
+
+    def _read(self, user_id: int, wanted: int, start: Callable[[int], int]) -> Events:
+        _check_whole("user_id", user_id)
+        record, txn = self._fetch(int(user_id), wanted, start)
+        version = 0 if record is None else record.version
+        first_event = version if record is None else max(record.first_event, start(version))
+        if record is None or first_event >= version:
+            empty = np.empty((self._schema.num_fields, 0), np.int64)
+            return to_events(self._schema, version, empty, np.empty(0, np.uint64))
+        found = self._users.read(txn, int(user_id), record, first_event)
+        skip = first_event % PAGE_EVENTS
+        return to_events(self._schema, first_event, found.columns[:, skip:], found.words[skip:])
+
+    def _fetch(self, user_id: int, wanted: int, start: Callable[[int], int]) -> tuple[UserRecord | None, Txn]:
+        """The user's record, and those of its pages that are wanted, in one round trip."""
+        with self._closing:
+            self._need_open()
+        with self._told():
+            values = self._read_script(keys=[self._keys.user(user_id)], args=[wanted, PAGE_EVENTS])
+        if not values:
+            return None, cast("Txn", _Found({}))
+        record = self._users.record(cast("Txn", _Found({_RECORD: values[0]})), user_id)
+        assert record is not None, "it is there"
+        first_page = max(record.first_event, start(record.version)) // PAGE_EVENTS
+        pages = {_field(page_key(user_id, first_page + i)): value for i, value in enumerate(values[1:])}
+        return record, cast("Txn", _Found({_RECORD: values[0], **pages}))
+
+    def state(self, user_id: int) -> UserState | None:
+        """None if the user is unknown."""
+        _check_whole("user_id", user_id)
+        record, _ = self._fetch(int(user_id), 0, lambda version: version)
+        return None if record is None else UserState(*record)
+
+    def delete(self, user_id: int) -> bool:
+        """Forget a user; False if there was none."""
+        _check_whole("user_id", user_id)
+        return self._start(lambda: self._delete(int(user_id))).result()
+
+    def _delete(self, user_id: int) -> bool:
+        key = self._keys.user(user_id)
+        with self._told(), self._client.pipeline() as pipe:
+            while True:
+                pipe.watch(key)
+                num_fields = cast("int", pipe.hlen(key))
+                pipe.multi()
+                pipe.delete(key)
+                pipe.zrem(self._keys.users, cast("str", user_key(user_id)))
+                pipe.decrby(self._keys.num_pages, max(0, num_fields - 1))
+                try:
+                    return bool(pipe.execute()[0])
+                except redis.WatchError:
+                    continue
+
+    def user_ids(self) -> Iterator[int]:
+        """All users, ascending. Those that come or go meanwhile may be seen or not."""
+        after = b"-"
+        while True:
+            with self._told():
+                some = self._client.zrangebylex(self._keys.users, after, b"+", start=0, num=_USERS_AT_ONCE)
+            yield from map(user_of_key, some)
+            if len(some) < _USERS_AT_ONCE:
+                return
+            after = b"(" + some[-1]
+
+    def stats(self) -> HistoryStats:
+        """Bytes are the whole server's."""
+        with self._told():
+            memory = cast("dict[str, Any]", self._client.info("memory"))
+            num_pages = int(cast("Any", self._client.get(self._keys.num_pages)) or 0)
+            num_users = cast("int", self._client.zcard(self._keys.users))
+        return HistoryStats(num_users, num_pages, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
+
+    def check(self) -> None:
+        """Read everything; raise HistoryError if any history, or the way to it, is damaged."""
+        num_pages = 0
+        for user_id in self.user_ids():
+            record, txn = self._fetch(user_id, -1, lambda _: 0)
+            if record is None:
+                raise HistoryError(f"the index is damaged: user {user_id} is not there")
+            self._users.check(txn, user_id)
+            num_pages += -(-record.version // PAGE_EVENTS) - record.first_event // PAGE_EVENTS
+        if num_pages != self.stats().num_pages:
+            raise HistoryError(
+                f"the index is damaged: {self.stats().num_pages} pages are counted, {num_pages} are there"
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted, and let go of the server. Closing twice is fine."""
+        with self._closing:
+            self._is_closed = True
+        self._pool.shutdown()
+        self._client.close()
+
+    def _need_open(self) -> None:
+        if self._is_closed:
+            raise HistoryError(f"{self._url} is closed")
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of Redis as ours, with the address."""
+        try:
+            yield
+        except redis.OutOfMemoryError as error:
+            raise HistoryFull(f"{self._url}: {error}") from error
+        except (redis.RedisError, ValueError, OSError) as error:
+            if isinstance(error, RequestError):
+                raise
+            raise HistoryError(f"{self._url}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_whole(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= MAX_ID:
+        raise RequestError(field, value, f"an integer from 0 to {MAX_ID} is needed")

