@@ -1,45 +1,15 @@
-"""Where a figure comes from: command, commit, hardware, versions."""
+"""Where a figure comes from, as scripts write it down; `helmrec.experiments.provenance` knows machine and commit."""
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from helmrec.experiments import provenance as known
 
 
 def provenance() -> dict[str, Any]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.machine()
-    )
-    hardware: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        hardware["gpu"] = torch.cuda.get_device_name()
-    return {
-        "command": f"python -m scripts.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
-        "commit": _commit(),
-        "hardware": hardware,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def _commit() -> str:
-    """Named by the environment where the tree is a copy without its history."""
-    if named := os.environ.get("HELMREC_COMMIT"):
-        return named
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+    return known.provenance(f"python -m scripts.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip())
 
 
 def write_measurement(path: Path, results: dict[str, Any]) -> None:

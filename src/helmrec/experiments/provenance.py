@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-import helmrec
-
-_PACKAGE = Path(helmrec.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _DECIDING = ("bench", "control", "memory", "model", "relay", "router", "sim")  # parts of the package
 _DECIDING_HERE = ("entrants", "runs", "tiers")  # modules of this one
 
