@@ -17,7 +17,7 @@ from helmrec.control.network import BasePolicy, following_layers, join_layers
 from helmrec.control.outlook import Crowding
 from helmrec.control.policy import Limited, Limits, Policy, WindowStats
 from helmrec.control.rebalancer import Decision, Rebalancer
-from helmrec.control.state import load_learned, save_learned
+from helmrec.control.state import Served, load_learned, save_learned
 from helmrec.errors import ConfigError
 from tests.control.bowl import COST, Bowl, drive
 from tests.control.test_rebalancer import Pool, Says
@@ -107,27 +107,54 @@ def test_the_guardrail_takes_over_from_a_base_that_wanders() -> None:
     assert held.explanation.cause == "guardrail: best constant"
 
 
+HERE = Served(model="tiny 1a2b", pool_bytes=1 << 30)
+
+
 def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
     policy, path = following(), tmp_path / "learned.json"
     drive(policy, Bowl(noise=0.2, rate=100), 0.3, 80)
     policy.learned = np.array([0.01, -0.02, 0.003])
-    save_learned(path, policy)
+    save_learned(path, policy, HERE)
     again = following()
-    load_learned(path, again)
+    load_learned(path, again, HERE)
     np.testing.assert_array_equal(again.learned, policy.learned)
     again.decide(Bowl().window(0.5))
     assert again.learned.any(), "the first window starts from it"
 
 
-def test_what_was_learned_elsewhere_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_file_that_tells_nothing_learned_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    save_learned(path, following())
-    path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
+    save_learned(path, following(), HERE)
+    path.write_text(path.read_text().replace('"version": 2', '"version": 9'))
     with pytest.raises(ConfigError, match="version"):
-        load_learned(path, following())
+        load_learned(path, following(), HERE)
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
-        load_learned(path, following())
+        load_learned(path, following(), HERE)
+
+
+OTHER_COST = COST.model_copy(update={"token_ms": 0.002})
+OTHER_BASE = BasePolicy(FOLLOWING.weights * 2, Crowding(), {})
+
+
+@pytest.mark.parametrize(
+    ("policy", "served", "what"),
+    [
+        (following(), HERE._replace(model="tiny 9f"), "model: 'tiny 1a2b', here it is 'tiny 9f'"),
+        (following(), HERE._replace(pool_bytes=1 << 31), "pool_bytes: 1073741824, here it is 2147483648"),
+        (HelmPolicy(OTHER_COST, base=FOLLOWING), HERE, "calibration"),
+        (HelmPolicy(COST, base=OTHER_BASE), HERE, "network"),
+    ],
+)
+def test_what_was_learned_elsewhere_is_not_taken_over(
+    tmp_path: Path, policy: HelmPolicy, served: Served, what: str
+) -> None:
+    path, learner = tmp_path / "learned.json", following()
+    learner.learned = np.array([0.01, -0.02, 0.003])
+    save_learned(path, learner, HERE)
+    with pytest.raises(ConfigError, match=f"learned on another {what}"):
+        load_learned(path, policy, served)
+    assert not policy.learned.any()
 
 
 def test_reset_forgets_all() -> None:
@@ -185,16 +212,32 @@ def test_static_mode_goes_to_its_alpha_in_steps_and_stays(policy: Policy) -> Non
     assert max(abs(b - a) for a, b in zip(pool.moves, pool.moves[1:], strict=False)) <= Limits().max_step + 1e-9
 
 
-def test_a_burst_of_answers_brings_the_tick_forward() -> None:
-    rebalancer = Rebalancer(Pool(), Says(0.5), slo_ms=80)
+def steady_rebalancer(pool: Pool) -> Rebalancer:
+    """Three seconds of twenty requests each are behind it."""
+    rebalancer = Rebalancer(pool, Says(0.5), slo_ms=80)
     for second in range(4):
         for _ in range(20):
             rebalancer.record(1, 5.0)
         rebalancer.tick(float(second))
+    return rebalancer
+
+
+def test_a_burst_of_requests_brings_the_tick_forward() -> None:
+    rebalancer = steady_rebalancer(Pool())
     assert rebalancer.tick(3.3) is None
     for _ in range(100):
         rebalancer.record(1, 5.0)
-    assert rebalancer.tick(3.31) is not None
+    assert rebalancer.tick(3.2) is None, "not before a quarter of a window"
+    assert rebalancer.tick(3.4) is not None
+
+
+def test_a_burst_on_a_saturated_node_shows_in_its_queue() -> None:
+    pool = Pool()
+    rebalancer = steady_rebalancer(pool)
+    pool.looked.queue_length += 100
+    assert rebalancer.tick(3.4) is not None, "nobody was answered any faster"
+    pool.looked.queue_length -= 100
+    assert rebalancer.tick(3.9) is None, "an emptying queue is no burst"
 
 
 def test_a_move_is_logged_with_what_the_layers_said(caplog: pytest.LogCaptureFixture) -> None:

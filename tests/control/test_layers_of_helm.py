@@ -7,9 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmrec.control.burst import CALM, CHASE, HOLD, B, BurstSettings, answer, begin_burst, burst_terms, watch
+from helmrec.control.burst import (
+    CALM,
+    CHASE,
+    HEDGE,
+    HOLD,
+    RETURN,
+    B,
+    BurstSettings,
+    answer,
+    begin_burst,
+    burst_terms,
+    move_cost,
+    watch,
+)
 from helmrec.control.features import NAMES, NUM_FEATURES, STEPS
 from helmrec.control.guardrail import G, GuardSettings, Paths, begin_guard, guard_terms, judge
+from helmrec.control.measured import NUM_ROWS, correct_by_measured
 from helmrec.control.network import (
     NUM_HIDDEN,
     as_layers,
@@ -21,6 +35,7 @@ from helmrec.control.network import (
     shipped_base,
 )
 from helmrec.control.outlook import NUM_SPLITS, O, Outlook, Seen, Split, seen
+from helmrec.control.readiness import Q, note_burst, wait_alpha
 from helmrec.control.residual import R, ResidualSettings, correction, learn, residual_terms
 from helmrec.errors import ModelError
 from tests.control.bowl import Bowl
@@ -33,7 +48,9 @@ def looked(bowl: Bowl, alpha: float = 0.5) -> tuple[Outlook, Seen]:
     stats = bowl.window(alpha)
     outlook = outlook_for(stats)
     take(outlook, stats)
-    return outlook, Seen(*seen(stats))
+    window = Seen(*seen(stats))
+    correct_by_measured(np.zeros((NUM_ROWS, NUM_SPLITS)), outlook, window)
+    return outlook, window
 
 
 def plain_forward(arrays: dict[str, np.ndarray], features: np.ndarray) -> np.ndarray:
@@ -107,6 +124,55 @@ def test_the_residual_learns_to_go_downhill(alpha: float, sign: int) -> None:
     assert abs(found) <= terms.bound
 
 
+def test_the_residual_goes_away_from_splits_that_were_measured_to_be_worse_than_reckoned() -> None:
+    bowl = Bowl(rate=50)
+    outlook, _ = looked(bowl)
+    bottom = bowl.bottom()
+    table, terms = np.zeros((NUM_ROWS, NUM_SPLITS)), residual_terms(ResidualSettings())
+    for alpha, factor in ((bottom + 0.06, 1.8), (bottom - 0.1, 1.0)) * 30:
+        window = Seen(*seen(bowl.window(alpha)))
+        window = window._replace(mean_ms=factor * reckoned_at(outlook, alpha))
+        correct_by_measured(table, outlook, window)
+    weights = np.zeros(len(R))
+    for _ in range(200):
+        learn(weights, terms, outlook, window, bottom)
+    assert correction(weights, terms, outlook, window) < -0.01
+
+
+def reckoned_at(outlook: Outlook, alpha: float) -> float:
+    return float(np.interp(alpha, outlook.splits[Split.ALPHA], outlook.splits[Split.FRESH]))
+
+
+def plain_corrected(told: list[tuple[float, float]], outlook: Outlook) -> np.ndarray:
+    """Twin of `correct_by_measured` for windows of a second under one kind of load: (alpha, ratio) each."""
+    alphas = outlook.splits[Split.ALPHA]
+    ratios, seconds = np.zeros(NUM_SPLITS), np.zeros(NUM_SPLITS)
+    for alpha, ratio in told:
+        ratios, seconds = ratios * 0.5 ** (1 / 180), seconds * 0.5 ** (1 / 180)
+        at = int(np.abs(alphas - alpha).argmin())
+        weight = np.clip(1 - np.abs(np.arange(NUM_SPLITS) - at) / 3, 0, None)
+        ratios, seconds = ratios + weight * ratio, seconds + weight
+    level = ratios.sum() / seconds.sum()
+    return outlook.splits[Split.FRESH] * (ratios + 15 * level) / (seconds + 15)
+
+
+def test_correction_by_measured_latency_is_that_of_its_plain_twin() -> None:
+    bowl, told = Bowl(rate=50), [(0.3, 1.2), (0.3, 1.3), (0.7, 0.8), (0.45, 1.0)]
+    outlook, _ = looked(bowl)
+    table = np.zeros((NUM_ROWS, NUM_SPLITS))
+    for alpha, ratio in told:
+        window = Seen(*seen(bowl.window(alpha)))._replace(mean_ms=ratio * reckoned_at(outlook, alpha))
+        correct_by_measured(table, outlook, window)
+    np.testing.assert_allclose(outlook.splits[Split.CORRECTED], plain_corrected(told, outlook), rtol=1e-9)
+
+
+def test_a_window_in_which_the_boundary_moved_tells_of_no_split() -> None:
+    outlook, window = looked(Bowl(rate=50))
+    table = np.zeros((NUM_ROWS, NUM_SPLITS))
+    correct_by_measured(table, outlook, window._replace(alpha=0.5, alpha_target=0.6))
+    assert not table.any()
+
+
 def calm_then(burst: Bowl, num_windows: int, hot_share: float) -> tuple[np.ndarray, Outlook, Seen]:
     """Thirty calm seconds, then as many of something else."""
     numbers, terms = np.zeros(B.SIZE), burst_terms(BURST)
@@ -117,7 +183,7 @@ def calm_then(burst: Bowl, num_windows: int, hot_share: float) -> tuple[np.ndarr
         now = window._replace(
             start_s=second, end_s=second + 1, hot_user_share=hot_share if is_burst else 0.5, alpha_target=0.5
         )
-        watch(numbers, terms, now, 6_000.0, 100.0 * (burst.rate / 100 if is_burst else 1))
+        watch(numbers, terms, now, 100.0 * (burst.rate / 100 if is_burst else 1))
     return numbers, outlook, now
 
 
@@ -128,65 +194,207 @@ def test_calm_is_calm() -> None:
     assert numbers[B.VERDICT] == CALM
 
 
-@pytest.mark.parametrize(("rate", "hot_share"), [(220.0, 0.5), (100.0, 0.15)])
-def test_a_burst_of_rate_or_of_strangers_is_seen_within_two_windows(rate: float, hot_share: float) -> None:
-    numbers, _, _ = calm_then(Bowl(rate=rate), 2, hot_share)
+@pytest.mark.parametrize(("rate", "hot_share"), [(220.0, 0.5), (45.0, 0.5), (100.0, 0.15)])
+def test_a_burst_of_rate_or_of_strangers_is_seen_at_once(rate: float, hot_share: float) -> None:
+    numbers, _, _ = calm_then(Bowl(rate=rate), 1, hot_share)
     assert numbers[B.IS_BURST]
     assert numbers[B.SAVED_ALPHA] == 0.5
 
 
-def test_a_burst_ends_and_its_length_is_remembered() -> None:
-    numbers, _, now = calm_then(Bowl(rate=220.0), 8, hot_share=0.5)
+def test_one_window_off_by_little_is_no_burst_but_many_are() -> None:
+    assert not calm_then(Bowl(rate=120), 1, hot_share=0.5)[0][B.IS_BURST]
+    assert calm_then(Bowl(rate=120), 6, hot_share=0.5)[0][B.IS_BURST]
+
+
+def test_watching_tells_when_a_burst_begins_and_when_it_ends() -> None:
+    numbers, _, now = calm_then(Bowl(rate=100), 1, hot_share=0.5)
+    turns = []
+    for second, rate in enumerate((100, 220, 220, 100, 100, 100)):
+        later = now._replace(start_s=now.end_s + second, end_s=now.end_s + second + 1)
+        turns.append(bool(watch(numbers, burst_terms(BURST), later, float(rate))))
+    assert turns == [False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(("length_s", "is_longer"), [(8, False), (40, True)])
+def test_a_burst_ends_and_its_length_is_remembered(length_s: int, is_longer: bool) -> None:
+    numbers, _, now = calm_then(Bowl(rate=220.0), length_s, hot_share=0.5)
     expected = numbers[B.LOG_LENGTH]
     terms = burst_terms(BURST)
     for second in range(3):
         later = now._replace(start_s=now.end_s + second, end_s=now.end_s + second + 1)
-        watch(numbers, terms, later, 6_000.0, 100.0)
+        watch(numbers, terms, later, 100.0)
     assert not numbers[B.IS_BURST]
-    assert numbers[B.LOG_LENGTH] < expected, "it was shorter than the first guess"
+    assert (numbers[B.LOG_LENGTH] > expected) == is_longer, "the first guess is 15 s"
 
 
 def test_what_lasts_too_long_is_the_new_normal() -> None:
-    numbers, _, _ = calm_then(Bowl(rate=220.0), int(BURST.max_s) + 10, hot_share=0.5)
-    assert not numbers[B.IS_BURST]
+    assert calm_then(Bowl(rate=220.0), int(BURST.max_s) - 2, hot_share=0.5)[0][B.IS_BURST]
+    assert not calm_then(Bowl(rate=220.0), int(BURST.max_s) + 10, hot_share=0.5)[0][B.IS_BURST]
 
 
-@pytest.mark.parametrize(("length_s", "verdict"), [(0.001, HOLD), (80.0, CHASE)])
-def test_a_burst_is_chased_only_if_it_outlasts_what_the_move_costs(length_s: float, verdict: float) -> None:
+def burst_at(alpha: float, left_s: float, saved: float = 0.15) -> tuple[float, float, np.ndarray]:
+    """What the layer wants in a burst, its verdict and its numbers."""
     numbers, outlook, now = calm_then(Bowl(rate=300.0), 1, hot_share=0.0)
-    numbers[B.LEFT_S] = length_s
-    far = now._replace(alpha_target=0.15)
-    wanted = answer(numbers, burst_terms(BURST), TERMS, outlook, far)
-    assert numbers[B.VERDICT] == verdict
+    numbers[B.LEFT_S], numbers[B.SAVED_ALPHA] = left_s, saved
+    wanted = answer(numbers, burst_terms(BURST), TERMS, outlook, now._replace(alpha_target=alpha))
+    return wanted, numbers[B.VERDICT], numbers
+
+
+def test_a_burst_is_chased_only_if_it_outlasts_what_the_move_costs() -> None:
+    outlook, _ = looked(Bowl(rate=100))
     best = outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])]
-    assert wanted == (0.15 if verdict == HOLD else best)
+    _, _, numbers = burst_at(0.15, 1.0)
+    per_second = numbers[B.GAIN] / numbers[B.COST]
+    for share, verdict, wanted in ((0.9, HOLD, 0.15), (1.5, HEDGE, 0.15 + 0.6 * (best - 0.15)), (2.2, CHASE, best)):
+        found, said, _ = burst_at(0.15, share / per_second)
+        assert said == verdict
+        assert found == pytest.approx(wanted)
 
 
-def judged(adaptive: float, num_windows: int) -> np.ndarray:
-    outlook, _ = looked(Bowl(rate=50))
-    numbers, constants, terms = np.zeros(G.SIZE), np.zeros(NUM_SPLITS), guard_terms(GuardSettings())
-    begin_guard(numbers)
-    for _ in range(num_windows):
-        judge(numbers, constants, terms, outlook, Paths(adaptive, adaptive, 100.0, 0.0, 1.0))
-    return numbers
+def test_a_chase_that_has_begun_does_not_pay_its_way_back_again() -> None:
+    """What the rest of the way costs, per unit of alpha, is the same from half way as from the start."""
+    outlook, _ = looked(Bowl(rate=100))
+    best = outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])]
+    half = (0.15 + best) / 2
+    whole, rest = (burst_at(alpha, 10.0)[2][B.COST] for alpha in (0.15, half))
+    assert rest == pytest.approx(whole / 2, rel=1e-6)
+
+
+def test_a_way_up_costs_rows_and_a_way_down_prefixes() -> None:
+    outlook, window = looked(Bowl(rate=100))
+    up, down = (move_cost(TERMS, outlook, window.pool_bytes, change) for change in (0.1, -0.1))
+    busy = window.pool_bytes * 0.1 / TERMS.row_bytes * TERMS.row_ms
+    assert up > busy, "others wait for it"
+    assert down / up == pytest.approx(
+        (TERMS.token_ms / TERMS.kv_token_bytes) / (TERMS.row_ms / TERMS.row_bytes), rel=1e-6
+    )
+
+
+def test_after_a_burst_alpha_is_led_back_step_by_step_if_calm_is_better_there() -> None:
+    outlook, window = looked(Bowl(rate=100))
+    best = outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])]
+    numbers, terms = np.zeros(B.SIZE), burst_terms(BURST)
+    for saved, here, verdict, wanted in (
+        (best, best - 0.3, RETURN, best - 0.3 + BURST.return_step),
+        (best, best + 0.15, RETURN, best + 0.15 - BURST.return_step),
+        (best - 0.3, best, CALM, best),
+    ):
+        numbers[B.ENDED_S], numbers[B.SAVED_ALPHA] = window.end_s - 1, saved
+        found = answer(numbers, terms, TERMS, outlook, window._replace(alpha_target=here))
+        assert numbers[B.VERDICT] == verdict
+        assert found == pytest.approx(wanted)
+    numbers[B.ENDED_S], numbers[B.SAVED_ALPHA] = window.end_s - BURST.return_s - 1, best
+    answer(numbers, terms, TERMS, outlook, window._replace(alpha_target=best - 0.3))
+    assert numbers[B.VERDICT] == CALM, "too late"
+
+
+def went_through_a_burst(extra_ms: float) -> tuple[np.ndarray, Outlook, Seen]:
+    """Calm at 0.3, a burst that wants 0.6 and is `extra_ms` slower until it is there, calm again."""
+    outlook, window = looked(Bowl(rate=100))
+    numbers, burst = np.zeros(len(Q)), np.zeros(B.SIZE)
+    path = [0.3] * 20 + [0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6] + [0.6]
+    for second, alpha in enumerate(path):
+        now = window._replace(start_s=second, end_s=second + 1, alpha=alpha, alpha_target=alpha, num_served=100.0)
+        burst[B.IS_BURST], burst[B.ONSET_S] = float(20 <= second < 30), 20.0
+        burst[B.ENDED_S] = 31.0
+        is_moving = 20 <= second < 24
+        note_burst(numbers, burst, now._replace(mean_ms=10.0 + extra_ms * is_moving))
+    return numbers, outlook, now
+
+
+def test_what_a_burst_cost_until_the_boundary_had_followed_is_measured() -> None:
+    numbers, _, _ = went_through_a_burst(extra_ms=5.0)
+    assert numbers[Q.LOSS] == pytest.approx(4 * 100 * 5.0)
+    assert (numbers[Q.ALPHA], numbers[Q.WAY]) == pytest.approx((0.6, 0.3))
+    assert np.exp(numbers[Q.LOG_CALM_S]) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("extra_ms", "low", "high"), [(0.0, 0.3, 0.3), (0.5, 0.32, 0.58), (1e4, 0.57, 0.6)])
+def test_calm_waits_nearer_to_the_next_burst_the_more_the_last_one_cost(
+    extra_ms: float, low: float, high: float
+) -> None:
+    numbers, outlook, now = went_through_a_burst(extra_ms)
+    outlook.splits[Split.FRESH] = 5 + 2 * (outlook.splits[Split.ALPHA] - 0.3) ** 2
+    assert low - 1e-9 <= wait_alpha(numbers, 1.0, outlook, now, 0.3) <= high + 1e-9
+    assert wait_alpha(numbers, 0.0, outlook, now, 0.3) == 0.3, "without caution nobody waits"
+
+
+def test_the_longer_no_burst_comes_the_less_is_waited_for_one() -> None:
+    numbers, outlook, now = went_through_a_burst(0.5)
+    outlook.splits[Split.FRESH] = 5 + 2 * (outlook.splits[Split.ALPHA] - 0.3) ** 2
+    soon = wait_alpha(numbers.copy(), 1.0, outlook, now, 0.3)
+    late = wait_alpha(numbers.copy(), 1.0, outlook, now._replace(end_s=now.end_s + 600), 0.3)
+    assert 0.3 <= late < soon
+
+
+def test_a_burst_that_wants_no_other_split_teaches_no_waiting() -> None:
+    outlook, window = looked(Bowl(rate=100))
+    numbers, burst = np.zeros(len(Q)), np.zeros(B.SIZE)
+    for second in range(20):
+        burst[B.IS_BURST], burst[B.ENDED_S] = float(5 <= second < 15), 16.0
+        note_burst(numbers, burst, window._replace(start_s=second, end_s=second + 1, mean_ms=10.0 + second))
+    assert numbers[Q.NUM_BURSTS] == 0
+    assert wait_alpha(numbers, 5.0, outlook, window, 0.3) == 0.3
+
+
+class Court:
+    """A guardrail by itself, over a bowl under one load."""
+
+    def __init__(self, alpha_max: float = 1.0) -> None:
+        self.outlook, window = looked(Bowl(rate=50))
+        self.window = window._replace(alpha_max=alpha_max, num_served=100.0)
+        self.numbers, self.constants = np.zeros(G.SIZE), np.zeros(NUM_SPLITS)
+        begin_guard(self.numbers)
+
+    def hear(self, alpha: float, num_windows: int, move_cost_ms: float = 0.0) -> "Court":
+        """So many windows with the boundary, and the adaptive path, at `alpha`."""
+        window = self.window._replace(alpha=alpha, alpha_target=alpha)
+        for _ in range(num_windows):
+            paths = Paths(alpha, alpha, move_cost_ms)
+            judge(self.numbers, self.constants, guard_terms(GuardSettings()), self.outlook, window, paths)
+        return self
 
 
 def test_the_guardrail_puts_a_loser_aside_for_the_best_constant_and_not_before_its_time() -> None:
     bottom = Bowl(rate=50).bottom()
     grace = GuardSettings().num_windows
-    assert not judged(0.1, grace + GuardSettings().num_windows - 1)[G.IS_ASIDE]
-    lost = judged(0.1, grace + GuardSettings().num_windows)
+    assert not Court().hear(0.1, grace + GuardSettings().num_windows - 1).numbers[G.IS_ASIDE]
+    lost = Court().hear(0.1, grace + GuardSettings().num_windows).numbers
     assert lost[G.IS_ASIDE]
     assert lost[G.STATIC_ALPHA] == pytest.approx(bottom, abs=0.08)
-    assert not judged(lost[G.STATIC_ALPHA], 100)[G.IS_ASIDE]
+    assert not Court().hear(lost[G.STATIC_ALPHA], 100).numbers[G.IS_ASIDE]
+
+
+def test_moves_that_cost_more_than_they_gain_lose_too() -> None:
+    best = Court().hear(0.5, 30).numbers[G.STATIC_ALPHA]
+    per_window = 100 * float(Court().outlook.splits[Split.CORRECTED].min())
+    assert not Court().hear(best, 60, move_cost_ms=0.02 * per_window).numbers[G.IS_ASIDE]
+    assert Court().hear(best, 60, move_cost_ms=0.06 * per_window).numbers[G.IS_ASIDE]
+
+
+def test_the_guardrail_waits_for_no_constant_the_pool_cannot_be_at() -> None:
+    numbers = Court(alpha_max=0.4).hear(0.1, 60).numbers
+    assert 0.3 < numbers[G.STATIC_ALPHA] <= 0.4
+    assert numbers[G.IS_ASIDE]
+
+
+def test_the_guardrail_sees_that_a_split_is_worse_than_the_outlook_says() -> None:
+    """The base believes in a split that was measured to be half as slow again; the one it came from was not."""
+    court, good = Court(), 0.35
+    believed = float(court.outlook.splits[Split.ALPHA, court.outlook.splits[Split.FRESH].argmin()])
+    table = np.zeros((NUM_ROWS, NUM_SPLITS))
+    for alpha, ratio in ((good, 1.0),) * 60 + ((believed, 1.5),) * 60:
+        window = court.window._replace(
+            alpha=alpha, alpha_target=alpha, mean_ms=ratio * reckoned_at(court.outlook, alpha)
+        )
+        correct_by_measured(table, court.outlook, window)
+    court.hear(believed, 60)
+    assert court.numbers[G.IS_ASIDE]
+    assert abs(court.numbers[G.STATIC_ALPHA] - believed) > 0.05
 
 
 def test_adapting_is_taken_back_once_it_would_win_again() -> None:
-    outlook, _ = looked(Bowl(rate=100))
-    numbers, constants, terms = np.zeros(G.SIZE), np.zeros(NUM_SPLITS), guard_terms(GuardSettings())
-    begin_guard(numbers)
-    best = outlook.splits[Split.ALPHA, outlook.splits[Split.FRESH].argmin()]
+    court = Court()
+    best = court.outlook.splits[Split.ALPHA, court.outlook.splits[Split.CORRECTED].argmin()]
     for alpha, num_windows, is_aside in ((0.1, 60, True), (best, 400, False)):
-        for _ in range(num_windows):
-            judge(numbers, constants, terms, outlook, Paths(alpha, alpha, 100.0, 0.0, 1.0))
-        assert bool(numbers[G.IS_ASIDE]) == is_aside
+        assert bool(court.hear(alpha, num_windows).numbers[G.IS_ASIDE]) == is_aside

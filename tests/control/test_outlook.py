@@ -17,6 +17,7 @@ from helmrec.control.outlook import (
     at_split,
     begin_outlook,
     blend_weights,
+    count_arrivals,
     latency_ms,
     look,
     seen,
@@ -39,6 +40,7 @@ def outlook_for(stats: WindowStats) -> Outlook:
 def take(outlook: Outlook, stats: WindowStats) -> None:
     assert stats.curves is not None
     curves = stats.curves
+    count_arrivals(outlook, Seen(*seen(stats)))
     look(outlook, TERMS, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
 
 
@@ -162,3 +164,21 @@ def test_stages_that_take_longer_than_reckoned_are_corrected_within_bounds() -> 
     before = outlook.numbers[O.BUS_CORRECTION]
     take(outlook, replace(stats, traffic=replace(stats.traffic, bus_busy=0.0)))
     assert outlook.numbers[O.BUS_CORRECTION] == before, "an engine that does not know its bus says 0"
+
+
+def test_arrivals_are_answers_and_what_the_queue_grew_by() -> None:
+    stats = Bowl(rate=100).window(0.5)
+    outlook = outlook_for(stats)
+    for queued, rate in ((0, 100), (40, 140), (10, 70)):
+        count_arrivals(outlook, Seen(*seen(replace(stats, traffic=replace(stats.traffic, num_queued=queued)))))
+        assert outlook.numbers[O.RATE] == rate
+
+
+def test_where_traffic_turns_the_newest_window_counts_alone() -> None:
+    before, after = Bowl(rate=100).window(0.5), Bowl(rate=300).window(0.5, start_s=1)
+    for is_turn, low, high in ((0.0, 110, 290), (1.0, 300, 300)):
+        outlook = outlook_for(before)
+        take(outlook, before)
+        outlook.numbers[O.IS_TURN] = is_turn
+        take(outlook, after)
+        assert low <= outlook.numbers[O.FRESH_RATE] <= high

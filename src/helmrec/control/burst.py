@@ -34,6 +34,9 @@ class BurstSettings(Frozen):
     hedge: float = Field(0.6, gt=0, le=1, description="part of the way that a hedge goes")
     return_step: float = Field(0.05, gt=0, le=1, description="largest change of alpha per window on the way back")
     return_s: float = Field(10.0, ge=0, description="seconds after a burst in which alpha is led back")
+    caution: float = Field(
+        2.0, ge=0, description="what a ms at the onset of the next burst counts against one of calm; 0: wait nowhere"
+    )
 
 
 class BurstTerms(NamedTuple):
@@ -47,6 +50,7 @@ class BurstTerms(NamedTuple):
     hedge: float
     return_step: float
     return_s: float
+    caution: float
 
 
 def burst_terms(settings: BurstSettings) -> BurstTerms:
@@ -55,6 +59,7 @@ def burst_terms(settings: BurstSettings) -> BurstTerms:
 
 # What the layer says, as a number among its numbers; `Explanation.burst` has the words.
 CALM, HOLD, HEDGE, CHASE, RETURN = 0.0, 1.0, 2.0, 3.0, 4.0  # to hold is to think a burst too short to be worth it
+WAIT = 5.0  # calm, but not so far from where the next burst will want it
 
 
 class B(IntEnum):
@@ -70,7 +75,7 @@ class B(IntEnum):
     ENDED_S = 7
     VERDICT = 8
     GAIN = 9  # expected of going to the fresh best, ms of latency over all requests of the burst
-    COST = 10  # of going there and back
+    COST = 10  # of going on there, and of the longer way back
     LEFT_S = 11  # the burst is expected to stay so long
     MEAN = 12  # of each signal in calm
     VARIANCE = MEAN + _NUM_SIGNALS
@@ -84,17 +89,17 @@ def begin_burst(numbers: Floats, settings: BurstSettings) -> None:
 
 
 @inner
-def watch(numbers: Floats, terms: BurstTerms, window: Seen, tokens: float, rate: float) -> None:
-    """Take a window in: does a burst begin, go on or end? `tokens`: of a history; `rate`: of arrivals."""
-    dt_s = max(1e-6, window.end_s - window.start_s)
-    signals = (np.log(rate + 1.0), window.hot_user_share, np.log(tokens + 1.0))
+def watch(numbers: Floats, terms: BurstTerms, window: Seen, rate: float) -> bool:
+    """Take a window in: does a burst begin, go on or end? True if one has begun or ended. `rate`: of its arrivals."""
+    dt_s, was_burst = max(1e-6, window.end_s - window.start_s), numbers[B.IS_BURST] != 0
+    signals = (np.log(rate + 1.0), window.hot_user_share, np.log(window.new_tokens + window.resident_tokens + 1.0))
     deviation = 0.0
     for i in range(_NUM_SIGNALS):
         spread = max(np.sqrt(numbers[B.VARIANCE + i]), _MIN_SPREAD[i])
         deviation = max(deviation, abs(signals[i] - numbers[B.MEAN + i]) / spread)
     is_known = numbers[B.WINDOWS] >= 5
     numbers[B.WINDOWS] += 1
-    if numbers[B.IS_BURST]:
+    if was_burst:
         _go_on(numbers, terms, window, deviation)
     elif is_known:
         numbers[B.SCORE] = max(0.0, numbers[B.SCORE] + min(deviation, 2 * terms.threshold) - terms.slack)
@@ -109,6 +114,7 @@ def watch(numbers: Floats, terms: BurstTerms, window: Seen, tokens: float, rate:
             numbers[B.MEAN + i] += (1 - keep) * off
             numbers[B.VARIANCE + i] = keep * (numbers[B.VARIANCE + i] + (1 - keep) * off * off)
     numbers[B.LEFT_S] = _left_s(numbers, window.end_s)
+    return (numbers[B.IS_BURST] != 0) != was_burst
 
 
 @inner
@@ -147,6 +153,15 @@ def move_cost(terms: Terms, outlook: Outlook, pool_bytes: float, change: float) 
 
 
 @inner
+def _chase_cost(terms: Terms, outlook: Outlook, pool_bytes: float, places: tuple[float, float, float]) -> float:
+    """What going on from here costs: the way there, and how much longer the way back gets. What is behind is paid."""
+    here, best, saved = places
+    there = move_cost(terms, outlook, pool_bytes, best - here)
+    longer = move_cost(terms, outlook, pool_bytes, saved - best) - move_cost(terms, outlook, pool_bytes, saved - here)
+    return max(0.0, there + longer)
+
+
+@inner
 def answer(numbers: Floats, settings: BurstTerms, terms: Terms, outlook: Outlook, window: Seen) -> float:
     """Where the burst layer wants alpha; meaningless while its verdict is CALM."""
     here, saved = window.alpha_target, numbers[B.SAVED_ALPHA]
@@ -154,8 +169,7 @@ def answer(numbers: Floats, settings: BurstTerms, terms: Terms, outlook: Outlook
     if numbers[B.IS_BURST]:
         gained = at_split(outlook.splits, Split.FRESH, here) - at_split(outlook.splits, Split.FRESH, best)
         numbers[B.GAIN] = gained * outlook.numbers[O.FRESH_RATE] * numbers[B.LEFT_S]
-        there = move_cost(terms, outlook, window.pool_bytes, best - here)
-        numbers[B.COST] = there + move_cost(terms, outlook, window.pool_bytes, saved - best)
+        numbers[B.COST] = _chase_cost(terms, outlook, window.pool_bytes, (here, best, saved))
         share = numbers[B.GAIN] / max(numbers[B.COST], 1e-9)
         if share >= settings.chase_from:
             numbers[B.VERDICT] = CHASE

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from helmrec.errors import ConfigError
 
-_VERDICTS = ("calm", "hold", "hedge", "chase", "return")
+_VERDICTS = ("calm", "hold", "hedge", "chase", "return", "wait")
 _CAUSES = ("base and residual", *(f"burst: {verdict}" for verdict in _VERDICTS[1:]))
 
 

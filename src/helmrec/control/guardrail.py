@@ -1,7 +1,9 @@
-"""The guardrail: what every constant split would have cost lately beside what was done, by the same shadow caches.
+"""The guardrail: what every constant split would have cost lately, beside the path that was taken.
 
+Both are reckoned by shadow caches and held against latency measured while the node was at that split: what chance did
+to a window cancels, and an error of the reckoning that adapting follows shows once the node has been somewhere else.
 Adapting that loses to the best constant beyond a bound is put aside for it until it would win again; a residual that
-loses to the base alone is forgotten. Compiled; judges by corrected shadow latencies and the price of moves.
+loses to the base alone is forgotten.
 """
 
 from enum import IntEnum
@@ -12,7 +14,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import Floats, Outlook, Split, at_split, keep_of
+from helmrec.control.outlook import Floats, Outlook, Seen, Split, at_split, keep_of
 
 
 class GuardSettings(Frozen):
@@ -36,7 +38,7 @@ def guard_terms(settings: GuardSettings) -> GuardTerms:
 class G(IntEnum):
     """Places among the numbers of the guardrail; costs are latencies added up, old ones faded."""
 
-    ADAPTIVE = 0  # what base and residual would have cost, moves included
+    ADAPTIVE = 0  # what adapting cost, moves included: where the boundary was, or would have been if it is put aside
     BASE = 1  # the base alone, moves left out, as the next
     WITH_RESIDUAL = 2
     LOSING = 3  # windows in a row
@@ -54,9 +56,7 @@ class Paths(NamedTuple):
 
     base: float
     adaptive: float  # base and residual
-    requests: float
     move_cost: float  # of the adaptive path into this window
-    dt_s: float
 
 
 def begin_guard(numbers: Floats) -> None:
@@ -65,17 +65,22 @@ def begin_guard(numbers: Floats) -> None:
 
 
 @inner
-def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outlook, paths: Paths) -> None:
+def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outlook, window: Seen, paths: Paths) -> None:
     """Take a window in. `constants`: cost of each split of the table so far."""
-    keep, splits = keep_of(paths.dt_s, terms.half_life_s), outlook.splits
+    keep, splits, requests = (
+        keep_of(window.end_s - window.start_s, terms.half_life_s),
+        outlook.splits,
+        window.num_served,
+    )
     for split in range(constants.size):
-        constants[split] = keep * constants[split] + paths.requests * splits[Split.FRESH, split]
-    adaptive_ms = at_split(splits, Split.FRESH, paths.adaptive)
-    base_ms = at_split(splits, Split.FRESH, paths.base)
-    numbers[G.ADAPTIVE] = keep * numbers[G.ADAPTIVE] + paths.requests * adaptive_ms + paths.move_cost
-    numbers[G.BASE] = keep * numbers[G.BASE] + paths.requests * base_ms
-    numbers[G.WITH_RESIDUAL] = keep * numbers[G.WITH_RESIDUAL] + paths.requests * adaptive_ms
-    best = constants.argmin()
+        constants[split] = keep * constants[split] + requests * splits[Split.CORRECTED, split]
+    adaptive_ms = at_split(splits, Split.CORRECTED, paths.adaptive)
+    base_ms = at_split(splits, Split.CORRECTED, paths.base)
+    done_ms = adaptive_ms if numbers[G.IS_ASIDE] else at_split(splits, Split.CORRECTED, window.alpha)
+    numbers[G.ADAPTIVE] = keep * numbers[G.ADAPTIVE] + requests * done_ms + paths.move_cost
+    numbers[G.BASE] = keep * numbers[G.BASE] + requests * base_ms
+    numbers[G.WITH_RESIDUAL] = keep * numbers[G.WITH_RESIDUAL] + requests * adaptive_ms
+    best = _best_within(constants, splits, window)
     numbers[G.WINDOWS] += 1
     if numbers[G.WINDOWS] <= terms.num_windows:  # on its way from wherever it was put
         numbers[G.ADAPTIVE] = constants[best]
@@ -91,3 +96,14 @@ def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outloo
         numbers[G.IS_ASIDE] = 0.0
     is_worse = numbers[G.WITH_RESIDUAL] > (1 + terms.bound / 3) * numbers[G.BASE]
     numbers[G.RESIDUAL_LOSING] = numbers[G.RESIDUAL_LOSING] + 1 if is_worse else 0.0
+
+
+@inner
+def _best_within(constants: Floats, splits: Floats, window: Seen) -> int:
+    """The cheapest constant among those the pool can be at."""
+    best = -1
+    for split in range(constants.size):
+        is_open = window.alpha_min <= splits[Split.ALPHA, split] <= window.alpha_max
+        if is_open and (best < 0 or constants[split] < constants[best]):
+            best = split
+    return max(best, 0)

@@ -11,11 +11,24 @@ import numpy as np
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.control.burst import CALM, B, BurstSettings, BurstTerms, answer, begin_burst, burst_terms, move_cost, watch
+from helmrec.control.burst import (
+    CALM,
+    RETURN,
+    WAIT,
+    B,
+    BurstSettings,
+    BurstTerms,
+    answer,
+    begin_burst,
+    burst_terms,
+    move_cost,
+    watch,
+)
 from helmrec.control.compiled import inner
 from helmrec.control.explain import Explanation, cause
 from helmrec.control.features import NUM_FEATURES, STEPS, fill_features
 from helmrec.control.guardrail import G, GuardSettings, GuardTerms, Paths, begin_guard, guard_terms, judge
+from helmrec.control.measured import NUM_ROWS, correct_by_measured
 from helmrec.control.network import NUM_HIDDEN, BasePolicy, Layers, as_layers, forward, shipped_base
 from helmrec.control.outlook import (
     NUM_SPLITS,
@@ -28,10 +41,12 @@ from helmrec.control.outlook import (
     Terms,
     at_split,
     begin_outlook,
+    count_arrivals,
     look,
     seen,
 )
 from helmrec.control.policy import Move, WindowStats
+from helmrec.control.readiness import Q, note_burst, wait_alpha
 from helmrec.control.residual import R, ResidualSettings, ResidualTerms, correction, learn, residual_terms
 from helmrec.control.service_cost import ServiceCost
 
@@ -87,27 +102,31 @@ class Kept(NamedTuple):
     burst: Floats
     guard: Floats
     constants: Floats
+    ready: Floats
+    measured: Floats
     outlook: Outlook
 
 
-_SIZES = (len(T), 1, NUM_FEATURES, 2 * NUM_HIDDEN, len(STEPS), len(R), int(B.SIZE), int(G.SIZE), NUM_SPLITS, len(O))
+_SIZES = (
+    *(len(T), 1, NUM_FEATURES, 2 * NUM_HIDDEN, len(STEPS), len(R), int(B.SIZE), int(G.SIZE), NUM_SPLITS, len(Q)),
+    *(NUM_ROWS * NUM_SPLITS, len(O), len(Split) * NUM_SPLITS),
+)
 _ENDS = tuple(int(end) for end in np.cumsum(_SIZES))
 _NUM_ROWS, _NUM_KNOTS = len(Split), len(Knot)
 
 
 def new_memory(num_alphas: int) -> Floats:
-    return np.zeros(_ENDS[9] + _NUM_ROWS * NUM_SPLITS + (_NUM_KNOTS + NUM_SPLITS) * num_alphas)
+    return np.zeros(_ENDS[-1] + (_NUM_KNOTS + NUM_SPLITS) * num_alphas)
 
 
 @inner
 def views(memory: Floats, num_alphas: int) -> Kept:
     """One array holds all that is kept: what compiled code is handed costs by the piece."""
-    splits = _ENDS[9] + _NUM_ROWS * NUM_SPLITS
-    knots = splits + _NUM_KNOTS * num_alphas
+    knots = _ENDS[12] + _NUM_KNOTS * num_alphas
     outlook = Outlook(
-        memory[_ENDS[8] : _ENDS[9]],
-        memory[splits:knots].reshape(_NUM_KNOTS, num_alphas),
-        memory[_ENDS[9] : splits].reshape(_NUM_ROWS, NUM_SPLITS),
+        memory[_ENDS[10] : _ENDS[11]],
+        memory[_ENDS[12] : knots].reshape(_NUM_KNOTS, num_alphas),
+        memory[_ENDS[11] : _ENDS[12]].reshape(_NUM_ROWS, NUM_SPLITS),
         memory[knots:].reshape(num_alphas, NUM_SPLITS),
     )
     return Kept(
@@ -120,6 +139,8 @@ def views(memory: Floats, num_alphas: int) -> Kept:
         memory[_ENDS[5] : _ENDS[6]],
         memory[_ENDS[6] : _ENDS[7]],
         memory[_ENDS[7] : _ENDS[8]],
+        memory[_ENDS[8] : _ENDS[9]],
+        memory[_ENDS[9] : _ENDS[10]].reshape(NUM_ROWS, NUM_SPLITS),
         outlook,
     )
 
@@ -236,23 +257,43 @@ def _decide(
     """The split wanted now. Plain tuples come in: named ones take three times as long to hand over."""
     window, kept, cost, flags = Seen(*values), views(memory, computed.size), Terms(*terms[0]), _Flags(*terms[4])
     residual, burst, guard = ResidualTerms(*terms[1]), BurstTerms(*terms[2]), GuardTerms(*terms[3])
+    count_arrivals(kept.outlook, window)
+    is_turn = watch(kept.burst, burst, window, kept.outlook.numbers[O.RATE])
+    kept.outlook.numbers[O.IS_TURN] = 1.0 if is_turn else 0.0
+    note_burst(kept.ready, kept.burst, window)
     look(kept.outlook, cost, window, computed, missed)
-    watch(kept.burst, burst, window, kept.outlook.numbers[O.TOKENS], kept.outlook.numbers[O.FRESH_RATE])
+    correct_by_measured(kept.measured, kept.outlook, window)
     adaptive = _base_and_residual(kept, as_layers(weights), cost, (residual, guard), flags, window)
     bursting = answer(kept.burst, burst, cost, kept.outlook, window)
     if not flags.has_burst:
         kept.burst[B.VERDICT] = CALM
+    elif kept.burst[B.VERDICT] in (CALM, RETURN):
+        bursting = _wait(kept, burst.caution, window, adaptive, bursting)
     if not flags.has_guardrail:
         kept.guard[G.IS_ASIDE] = 0.0
-    is_bursting = kept.burst[B.VERDICT] != CALM
-    wanted = bursting if is_bursting else adaptive
+    verdict = kept.burst[B.VERDICT]
+    wanted = adaptive if verdict == CALM else bursting
     if kept.guard[G.IS_ASIDE]:
         wanted = kept.guard[G.STATIC_ALPHA]
     wanted = _bounded(wanted, window, kept.outlook.splits, flags)
-    if is_bursting:
+    if verdict not in (CALM, WAIT):
         kept.path[0] = wanted - kept.told[T.RESIDUAL]  # the base goes on from where the burst left it
     _tell(kept, cost, window, bursting, wanted)
     return wanted
+
+
+@inner
+def _wait(kept: Kept, caution: float, window: Seen, adaptive: float, returning: float) -> float:
+    """In calm, and on the way back to it: no farther from the next burst than pays."""
+    here, is_back = window.alpha_target, kept.burst[B.VERDICT] == CALM
+    goal = adaptive if is_back else kept.burst[B.SAVED_ALPHA]
+    ready = wait_alpha(kept.ready, caution, kept.outlook, window, goal)
+    if is_back:
+        if abs(ready - adaptive) < 0.01:
+            return adaptive
+        kept.burst[B.VERDICT] = WAIT
+        return ready
+    return max(returning, min(ready, here)) if returning < here else min(returning, max(ready, here))
 
 
 @inner
@@ -286,8 +327,7 @@ def _base_and_residual(
     last = kept.guard[G.WANTED]
     moved = 0.0 if np.isnan(last) else adaptive - last
     paid = move_cost(cost, outlook, window.pool_bytes, moved)
-    dt_s = window.end_s - window.start_s
-    judge(kept.guard, kept.constants, guard_t, outlook, Paths(before, before + offset, window.num_requests, paid, dt_s))
+    judge(kept.guard, kept.constants, guard_t, outlook, window, Paths(before, before + offset, paid))
     kept.guard[G.WANTED] = adaptive
     if flags.has_residual:
         learn(kept.residual, residual_t, outlook, window, adaptive)

@@ -92,6 +92,7 @@ class Seen(NamedTuple):
     bus_busy: float
     alpha: float
     alpha_target: float
+    alpha_min: float
     alpha_max: float
     pool_bytes: float
     new_tokens: float
@@ -117,6 +118,7 @@ def seen(stats: WindowStats) -> tuple[float, ...]:
         traffic.bus_busy,
         stats.alpha,
         stats.alpha_target,
+        stats.alpha_min,
         stats.alpha_max,
         float(stats.pool_bytes),
         stats.new_tokens_per_request,
@@ -144,6 +146,8 @@ class O(IntEnum):  # noqa: E742 - as short as its uses are many
     DRIFT = 12  # of the lasting best, per second
     KV_CORRECTION = 13  # tokens reused over what shadows promised at this split
     ROW_CORRECTION = 14  # rows missed over what shadows promised
+    RATE = 15  # of the window's arrivals alone, per second
+    IS_TURN = 16  # traffic has just changed: the newest window counts alone
 
 
 class Split(IntEnum):
@@ -156,6 +160,7 @@ class Split(IntEnum):
     FRESH = 4
     FRESH_COMPUTE = 5
     FRESH_LEAD = 6
+    CORRECTED = 7  # the fresh latency by what was measured (`control.measured`)
 
 
 class Knot(IntEnum):
@@ -234,18 +239,25 @@ def at_split(splits: Floats, row: int, alpha: float) -> float:
 
 
 @inner
-def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
-    """Take a window in: the curves' newest part, rates, corrections, and every split reckoned anew."""
-    numbers, dt_s = outlook.numbers, max(1e-6, window.end_s - window.start_s)
+def count_arrivals(outlook: Outlook, window: Seen) -> None:
+    """What came in this window: who was answered, and by how many the queue grew."""
+    numbers = outlook.numbers
     arrived = max(0.0, window.num_requests + window.num_queued - numbers[O.QUEUED])
-    rate, tokens = arrived / dt_s, window.new_tokens + window.resident_tokens
+    numbers[O.RATE] = arrived / max(1e-6, window.end_s - window.start_s)
+    numbers[O.QUEUED] = window.num_queued
+
+
+@inner
+def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed: Floats) -> None:
+    """Take a window in, its arrivals counted: the curves' newest part, corrections, every split reckoned anew."""
+    numbers, dt_s = outlook.numbers, max(1e-6, window.end_s - window.start_s)
+    rate, tokens = numbers[O.RATE], window.new_tokens + window.resident_tokens
     is_first = numbers[O.WINDOWS] == 0
-    fresh = 0.0 if is_first else keep_of(dt_s, _FRESH_HALF_LIFE_S)
+    fresh = 0.0 if is_first or numbers[O.IS_TURN] else keep_of(dt_s, _FRESH_HALF_LIFE_S)
     lasting = 0.0 if is_first else keep_of(dt_s, _LASTING_HALF_LIFE_S)
     numbers[O.FRESH_RATE] = fresh * numbers[O.FRESH_RATE] + (1 - fresh) * rate
     numbers[O.LASTING_RATE] = lasting * numbers[O.LASTING_RATE] + (1 - lasting) * rate
     numbers[O.TOKENS] = fresh * numbers[O.TOKENS] + (1 - fresh) * tokens
-    numbers[O.QUEUED] = window.num_queued
     _take_newest(outlook, terms, window, computed, missed)
     before = outlook.splits[0, int(numbers[O.LASTING_BEST])]
     _reckon(outlook, terms, window, computed, missed)
@@ -265,6 +277,8 @@ def _take_newest(outlook: Outlook, terms: Terms, window: Seen, computed: Floats,
     new = window.weight - old
     is_told = numbers[O.WEIGHT] > 0 and new >= 1
     keep = keep_of(window.end_s - window.start_s, _FRESH_HALF_LIFE_S) * numbers[O.FRESH_WEIGHT]
+    if numbers[O.IS_TURN]:
+        keep = 0.0
     for i in range(computed.size):
         if not is_told and numbers[O.FRESH_WEIGHT] == 0:
             knots[Knot.FRESH_COMPUTED, i], knots[Knot.FRESH_MISSED, i] = computed[i], missed[i]

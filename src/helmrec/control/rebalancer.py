@@ -1,6 +1,6 @@
 """The one that acts: at every tick it shows a policy the window that ended and aims the boundary where it says.
 
-A tick comes early if answers come much faster than they did: a burst is not left to itself for a whole window. Knows a
+A tick comes early if requests come much faster than they did: a burst is not left to itself for a whole window. Knows a
 pool that can be looked at and moved, never tensors or requests. Time comes in from outside.
 """
 
@@ -23,7 +23,8 @@ log = logging.getLogger("helmrec.control")
 Mode = Literal["adaptive", "static", "freeze"]
 _REMEMBERED_USERS = 1 << 16
 _EARLIEST = 0.25  # share of a tick before which none comes
-_EARLY_DEVIATIONS = 5.0  # of a Poisson count, by which answers must be more than expected
+_EARLY_EVERY = 0.05  # share of a tick between two looks at the queue
+_EARLY_DEVIATIONS = 5.0  # of a Poisson count, by which arrivals must be more than expected
 _RATE_WEIGHT = 0.3  # of the newest window in the rate that is expected
 
 
@@ -97,7 +98,8 @@ class Rebalancer:
         self._users: OrderedDict[int, None] = OrderedDict()  # who came lately, longest unseen first
         self._before = steered.stats()
         self._start_s: float | None = None
-        self._rate: float | None = None  # answers per second that are expected
+        self._rate: float | None = None  # arrivals per second that are expected
+        self._looked_s = -np.inf  # when the queue was looked at last
         self.mode: Mode = "adaptive"
 
     def record(self, user_id: int, latency_ms: float | None) -> None:
@@ -137,13 +139,23 @@ class Rebalancer:
         return self._to_static.decide(window)
 
     def _is_early(self, now_s: float) -> bool:
-        """Whether so many answers came in this part of a window that it should not be waited for the rest."""
+        """Whether so many requests came in this part of a window that it should not be waited for the rest.
+
+        Those in the queue count: a node that is saturated answers no faster, however many come.
+        """
         assert self._start_s is not None
         passed_s = now_s - self._start_s
         if self._rate is None or passed_s < _EARLIEST * self._tick_s:
             return False
+        if now_s - self._looked_s < _EARLY_EVERY * self._tick_s:
+            return False
+        self._looked_s = now_s
         expected = self._rate * passed_s
-        return len(self._answers) > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
+        arrived = self._arrived(len(self._answers), self._steered.stats())
+        return arrived > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
+
+    def _arrived(self, num_answers: int, now: Look) -> int:
+        return max(0, num_answers + now.queue_length - self._before.queue_length)
 
     def _look(self, now_s: float) -> WindowStats:
         after = self._steered.stats()
@@ -154,7 +166,7 @@ class Rebalancer:
     def _traffic(self, now_s: float, after: Look) -> Traffic:
         assert self._start_s is not None
         answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        rate = len(answers) / (now_s - self._start_s)
+        rate = self._arrived(len(answers), after) / (now_s - self._start_s)
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         returning = sum(self._has_come_lately(answer.user_id) for answer in answers)
         served = [answer.latency_ms for answer in answers if answer.latency_ms is not None]

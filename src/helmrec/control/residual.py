@@ -1,7 +1,7 @@
 """The residual: a small correction of alpha learned online, where stages take longer or shorter than reckoned.
 
 Zero until it has learned, never beyond its bound. It follows the slope, over alpha, of the latency that shadow caches
-promise once both stages are as long as they were measured. Compiled; its weights are all it keeps.
+promise, corrected by the latency measured at splits the node has been at. Compiled; its weights are all it keeps.
 """
 
 from enum import IntEnum
@@ -66,9 +66,9 @@ def correction(weights: Floats, terms: ResidualTerms, outlook: Outlook, window: 
 def learn(weights: Floats, terms: ResidualTerms, outlook: Outlook, window: Seen, alpha: float) -> None:
     """Go down the slope at `alpha`, where the base and the correction so far would be."""
     dt_s = min(10.0, window.end_s - window.start_s)
-    low = at_split(outlook.splits, Split.FRESH, alpha - _REACH)
-    high = at_split(outlook.splits, Split.FRESH, alpha + _REACH)
-    slope = (high - low) / (2 * _REACH) / max(1e-9, at_split(outlook.splits, Split.FRESH, alpha))
+    low = at_split(outlook.splits, Split.CORRECTED, alpha - _REACH)
+    high = at_split(outlook.splits, Split.CORRECTED, alpha + _REACH)
+    slope = (high - low) / (2 * _REACH) / max(1e-9, at_split(outlook.splits, Split.CORRECTED, alpha))
     slope = min(max(slope, -_MAX_SLOPE), _MAX_SLOPE)
     keep, inputs = keep_of(dt_s, terms.half_life_s), _inputs(outlook, window)
     for i in range(weights.size):

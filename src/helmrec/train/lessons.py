@@ -30,6 +30,9 @@ WINDOW_S = 3.0  # of arrivals over which a sweep's costs are added up
 _KV_TOKEN_BYTES = 10_240
 _TABLES = {"wide": 6.5, "dlrmv3": 2.0}  # rows of all tables per row of the item table
 _TAUGHT_FROM = 10_000  # seeds of lessons; judging takes small ones
+_ROW_SAMPLE = 1 / 1_024  # share of the rows that is simulated
+_MAX_PRESSURE = 1.15  # that an excursion may bring at an even split: a better one may still bear it
+_REFUSED_SLOS = 10.0  # a refused request counts as so many SLOs of latency
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,11 +97,17 @@ def draw_ground(number: int, cost: CostModel, duration_s: float) -> Ground:
     num_items = int(pool_bytes / 1_024 * rng.uniform(1.5, 5.0) / _TABLES[shape])
     config = NodeConfig(
         model=profile(shape, num_items),
-        engine=EngineConfig(pool_bytes=pool_bytes, max_batch_requests=int(rng.choice([8, 8, 32]))),
+        engine=EngineConfig(
+            pool_bytes=pool_bytes,
+            max_batch_requests=int(rng.choice([8, 8, 32])),
+            move_bytes_per_step=int(rng.choice([16, 64])) << 20,
+        ),
+        row_sample=_ROW_SAMPLE,
     )
-    plan = _Plan(rng, history, hot_users, num_items, float(rng.uniform(0.85, 1.3)), duration_s)
+    pressure = float(rng.uniform(0.35, 0.9))
+    plan = _Plan(rng, history, hot_users, num_items, float(rng.uniform(0.85, 1.3)), duration_s, pressure)
     lone = generate(_workload(plan, _calm(plan, 20.0)), _TAUGHT_FROM + number)
-    rate = _rate_for(lone, config, cost, pressure=float(rng.uniform(0.55, 0.9)))
+    rate = _rate_for(lone, config, cost, pressure)
     trace = generate(_workload(plan, _walk(plan, rate)), _TAUGHT_FROM + number)
     return Ground(f"lesson {number}: {shape}, {pool_bytes >> 30} GiB, {rate:.0f}/s", trace, config, cost)
 
@@ -110,6 +119,7 @@ class _Plan(NamedTuple):
     num_items: int
     exponent: float
     duration_s: float
+    pressure: float  # at home, at an even split
 
 
 def _workload(plan: _Plan, phases: tuple[Phase, ...]) -> Workload:
@@ -146,12 +156,17 @@ def _rate_for(trace: Trace, config: NodeConfig, cost: CostModel, pressure: float
 
 
 def _walk(plan: _Plan, rate: float) -> tuple[Phase, ...]:
-    """Home, and excursions from it of all lengths and kinds; half of the changes are ramps, half are jumps."""
+    """Home, and excursions from it of all lengths and kinds; a third of the changes are ramps, the others jumps.
+
+    Some excursions come again: what a burst was like once tells of the next.
+    """
     rng, phases, passed_s = plan.rng, list[Phase](), 0.0
     home = here = _Regime(1.0, float(rng.uniform(0.4, 0.85)), 1.0, 0.0, 0)
+    usual = _excursion(plan, home)
     while passed_s < plan.duration_s:
         goes_home = here != home and rng.random() < 0.6
-        there = home if goes_home else _excursion(rng, home)
+        away = usual if rng.random() < 0.4 else _excursion(plan, home)
+        there = home if goes_home else away
         seconds = float(np.clip(np.exp(rng.normal(2.7, 0.8)), 3.0, 60.0))
         is_ramp = rng.random() < 0.35
         phases.append(_phase(plan, rate, (here if is_ramp else there, there), seconds))
@@ -159,11 +174,12 @@ def _walk(plan: _Plan, rate: float) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _excursion(rng: np.random.Generator, home: _Regime) -> _Regime:
+def _excursion(plan: _Plan, home: _Regime) -> _Regime:
     """Some of what makes traffic changes, not always all of it."""
+    rng, most = plan.rng, _MAX_PRESSURE / plan.pressure
     changes = rng.random(4) < 0.55
     return _Regime(
-        rate=float(rng.uniform(0.6, 1.3)) if changes[0] else home.rate,
+        rate=float(np.exp(rng.uniform(np.log(0.5), np.log(most)))) if changes[0] else home.rate,
         hot_share=float(rng.uniform(0.15, 0.95)) if changes[1] else home.hot_share,
         history=float(rng.uniform(0.5, 1.3)) if changes[2] else home.history,
         exponent=float(rng.uniform(-0.3, 0.15)) if changes[3] else home.exponent,
@@ -211,10 +227,10 @@ def _run(ground: Ground, alpha: float, has_curves: bool = False) -> SimResult:
 
 
 def cost_by_window(result: SimResult, window_s: float = WINDOW_S) -> Floats:
-    """Latency added up over the requests of each window of arrivals; one refused counts ten SLOs."""
-    means = np.nan_to_num(result.mean_ms_by_arrival(window_s), nan=10 * result.slo_ms)
+    """Latency added up over the requests of each window of arrivals; every refused one counts ten SLOs."""
+    latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_SLOS * result.slo_ms)
     place: NDArray[np.int64] = (result.arrived_s // window_s).astype(np.int64)
-    return means * np.bincount(place, minlength=means.size)
+    return np.bincount(place, latency_ms).astype(np.float64)
 
 
 def _step(stats: WindowStats) -> Step:

@@ -5,7 +5,7 @@ import numpy as np
 from helmrec.control.burst import BurstSettings, begin_burst, burst_terms, watch
 from helmrec.control.features import NUM_FEATURES, fill_features
 from helmrec.control.helm import Kept, new_memory, views
-from helmrec.control.outlook import Crowding, Floats, O, Seen, Terms, begin_outlook, look, seen
+from helmrec.control.outlook import Crowding, Floats, O, Seen, Terms, begin_outlook, count_arrivals, look, seen
 from helmrec.control.policy import WindowStats
 from helmrec.control.service_cost import ServiceCost
 
@@ -30,10 +30,11 @@ class Observer:
             begin_burst(self._kept.burst, self._burst)
         kept, self._window = self._kept, Seen(*seen(stats))
         numbers, terms = kept.outlook.numbers, burst_terms(self._burst)
+        count_arrivals(kept.outlook, self._window)
+        numbers[O.IS_TURN] = float(watch(kept.burst, terms, self._window, numbers[O.RATE]))
         look(
             kept.outlook, self._terms, self._window, curves.computed_tokens_per_request, curves.missed_rows_per_request
         )
-        watch(kept.burst, terms, self._window, numbers[O.TOKENS], numbers[O.FRESH_RATE])
         return True
 
     def features(self, alpha: float) -> Floats:

@@ -12,17 +12,16 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.features import STEPS
+from helmrec.control.helm import HelmSettings
 from helmrec.control.network import following_layers
 from helmrec.control.outlook import Crowding, Floats
 from helmrec.sim.cost import CostModel
-from helmrec.sim.oracle import best_static, cheapest_path, switching_costs
-from helmrec.sim.simulate import simulate
 from helmrec.train.crowding import fit_crowding
 from helmrec.train.distil import distil, expected_regret
-from helmrec.train.labels import FINE, fine_costs, switch_prices
-from helmrec.train.lessons import WINDOW_S, Ground, Lesson, at_speed, cost_by_window, draw_ground, learn_ground
+from helmrec.train.lessons import Ground, Lesson, at_speed, draw_ground, learn_ground
 from helmrec.train.ppo import PPOPlan, train_ppo
-from helmrec.train.rollout import Examples, Recorder, base_of, record
+from helmrec.train.rollout import Examples, base_of, record
+from helmrec.train.trial import ALONE, Trial, try_base, try_constant
 
 Arrays = dict[str, Floats]
 Tell = Callable[[str, float], None]  # what is done, and which share of it
@@ -31,13 +30,13 @@ _SPEEDS = (0.8, 1.0, 1.2)  # at which a trace of one's own is gone through
 
 
 class TrainPlan(Frozen):
-    """How much is done. The defaults took 29 minutes on two cores with ten processes to run."""
+    """How much is done. The defaults take about twenty minutes on two cores that are left alone."""
 
-    num_lessons: int = Field(8, ge=2, description="made-up nodes and traffic to learn on")
-    num_trials: int = Field(2, ge=1, description="lessons held out, to choose between networks")
-    lesson_s: float = Field(60.0, ge=40, description="seconds of traffic in a lesson")
+    num_lessons: int = Field(16, ge=2, description="made-up nodes and traffic to learn on")
+    num_trials: int = Field(8, ge=1, description="lessons held out, to choose between networks")
+    lesson_s: float = Field(90.0, ge=40, description="seconds of traffic in a lesson")
     num_epochs: int = Field(150, ge=1, description="passes of each of the two distillations")
-    ppo_steps: int = Field(2_048, ge=0, description="seconds of simulated life PPO learns from")
+    ppo_steps: int = Field(20_480, ge=0, description="seconds of simulated life PPO learns from")
     num_workers: int = Field(2, ge=1, description="processes that make lessons")
     seed: int = Field(0, ge=0)
 
@@ -74,7 +73,13 @@ def _draw_and_learn(number: int, cost: CostModel, lesson_s: float) -> Lesson:
 def train(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> Trained:
     """Everything; `own` is a trace of one's own on one's own node."""
     started_s = time.perf_counter()
-    lessons = make_lessons(plan, cost, own, tell)
+    trained = train_on(make_lessons(plan, cost, own, tell), plan, cost, tell)
+    trained.record["wall_s"] = round(time.perf_counter() - started_s, 1)
+    return trained
+
+
+def train_on(lessons: Sequence[Lesson], plan: TrainPlan, cost: CostModel, tell: Tell) -> Trained:
+    """The first `num_lessons` teach, the others decide which network is taken. Untrained ones stand for it too."""
     taught, trials = lessons[: plan.num_lessons], lessons[plan.num_lessons :]
     crowding = fit_crowding(taught)
     following = following_layers()
@@ -82,14 +87,12 @@ def train(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> T
     networks = {"following": following, "distilled": distilled}
     if plan.ppo_steps:
         networks["distilled and PPO"] = _ppo(distilled, taught, crowding, plan, ("PPO", 3e-5, tell))
+        networks["following and PPO"] = _ppo(following, taught, crowding, plan, ("PPO, no distilling", 3e-5, tell))
         nothing = {name: np.zeros_like(array) for name, array in following.items()}
         networks["PPO alone"] = _ppo(nothing, taught, crowding, plan, ("PPO alone", 1e-3, tell))
-    regrets = {}
-    for number, (name, arrays) in enumerate(networks.items(), start=1):
-        regrets[name] = [trial_regret(one, arrays, crowding) for one in trials]
-        tell("trials", number / len(networks))
-    offered = [name for name in networks if name != "PPO alone"]  # untrained too: training must earn its place
-    chosen = min(offered, key=lambda name: float(np.mean(regrets[name])))
+    alone, whole = _try_all(networks, trials, crowding, tell)
+    chosen = min(networks, key=lambda name: float(np.mean([one.regret for one in whole[name]])))
+    constant = [try_constant(one) for one in trials]
     return Trained(
         networks=networks,
         chosen=chosen,
@@ -101,13 +104,33 @@ def train(plan: TrainPlan, cost: CostModel, own: Ground | None, tell: Tell) -> T
             "lessons": [one.ground.name for one in taught],
             "trials": [one.ground.name for one in trials],
             "distillation_regret_by_epoch": losses,
-            "trial_regret": {name: [round(value, 5) for value in found] for name, found in regrets.items()},
-            "trial_regret_of_best_constant": [round(static_regret(one), 5) for one in trials],
+            "trial_regret": {name: _column(found, "regret") for name, found in whole.items()},
+            "trial_p99_change": {name: _column(found, "p99_change") for name, found in whole.items()},
+            "trial_regret_alone": {name: _column(found, "regret") for name, found in alone.items()},
+            "trial_p99_change_alone": {name: _column(found, "p99_change") for name, found in alone.items()},
+            "trial_regret_of_best_constant": _column(constant, "regret"),
             "chosen": chosen,
+            "chosen_by": "least mean regret of the whole policy on the trials, against the switching-cost oracle",
             "steps": list(STEPS),
-            "wall_s": round(time.perf_counter() - started_s, 1),
         },
     )
+
+
+def _try_all(
+    networks: dict[str, Arrays], trials: Sequence[Lesson], crowding: Crowding, tell: Tell
+) -> tuple[dict[str, list[Trial]], dict[str, list[Trial]]]:
+    """Each network on each trial: alone, and with all layers."""
+    alone, whole = dict[str, list[Trial]](), dict[str, list[Trial]]()
+    for number, (name, arrays) in enumerate(networks.items(), start=1):
+        base = base_of(arrays, crowding)
+        alone[name] = [try_base(one, base, ALONE) for one in trials]
+        whole[name] = [try_base(one, base, HelmSettings()) for one in trials]
+        tell("trials", number / len(networks))
+    return alone, whole
+
+
+def _column(found: Sequence[Trial], field: str) -> list[float]:
+    return [round(float(getattr(one, field)), 5) for one in found]
 
 
 def _distil_twice(
@@ -140,25 +163,3 @@ def _ppo(
     name, learning_rate, tell = how
     ppo = PPOPlan(plan.ppo_steps, learning_rate, seed=plan.seed)
     return train_ppo(start, taught, crowding, ppo, lambda done: tell(name, min(1.0, done / plan.ppo_steps)))
-
-
-def trial_regret(lesson: Lesson, arrays: Arrays, crowding: Crowding) -> float:
-    """Cost of the network alone on a lesson, beyond what the switching-cost oracle would have had; a share of that."""
-    recorder = Recorder(lesson, base_of(arrays, crowding), np.random.default_rng(0), chance=0.0)
-    ground = lesson.ground
-    result = simulate(ground.trace, ground.born_at(0.5), ground.cost, recorder)
-    spent = cost_by_window(result)
-    first, last = round(30 / WINDOW_S), min(spent.size, lesson.costs.shape[0])
-    return float(spent[first:last].sum() / _oracle_cost(lesson, first, last) - 1)
-
-
-def static_regret(lesson: Lesson) -> float:
-    """The same of the best constant in hindsight."""
-    first, last = round(30 / WINDOW_S), lesson.costs.shape[0]
-    costs = fine_costs(lesson.costs)[first:last]
-    return float(best_static(costs, FINE).total / _oracle_cost(lesson, first, last) - 1)
-
-
-def _oracle_cost(lesson: Lesson, first: int, last: int) -> float:
-    switching = switching_costs(FINE, switch_prices(lesson.ground))
-    return cheapest_path(fine_costs(lesson.costs)[first:last], FINE, switching).total
