@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import redis
 
-from helmrec.errors import HistoryError, HistoryFull, QueueFull, RequestError
+from helmrec.errors import HelmRecError, HistoryError, HistoryFull, QueueFull, RequestError
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import HistoryStats
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
@@ -69,7 +69,7 @@ class _Watched:
         self.deletes: list[bytes] = []
 
     def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None:
-        value = cast("bytes | None", self._pipe.hget(self._key, cast("str", _field(key))))
+        value = self._pipe.hget(self._key, _field(key))
         return default if value is None else value
 
     def put(self, key: bytes, value: bytes, db: object = None) -> None:
@@ -160,24 +160,33 @@ class RedisHistory:
             while True:
                 pipe.watch(key)
                 txn = _Watched(pipe, key)
-                done = self._users.append(cast("Txn", txn), new)
-                if not txn.writes:
-                    return done
-                num_before = max(1, cast("int", pipe.hlen(key)))  # the record is no page
+                outcome: Appended | HelmRecError
+                try:
+                    outcome = self._users.append(cast("Txn", txn), new)
+                except HelmRecError as error:  # it may have seen half of what another node wrote
+                    outcome = error
+                num_before = max(1, pipe.hlen(key))  # the record is no page
                 pipe.multi()
-                self._write(pipe, key, new.user_id, txn)
-                pipe.incrby(self._keys.num_pages, _num_pages(txn.writes[_RECORD]) - (num_before - 1))
+                self._write(pipe, new.user_id, txn, num_before - 1)
                 try:
                     pipe.execute()
                 except redis.WatchError:  # another node was faster: look again
                     continue
-                return done
+                if isinstance(outcome, HelmRecError):
+                    raise outcome
+                return outcome
 
-    def _write(self, pipe: Any, key: bytes, user_id: int, txn: _Watched) -> None:
-        pipe.hset(key, mapping=cast("dict[Any, Any]", txn.writes))
+    def _write(self, pipe: Any, user_id: int, txn: _Watched, num_pages: int) -> None:
+        """What the transaction wrote, if anything; executing even nothing tells whether it was watched in vain."""
+        key = self._keys.user(user_id)
+        if not txn.writes:
+            pipe.exists(key)
+            return
+        pipe.hset(key, mapping=txn.writes)
         if txn.deletes:
-            pipe.hdel(key, *cast("list[Any]", txn.deletes))
+            pipe.hdel(key, *txn.deletes)
         pipe.zadd(self._keys.users, {user_key(user_id): 0})
+        pipe.incrby(self._keys.num_pages, _num_pages(txn.writes[_RECORD]) - num_pages)
 
     def read_last(self, user_id: int, num_events: int) -> Events:
         """The last events, at most this many; none, at version 0, of an unknown user."""
@@ -231,10 +240,10 @@ class RedisHistory:
         with self._told(), self._client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
-                num_fields = cast("int", pipe.hlen(key))
+                num_fields = pipe.hlen(key)
                 pipe.multi()
                 pipe.delete(key)
-                pipe.zrem(self._keys.users, cast("str", user_key(user_id)))
+                pipe.zrem(self._keys.users, user_key(user_id))
                 pipe.decrby(self._keys.num_pages, max(0, num_fields - 1))
                 try:
                     return bool(pipe.execute()[0])
@@ -255,9 +264,9 @@ class RedisHistory:
     def stats(self) -> HistoryStats:
         """Bytes are the whole server's."""
         with self._told():
-            memory = cast("dict[str, Any]", self._client.info("memory"))
-            num_pages = int(cast("Any", self._client.get(self._keys.num_pages)) or 0)
-            num_users = cast("int", self._client.zcard(self._keys.users))
+            memory = self._client.info("memory")
+            num_pages = int(self._client.get(self._keys.num_pages) or 0)
+            num_users = self._client.zcard(self._keys.users)
         return HistoryStats(num_users, num_pages, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
 
     def check(self) -> None:

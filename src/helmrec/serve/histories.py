@@ -11,7 +11,6 @@ from helmrec.history.events import Events, EventSchema, NewEvents
 from helmrec.history.store import Appended, HistoryStore, UserState
 from helmrec.model.config import ModelConfig
 
-
 _SHARED = ("redis://", "rediss://", "unix://")
 
 
