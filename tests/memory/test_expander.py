@@ -115,7 +115,8 @@ def test_a_save_that_was_not_made_is_taken_back() -> None:
 
 
 def test_what_a_reload_delays_is_learned_and_doubted_until_it_is_tried() -> None:
-    costs = ReloadCosts(StepCosts(), page_s=1.0)
+    costs = ReloadCosts(StepCosts(), page_s=1e-3)
+    costs.page_s = 1.0
     for tokens in (100, 200, 300) * 20:
         costs.steps.observe(tokens, 0.0, 1e-3 * tokens)
     assert not costs.prefers_reload(0, 100, num_pages=1)
@@ -126,3 +127,19 @@ def test_what_a_reload_delays_is_learned_and_doubted_until_it_is_tried() -> None
     for _ in range(30):
         costs.observe_reload(2, exposed_s=0.5)
     assert costs.page_s == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_step_loads_no_longer_than_it_computes() -> None:
+    costs = ReloadCosts(StepCosts(), page_s=1.0)
+    for tokens in (100, 200, 300) * 20:
+        costs.steps.observe(tokens, 0.0, 1e-2 * tokens)
+    costs.page_s = 0.0  # as if all had been hidden so far
+    chosen = []
+    costs.begin_step()
+    for _ in range(5):  # a prefix of three pages takes 3 s on the bus and 4 s to compute
+        loads = 3 * costs.prefers_reload(0, 400, num_pages=3)
+        costs.note_planned(400 * bool(loads), 400, loads)
+        chosen.append(bool(loads))
+    assert chosen == [True, False, True, False, True]
+    costs.begin_step()
+    assert costs.prefers_reload(0, 400, num_pages=3)

@@ -89,6 +89,7 @@ class PlainNode:
             if self._update_is_due():
                 self._update()
                 continue
+            self.pool.expander.costs.begin_step()
             batch = self.scheduler.next_batch(self.now_s)
             self._note_expired()
             if batch is not None:

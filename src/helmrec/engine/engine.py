@@ -155,6 +155,7 @@ class Engine:
             now = self._now()
             self._relay.expire(now)
             decided = self._relay.decide_waiting(self._kv_pages, now)
+            self._pool.expander.costs.begin_step()
             batch = self._scheduler.next_batch(now)
             # One chunk at most is ahead of a rank that comes now: none is launched on top of another.
             if batch is None and not self._scheduler.queue_length and not self._pipeline.is_ahead:

@@ -7,7 +7,7 @@ beats computing it again. It does not know users, tensors or devices.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -72,14 +72,30 @@ class ReloadCosts:
     """What taking pages back costs against computing them: what a step that did so took longer than it should have.
 
     Part of a reload is hidden behind other work, and how much depends on the load, so it is learned from steps. As
-    long as no reload is tried, its cost is doubted a little more each time, until one is.
+    long as no reload is tried, its cost is doubted a little more each time, until one is. What hides the first pages
+    of a step does not hide the last: a step loads no longer than it would compute, so that neither waits for the other.
     """
 
     steps: StepCosts
     page_s: float = 0.0  # that a page from the host delays a step; timed on an idle device before the first request
 
+    bus_page_s: float = field(init=False)  # that a page takes on an idle device
+    _computing_s: float = field(default=0.0, init=False)  # what has been planned of the step so far
+    _loading_s: float = field(default=0.0, init=False)
+
     _SMOOTHING = 0.2
     _DOUBT = 0.99
+
+    def __post_init__(self) -> None:
+        self.bus_page_s = self.page_s
+
+    def begin_step(self) -> None:
+        self._computing_s = self._loading_s = 0.0
+
+    def note_planned(self, start: int, end: int, num_pages: int) -> None:
+        """The step being planned computes tokens [start, end) of a history, and takes so many pages back."""
+        self._computing_s += self._computing(start, end)
+        self._loading_s += num_pages * self.bus_page_s
 
     def observe_reload(self, num_pages: int, exposed_s: float) -> None:
         """A step that took back so many pages lasted so much longer than its tokens account for."""
@@ -87,11 +103,14 @@ class ReloadCosts:
 
     def prefers_reload(self, start: int, end: int, num_pages: int) -> bool:
         """Whether `num_pages` pages are cheaper than computing tokens [start, end) of a history."""
-        pairs = (end - start) * (start + end) / 2
-        is_cheaper = num_pages * self.page_s < self.steps.seconds(end - start, pairs)
+        computing_s = self._computing(start, end)
+        is_cheaper = num_pages * self.page_s < computing_s
         if not is_cheaper:
             self.page_s *= self._DOUBT
-        return is_cheaper
+        return is_cheaper and self._loading_s + num_pages * self.bus_page_s <= self._computing_s + computing_s
+
+    def _computing(self, start: int, end: int) -> float:
+        return self.steps.seconds(end - start, (end - start) * (start + end) / 2)
 
 
 class Expander:

@@ -77,9 +77,10 @@ class KVCache:
             plan = self._extend(match.prefix, history)
         else:
             plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
-        if plan is None or not self._expander.num_pages:
-            return plan
-        return self._reload(plan, history)
+        if plan is not None and self._expander.num_pages:
+            plan = self._reload(plan, history)
+            self._expander.costs.note_planned(plan.num_resident, plan.num_tokens, len(plan.loads))
+        return plan
 
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
         """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""

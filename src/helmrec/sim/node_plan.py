@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from helmrec.sim.cost import tokens_ms
+from helmrec.sim.cost import reload_ms, tokens_ms
 from helmrec.sim.node_host import NONE, Host, find, note_sealed, page_key, save, want
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import SHORT, Kv, P, commit, evict, find_prefix, note_lookup, plan, truncate, unpin
@@ -82,6 +82,7 @@ def next_batch(
     """Plan the oldest requests that fit one step into step place at[0], at time at[1]; returns how many."""
     (inbox, out, faults), (which, now_s) = io, at
     counts, budget, num = node.counts, setup.max_batch_tokens, 0
+    node.clocks[C.PLANNED_COMPUTE_S] = node.clocks[C.PLANNED_LOAD_S] = 0.0
     while counts[N.QUEUED] and num < setup.max_batch_requests:
         place = node.queue[counts[N.QUEUE_BEGIN]]
         request = inbox.request[place]
@@ -142,6 +143,9 @@ def _plan_member(
     member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = slot, resident, before
     if node.host.counts[Host.PAGES]:
         _reload(node, setup, requests, faults, (which, index))
+        resident = member[Member.RESIDENT]
+        node.clocks[C.PLANNED_COMPUTE_S] += tokens_ms(setup.terms, resident, tokens, setup.rows_per_event) / 1e3
+        node.clocks[C.PLANNED_LOAD_S] += member[Member.LOADED] * _page_s(setup)
     if index and _computed(setup, requests, member) > budget:  # less was fresh than was resident
         truncate(kv, setup.rules, slot, before)
         unpin(kv, setup.rules, slot)
@@ -218,11 +222,18 @@ def _reload(node: NodeState, setup: Setup, requests: Requests, faults: Faults, a
 def _prefers_reload(node: NodeState, setup: Setup, span: tuple[int, int, int]) -> bool:
     """Whether pages are cheaper than computing tokens; span: first and end token, pages. A refusal is doubted."""
     start, end, num_pages = span
-    computing_ms = tokens_ms(setup.terms, start, end, setup.rows_per_event)
-    is_cheaper = num_pages * node.clocks[C.RELOAD_PAGE_S] < computing_ms / 1e3
+    clocks, computing_s = node.clocks, tokens_ms(setup.terms, start, end, setup.rows_per_event) / 1e3
+    is_cheaper = num_pages * clocks[C.RELOAD_PAGE_S] < computing_s
     if not is_cheaper:
-        node.clocks[C.RELOAD_PAGE_S] *= _DOUBT
-    return is_cheaper
+        clocks[C.RELOAD_PAGE_S] *= _DOUBT
+    load_s = clocks[C.PLANNED_LOAD_S] + num_pages * _page_s(setup)
+    return is_cheaper and load_s <= clocks[C.PLANNED_COMPUTE_S] + computing_s
+
+
+@inner
+def _page_s(setup: Setup) -> float:
+    """That a page from the host takes on an idle bus."""
+    return reload_ms(setup.terms, float(setup.page_bytes), 1.0) / 1e3
 
 
 @inner

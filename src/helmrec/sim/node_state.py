@@ -132,6 +132,8 @@ class C(IntEnum):
     RELOAD_PAGE_S = 9  # that a page from the host delays a step, as learned
     STEP_S = 10  # that a step takes, of late
     STEP_DEVIATION_S = 11  # mean absolute error of that
+    PLANNED_COMPUTE_S = 12  # of the step being planned
+    PLANNED_LOAD_S = 13
 
 
 class Member(IntEnum):
