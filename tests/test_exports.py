@@ -33,6 +33,7 @@ EXPORTS = [
     "ServerError",
     "StaleVersion",
     "Timing",
+    "TooLarge",
     "TraceError",
     "__version__",
 ]

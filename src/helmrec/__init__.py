@@ -19,6 +19,7 @@ from helmrec.errors import (
     RequestError,
     ServerError,
     StaleVersion,
+    TooLarge,
     TraceError,
 )
 from helmrec.memory.stats import PoolStats
@@ -56,6 +57,7 @@ __all__ = [
     "ServerError",
     "StaleVersion",
     "Timing",
+    "TooLarge",
     "TraceError",
     "__version__",
 ]

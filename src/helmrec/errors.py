@@ -10,6 +10,7 @@ HelmRecError
 │   └── HistoryFull      it has no room for more events
 ├── StaleVersion         events were appended to a version that is not the latest; carries `current`
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
+│   └── TooLarge         it is longer than this server can ever take
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
 │   ├── DeadlineExceeded
@@ -69,6 +70,10 @@ class RequestError(HelmRecError, ValueError):
         self.field = field
         self.value = value
         self.problem = problem
+
+
+class TooLarge(RequestError):
+    """The request is longer than this server can ever take: trying again does not help."""
 
 
 class Refused(HelmRecError):

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from helmrec.config import EngineConfig
-from helmrec.errors import ModelError
+from helmrec.errors import ModelError, TooLarge
 from helmrec.model.weights import LoadedModel, save_model
+from helmrec.serve import problems
 from helmrec.serve.app import make_app
 from helmrec.serve.node import make_port
 from helmrec.serve.port import Health, InProcessPort
@@ -112,6 +113,18 @@ def test_wrong_bodies_are_refused_and_leave_no_trace(apart: Apart, caplog: pytes
     refuse_all(apart.caller, wrong_infer_binary, 400, seed=3)
 
 
+def test_what_can_never_fit_the_ring_is_too_large_and_not_a_matter_of_waiting(apart: Apart) -> None:
+    num = 40_000  # events; the ring takes a quarter of a mebibyte at once
+    events = {"items": [1] * num, "actions": [0] * num, "timestamps": [10] * num, "features": {"category": [1] * num}}
+    long = as_request(rank_body(**events))
+    for call in (apart.port.submit([long]), apart.port.update_rows("item", range(40_000), [[1.0] * 16] * 40_000)):
+        with pytest.raises(TooLarge, match="at most 262144 bytes fit the ring"):
+            apart.caller.run(call)
+    reply = problems.of_error(TooLarge("requests", "9 bytes", "at most 8"), "id", "/v1/rank")
+    assert reply.status_code == 413
+    assert "retry-after" not in reply.headers
+
+
 def test_knobs_and_looks_reach_the_engine(apart: Apart) -> None:
     caller = apart.caller
     assert caller.post("/v1/admin/alpha", {"alpha": 0.5}, ADMIN).json["alpha_target"] == 0.5
@@ -146,6 +159,10 @@ def test_the_front_outlives_its_engine_says_why_and_starts_it_again(
     apart: Apart, caplog: pytest.LogCaptureFixture
 ) -> None:
     caller, first = apart.caller, apart.pid
+    assert caller.post("/v1/admin/alpha", {"alpha": 0.5}, ADMIN).status == 200
+    update = {"table": "item", "ids": [1, 4], "values": [[2.0] * 16, [-1.0] * 16]}
+    assert caller.post("/v1/admin/rows", update, ADMIN).status == 200
+    updated = caller.post("/v1/rank", rank_body()).json["scores"]
     os.kill(first, signal.SIGSTOP)  # it hangs, so that requests wait
 
     async def crash() -> list[Reply]:
@@ -169,7 +186,8 @@ def test_the_front_outlives_its_engine_says_why_and_starts_it_again(
     caller.wait_until_ready()
     assert apart.pid != first
     assert caller.get("/readyz").json == {"status": "ready"}
-    assert caller.post("/v1/rank", rank_body()).status == 200
+    np.testing.assert_allclose(caller.post("/v1/rank", rank_body()).json["scores"], updated, atol=1e-5)
+    assert caller.get("/v1/pool").json["pool"]["alpha_target"] == 0.5
     assert apart.port.num_restarts == 1
     assert any(getattr(record, "reason", "") == "killed by SIGKILL" for record in caplog.records)
 

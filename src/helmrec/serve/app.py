@@ -22,6 +22,7 @@ from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
 from helmrec.serve.histories import Histories
 from helmrec.serve.live import LiveRoutes, dashboard
+from helmrec.serve.models import ModelRoutes
 from helmrec.serve.port import EnginePort
 from helmrec.serve.prefill import PrefillRoutes
 from helmrec.serve.routes import Endpoint, openapi
@@ -32,13 +33,13 @@ from helmrec.serve.v1 import FriendlyRoutes
 from helmrec.serve.v2 import InferenceRoutes
 
 API_VERSION = "1"
+_PARTS = (FriendlyRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, InferenceRoutes)
 
 
 def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
     """The application in front of `port`, which it starts; it closes both when it ends."""
     front = Front(port, config, histories)
-    parts = (FriendlyRoutes(front), PrefillRoutes(front), UserRoutes(front), LiveRoutes(front), InferenceRoutes(front))
-    endpoints = [endpoint for part in parts for endpoint in part.endpoints()]
+    endpoints = [endpoint for part in _PARTS for endpoint in part(front).endpoints()]
     document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION, port.model.name))
 
     async def show_document(_: Request) -> Response:

@@ -20,10 +20,11 @@ import msgspec
 from helmrec.config import EngineConfig
 from helmrec.errors import EngineClosed, HelmRecError, QueueFull
 from helmrec.serve.logs import log_to_stderr
-from helmrec.serve.node import in_process
+from helmrec.serve.node import swapping
 from helmrec.serve.port import Health, InProcessPort, Queued
 from helmrec.serve.ring import Frame, Link, open_ring
 from helmrec.serve.settings import ServeConfig
+from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import (
     Begin,
     Kind,
@@ -44,7 +45,7 @@ class EngineProcess:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._port: InProcessPort | None = None
+        self._port: SwappingPort | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = asyncio.Event()
 
@@ -84,17 +85,18 @@ class EngineProcess:
 
     def _rank(self, frame: Frame) -> None:
         assert self._port is not None, "requests come when the engine is ready"
+        port = self._port.current  # another may follow before it has answered
         try:
-            queued = self._port.enqueue(*unpack_requests(frame.payload))
+            queued = port.enqueue(*unpack_requests(frame.payload))
         except Exception as error:
             self._fail(frame.call, error)
         else:
-            self._start(self._answer_ranked(frame.call, self._port, queued))
+            self._start(self._answer_ranked(frame.call, port, queued))
 
     def _prefill(self, frame: Frame) -> None:
         assert self._port is not None, "signals come when the engine is ready"
         try:
-            told = self._port.signal(unpack_prefill(frame.payload))
+            told = self._port.current.signal(unpack_prefill(frame.payload))
         except Exception as error:
             self._fail(frame.call, error)
         else:
@@ -138,7 +140,7 @@ class EngineProcess:
         log_to_stderr(begin.serve["log_level"])
         try:
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
-            port = await asyncio.to_thread(in_process, Path(begin.model), engine, serve)
+            port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve)
         except Exception as error:
             self._give_up(error)
             return

@@ -1,15 +1,18 @@
 """What all handlers share: the port, the limits, the metrics, the samples, the stored histories."""
 
 import asyncio
+import hmac
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TypeVar
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from helmrec.errors import HelmRecError
-from helmrec.serve.bodies import read_body
+from helmrec.serve.bodies import decode, read_body
 from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
@@ -19,6 +22,7 @@ from helmrec.types import RankRequest, RankResult
 
 RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer"})
 _SAMPLE_EVERY_S = 1.0
+T = TypeVar("T")
 
 
 class Front:
@@ -33,6 +37,17 @@ class Front:
 
     async def body(self, request: Request) -> bytes:
         return await read_body(request, self.config.max_body_bytes)
+
+    async def admin_body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body of an admin call, once its token is known to be right."""
+        token = self.config.admin_token
+        if token is None:
+            raise HTTPException(403, "admin calls are off: the server was given no admin_token")
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token.get_secret_value()}".encode()):
+            raise HTTPException(401, "the admin token is needed", {"www-authenticate": "Bearer"})
+        self.need_ready()
+        return decode(decoder, await self.body(request))
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         self.metrics.count_request(route, status, seconds)

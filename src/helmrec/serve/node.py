@@ -7,9 +7,10 @@ from helmrec.engine.engine import Engine
 from helmrec.model.weights import read_manifest
 from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.port import EnginePort, InProcessPort
-from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.process_port import Limits, ProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import SnapshotKeeper
+from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import Begin
 from helmrec.sim.node_config import NodeConfig
 
@@ -17,11 +18,16 @@ from helmrec.sim.node_config import NodeConfig
 def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
     """Raise what is wrong with the settings, or with the model's folder."""
     if not serve.engine_process:
-        return in_process(model, engine, serve)
+        return swapping(model, engine, serve)
     manifest = read_manifest(model)
     Steering.of(serve, NodeConfig(model=manifest.model, engine=engine))  # a wrong policy is told before anything starts
     begin = Begin(str(model), engine.model_dump(mode="json"), serve.model_dump(mode="json", exclude={"admin_token"}))
-    return ProcessPort(begin, manifest.model, engine.max_history, serve.ring_bytes)
+    return ProcessPort(begin, manifest.model, engine.max_history, Limits(serve.ring_bytes, serve.replay_bytes))
+
+
+def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingPort:
+    """An engine in this process that others may follow."""
+    return SwappingPort(in_process(model, engine, serve), lambda other: in_process(other, engine, serve))
 
 
 def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:

@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.errors import DeadlineExceeded, Refused, RequestError
+from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
@@ -94,6 +95,17 @@ class EnginePort(Protocol):
         """Stop serving; what still waits is refused."""
 
 
+@runtime_checkable
+class SwapsModels(Protocol):
+    """A port that can change the model it serves."""
+
+    async def swap(self, model: str) -> None:
+        """Serve the model in this folder from now on; ModelError if it is none, or not one clients can go on with.
+
+        Requests go on meanwhile, each scored by one model. Returns when nobody waits for the old one any more.
+        """
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Queued:
     """A call on its way through an engine."""
@@ -121,6 +133,7 @@ class InProcessPort:
         self._reason: str | None = None
         self._has_work = threading.Event()
         self._is_over = False
+        self._is_heir = self._is_retired = False
         self._stepper = threading.Thread(target=self._run, name="helmrec-steps", daemon=True)
 
     @property
@@ -231,6 +244,25 @@ class InProcessPort:
     async def forget(self, user_id: int) -> None:
         await asyncio.to_thread(self._engine.forget, user_id)
 
+    def inherit(self, old: "InProcessPort") -> None:
+        """Before it is started: begin where another engine stands, as far as that helps with other weights."""
+        self._is_heir = True
+        stats = old._engine.stats().pool
+        with suppress(AlphaOutOfRange):  # pages may have another size
+            self._engine.move_alpha(stats.alpha_target)
+            self._engine.settle()
+        if self.model.tables == old.model.tables:
+            self._engine.warm(old._engine.hot_rows())
+        if self._steering is not None and old._steering is not None:
+            self._steering.relearn(old._steering.learned)
+        if self._rebalancer is not None and old._rebalancer is not None:
+            self._rebalancer.mode = old._rebalancer.mode
+
+    async def retire(self) -> None:
+        """Answer what was submitted, then close. Nothing may be submitted any more; no snapshot is taken."""
+        self._is_retired = True
+        await self.close()
+
     async def close(self) -> None:
         self._is_over = True
         self._has_work.set()
@@ -241,13 +273,15 @@ class InProcessPort:
 
     def _run(self) -> None:
         try:
-            if self._snapshots is not None:
+            if self._snapshots is not None and not self._is_heir:
                 self._snapshots.restore(self._engine, self._steering)
             warm_up(self._engine)
             self._health = Health.READY
             log.info("ready", extra={"model": self.model.name})
             self._step_until_over()
-            if self._snapshots is not None:
+            while self._is_retired and (self._engine.step() or self._engine.stats().queue_length):
+                pass
+            if self._snapshots is not None and not self._is_retired:
                 self._snapshots.keep(self._engine, self._steering)
             self._health = Health.CLOSED
         except Exception as error:

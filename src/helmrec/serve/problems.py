@@ -14,9 +14,11 @@ from helmrec.errors import (
     Forgotten,
     HelmRecError,
     HistoryFull,
+    ModelError,
     QueueFull,
     RequestError,
     StaleVersion,
+    TooLarge,
 )
 from helmrec.serve.schema import Problem
 
@@ -27,6 +29,8 @@ _MAX_VALUE = 100
 _RETRY_AFTER = {"retry-after": "1"}
 _STATUS: dict[type[HelmRecError], int] = {
     RequestError: 400,
+    TooLarge: 413,
+    ModelError: 400,  # asked for by an admin call
     ConfigError: 400,  # asked for by an admin call
     QueueFull: 429,
     DeadlineExceeded: 503,

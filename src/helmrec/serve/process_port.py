@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from numpy.typing import ArrayLike
@@ -18,10 +19,13 @@ from numpy.typing import ArrayLike
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake
-from helmrec.errors import EngineClosed, QueueFull, RequestError
+from helmrec.errors import EngineClosed, HelmRecError, QueueFull, RequestError, TooLarge
 from helmrec.model.config import ModelConfig
+from helmrec.model.weights import read_manifest
 from helmrec.serve.port import Health, Look
+from helmrec.serve.replay import Replay
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
+from helmrec.serve.swap import check_fits
 from helmrec.serve.wire import (
     Begin,
     Kind,
@@ -29,6 +33,7 @@ from helmrec.serve.wire import (
     pack_call,
     pack_prefill,
     pack_requests,
+    results_bytes,
     unpack_error,
     unpack_results,
 )
@@ -45,14 +50,24 @@ _LOOK_EVERY_S = 1.0
 T = TypeVar("T")
 
 
+class Limits(NamedTuple):
+    """Memory of the front for the sake of its engine."""
+
+    ring_bytes: int  # shared with it, in each direction
+    replay_bytes: int  # for what an engine that is started again must be told
+
+
 class ProcessPort:
     """One engine process after another, each with rings of its own. Lives in one event loop."""
 
-    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, ring_bytes: int) -> None:
-        self._begin = msgspec.msgpack.encode(begin)
+    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, limits: "Limits") -> None:
+        self._begin = begin
         self._model = model
+        self._max_history = max_history
         self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
-        self._ring_bytes = ring_bytes
+        self._ring_bytes = limits.ring_bytes
+        self._replay = Replay(limits.replay_bytes)
+        self._resuming: asyncio.Task[None] | None = None
         self._health = Health.STARTING
         self._reason: str | None = None
         self._failure: str | None = None  # what the engine itself said before it ended
@@ -83,28 +98,34 @@ class ProcessPort:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
+        link = self._need_link()
         try:
             parts = pack_requests(requests, spent_ms)
-            if sum(len(part) for part in parts) > self._need_link().max_frame_bytes:
-                raise NotForTheWire("too long")
         except NotForTheWire as unfit:
-            self._refuse(requests, str(unfit))
+            self._refuse(requests)
+            raise AssertionError("an engine would take what the wire does not") from unfit
+        answer_bytes = results_bytes(requests, self._model.num_tasks)
+        if max(answer_bytes, _size(parts)) > link.max_frame_bytes:
+            self._refuse(requests)
+            raise _too_large("requests", max(answer_bytes, _size(parts)), link)
         results: list[RankResult] = await self._ask(Kind.RANK, parts)
         return results
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        link = self._need_link()
         try:
             parts = pack_prefill(request)
-            if sum(len(part) for part in parts) > self._need_link().max_frame_bytes:
-                raise NotForTheWire("too long")
         except NotForTheWire as unfit:
             self._intake.prepare_ahead(request)  # says what is wrong with it, as an engine would
-            raise QueueFull(f"the signal does not fit the ring between front and engine: {unfit}") from None
+            raise AssertionError("an engine would take what the wire does not") from unfit
+        if _size(parts) > link.max_frame_bytes:
+            self._intake.prepare_ahead(request)
+            raise _too_large("request", _size(parts), link)
         value: bytes = await self._ask(Kind.PREFILL, parts)
         return msgspec.msgpack.decode(value, type=PrefillResult)
 
-    def _refuse(self, requests: Sequence[RankRequest], why: str) -> None:
-        """Raise what an engine would raise."""
+    def _refuse(self, requests: Sequence[RankRequest]) -> None:
+        """Raise what an engine would raise, if it would."""
         for i, request in enumerate(requests):
             try:
                 self._intake.prepare(request)
@@ -112,7 +133,6 @@ class ProcessPort:
                 if len(requests) == 1:
                     raise
                 raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
-        raise QueueFull(f"the call does not fit the ring between front and engine: {why}")
 
     async def stats(self) -> EngineStats:
         return await self._call("stats", EngineStats)
@@ -122,27 +142,44 @@ class ProcessPort:
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", None, alpha=alpha)
+        self._replay.note_alpha(alpha)
 
     async def set_mode(self, mode: Mode) -> None:
         await self._call("set_mode", None, mode=mode)
+        self._replay.note_mode(mode)
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await self._call("update_rows", None, table=table, ids=list(ids), values=values)
+        self._replay.note_rows(table, ids, values)
 
     async def forget(self, user_id: int) -> None:
         await self._call("forget", None, user_id=user_id)
+
+    async def swap(self, model: str) -> None:
+        manifest = await asyncio.to_thread(read_manifest, Path(model))
+        check_fits(manifest.model, self._model)
+        await self._call("swap", None, model=model)
+        self._begin = msgspec.structs.replace(self._begin, model=model)
+        self._model = manifest.model
+        self._intake = Intake(manifest.model, version=0, max_history=self._max_history)
+        self._replay.forget_rows()
 
     async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> T:
         try:
             parts = pack_call(name, arguments)
         except OverflowError as error:
             raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
+        if _size(parts) > (link := self._need_link()).max_frame_bytes:
+            raise _too_large("body", _size(parts), link)
         value: bytes = await self._ask(Kind.CALL, parts)
         return msgspec.msgpack.decode(value, type=kind)
 
     async def _ask(self, kind: Kind, parts: Sequence[bytes | memoryview]) -> Any:
         """Send a frame and wait for its answer; EngineClosed if the engine ends before it."""
-        link, call = self._need_link(), next(self._calls)
+        return await self._ask_over(self._need_link(), kind, parts)
+
+    async def _ask_over(self, link: Link, kind: Kind, parts: Sequence[bytes | memoryview]) -> Any:
+        call = next(self._calls)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[call] = answer
         try:
@@ -211,7 +248,7 @@ class ProcessPort:
         link.attach(asyncio.get_running_loop(), self._receive)
         watch = asyncio.create_task(self._watch())
         try:
-            link.send(Kind.BEGIN, 0, [self._begin])
+            link.send(Kind.BEGIN, 0, [msgspec.msgpack.encode(self._begin)])
             await self._ended.wait()
         except EngineClosed:
             pass
@@ -277,13 +314,28 @@ class ProcessPort:
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.READY:
-            self._health, self._reason, self._was_ready = Health.READY, None, True
-            log.info("serving", extra={"model": self._model.name})
+            assert self._link is not None
+            self._resuming = asyncio.create_task(self._resume(self._link))
         elif frame.kind == Kind.FAILED:
             self._failure = str(unpack_error(frame.payload))
             self._ended.set()
         else:
             self._settle(frame)
+
+    async def _resume(self, link: Link) -> None:
+        """Tell a new engine what admin calls have set; then it serves."""
+        try:
+            for name, arguments in self._replay.calls(link.max_frame_bytes // 2):
+                await self._ask_over(link, Kind.CALL, pack_call(name, arguments))
+        except EngineClosed:
+            return
+        except HelmRecError as error:
+            log.exception("what admin calls had set could not be set again", extra={"reason": str(error)})
+        if self._replay.num_lost:
+            log.error("row updates are lost: send them again", extra={"rows": self._replay.num_lost})
+        if self._link is link:
+            self._health, self._reason, self._was_ready = Health.READY, None, True
+            log.info("serving", extra={"model": self._model.name})
 
     def _settle(self, frame: Frame) -> None:
         answer = self._pending.get(frame.call)
@@ -305,6 +357,15 @@ class ProcessPort:
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _size(parts: Sequence[bytes | memoryview]) -> int:
+    return sum(len(part) for part in parts)
+
+
+def _too_large(field: str, num_bytes: int, link: Link) -> TooLarge:
+    told = f"at most {link.max_frame_bytes} bytes fit the ring between front and engine (ring_bytes is four times that)"
+    return TooLarge(field, f"{num_bytes} bytes", told)
 
 
 def _wait_for(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:

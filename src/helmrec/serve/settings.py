@@ -33,6 +33,12 @@ class ServeConfig(Frozen):
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
     )
+    replay_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(256 << 20), description="memory for row updates that an engine started again is told of"
+    )
+    models_path: str | None = Field(
+        None, min_length=1, description="folder of models that an admin call may swap in by name; none, none may"
+    )
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
     history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
     policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")

@@ -1,10 +1,8 @@
 """Friendly JSON under `/v1`, health, and metrics."""
 
-import hmac
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,8 +24,6 @@ from helmrec.serve.schema import (
     RowsAnswer,
     RowsBody,
 )
-
-T = TypeVar("T")
 
 
 class FriendlyRoutes:
@@ -57,18 +53,18 @@ class FriendlyRoutes:
         return json_answer(await self._port.stats())
 
     async def move_alpha(self, request: Request) -> Response:
-        asked = await self._admin(request, self._alpha_body)
+        asked = await self._front.admin_body(request, self._alpha_body)
         await self._port.move_alpha(asked.alpha)
         pool = (await self._port.stats()).pool
         return json_answer(AlphaAnswer(alpha=pool.alpha, alpha_target=pool.alpha_target))
 
     async def set_mode(self, request: Request) -> Response:
-        asked = await self._admin(request, self._mode_body)
+        asked = await self._front.admin_body(request, self._mode_body)
         await self._port.set_mode(asked.mode)
         return json_answer(asked)
 
     async def update_rows(self, request: Request) -> Response:
-        asked = await self._admin(request, self._rows_body)
+        asked = await self._front.admin_body(request, self._rows_body)
         await self._port.update_rows(asked.table, asked.ids, asked.values)
         return json_answer(RowsAnswer(updated=len(asked.ids)))
 
@@ -93,17 +89,6 @@ class FriendlyRoutes:
             num_restarts=self._port.num_restarts,
         )
         return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
-
-    async def _admin(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body of an admin call, once its token is known to be right."""
-        token = self._front.config.admin_token
-        if token is None:
-            raise HTTPException(403, "admin calls are off: the server was given no admin_token")
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token.get_secret_value()}".encode()):
-            raise HTTPException(401, "the admin token is needed", {"www-authenticate": "Bearer"})
-        self._front.need_ready()
-        return decode(decoder, await self._front.body(request))
 
     def endpoints(self) -> list[Endpoint]:
         refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)

@@ -106,6 +106,7 @@ _REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
 _PREFILL = msgspec.msgpack.Decoder(_WirePrefill)
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
 _HEADER_BYTES = 8
+_RESULT_BYTES = 128  # around the scores of one request, at most
 
 
 def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:
@@ -240,6 +241,11 @@ def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
         for result in results
     ]
     return _joined(_ENCODER.encode(headers), [np.ascontiguousarray(each.scores).tobytes() for each in results])
+
+
+def results_bytes(requests: Sequence[RankRequest], num_tasks: int) -> int:
+    """About what the answer to a call will take."""
+    return sum(_RESULT_BYTES + 4 * num_tasks * len(request.candidates) for request in requests)
 
 
 def unpack_results(payload: memoryview) -> list[RankResult]:
