@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.bench.judge import paired_change
-from helmrec.experiments.blocks import Block, Chart, Table, bars, grouped, lines
+from helmrec.experiments.blocks import Block, Chart, Table, bars, grouped, legend_above, lines
 from helmrec.experiments.claims import Rule, Verdict, judged
 from helmrec.experiments.contests import Field
 from helmrec.experiments.experiment import Experiment, Figures, Measured
@@ -210,6 +210,7 @@ def show_refill(figures: Figures, measured: Measured) -> Sequence[Block]:
         labels = [f"{cause}\n({'on' if cause in _ON_PATH else 'off'} the path)" for cause in causes]
         grouped(axes, labels, series, ylabel="MiB/s over the bus")
         axes.set_yscale("symlog")
+        legend_above(figure)
 
     return (Chart(draw, f"Bytes by cause on {figures['scenario']}, mean over seeds."), *_measured_refill(measured))
 
@@ -288,7 +289,7 @@ def show_moves(figures: Figures, measured: Measured) -> Sequence[Block]:
         for name, one in figures["moves"].items()
     ]
     blocks: list[Block] = [
-        Chart(draw, "P99 of each second around the move, against a twin born at the new split.", size=(9.0, 2.8)),
+        Chart(draw, "P99 of each second around the move, against a twin born at the new split.", size=(9.6, 2.8)),
         Table(("move", "worst P99", "mean latency", "missed rows"), rows, "Changes against the twin."),
     ]
     if "gpu-moves-h200.json" in measured:

@@ -19,7 +19,7 @@ class Chart:
     draw: Callable[[Any], None]  # onto a matplotlib figure
     caption: str
     source: str = "simulated"
-    size: tuple[float, float] = (7.2, 3.2)
+    size: tuple[float, float] = (9.6, 3.4)
 
     def html(self) -> str:
         tag = "measured" if self.source != "simulated" else "simulated"
@@ -95,7 +95,12 @@ def grouped(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[floa
         axes.bar(places, values, width * 0.92, color=color, label=name)
     axes.set_xticks(range(len(groups)), groups)
     axes.set(**labels)
-    axes.legend(fontsize="small", frameon=False, ncols=min(3, len(series)))
+
+
+def legend_above(figure: Any, num_columns: int = 7) -> None:
+    """One for all axes, which show the same series."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=num_columns, frameon=False, fontsize="small")
 
 
 def plain(axes: Any) -> None:
@@ -126,7 +131,8 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         for axes in figure.axes:
-            plain(axes)
+            if not axes.images:
+                plain(axes)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     picture = file.getvalue()

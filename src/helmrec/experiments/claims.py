@@ -1,7 +1,7 @@
 """What the paper claims, by which rule we judge it, and what came of it. Verdicts follow from data by stated rules."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _FORMATS = {"share": "{:.1%}", "ratio": "{:.2f} x", "alpha": "{:.3f}", "us": "{:.3g} µs", "count": "{:.0f}"}
@@ -19,6 +19,7 @@ class Verdict:
     rule: str
     finding: Finding
     reason: str
+    is_papers: bool = True  # else a bound of our own, which is met or missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class Rule:
         return value >= threshold if self.is_more_better else value <= threshold
 
 
-def judged(claim: str, paper: str, value: float, rule: Rule, because: str) -> Verdict:
-    """`because`: the figures behind the value, in words."""
-    finding = rule.finding(value)
-    return Verdict(claim, paper, rule.shown(value), rule.text, finding, because)
+def judged(claim: str, paper: str | None, value: float, rule: Rule, because: str) -> Verdict:
+    """`because`: the figures behind the value, in words. Without `paper` the claim is ours."""
+    told, finding = paper or "not given", rule.finding(value)
+    return Verdict(claim, told, rule.shown(value), rule.text, finding, because, paper is not None)
 
 
 def unjudged(verdict: Verdict, why: str) -> Verdict:
-    return Verdict(verdict.claim, verdict.paper, verdict.ours, verdict.rule, "not judged", why)
+    return replace(verdict, finding="not judged", reason=why)

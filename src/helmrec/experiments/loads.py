@@ -139,14 +139,14 @@ def judge_ladder(figures: Figures) -> Sequence[Verdict]:
     return (
         judged(
             "What a user gains over an untuned split with LRU",
-            "not given",
+            None,
             last / mean[RUNGS[0]] if mean[RUNGS[0]] else float("nan"),
             Rule(1.1, 1.02, unit="ratio"),
             f"largest load at P99 within the SLO: {told}",
         ),
         judged(
             "What a user gains over a tuned split with LRU, as peers deploy it",
-            "not given",
+            None,
             last / mean[RUNGS[1]] if mean[RUNGS[1]] else float("nan"),
             Rule(1.05, 1.0, unit="ratio"),
             f"the split was tuned on the traffic it is judged on: {told}",

@@ -24,6 +24,7 @@ _WORDS: dict[Finding, str] = {
     "not": "not reproduced",
     "not judged": "not judged",
 }
+_OUR_WORDS: dict[Finding, str] = {"reproduced": "met", "partly": "partly", "not": "missed", "not judged": "not judged"}
 
 
 def write_report(place: Place, tier: str) -> Path:
@@ -60,29 +61,39 @@ def _header(results: Mapping[str, Result], tier: str) -> str:
         "<header><h1>HelmRec: the evaluation</h1>"
         "<p>Every figure and table of HELM (“One Pool, Two Caches”, arXiv 2605.04450), what its reviewers asked for, "
         "and ours beside it.</p>"
-        f"<p>Tier <b>{tier}</b>, {len(first['seeds'])} seeds, commit <code>{html.escape(commits)}</code>, costs of "
+        f"<p>Tier <b>{tier}</b>, {_seeds(first)}, commit <code>{html.escape(commits)}</code>, costs of "
         f"<b>{html.escape(first['calibration'])}</b>, on {html.escape(hardware['cpu'])}, {hardware['cores']} cores. "
         f"<code>helmrec bench all --{tier}</code> makes it again.</p></header>{banner}"
     )
 
 
+def _chip(verdict: Verdict) -> str:
+    words = _WORDS if verdict.is_papers else _OUR_WORDS
+    return f'<span class="chip {_CLASS[verdict.finding]}">{words[verdict.finding]}</span>'
+
+
 def _tally(judged: Mapping[str, list[Verdict]]) -> str:
-    counts = Counter(verdict.finding for ones in judged.values() for verdict in ones)
-    items = "".join(
-        f'<li><b>{counts[finding]}</b><span class="chip {_CLASS[finding]}">{_WORDS[finding]}</span></li>'
-        for finding in get_args(Finding)
-        if counts[finding]
-    )
+    every = [verdict for ones in judged.values() for verdict in ones]
+    items = ""
+    for whose, is_papers, words in (("of the paper's claims", True, _WORDS), ("of our own bounds", False, _OUR_WORDS)):
+        counts = Counter(verdict.finding for verdict in every if verdict.is_papers == is_papers)
+        items += "".join(
+            f'<li><b>{counts[one]}</b><span class="chip {_CLASS[one]}">{words[one]}</span> {whose}</li>'
+            for one in get_args(Finding)
+            if counts[one]
+        )
     return f'<ul class="tally">{items}</ul>'
 
 
 def _claims(ran: Mapping[str, Experiment], judged: Mapping[str, list[Verdict]]) -> str:
+    """The paper's first, then ours."""
+    pairs = [(ran[name], verdict) for name, ones in judged.items() for verdict in ones]
+    pairs.sort(key=lambda pair: not pair[1].is_papers)
     rows = "".join(
-        f"<tr><td>{html.escape(verdict.claim)}</td><td>{html.escape(verdict.paper)}</td><td>{html.escape(verdict.ours)}</td>"
-        f'<td><span class="chip {_CLASS[verdict.finding]}">{_WORDS[verdict.finding]}</span></td>'
-        f'<td><a href="#{name}">{html.escape(one.title)}</a></td></tr>'
-        for name, one in ran.items()
-        for verdict in judged[name]
+        f"<tr><td>{html.escape(verdict.claim)}</td><td>{html.escape(verdict.paper)}</td>"
+        f"<td>{html.escape(verdict.ours)}</td><td>{_chip(verdict)}</td>"
+        f'<td><a href="#{one.name}">{html.escape(one.title)}</a></td></tr>'
+        for one, verdict in pairs
     )
     return (
         '<section><h2>Claim by claim</h2><p class="about">Rules and reasons stand with each experiment below.</p>'
@@ -99,14 +110,14 @@ def _section(one: Experiment, result: Result, judged: list[Verdict], measured: M
         f"<h2>{html.escape(one.title)}</h2>"
         f'<p class="about">{html.escape(one.shows)} <b>Run here:</b> {html.escape(one.ran)}</p>'
         f"{''.join(_verdict(verdict) for verdict in judged)}{blocks}"
-        f"<footer>Scenarios {scenarios}; {len(result['seeds'])} seeds; <code>{html.escape(result['command'])}</code>; "
+        f"<footer>Scenarios {scenarios}; {_seeds(result)}; <code>{html.escape(result['command'])}</code>; "
         f"{result['times']['wall_s']:,.0f} s, pieces kept from before not counted.</footer></section>"
     )
 
 
 def _verdict(verdict: Verdict) -> str:
     return (
-        f'<div class="verdict {_CLASS[verdict.finding]}"><p><span class="chip">{_WORDS[verdict.finding]}</span> '
+        f'<div class="verdict {_CLASS[verdict.finding]}"><p>{_chip(verdict)} '
         f"{html.escape(verdict.claim)}: <b>{html.escape(verdict.ours)}</b>; paper: {html.escape(verdict.paper)}.</p>"
         f'<p class="why">{html.escape(verdict.reason)}.<br>Rule: {html.escape(verdict.rule)}.</p></div>'
     )
@@ -115,3 +126,7 @@ def _verdict(verdict: Verdict) -> str:
 def _missing(results: Mapping[str, Result]) -> str:
     missing = [one.title for name, one in EXPERIMENTS.items() if name not in results]
     return f'<p class="banner">Not run: {html.escape(", ".join(missing))}.</p>' if missing else ""
+
+
+def _seeds(result: Result) -> str:
+    return "1 seed" if len(result["seeds"]) == 1 else f"{len(result['seeds'])} seeds"

@@ -55,7 +55,7 @@ def judge_strategies(figures: Figures) -> Sequence[Verdict]:
         ),
         judged(
             "Latency regret against an oracle that pays its moves",
-            "not given",
+            None,
             max(regrets.values()),
             Rule(0.02, 0.05, is_more_better=False),
             "share of mean latency: " + ", ".join(f"{family} {regret:+.1%}" for family, regret in regrets.items()),
@@ -134,7 +134,7 @@ def judge_errors(figures: Figures) -> Sequence[Verdict]:
         verdicts.append(
             judged(
                 f"The {layer} layer lowers mean latency",
-                "part of the design; not ablated there",
+                None,
                 max(gains.values()),
                 Rule(0.01, 0.0001),
                 "mean latency without it over with it: " + ", ".join(f"{f} {g:+.2%}" for f, g in gains.items()),
@@ -200,7 +200,7 @@ def judge_falsification(figures: Figures) -> Sequence[Verdict]:
     return (
         judged(
             "Frozen at its starting ratio the controller gains nothing",
-            "a gain that stays would come from elsewhere",
+            None,
             left,
             Rule(1e-9, 0.005, is_more_better=False),
             f"P99 against the untuned split: {told}",

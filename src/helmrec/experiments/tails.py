@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.bench.judge import interval
-from helmrec.experiments.blocks import Block, Chart, Table, grouped
+from helmrec.experiments.blocks import Block, Chart, Table, grouped, legend_above
 from helmrec.experiments.claims import Rule, Verdict, judged
 from helmrec.experiments.contests import Field, contest, sweep
 from helmrec.experiments.experiment import Experiment, Figures, Measured
@@ -51,7 +51,7 @@ def judge_overall(figures: Figures) -> Sequence[Verdict]:
         ),
         judged(
             "P99 against an untuned split",
-            "not given",
+            None,
             min(untuned.values()),
             Rule(-0.24, -0.02, is_more_better=False),
             "static 0.5: " + ", ".join(f"{name} {change:+.1%}" for name, change in untuned.items()),
@@ -83,6 +83,7 @@ def show_overall(figures: Figures, measured: Measured) -> Sequence[Block]:
         axes = figure.subplots()
         grouped(axes, list(presets), series, ylabel="P99 (ms)")
         axes.set_yscale("log")
+        legend_above(figure)
 
     rows = [
         [policy]
@@ -157,13 +158,14 @@ def judge_slo(figures: Figures) -> Sequence[Verdict]:
 
 
 def show_slo(figures: Figures, measured: Measured) -> Sequence[Block]:
+    loads = figures["loads"]
+
     def draw(figure: Any) -> None:
-        for axes, (load, families) in zip(
-            figure.subplots(1, len(figures["loads"]), squeeze=False)[0], figures["loads"].items(), strict=True
-        ):
-            who = list(next(iter(families.values())))
-            grouped(axes, list(families), {name: [one[name]["mean"] for one in families.values()] for name in who},
-                    title=f"arrivals x {load}", ylabel="answered within the SLO")  # fmt: skip
+        for axes, (load, families) in zip(figure.subplots(1, len(loads)), loads.items(), strict=True):
+            who = next(iter(families.values()))
+            shares = {name: [one[name]["mean"] for one in families.values()] for name in who}
+            grouped(axes, list(families), shares, title=f"arrivals x {load}", ylabel="answered within the SLO")
+        legend_above(figure)
 
     rows = [
         [f"x {load}", family, *(f"{one[who]['mean']:.2%}" for who in one)]

@@ -110,7 +110,7 @@ def judge_follow(figures: Figures) -> Sequence[Verdict]:
         ),
         judged(
             "Mean latency while following",
-            "not given",
+            None,
             ours["regret_switching"],
             Rule(0.02, 0.05, is_more_better=False),
             f"regret against the oracle that pays its moves; the best constant ({figures['best_alpha']:g}): "
