@@ -9,6 +9,7 @@ import pytest
 from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
 from helmrec.engine.engine import Engine
+from helmrec.engine.scheduler import Batch
 from helmrec.errors import EngineClosed, RequestError
 from helmrec.model.weights import LoadedModel
 from helmrec.types import PrefillRequest, RankRequest
@@ -234,3 +235,12 @@ def test_bad_signals_are_told_which_field_is_bad(changed: dict[str, Any], field:
         engine.prefill(replace(signal_of(rank_of(1, 5)), **changed))
     with pytest.raises(RequestError, match="hour"):
         engine.prefill(replace(signal_of(rank_of(1, 5)), context={"country": 1, "hour": 2}))
+
+
+def test_a_busy_engine_sees_more_ranks_at_risk() -> None:
+    engine, clock = make_engine(relay=RelayConfig(risk=0.5, budget_ms=10, max_compute=1.0))
+    for _ in range(3):
+        engine._relay._costs.observe(20, 0.0, 3e-3)  # a step of 3 ms, whatever it holds
+    assert engine.prefill(signal_of(rank_of(1, 13))).verdict == "not at risk"
+    engine._relay.note_ranks(Batch([], 0.0), took_s=0.6, now=clock.now())
+    assert engine.prefill(signal_of(rank_of(1, 13))).verdict == "admitted", "3 ms, where 0.6 of the time is taken"

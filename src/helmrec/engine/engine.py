@@ -37,7 +37,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequ
 log = logging.getLogger("helmrec.engine")
 _MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
 _STRANGER_WARNING = 32
-_FIRST_STEPS = 256
+_FIRST_STEPS = 256  # whose cost is learned by all engines, so that the first signal meets a judge who has seen some
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Engine:
         if batch.is_ahead:
             self._relay.note_step(took_s)
             return
-        self._relay.note_ranks([member.request.history.user_id for member in batch.members])
+        self._relay.note_ranks(batch, took_s, self._clock.now())
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
             self._auditor.look_at([member.request for member in batch.members], output.scores)
         if self._curves is not None:
@@ -241,7 +241,7 @@ class Engine:
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        is_new = self._pipeline.num_ended <= _FIRST_STEPS  # so that the first signal meets a judge who has seen some
+        is_new = self._pipeline.num_ended <= _FIRST_STEPS
         if not (is_new or self._pool.expander.num_slots or self._relay.is_used):
             return
         costs = self._pool.expander.costs

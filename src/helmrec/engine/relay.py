@@ -20,6 +20,8 @@ from helmrec.relay.leases import ComputeShare, Leases
 from helmrec.relay.trigger import Load, Signal, Verdict, decide
 from helmrec.types import Lease, PrefillRequest, PrefillResult
 
+_LEAST_IDLE = 0.05  # share of the time: what is expected of a busier node is beyond any budget anyway
+
 
 @dataclass(frozen=True, slots=True)
 class RelayStats:
@@ -62,7 +64,7 @@ class Relay:
         self._leases = Leases()
         self._jobs: deque[Prepared] = deque()
         self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
-        self._share = ComputeShare()
+        self._share, self._rank_share = ComputeShare(), ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
         self._steps = self._failed = 0
         self._busy_s = 0.0
@@ -98,7 +100,7 @@ class Relay:
         missing = max(0, self._num_ahead(history) - self._kv.resident_tokens(history.history))
         num_pages = -(-total // self._kv.limits.page_tokens)
         signal = Signal(
-            inline_ms=self._scheduler.wait_ms + self._inline_ms(total, missing, request.num_candidates),
+            inline_ms=self._inline_ms(total, missing, request.num_candidates, now),
             budget_ms=request.budget_ms or self._config.budget_ms,
             ahead_s=self._costs.seconds(missing, missing * (total - missing / 2)),
             num_missing=missing,
@@ -120,10 +122,15 @@ class Relay:
         self._kv.hold(user_id)
         return self._leases.grant(user_id, num_pages, now, hold_ms)
 
-    def _inline_ms(self, total: int, missing: int, num_candidates: int) -> float:
-        """What the rank would take by itself, as steps so far tell."""
+    def _inline_ms(self, total: int, missing: int, num_candidates: int, now: float) -> float:
+        """What the rank would take by itself: its step, as steps so far tell, and its wait behind others.
+
+        Those that wait now are known; those that will come before it are expected to be as many as of late.
+        """
         pairs = missing * (total - missing / 2) + num_candidates * total
-        return 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
+        step_ms = 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
+        idle = max(_LEAST_IDLE, 1 - self._rank_share.share(now))
+        return self._scheduler.wait_ms + step_ms / idle
 
     def next_batch(self, now: float) -> Batch | None:
         """The next chunk: of the oldest prefix, and of those after it while there is room in the step.
@@ -173,11 +180,11 @@ class Relay:
         for user_id in self._leases.users:
             self._kv.hold(user_id)
 
-    def note_ranks(self, user_ids: Sequence[int]) -> None:
-        """These users' ranks have been served: what was held for them has had its use."""
-        for user_id in user_ids:
-            if user_id in self._leases:
-                self._leases.use(user_id)
+    def note_ranks(self, batch: Batch, took_s: float, now: float) -> None:
+        """These ranks have been served in a step: what was held for their users has had its use."""
+        self._rank_share.add(now, took_s)
+        for member in batch.members:
+            self._leases.use(member.request.history.user_id)
 
     def note_step(self, took_s: float) -> None:
         """A step that computed ahead has ended."""
