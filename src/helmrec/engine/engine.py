@@ -84,10 +84,9 @@ class Engine:
         self._intake = Intake(model.config, model.version, config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self._pipeline = Pipeline(self._runner, self._scheduler, self._clock, overlaps=_overlaps(config, self._dense))
         self._served = self._background_failures = 0
-        self._has_warned = False
         log.info("ready\n%s", self.report())
 
     @classmethod
@@ -153,8 +152,7 @@ class Engine:
         """
         with self._lock:
             now = self._now()
-            self._relay.expire(now)
-            decided = self._relay.decide_waiting(self._kv_pages, now)
+            decided = self._relay.begin_step(self._kv_pages, now)
             self._pool.expander.costs.begin_step()
             batch = self._scheduler.next_batch(now)
             # One chunk at most is ahead of a rank that comes now: none is launched on top of another.
@@ -174,8 +172,8 @@ class Engine:
         return self._count(self._pipeline.flush())
 
     def _count(self, ended: list[Ended]) -> list[Ended]:
-        served = [step.batch for step in ended if isinstance(step.outcome, StepOutput)]
-        self._served += sum(len(batch.members) for batch in served if not batch.is_ahead)
+        served = [step.batch for step in ended if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead]
+        self._served += sum(len(batch.members) for batch in served)
         return ended
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
@@ -241,8 +239,8 @@ class Engine:
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        is_new = self._pipeline.num_ended <= _FIRST_STEPS
-        if not (is_new or self._pool.expander.num_slots or self._relay.is_used):
+        is_wanted = self._pool.expander.num_slots or self._relay.is_used
+        if not is_wanted and self._pipeline.num_ended > _FIRST_STEPS:
             return
         costs = self._pool.expander.costs
         tokens = sum(member.num_tokens for member in batch.members)

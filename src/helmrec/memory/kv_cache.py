@@ -49,8 +49,7 @@ class KVCache:
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
         self._saved_of: dict[int, int] = {}  # host slot -> the user it was last filled for
-        self.reused_tokens = 0
-        self.total_tokens = 0
+        self.reused_tokens = self.total_tokens = 0
         self.evicted_pages = 0
         self.stale_cuts = 0
         self.refused_prefixes = 0
