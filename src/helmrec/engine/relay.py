@@ -84,8 +84,9 @@ class Relay:
             self._waiting.append(_Signal(request, history, future))
         return future
 
-    def decide_waiting(self, kv_pages: int, now: float) -> list[_Decided]:
-        """What has become of the signals submitted since; the caller tells them with no lock held."""
+    def begin_step(self, kv_pages: int, now: float) -> list[_Decided]:
+        """End leases, and decide about signals submitted since; the caller tells them with no lock held."""
+        self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         return [_Decided(each.future, self.signal(each.request, each.history, kv_pages, now)) for each in waiting]
 
