@@ -26,11 +26,11 @@ def train(  # noqa: PLR0913, PLR0917 - one parameter per flag
     calibration: Annotated[Path | None, typer.Option(help="Costs of your device; default: the H200's.")] = None,
     shape: Annotated[str, typer.Option("--profile", help="Model shape the trace is served with.")] = "wide",
     pool: Annotated[str, typer.Option(help="Memory both caches share, with --trace.")] = "20GiB",
-    lessons: Annotated[int, typer.Option(help="Made-up nodes to learn on.", min=2)] = 16,
-    ppo_steps: Annotated[int, typer.Option(help="Seconds of simulated life for PPO; 0 leaves it out.", min=0)] = 20_480,
+    lessons: Annotated[int, typer.Option(help="Made-up nodes to learn on.", min=2)] = 12,
+    ppo_steps: Annotated[int, typer.Option(help="Seconds of simulated life for PPO; 0 leaves it out.", min=0)] = 8_192,
     seed: Annotated[int, typer.Option(help="Same seed, same network.", min=0)] = 0,
 ) -> None:
-    """Train the base policy from scratch: about twenty minutes on two idle cores."""
+    """Train the base policy from scratch: about ten minutes on two idle cores."""
     with told_plainly():
         try:
             from helmrec.train.lessons import Ground  # noqa: PLC0415 - the extra may be missing

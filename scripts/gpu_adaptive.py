@@ -1,0 +1,403 @@
+"""The controller live on a card: Steady, Trend and Burst in one trace, adaptive against constants 0.1 to 0.9.
+
+    python -m scripts.gpu_adaptive                        # on a card; writes docs/measurements/gpu-adaptive-h200.json
+    python -m scripts.gpu_adaptive --plot                 # draws docs/images/adaptive-h200.png from that file
+    python -m scripts.gpu_adaptive --quick                # a small model on the CPU: that it runs, no figures
+
+The set-up is that of the trade-off map (`scripts.gpu_tradeoff`): 24 rows a token, where the caches compete, and one,
+where they do not. One engine serves all runs of a set-up; between runs both caches are emptied and the same warm-up is
+served. Arrivals are open-loop at a share of what the best constant bears in each mix, so both mixes are equally
+critical. Everything is short: windows are a quarter of a second and the travel allowed per minute four times the usual.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from helmrec.control.helm import HelmPolicy
+from helmrec.control.network import shipped_base
+from helmrec.control.policy import Limited, Limits
+from helmrec.control.rebalancer import Decision, Rebalancer
+from helmrec.engine.engine import Engine
+from helmrec.engine.intake import Prepared
+from helmrec.model.profiles import profile
+from helmrec.sim.cost import default_cost
+from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.scenario import mean_service_cost
+from helmrec.types import RankResult
+from scripts import gpu_traffic
+from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES, TABLE_BYTES
+from scripts.gpu_traffic import Mix, Traffic, forget, serving_config, serving_engine
+from scripts.provenance import write_measurement
+
+OUT, PLOT = Path("docs/measurements/gpu-adaptive-h200.json"), Path("docs/images/adaptive-h200.png")
+ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
+MIXES = (0.35, 0.85)  # shares of requests by hot users
+LOAD = 0.85  # of what the best constant bears in each mix
+SLO_MS, SHORT_MS = 80.0, 40.0
+TICK_S, TRAVEL_PER_MINUTE = 0.25, 4.0
+WARM_UP, PROBE = 320, 96  # requests
+DRAIN_S = 3.0  # after the last arrival; who still waits then was not served
+
+
+class Stretch(NamedTuple):
+    """A part of the trace, over which the share of hot users goes from one value to another."""
+
+    name: str
+    share_of_run: float
+    hot_share: tuple[float, float]
+    rate_factor: float = 1.0
+
+
+STRETCHES = (
+    Stretch("steady", 0.3, (0.35, 0.35)),
+    Stretch("trend", 0.3, (0.35, 0.85)),
+    Stretch("burst", 0.2, (0.35, 0.35), 1.1),
+    Stretch("after", 0.2, (0.85, 0.85)),
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Requests and when they are due."""
+
+    warm_up: list[Prepared]
+    requests: list[Prepared]
+    due_s: NDArray[np.float64]
+    stretch: list[str]  # that each belongs to
+
+
+@dataclass
+class Run:
+    """What one policy made of the course."""
+
+    latency_ms: NDArray[np.float64]  # NaN: not served
+    alphas: list[tuple[float, float]] = field(default_factory=list)  # time, alpha
+    decisions: list[str] = field(default_factory=list)
+    before: Any = None
+    after: Any = None
+
+
+def plan_times(rates: dict[float, float], duration_s: float, seed: int) -> Iterator[tuple[float, float, str]]:
+    """(due, hot share, stretch) of each request: Poisson arrivals at the rate that goes with the mix."""
+    rng, start_s, low, high = np.random.default_rng(seed), 0.0, *MIXES
+    for stretch in STRETCHES:
+        length_s, at_s = stretch.share_of_run * duration_s, 0.0
+        while True:
+            passed = at_s / length_s
+            share = stretch.hot_share[0] + (stretch.hot_share[1] - stretch.hot_share[0]) * passed
+            rate = stretch.rate_factor * np.interp(share, (low, high), (rates[low], rates[high]))
+            at_s += float(rng.exponential(1 / rate))
+            if at_s >= length_s:
+                break
+            yield start_s + at_s, share, stretch.name
+        start_s += length_s
+
+
+def make_requests(engine: Engine, mix: Mix, shares: Sequence[float], seed: int) -> list[Prepared]:
+    """One after the other as the shares say; prepared by several threads."""
+    traffic, asked = Traffic(engine, mix, seed), []
+    for share in shares:
+        traffic._mix = replace(mix, hot_share=share)
+        asked.append(traffic._next())
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(lambda each: engine._intake.prepare(traffic._request(*each)), asked))
+
+
+def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
+    """As fast as it goes; seconds."""
+    started_s = time.perf_counter()
+    futures = [engine._scheduler.submit(request, engine._clock.now()) for request in requests]
+    while engine.step():
+        pass
+    for future in futures:
+        future.result(timeout=0)
+    return time.perf_counter() - started_s
+
+
+class Driver:
+    """Offers requests when they are due and steps the engine in between. Latency counts from when one was due."""
+
+    def __init__(self, engine: Engine, course: Course, rebalancer: Rebalancer | None, run: Run) -> None:
+        self._engine, self._course, self._rebalancer, self._run = engine, course, rebalancer, run
+        self._futures: list[Future[RankResult]] = []
+        self._started_s = 0.0
+
+    def go(self) -> None:
+        due_s, num, at = self._course.due_s, len(self._course.requests), 0
+        end_s, next_look_s = float(due_s[-1]) + DRAIN_S, 0.0
+        self._started_s = time.perf_counter()
+        while (now_s := self._elapsed_s()) < end_s:
+            while at < num and due_s[at] <= now_s:
+                self._offer(at)
+                at += 1
+            had_work = self._engine.step()
+            if self._rebalancer is not None:
+                self._rebalancer.tick(self._elapsed_s())
+            if now_s >= next_look_s:
+                self._run.alphas.append((round(now_s, 3), round(self._engine.stats().pool.alpha, 4)))
+                next_look_s = now_s + TICK_S
+            if not had_work:
+                if at == num:
+                    break
+                time.sleep(max(0.0, min(0.001, float(due_s[at]) - self._elapsed_s())))
+        self._engine._scheduler.withdraw([future for future in self._futures if not future.done()])
+        while self._engine.step():
+            pass
+
+    def _offer(self, at: int) -> None:
+        future = self._engine._scheduler.submit(self._course.requests[at], self._engine._clock.now())
+        future.add_done_callback(lambda done: self._note(done, at))
+        self._futures.append(future)
+
+    def _note(self, done: "Future[RankResult]", at: int) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        latency_ms = (self._elapsed_s() - float(self._course.due_s[at])) * 1e3
+        self._run.latency_ms[at] = latency_ms
+        if self._rebalancer is not None:
+            self._rebalancer.record(self._course.requests[at].history.user_id, latency_ms)
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+
+class Stand:
+    """One engine and how runs on it are begun."""
+
+    def __init__(self, rows_per_token: int, is_quick: bool) -> None:
+        self.is_quick = is_quick
+        self.mix = Mix(MIXES[0], 4, 2_100) if is_quick else Mix(MIXES[0], NUM_HOT)
+        self._rows = rows_per_token
+        self.engine = self._make()
+
+    def _make(self) -> Engine:
+        if not self.is_quick:
+            return serving_engine(serving_config(self._rows, TABLE_BYTES), pool_bytes=POOL_BYTES, alpha=0.5)
+        config = profile("demo", 20_000).model_copy(update={"user_context": (), "request_context": ()})
+        small = {"device": "cpu", "max_batch_requests": 4, "max_batch_tokens": 4_096}
+        return serving_engine(config, pool_bytes="12MiB", alpha=0.5, **small)
+
+    def begin(self, alpha: float, has_curves: bool) -> Engine:
+        """Caches as on the first day, the boundary at `alpha`; curves only for who looks at them: they take time."""
+        if self.is_quick:
+            self.engine.close()
+            self.engine = self._make()
+            self.engine.move_alpha(alpha)
+            self.engine.settle()
+        else:
+            forget(self.engine, alpha)
+        self.engine._curves = self.engine._make_curves() if has_curves else None
+        return self.engine
+
+    def rebalancer(self, told: list[str]) -> Rebalancer:
+        node = NodeConfig(model=self.engine.model_config, engine=self.engine.config)
+        cost = mean_service_cost(default_cost(), node, self.mix.mean_events, gpu_traffic.NUM_CANDIDATES)
+        policy = Limited(HelmPolicy(cost), Limits(travel_per_minute=TRAVEL_PER_MINUTE))
+
+        def note(decision: Decision) -> None:
+            if decision.explanation is not None and decision.move is not None:
+                told.append(decision.explanation.line())
+
+        return Rebalancer(self.engine, policy, SLO_MS, TICK_S, on_decision=note)
+
+
+def rehearse(stand: Stand) -> None:
+    """Compile all that decides, which must not happen under load."""
+    engine = stand.begin(0.5, has_curves=True)
+    requests = make_requests(engine, stand.mix, [MIXES[1]] * 64, seed=4)
+    rebalancer = stand.rebalancer([])
+    rebalancer.tick(0.0)
+    serve_all(engine, requests)
+    for request in requests:
+        rebalancer.record(request.history.user_id, 10.0)
+    rebalancer.tick(1.0)
+
+
+def capacities(stand: Stand, warm_up: int, probe: int) -> dict[float, dict[float, float]]:
+    """Requests/s by mix and constant, everything queued at once."""
+    found: dict[float, dict[float, float]] = {}
+    for share in MIXES:
+        requests = make_requests(stand.engine, stand.mix, [share] * (warm_up + probe), seed=1)
+        found[share] = {}
+        for alpha in ALPHAS:
+            engine = stand.begin(alpha, has_curves=False)
+            serve_all(engine, requests[:warm_up])
+            found[share][alpha] = round(probe / serve_all(engine, requests[warm_up:]), 1)
+        print(f"hot {share:.2f}: {found[share]}", flush=True)
+    return found
+
+
+def best_constant(found: dict[float, dict[float, float]]) -> float:
+    """The one that loses least in the mix it suits worst."""
+    return max(ALPHAS, key=lambda alpha: min(by[alpha] / max(by.values()) for by in found.values()))
+
+
+def make_course(stand: Stand, rates: dict[float, float], duration_s: float, warm_up: int) -> Course:
+    planned = list(plan_times(rates, duration_s, seed=2))
+    shares = [MIXES[0]] * warm_up + [share for _, share, _ in planned]
+    requests = make_requests(stand.engine, stand.mix, shares, seed=3)
+    due_s = np.array([due for due, _, _ in planned])
+    return Course(requests[:warm_up], requests[warm_up:], due_s, [name for _, _, name in planned])
+
+
+def run_one(stand: Stand, course: Course, alpha: float | None) -> Run:
+    """`alpha`: a constant; None is the controller, from the untuned split."""
+    engine = stand.begin(0.5 if alpha is None else alpha, has_curves=alpha is None)
+    serve_all(engine, course.warm_up)
+    run = Run(np.full(len(course.requests), np.nan))
+    rebalancer = stand.rebalancer(run.decisions) if alpha is None else None
+    run.before = engine.stats().pool
+    Driver(engine, course, rebalancer, run).go()
+    run.after = engine.stats().pool
+    assert engine.stats().background_failures == 0
+    return run
+
+
+def describe(course: Course, run: Run) -> dict[str, Any]:
+    """Figures of a run; who was not served counts as later than anyone."""
+    latency_ms, names = np.nan_to_num(run.latency_ms, nan=np.inf), np.array(course.stretch)
+    served = run.latency_ms[~np.isnan(run.latency_ms)]
+    before, after = run.before, run.after
+    hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
+
+    def p99(values: NDArray[np.float64]) -> float | None:
+        found = float(np.percentile(values, 99, method="higher"))
+        return round(found, 2) if np.isfinite(found) else None
+
+    parts = {name: p99(latency_ms[names == name]) for name in dict.fromkeys(course.stretch)}
+    return {
+        "offered": len(course.requests),
+        "served": int(served.size),
+        "mean_ms": round(float(served.mean()), 2),
+        "p50_ms": round(float(np.percentile(served, 50)), 2),
+        "p99_ms": p99(latency_ms),
+        "p99_ms_by_stretch": parts,
+        "slo_satisfaction": round(float((latency_ms <= SLO_MS).mean()), 4),
+        "within_40_ms": round(float((latency_ms <= SHORT_MS).mean()), 4),
+        "row_hit_rate": round(hits / max(1, hits + misses), 4),
+        "token_reuse_rate": round(
+            (after.reused_tokens - before.reused_tokens) / max(1, after.total_tokens - before.total_tokens), 4
+        ),
+        "mib_by_cause": {
+            cause: round((num - before.bytes_by_cause.get(cause, 0)) / 2**20, 1)
+            for cause, num in after.bytes_by_cause.items()
+        },
+        "alpha_over_time": run.alphas,
+        "moves": run.decisions,
+    }
+
+
+def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    stand = Stand(rows_per_token, flags.quick)
+    warm_up, probe = (16, 16) if flags.quick else (WARM_UP, PROBE)
+    print(f"{rows_per_token} rows a token: ready after {time.perf_counter() - started_s:.1f} s", flush=True)
+    rehearse(stand)
+    print(f"compiled after {time.perf_counter() - started_s:.1f} s", flush=True)
+    found = capacities(stand, warm_up, probe)
+    best = best_constant(found)
+    rates = {share: LOAD * by[best] for share, by in found.items()}
+    duration_s = flags.seconds if rows_per_token == 24 else flags.seconds / 3
+    course = make_course(stand, rates, duration_s, warm_up)
+    print(f"{len(course.requests)} requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
+    policies: dict[str, Any] = {}
+    for alpha in (None, best, *(one for one in ALPHAS if one != best)):
+        if time.perf_counter() > deadline_s:
+            print("out of time: the constants left are not measured", flush=True)
+            break
+        name = "adaptive" if alpha is None else f"static {alpha:g}"
+        policies[name] = describe(course, run_one(stand, course, alpha))
+        told = {key: policies[name][key] for key in ("mean_ms", "p99_ms", "slo_satisfaction", "p99_ms_by_stretch")}
+        print(f"{name}: {told} after {time.perf_counter() - started_s:.1f} s", flush=True)
+    stand.engine.close()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {
+        "capacity": {f"{share:g}": {f"{a:g}": rate for a, rate in by.items()} for share, by in found.items()},
+        "best_constant_by_capacity": best,
+        "arrivals_per_s": {f"{share:g}": round(rate, 1) for share, rate in rates.items()},
+        "duration_s": duration_s,
+        "stretches": [stretch._asdict() for stretch in STRETCHES],
+        "policies": policies,
+    }
+
+
+def plot(path: Path) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
+
+    cells = json.loads(path.read_text())["set_ups"]
+    figure, axes = plt.subplots(2, len(cells), figsize=(5.5 * len(cells), 6.5), squeeze=False)
+    for column, (rows, cell) in enumerate(cells.items()):
+        above, below, start_s = axes[0][column], axes[1][column], 0.0
+        for stretch in cell["stretches"]:
+            above.text(start_s + 0.1, 0.94, stretch["name"], fontsize=8)
+            above.axvline(start_s, color="grey", linewidth=0.5)
+            start_s += stretch["share_of_run"] * cell["duration_s"]
+        times, alphas = zip(*cell["policies"]["adaptive"]["alpha_over_time"], strict=True)
+        above.plot(times, alphas, label="adaptive")
+        above.axhline(
+            cell["best_constant_by_capacity"], linestyle="--", color="grey", label="best constant by capacity"
+        )
+        above.set(ylim=(0, 1), xlabel="s", ylabel="alpha", title=f"{rows} row{'s' * (rows != '1')} a token")
+        above.legend(fontsize=7, loc="lower left")
+        constants = [(a, cell["policies"].get(f"static {a:g}")) for a in ALPHAS]
+        known = [(a, one["p99_ms"]) for a, one in constants if one is not None and one["p99_ms"] is not None]
+        below.plot(*zip(*known, strict=True), "o-", label="constants")
+        if (p99_ms := cell["policies"]["adaptive"]["p99_ms"]) is not None:
+            below.axhline(p99_ms, color="C1", label="adaptive, from 0.5")
+        below.set(xlabel="alpha", ylabel="P99 of the whole run, ms", ylim=(0, None))
+        below.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    print(f"wrote {PLOT}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of traffic a run at 24 rows; a third of it at one")
+    parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
+    parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--plot", action="store_true", help="draw the file there is")
+    flags = parser.parse_args()
+    if flags.plot:
+        return plot(flags.out)
+    if flags.quick:
+        gpu_traffic.NUM_CANDIDATES = 64
+    elif not torch.cuda.is_available():
+        sys.exit("this needs a CUDA device (or --quick)")
+    start_s, set_ups = time.perf_counter(), {}
+    for number, rows in enumerate(flags.rows, start=1):  # what one set-up does not use the next may
+        with suppress(KeyboardInterrupt):
+            set_ups[str(rows)] = measure(
+                rows, flags, start_s + flags.limit_s * (0.68 if number < len(flags.rows) else 1)
+            )
+    set_up = {
+        "pool_bytes": POOL_BYTES,
+        "table_bytes": TABLE_BYTES,
+        "hot_users": NUM_HOT,
+        "load": LOAD,
+        "slo_ms": SLO_MS,
+        "tick_s": TICK_S,
+        "travel_per_minute": TRAVEL_PER_MINUTE,
+        "network": shipped_base().record.get("chosen"),
+        "calibration": default_cost().name,
+    }
+    return write_measurement(flags.out, {"set_up": set_up, "set_ups": set_ups})
+
+
+if __name__ == "__main__":
+    main()
