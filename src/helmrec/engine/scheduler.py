@@ -130,7 +130,9 @@ class Scheduler:
         deadline_ms = request.deadline_ms or self._config.deadline_ms
         if deadline_ms is None or not (num or self._in_flight):  # an idle engine always tries
             return
-        expected_ms = self._ms_per_request * (num + 1) + self._left_ms(now) + _CAUTION * self._step_deviation_s * 1e3
+        ahead_ms = self._ms_per_request * (num + 1) + self._left_ms(now)
+        slower = self._step_deviation_s / self._step_s if self._step_s else 0.0  # what is slow now stays so for a while
+        expected_ms = ahead_ms * (1 + slower) + _CAUTION * self._step_deviation_s * 1e3
         if expected_ms > deadline_ms:
             self.refused += 1
             raise DeadlineExceeded(

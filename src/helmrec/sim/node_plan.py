@@ -58,7 +58,9 @@ def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
     if num_running:
         spent_s = now_s - max(node.step[oldest if oldest >= 0 else newest, 0], clocks[C.LAST_ENDED_S])
         left_ms = max(0.0, clocks[C.MS_PER_REQUEST] * num_running - spent_s * 1e3)
-    expected_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
+    ahead_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms
+    slower = clocks[C.STEP_DEVIATION_S] / clocks[C.STEP_S] if clocks[C.STEP_S] else 0.0
+    expected_ms = ahead_ms * (1 + slower) + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
     return expected_ms > setup.deadline_ms
 
 
