@@ -79,7 +79,8 @@ class Outcome:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Outcome":
-        return cls(**found | {"score": Score(**found["score"])})
+        score = found["score"]
+        return cls(**found | {"score": Score(**score | {"decision_us": tuple(score["decision_us"])})})
 
 
 class Task(NamedTuple):

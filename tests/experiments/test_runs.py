@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helmrec.bench.contest import Course
+from helmrec.control.by_name import make_policy
+from helmrec.errors import ConfigError
+from helmrec.experiments import runs
+from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.entrants import entrant
+from helmrec.experiments.kept import Store
+from helmrec.experiments.runs import Run, tasks_of
+from helmrec.experiments.tiers import TIERS, resized
+from helmrec.sim.scenario import load_scenario
+from tests.experiments.conftest import ROOT, MakeLab
+
+NAME = "main-burst-20s"
+
+
+def test_a_run_is_what_a_contest_makes_of_the_same_policy(make_lab: MakeLab) -> None:
+    lab = make_lab()
+    ground = lab.ground(NAME, 0)
+    ran = lab.run([Run(ground, "helm"), Run(ground, "static:0.5")], "test")
+    course = Course(ground.scenario, 0, window_s=lab.tier.window_s)
+    judged = course.judge(make_policy("helm", course.service_cost))
+    score = ran[Run(ground, "helm")].score
+    assert (score.mean_ms, score.costs, score.alphas) == (judged.mean_ms, judged.costs, judged.alphas)
+    assert ran[Run(ground, "static:0.5")].score.mean_ms == course.static(0.5).mean_ms != score.mean_ms
+
+
+def test_a_finished_run_is_not_run_again(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(make_lab().ground(NAME, 0), "static:0.5")
+    first = make_lab().run([run], "test")
+
+    def never(*_: object) -> None:
+        raise AssertionError("it was kept")
+
+    monkeypatch.setattr(runs, "_outcome", never)
+    assert make_lab().run([run], "test") == first
+    with pytest.raises(AssertionError, match="kept"):
+        make_lab().run([Run(run.ground, "static:0.6")], "test")
+
+
+def test_runs_of_one_ground_are_one_task(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab()
+    here, there = lab.ground(NAME, 0), lab.ground(NAME, 1)
+    tasks = tasks_of([Run(there, "helm"), Run(here, "helm"), Run(here, "pid"), Run(here, "pid")], tmp_path)
+    assert [[run.policy for run in task.runs] for task in tasks] == [["helm", "pid"], ["helm"]]
+
+
+@pytest.mark.parametrize("changed", ["seed", "load", "traffic"])
+def test_other_traffic_is_another_ground(make_lab: MakeLab, changed: str) -> None:
+    lab = make_lab()
+    other = {"seed": lab.ground(NAME, 1), "load": lab.ground(NAME, 0, 1.1)}
+    other["traffic"] = lab.ground(NAME, 0, traffic=(("hot_share", 0.2),))
+    assert other[changed].digest != lab.ground(NAME, 0).digest == lab.ground(NAME, 0).digest
+    assert not np.array_equal(other[changed].course().trace.user, lab.ground(NAME, 0).course().trace.user)
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    Store(path, "a").put("one", 1)
+    with path.open("a") as file:
+        file.write('{"digest": "a", "name": "tw')
+    assert Store(path, "a").found == {"one": 1}
+    assert Store(path, "b").found == {}
+
+
+def test_curves_come_back_from_their_file_as_they_were(make_lab: MakeLab, tmp_path: Path) -> None:
+    curves = make_lab().ground(NAME, 0).course().curves
+    save_curves(tmp_path / "curves.npz", curves)
+    back = load_curves(tmp_path / "curves.npz")
+    assert [one is None for one in back] == [one is None for one in curves]
+    known, kept = next((a, b) for a, b in zip(curves, back, strict=True) if a is not None and b is not None)
+    assert np.array_equal(known.missed_rows_per_request, kept.missed_rows_per_request)
+    assert known.num_requests == kept.num_requests
+
+
+def test_a_smaller_tier_keeps_rates_and_what_is_hot_beside_the_pool() -> None:
+    scenario = load_scenario(ROOT / "scenarios" / f"{NAME}.toml")
+    small = resized(scenario, 0.1, 0.05)
+    assert small.workload is not None
+    assert scenario.workload is not None
+    assert small.workload.duration_s == pytest.approx(0.1 * scenario.workload.duration_s)
+    before, after = scenario.workload.phases[1], small.workload.phases[1]
+    assert (after.rate, after.hot_share) == (before.rate, before.hot_share)
+    assert after.hot_users / small.engine.pool_bytes == pytest.approx(before.hot_users / scenario.engine.pool_bytes)
+    assert after.hot_first[0] == after.hot_users
+    assert resized(scenario, 1, 1) == scenario
+
+
+def test_a_policy_nobody_has_is_refused_with_its_name(make_lab: MakeLab) -> None:
+    cost = make_lab().ground(NAME, 0).course().service_cost
+    with pytest.raises(ConfigError, match="nobody:1"):
+        entrant("nobody:1", cost)
+    with pytest.raises(ConfigError, match=r"static:0\.x"):
+        entrant("static:0.x", cost)
+
+
+def test_tiers_grow() -> None:
+    smoke, quick, full = TIERS["smoke"], TIERS["quick"], TIERS["full"]
+    assert smoke.num_seeds < quick.num_seeds < full.num_seeds == 5
+    assert smoke.time < quick.time <= full.time == full.size == full.pressed == 1
+    assert not smoke.is_judged
