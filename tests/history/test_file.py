@@ -160,3 +160,21 @@ def test_a_full_store_refuses_events_but_still_forgets_users(tmp_path: Path) -> 
             assert store.delete(user)
         store.append(5, 0, events_of(5, 0, 300))
         store.check()
+
+
+def test_a_store_that_is_filled_and_emptied_again_and_again_stays_within_its_bound(tmp_path: Path) -> None:
+    bound = 1 << 20
+    tiny = HistoryConfig(sync="os", map_bytes=bound, max_bytes=bound)
+    sizes, first_user = [], 0
+    with EmbeddedHistory(tmp_path, SCHEMA, tiny) as store:
+        for _ in range(12):
+            with pytest.raises(HistoryFull):
+                for user in range(first_user, first_user + 1_000):
+                    store.append(user, 0, events_of(user, 0, 300))
+            sizes.append((tmp_path / "data.mdb").stat().st_size)
+            some = list(store.user_ids())[::2]
+            for user in some:
+                assert store.delete(user)
+            first_user += 1_000
+        store.check()
+    assert max(sizes) <= bound + (128 << 10), "what deletes need for a moment, and no more"

@@ -119,15 +119,21 @@ class HistoryFile:
     def write(self, work: Callable[[Txn], T], *, may_exceed: bool = False) -> T:
         """Do `work` in one transaction and commit it. It runs again from the start when the map had to grow.
 
-        `may_exceed` is for work that frees more than it takes, but must first take a little.
+        `may_exceed` is for work that frees more than it takes, but must first take a little: a few pages beyond
+        `max_bytes`, which nobody else may use.
         """
         with self._told():
             while True:
                 try:
                     with self.env.begin(write=True, buffers=True) as txn:
-                        return work(txn)
+                        done = work(txn)
+                    break
                 except lmdb.MapFullError:
                     self._grow(may_exceed=may_exceed)
+            if self.map_bytes > self._config.max_bytes:
+                with self._no_growth:
+                    self.env.set_mapsize(self._config.max_bytes)  # or as far as the file reaches
+        return done
 
     def _grow(self, *, may_exceed: bool) -> None:
         old = self.map_bytes
