@@ -18,6 +18,7 @@ MANY_PARAMETERS = {
     "load_cli.py:load": "one per flag",
     "import_cli.py:dlrmv3": "one per flag",
     "loadgen_cli.py:loadgen": "one per flag",
+    "experiments/command.py:all_": "one parameter per flag",
     "experiments/command.py:run": "one parameter per flag",
     "cli.py:rank": "one parameter per flag",
     "kernels/attention.py:attend": "six tensors and two scalars are the operation",

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.experiments.conftest import ROOT, MakeLab
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Results of all experiments."""
     found = Place(ROOT / "scenarios", ROOT / "docs" / "measurements", tmp_path_factory.mktemp("bench"))
     for one in EXPERIMENTS.values():

@@ -1,6 +1,7 @@
 """`helmrec bench`: list experiments, run one or all, and write the report."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ Full = Annotated[bool, typer.Option("--full", help="Hours, five seeds.")]
 _HERE = Place()
 Scenarios = Annotated[Path, typer.Option(help="Folder of scenarios; change a line there and run again.")]
 Build = Annotated[Path, typer.Option("--out", help="Folder for results and finished pieces.")]
+Seeds = Annotated[int | None, typer.Option(help="Another number of seeds than the tier's.", min=1)]
 Processes = Annotated[int | None, typer.Option(help="At once; by default as many as there are cores.", min=1)]
 Measurements = Annotated[Path, typer.Option(help="Folder of measured figures, shown beside simulated ones.")]
 
@@ -52,28 +54,30 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     full: Full = False,
     scenarios: Scenarios = _HERE.scenarios,
     build: Build = _HERE.build,
+    seeds: Seeds = None,
     processes: Processes = None,
 ) -> None:
     """Run one or more experiments; what was stopped goes on where it was."""
     with told_plainly():
-        chosen = [experiment(name) for name in names]
+        chosen, tier = [experiment(name) for name in names], _tier(smoke=smoke, quick=quick, full=full)
+        tier = tier if seeds is None else replace(tier, num_seeds=seeds)
         place = Place(scenarios=scenarios, build=build)
         for one in chosen:
-            lab = Lab(_tier(smoke=smoke, quick=quick, full=full), place, processes or os.cpu_count() or 1)
-            _tell(run_experiment(one, lab))
+            _tell(run_experiment(one, Lab(tier, place, processes or os.cpu_count() or 1)))
 
 
 @bench_app.command("all")
-def all_(
+def all_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     smoke: Smoke = False,
     quick: Quick = False,
     full: Full = False,
     scenarios: Scenarios = _HERE.scenarios,
     build: Build = _HERE.build,
+    seeds: Seeds = None,
     processes: Processes = None,
 ) -> None:
     """Run every experiment, then write the report."""
-    run(list(EXPERIMENTS), smoke, quick, full, scenarios, build, processes)
+    run(list(EXPERIMENTS), smoke, quick, full, scenarios, build, seeds, processes)
     report(smoke, quick, full, build)
 
 
