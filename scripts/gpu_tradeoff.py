@@ -54,15 +54,17 @@ def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier
     return measured
 
 
-def measure(rows_per_token: int, tiers: Sequence[bool], deadline_s: float) -> list[dict[str, Any]]:
+def measure(
+    rows_per_token: int, shares: Sequence[float], tiers: Sequence[bool], deadline_s: float
+) -> list[dict[str, Any]]:
     config = serving_config(rows_per_token, TABLE_BYTES)
     started_s = time.perf_counter()
     engine = serving_engine(config, pool_bytes=POOL_BYTES, alpha=0.5, host_kv_bytes="8GiB")
     print(f"K={rows_per_token}: ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
-    traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in HOT_SHARES}
+    traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in shares}
     print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     cells = []
-    for share, has_tier, alpha in itertools.product(HOT_SHARES, tiers, ALPHAS):
+    for share, has_tier, alpha in itertools.product(shares, tiers, ALPHAS):
         if time.perf_counter() > deadline_s:
             print("out of time: the cells left are not measured", flush=True)
             break
@@ -121,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=[24, 6, 1])
+    parser.add_argument("--hot", type=float, nargs="*", choices=HOT_SHARES, default=HOT_SHARES)
     parser.add_argument("--tier", choices=("on", "off", "both"), default="both", help="the host tier for KV")
     parser.add_argument("--merge", type=Path, help="keep cells of this file that are not measured again")
     parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
@@ -132,7 +135,7 @@ def main() -> None:
         sys.exit("this needs a CUDA device")
     deadline_s = time.perf_counter() + arguments.limit_s
     tiers = {"on": [True], "off": [False], "both": [False, True]}[arguments.tier]
-    cells = [cell for rows in arguments.rows for cell in measure(rows, tiers, deadline_s)]
+    cells = [cell for rows in arguments.rows for cell in measure(rows, arguments.hot, tiers, deadline_s)]
     if arguments.merge is not None:
         cells += kept(arguments.merge, cells)
     cells.sort(key=lambda cell: [cell[name] for name in NAMES])
