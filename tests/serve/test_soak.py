@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from scripts.measure_soak import run
 
 
