@@ -1,0 +1,1 @@
+"""Examples that use the package from outside."""

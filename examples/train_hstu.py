@@ -1,0 +1,198 @@
+"""Train a small HSTU ranker on a public log, export it, serve it, and judge it with all caches on and off.
+
+python -m examples.train_hstu --data ratings.dat --kind movietweetings     # under three minutes on one core
+python -m examples.train_hstu --data ml-1m/ratings.dat --kind movielens
+
+Of every user the last two events are held out. The served model ranks all items before each of them, in the order of
+time, so that the second request finds the history of the first. Quality is the place of the held-out item among all:
+HR@10 and NDCG@10.
+"""
+
+import argparse
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scripts.provenance import write_measurement
+
+from examples.histories import HELD_OUT, Histories, History, lessons, read_histories
+from examples.learner import Learner
+from helmrec import Engine, EngineConfig, RankRequest
+from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
+from helmrec.model.weights import save_model
+from helmrec.types import IntArray
+
+NUM_NEGATIVES = 31
+BATCH = 128
+CUT = 10  # of HR@10 and NDCG@10
+
+
+def model_config(data: Histories, window: int = 24) -> ModelConfig:
+    """In the append-stable form: forward positions, gaps between events, a constant normaliser."""
+    return ModelConfig(
+        name="trained",
+        num_layers=2,
+        num_heads=2,
+        qk_dim=16,
+        v_dim=16,
+        dim=32,
+        hidden_dim=32,
+        normaliser=window,
+        window=window,
+        max_candidates=data.num_items,
+        num_actions=data.num_actions,
+        row_dim=32,
+        features=(TableConfig(name=ITEM, num_rows=data.num_items),),
+        encoders=(EncoderConfig(name="item", tables=(ITEM,)),),
+        candidate_encoder=EncoderConfig(name="candidate", tables=(ITEM,)),
+    )
+
+
+def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Learner:
+    """Learn to tell the item that came next from others drawn at random."""
+    rng, learner = np.random.default_rng(seed), Learner(config, seed)
+    optimiser = torch.optim.Adam(learner.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
+    started, recent = time.monotonic(), deque[float](maxlen=100)
+    epochs = (lessons(data, config.window, config.time_buckets, BATCH, rng) for _ in count())
+    for step, batch in enumerate(islice(chain.from_iterable(epochs), num_steps), start=1):
+        others = rng.integers(0, data.num_items, (BATCH, NUM_NEGATIVES))
+        candidates = torch.from_numpy(np.concatenate([batch.target[:, None], others], axis=1))
+        loss = F.cross_entropy(learner(batch, candidates), torch.zeros(BATCH, dtype=torch.int64))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        recent.append(loss.item())
+        if step % 100 == 0:
+            print(f"step {step}: loss {np.mean(recent):.3f} after {time.monotonic() - started:.0f} s", flush=True)
+    return learner
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """How one way of serving ranked."""
+
+    ranks: IntArray  # (requests,) place of the held-out item among all, from 0
+    scores: NDArray[np.float32]  # (requests,) of the held-out item
+    seconds: float
+    reused_tokens: int = 0
+    row_hit_rate: float = 0.0
+
+    def describe(self) -> dict[str, Any]:
+        hit = self.ranks < CUT
+        return {
+            "hr_at_10": round(float(hit.mean()), 4),
+            "ndcg_at_10": round(float((hit / np.log2(self.ranks + 2)).mean()), 4),
+            "reused_tokens": self.reused_tokens,
+            "row_hit_rate": round(self.row_hit_rate, 4),
+            "ms_per_request": round(1e3 * self.seconds / len(self.ranks), 3),
+        }
+
+
+def place_of(target: int, scores: NDArray[np.number]) -> int:
+    """From 0; in the middle of those with the same score."""
+    return int((scores > scores[target]).sum() + ((scores == scores[target]).sum() - 1) // 2)
+
+
+def requests_of(users: Sequence[History], num_items: int) -> list[tuple[RankRequest, int]]:
+    """What is asked before each held-out event, and the event's item; in the order of time."""
+    everything = np.arange(num_items)
+    asked = []
+    for history in users:
+        for end in range(history.items.size - HELD_OUT, history.items.size):
+            request = RankRequest(
+                user_id=history.user,
+                items=history.items[:end],
+                actions=history.actions[:end],
+                timestamps=history.times[:end],
+                candidates=everything,
+                request_time=int(history.times[end]),
+            )
+            asked.append((request, int(history.items[end])))
+    return sorted(asked, key=lambda each: each[0].request_time or 0)
+
+
+def serve(folder: Path, asked: Sequence[tuple[RankRequest, int]], *, with_caches: bool) -> Judged:
+    """All requests, one by one. Without caches no row is kept on the device and nothing of a user."""
+    config = EngineConfig(pool_bytes="32MiB", alpha=0.1 if with_caches else 0.0, kv_admission="always")
+    ranks, own_scores, reused = [], [], 0
+    with Engine.from_model(folder, config) as engine:
+        started = time.perf_counter()
+        for request, target in asked:
+            result = engine.rank([request])[0]
+            scores = result.scores[:, 0]
+            ranks.append(place_of(target, scores))
+            own_scores.append(scores[target])
+            reused += result.reused_tokens
+            if not with_caches:
+                engine.forget(request.user_id)
+        seconds, pool = time.perf_counter() - started, engine.stats().pool
+    lookups = pool.row_hits + pool.row_misses
+    return Judged(np.array(ranks), np.array(own_scores), seconds, reused, pool.row_hits / lookups)
+
+
+def by_popularity(data: Histories, asked: Sequence[tuple[RankRequest, int]]) -> Judged:
+    counts = data.popularity()
+    ranks = np.array([place_of(target, counts) for _, target in asked])
+    return Judged(ranks, np.zeros(len(asked), np.float32), 0.0)
+
+
+def run(data: Histories, num_steps: int, num_users: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Train, export to `folder`, serve twice; what came of it."""
+    config = model_config(data)
+    learner = train(data, config, num_steps, seed)
+    save_model(folder, config, learner.dense(), learner.tables())
+    chosen = np.random.default_rng(seed).permutation(len(data.users))[:num_users]
+    asked = requests_of([data.users[i] for i in chosen], data.num_items)
+    cached, plain = (serve(folder, asked, with_caches=with_caches) for with_caches in (True, False))
+    return {
+        "users": len(data.users),
+        "items": data.num_items,
+        "requests": len(asked),
+        "all caches on": cached.describe(),
+        "all caches off": plain.describe(),
+        "popularity": by_popularity(data, asked).describe(),
+        "ranks_that_differ": int((cached.ranks != plain.ranks).sum()),
+        "largest_score_difference": float(np.abs(cached.scores - plain.scores).max()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the log, as published")
+    parser.add_argument(
+        "--kind", default="movietweetings", help="movietweetings, movielens, amazon, taobao or kuairand"
+    )
+    parser.add_argument("--steps", type=int, default=1_000, help="how long to train, in batches of 128")
+    parser.add_argument("--users", type=int, default=500, help="whose held-out events are asked for")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="where to keep the exported model; a new folder")
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    arguments = parser.parse_args()
+    data = read_histories(arguments.kind, arguments.data)
+    print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
+    started, cpu = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model or Path(scratch) / "model"
+        result = run(data, arguments.steps, arguments.users, arguments.seed, folder)
+    result |= {"seconds": round(time.perf_counter() - started), "cpu_seconds": round(time.process_time() - cpu)}
+    for name, value in result.items():
+        print(f"{name}: {value}")
+    if arguments.out is not None:
+        write_measurement(
+            arguments.out, {"kind": arguments.kind, "steps": arguments.steps, "seed": arguments.seed, **result}
+        )
+
+
+if __name__ == "__main__":
+    main()
