@@ -16,6 +16,7 @@ from helmrec.sim.node_host import Host, check_host, make_host
 from helmrec.sim.node_kv import Kv, check_kv, make_kv
 from helmrec.sim.node_loop import run_until
 from helmrec.sim.node_plan import row_capacity
+from helmrec.sim.node_relay import R, check_relay, make_relay, with_signals
 from helmrec.sim.node_rows import Row, check_rows, make_rows, resize
 from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, no_faults
 from helmrec.sim.rows import candidate_rows, context_rows, history_rows
@@ -87,6 +88,10 @@ class Node:
         self._inbox.time_s[begin:end] = times_s
         counts[N.INBOX_END] = end
 
+    def send_signals(self, requests: IntArray, times_s: NDArray[np.float64]) -> None:
+        """Signals ahead of these requests of the trace come at these times, which never fall, as in `send`."""
+        self.state = self.state._replace(relay=with_signals(self.state.relay, requests, times_s))
+
     def run_until(self, until_s: float) -> None:
         """Everything sent so far arrives in its time; a step that is waited for may end later."""
         run_until(self.state, self.setup, self.requests, (self._inbox, self.outcomes, self.faults), until_s)
@@ -104,7 +109,8 @@ class Node:
         begin = int(counts[N.QUEUE_BEGIN])
         places = state.queue[(begin + np.arange(counts[N.QUEUED])) % state.queue.size]
         steps = {int(counts[N.IN_FLIGHT]), int(counts[N.ENDING])} - {-1}
-        running = [state.members[which, : state.size[which], Member.REQUEST] for which in sorted(steps)]
+        ranks = [which for which in sorted(steps) if state.members[which, 0, Member.ASKED]]
+        running = [state.members[which, : state.size[which], Member.REQUEST] for which in ranks]
         coming = self._inbox.request[counts[N.INBOX_NEXT] : counts[N.INBOX_END]]
         return np.concatenate([*running, self._inbox.request[places], coming])
 
@@ -142,6 +148,8 @@ class Node:
             host_reloaded_pages=int(host[Host.RELOADED]),
             host_evicted_pages=int(host[Host.EVICTED]),
             bytes_by_cause=self._bytes_by_cause(),
+            leases=int(self.state.relay.counts[R.LEASES]),
+            leased_pages=int(self.state.relay.counts[R.HELD_PAGES]),
         )
 
     def _bytes_by_cause(self) -> dict[str, int]:
@@ -160,6 +168,7 @@ class Node:
         check_kv(self.state.kv, self.setup.rules)
         check_rows(self.state.rows)
         check_host(self.state.host)
+        check_relay(self.state.relay)
         assert counts[N.LOGGED] == counts[N.SERVED] + counts[N.REFUSED], "an answer is not counted"
         assert self.unanswered().size == self.num_unanswered, "a request vanished"
         assert self.state.rows.counts[Row.CAPACITY] == row_capacity(self.setup, self.state.kv.counts[Kv.EMB])
@@ -187,6 +196,7 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
         kv=make_kv(config.num_pages, reads.backlog.size),
         rows=make_rows(space.num_kept_rows, num_slots, _max_missed(config, setup, requests), is_filtered=is_filtered),
         host=make_host(config.engine.host_kv_bytes // setup.page_bytes),
+        relay=make_relay(reads.backlog.size),
     )
 
 

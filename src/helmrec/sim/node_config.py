@@ -10,6 +10,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node_host import PLACES
 from helmrec.sim.node_kv import KVRules
+from helmrec.sim.node_relay import relay_rules
 from helmrec.sim.node_state import ALWAYS_RELOAD, MEASURED_RELOAD, NEVER_RELOAD, Requests, Setup
 from helmrec.sim.rows import row_reads, row_space
 from helmrec.sim.trace import Trace, index_histories
@@ -91,6 +92,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         batch_pages=geometry.pages_for(engine.max_batch_tokens),
         reload=_RELOAD[engine.kv_reload],
         overlaps=engine.overlap is not False,
+        relay=relay_rules(engine.relay),
     )
 
 

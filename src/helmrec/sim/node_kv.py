@@ -59,6 +59,7 @@ class P(IntEnum):
     GENERATION = 10  # tells apart prefixes that lived in one slot
     VERIFIED = 11  # row epoch up to which its rows were held against updates
     MADE = 12  # row epoch of its first token
+    AHEAD = 13  # computed before anybody asked, and not asked for since
 
 
 SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
@@ -153,26 +154,37 @@ def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
 
 
 @inner
-def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
+def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> bool:
     """The step has ended: unpin, keep or drop the prefix; says whether it is kept. `served`: resident, all tokens."""
-    counts, prefix, (resident, num_tokens) = kv.counts, kv.prefix, served
-    user = prefix[slot, P.USER]
-    counts[Kv.REUSED] += resident
-    counts[Kv.TOTAL] += num_tokens
-    seen = record_visit(kv.visits, user, now_s)
-    counts[Kv.VISITED] += 1
-    counts[Kv.REVISITS] += seen.num >= 2
-    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], num_tokens)
+    prefix, user = kv.prefix, kv.prefix[slot, P.USER]
+    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
     kv.last_use_s[slot] = now_s
+    stays = is_ahead or _count_visit(kv, rules, slot, served, now_s)
     if prefix[slot, P.KIND] == KEPT:
-        _take_out(prefix, slot)
-        _put_last(prefix, slot)
-    elif _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s):
+        take_out(prefix, slot)
+        _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE] if stays else prefix.shape[0] - 1)
+    elif stays:
         _adopt(kv, slot)
+        prefix[slot, P.AHEAD] = is_ahead
     is_kept = prefix[slot, P.KIND] == KEPT
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
     return is_kept
+
+
+@inner
+def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
+    """Whether the prefix has earned its pages, or does so by this visit."""
+    counts, prefix = kv.counts, kv.prefix
+    counts[Kv.REUSED] += served[0]
+    counts[Kv.TOTAL] += served[1]
+    seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
+    counts[Kv.VISITED] += 1
+    counts[Kv.REVISITS] += seen.num >= 2
+    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.AHEAD]:
+        return True
+    prefix[slot, P.AHEAD] = 0
+    return _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
 
 
 @inner
@@ -197,7 +209,7 @@ def _adopt(kv: KVState, slot: int) -> None:
     kv.counts[Kv.RUNNING] -= prefix[slot, P.PAGES]
     kv.counts[Kv.USERS] += _num_kept(kv, prefix[slot, P.USER]) == 0
     prefix[slot, P.KIND] = KEPT
-    _put_last(prefix, slot)
+    put_last(prefix, slot)
 
 
 @inner
@@ -321,7 +333,7 @@ def _release_if_empty(kv: KVState, slot: int) -> None:
         return
     is_kept = prefix[slot, P.KIND] == KEPT
     if is_kept:
-        _take_out(prefix, slot)
+        take_out(prefix, slot)
     _release_slot(kv, slot)
     kv.counts[Kv.USERS] -= is_kept and _num_kept(kv, prefix[slot, P.USER]) == 0
 
@@ -345,18 +357,28 @@ def _release_slot(kv: KVState, slot: int) -> None:
 
 
 @inner
-def _take_out(prefix: IntArray, slot: int) -> None:
+def take_out(prefix: IntArray, slot: int) -> None:
     before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
     prefix[before, P.AFTER] = after
     prefix[after, P.BEFORE] = before
 
 
 @inner
-def _put_last(prefix: IntArray, slot: int) -> None:
-    ends = prefix.shape[0] - 1
-    last = prefix[ends, P.BEFORE]
-    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = last, ends
-    prefix[last, P.AFTER] = prefix[ends, P.BEFORE] = slot
+def put_last(prefix: IntArray, slot: int) -> None:
+    _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE])
+
+
+@inner
+def put_first(prefix: IntArray, slot: int) -> None:
+    _put(prefix, slot, prefix.shape[0] - 1)
+
+
+@inner
+def _put(prefix: IntArray, slot: int, before: int) -> None:
+    """Behind `before`, which may be the line that holds the ends."""
+    after = prefix[before, P.AFTER]
+    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = before, after
+    prefix[before, P.AFTER] = prefix[after, P.BEFORE] = slot
 
 
 @inner

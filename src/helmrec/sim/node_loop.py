@@ -5,18 +5,22 @@ computes, the rows of the next are read.
 """
 
 import numba
+import numpy as np
 
 from helmrec.sim.cost import reload_ms
+from helmrec.sim.node_ahead import next_chunks, take_signals
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import Kv
 from helmrec.sim.node_plan import (
     advance_boundary,
     commit_step,
+    is_ahead_step,
     learn_reload_cost,
     next_batch,
     save_sealed,
     take_arrivals,
 )
+from helmrec.sim.node_relay import R
 from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, Status
 from helmrec.sim.node_step import bus_speed_at, launch, read_ahead
 
@@ -34,21 +38,32 @@ def run_until(
             continue
         take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
         if counts[N.ENDING] >= 0:
-            _end_step(node, setup, io)
+            _end_step(node, setup, requests, io)
             take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
         if _update_is_due(node, faults):
             _update_rows(node, setup, requests, faults)
             continue
         which = 1 - counts[N.IN_FLIGHT] if counts[N.IN_FLIGHT] >= 0 else 0
-        if next_batch(node, setup, requests, io, (which, clocks[C.NOW_S])):
+        take_signals(node, setup, requests, clocks[C.NOW_S])
+        at = (which, clocks[C.NOW_S])
+        if next_batch(node, setup, requests, io, at) or next_chunks(node, setup, requests, faults, at):
             _launch(node, setup, requests, io, which)
         elif counts[N.IN_FLIGHT] >= 0:
             _wait_for(node, counts[N.IN_FLIGHT])
             counts[N.IN_FLIGHT] = -1
-        elif counts[N.INBOX_NEXT] < counts[N.INBOX_END]:
-            clocks[C.NOW_S] = min(until_s, inbox.time_s[counts[N.INBOX_NEXT]])
         else:
-            clocks[C.NOW_S] = until_s
+            clocks[C.NOW_S] = min(until_s, _next_arrival_s(node, inbox))
+
+
+@inner
+def _next_arrival_s(node: NodeState, inbox: Inbox) -> float:
+    """When the next request or signal comes; infinite if none is on its way."""
+    counts, relay, next_s = node.counts, node.relay, np.inf
+    if counts[N.INBOX_NEXT] < counts[N.INBOX_END]:
+        next_s = inbox.time_s[counts[N.INBOX_NEXT]]
+    if relay.counts[R.SIGNAL_NEXT] < relay.counts[R.SIGNAL_END]:
+        next_s = min(next_s, relay.time_s[relay.counts[R.SIGNAL_NEXT]])
+    return next_s
 
 
 @inner
@@ -72,19 +87,19 @@ def _wait_for(node: NodeState, which: int) -> None:
 
 
 @inner
-def _end_step(node: NodeState, setup: Setup, io: tuple[Inbox, Outcomes, Faults]) -> None:
+def _end_step(node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults]) -> None:
     """Settle the step that was waited for, hand out its results, then do what must not delay them."""
     counts, now_s, which, (inbox, out, faults) = node.counts, node.clocks[C.NOW_S], node.counts[N.ENDING], io
     counts[N.ENDED] += 1
-    commit_step(node, setup, which, now_s)
-    for index in range(node.size[which]):
+    commit_step(node, setup, requests, which, now_s)
+    for index in range(0 if is_ahead_step(node, which) else node.size[which]):
         request = node.members[which, index, Member.REQUEST]
         out.status[request] = Status.SERVED
         out.latency_ms[request] = (now_s - node.arrived_s[which, index]) * 1e3 + setup.terms.intake_ms
         out.queue_ms[request] = (node.step[which, 0] - node.arrived_s[which, index]) * 1e3
         inbox.log[counts[N.LOGGED]] = request
         counts[N.LOGGED] += 1
-    counts[N.SERVED] += node.size[which]
+        counts[N.SERVED] += 1
     counts[N.ENDING] = -1
     learn_reload_cost(node, which)
     save_sealed(node, setup)

@@ -7,6 +7,8 @@ from helmrec.sim.cost import reload_ms, tokens_ms
 from helmrec.sim.node_host import NONE, Host, find, note_sealed, page_key, save, want
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import SHORT, Kv, P, commit, evict, find_prefix, note_lookup, plan, truncate, unpin
+from helmrec.sim.node_relay import R as Relay
+from helmrec.sim.node_relay import T, add_share, end_lease
 from helmrec.sim.node_rows import resize
 from helmrec.sim.node_state import (
     ALWAYS_RELOAD,
@@ -112,7 +114,7 @@ def next_batch(
 @inner
 def _computed(setup: Setup, requests: Requests, member: IntArray) -> int:
     """Tokens a member computes."""
-    others = requests.reads.num_candidates[member[Member.REQUEST]] + setup.num_request_context
+    others = member[Member.ASKED] + setup.num_request_context
     return member[Member.TOKENS] - member[Member.RESIDENT] + others
 
 
@@ -126,40 +128,58 @@ def _plan_member(
     """
     which, index, request, budget = at
     kv, member = node.kv, node.members[which, index]
-    user, window, tokens = requests.reads.user[request], requests.window[request], requests.num_tokens[request]
-    most = tokens + requests.reads.num_candidates[request] + setup.num_request_context
-    slot = find_prefix(kv, user, window) if tokens else NONE
-    if index and most > budget and most - (min(kv.prefix[slot, P.TOKENS], tokens) if slot != NONE else 0) > budget:
+    tokens, num_candidates = requests.num_tokens[request], requests.reads.num_candidates[request]
+    most = tokens + num_candidates + setup.num_request_context
+    if index and most > budget and most - resident_tokens(node, requests, request) > budget:
         return False
-    member[Member.REQUEST], member[Member.PREFIX] = request, NONE
-    member[Member.RESIDENT] = member[Member.LOADED] = 0
-    member[Member.TOKENS] = tokens
-    if tokens == 0:
-        return True
-    note_lookup(kv, user, slot)
-    if slot != NONE and kv.prefix[slot, P.VERIFIED] != kv.counts[Kv.EPOCH]:
-        _cut_stale(node, setup, requests, faults, (slot, request))
-    slot, resident, before = plan(kv, setup.rules, user, window, tokens)
-    if slot == SHORT:
+    member[Member.REQUEST], member[Member.TOKENS], member[Member.ASKED] = request, tokens, num_candidates
+    if not plan_tokens(node, setup, requests, faults, (which, index)):
         return False
-    member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = slot, resident, before
-    if node.host.counts[Host.PAGES]:
-        _reload(node, setup, requests, faults, (which, index))
-        resident = member[Member.RESIDENT]
-        node.clocks[C.PLANNED_COMPUTE_S] += tokens_ms(setup.terms, resident, tokens, setup.rows_per_event) / 1e3
-        node.clocks[C.PLANNED_LOAD_S] += member[Member.LOADED] * _page_s(setup)
     if index and _computed(setup, requests, member) > budget:  # less was fresh than was resident
-        truncate(kv, setup.rules, slot, before)
-        unpin(kv, setup.rules, slot)
+        truncate(kv, setup.rules, member[Member.PREFIX], member[Member.BEFORE])
+        unpin(kv, setup.rules, member[Member.PREFIX])
         return False
     return True
 
 
 @inner
-def _cut_stale(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> None:
+def resident_tokens(node: NodeState, requests: Requests, request: int) -> int:
+    """Tokens of a history that are at best resident."""
+    slot = find_prefix(node.kv, requests.reads.user[request], requests.window[request])
+    return min(node.kv.prefix[slot, P.TOKENS], requests.num_tokens[request]) if slot != NONE else 0
+
+
+@inner
+def plan_tokens(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> bool:
+    """Pin pages for the tokens of a member, whose request is named; False if pages are short. `at`: step, member."""
+    kv, member = node.kv, node.members[at[0], at[1]]
+    request, tokens = member[Member.REQUEST], member[Member.TOKENS]
+    user, window = requests.reads.user[request], requests.window[request]
+    member[Member.PREFIX] = NONE
+    member[Member.RESIDENT] = member[Member.LOADED] = 0
+    if tokens == 0:
+        return True
+    slot = find_prefix(kv, user, window)
+    note_lookup(kv, user, slot)
+    if slot != NONE and kv.prefix[slot, P.VERIFIED] != kv.counts[Kv.EPOCH]:
+        _cut_stale(node, setup, requests, faults, (slot, request, tokens))
+    slot, resident, before = plan(kv, setup.rules, user, window, tokens)
+    if slot == SHORT:
+        return False
+    member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = slot, resident, before
+    if node.host.counts[Host.PAGES]:
+        _reload(node, setup, requests, faults, at)
+        resident = member[Member.RESIDENT]
+        node.clocks[C.PLANNED_COMPUTE_S] += tokens_ms(setup.terms, resident, tokens, setup.rows_per_event) / 1e3
+        node.clocks[C.PLANNED_LOAD_S] += member[Member.LOADED] * _page_s(setup)
+    return True
+
+
+@inner
+def _cut_stale(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int, int]) -> None:
     """Cut a prefix at its first token whose row changed since it was last held against updates."""
-    kv, (slot, request) = node.kv, at
-    shared = min(kv.prefix[slot, P.TOKENS], requests.num_tokens[request])
+    kv, (slot, request, tokens) = node.kv, at
+    shared = min(kv.prefix[slot, P.TOKENS], tokens)
     span = (shared, kv.prefix[slot, P.VERIFIED], kv.counts[Kv.EPOCH])
     fresh = fresh_tokens(setup, requests, faults, request, span)
     kv.prefix[slot, P.VERIFIED] = kv.counts[Kv.EPOCH]
@@ -250,7 +270,7 @@ def learn_reload_cost(node: NodeState, which: int) -> None:
 
 
 @inner
-def commit_step(node: NodeState, setup: Setup, which: int, now_s: float) -> None:
+def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, now_s: float) -> None:
     """The step has ended: settle its pages, then evict until the pages the next one may need are free."""
     kv, page_tokens = node.kv, setup.rules.page_tokens
     for index in range(node.size[which]):
@@ -259,7 +279,8 @@ def commit_step(node: NodeState, setup: Setup, which: int, now_s: float) -> None
         if slot == NONE:
             continue
         owner = (slot, kv.prefix[slot, P.GENERATION])
-        if commit(kv, setup.rules, slot, (resident, tokens), now_s) and node.host.key.size:
+        is_ahead = not member[Member.ASKED]
+        if commit(kv, setup.rules, slot, (resident, tokens), now_s, is_ahead) and node.host.key.size:
             note_sealed(node.host, owner, resident // page_tokens, tokens // page_tokens)
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
     took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
@@ -267,8 +288,21 @@ def commit_step(node: NodeState, setup: Setup, which: int, now_s: float) -> None
     error_s = took_s - node.clocks[C.STEP_S]
     node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
     node.clocks[C.STEP_S] += _SMOOTHING * error_s
+    if is_ahead_step(node, which):
+        node.relay.counts[Relay.STEPS] += 1
+        node.relay.clocks[T.BUSY_S] += took_s
+        return
     took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
+    add_share(node.relay, T.RANK_BUSY_S, now_s, took_s)
+    for index in range(node.size[which]):
+        end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], Relay.USED)
+
+
+@inner
+def is_ahead_step(node: NodeState, which: int) -> bool:
+    """Whether nobody asked for it yet."""
+    return node.members[which, 0, Member.ASKED] == 0
 
 
 @inner

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from helmrec.sim.cost import CostTerms
 from helmrec.sim.node_host import HostState
 from helmrec.sim.node_kv import KVRules, KVState
+from helmrec.sim.node_relay import RelayRules, RelayState
 from helmrec.sim.node_rows import RowState
 from helmrec.sim.rows import RowReads
 from helmrec.types import IntArray
@@ -54,6 +55,7 @@ class Setup(NamedTuple):
     batch_pages: int
     reload: int
     overlaps: bool
+    relay: RelayRules
 
 
 class Requests(NamedTuple):
@@ -145,6 +147,7 @@ class Member(IntEnum):
     TOKENS = 3  # of its history
     LOADED = 4  # pages from the host
     BEFORE = 5  # tokens its prefix held
+    ASKED = 6  # candidates; none of what is computed ahead
 
 
 class NodeState(NamedTuple):
@@ -160,6 +163,7 @@ class NodeState(NamedTuple):
     kv: KVState
     rows: RowState
     host: HostState
+    relay: RelayState
 
 
 class Inbox(NamedTuple):

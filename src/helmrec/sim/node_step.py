@@ -46,7 +46,7 @@ def _work(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, whic
     for index in range(node.size[which]):
         member = node.members[which, index]
         request, total, resident = member[Member.REQUEST], member[Member.TOKENS], member[Member.RESIDENT]
-        others = requests.reads.num_candidates[request] + setup.num_request_context
+        others = member[Member.ASKED] + setup.num_request_context
         new = total - resident
         tokens += new + others
         pairs += new * (resident + new / 2) + others * total
@@ -73,12 +73,17 @@ def _read_rows(node: NodeState, setup: Setup, requests: Requests, out: Outcomes,
             missed += look_up(rows, scratch, context_rows(reads, request, scratch))
         num_old = max(0, resident - setup.num_context)
         first = requests.anchor[request] + num_old
-        missed += look_up(rows, scratch, history_rows(reads, request, first, scratch))
-        missed += look_up(rows, scratch, candidate_rows(reads, request, scratch))
+        num_later = 0  # rows of events behind those of a chunk that is computed ahead
+        if member[Member.TOKENS] < requests.num_tokens[request]:
+            end = requests.anchor[request] + member[Member.TOKENS] - setup.num_context
+            num_later = history_rows(reads, request, end, scratch)
+        missed += look_up(rows, scratch, history_rows(reads, request, first, scratch) - num_later)
+        if member[Member.ASKED]:
+            missed += look_up(rows, scratch, candidate_rows(reads, request, scratch))
         out.missed_rows[request] = missed / setup.rate
         num_missed += missed / setup.rate
         num_new = max(0, member[Member.TOKENS] - setup.num_context - num_old)
-        num_read += (num_new + reads.num_candidates[request]) * setup.rows_per_event + setup.num_request_context
+        num_read += (num_new + member[Member.ASKED]) * setup.rows_per_event + setup.num_request_context
         num_read += max(0, setup.num_context - resident)
     admit(rows)
     node.counts[N.ROWS_READ] += num_read

@@ -1,0 +1,113 @@
+"""Signals of a simulated node, and chunks of prefixes it computes while no rank waits: `engine/relay.py`, compiled."""
+
+from helmrec.sim.cost import Work, compute_ms
+from helmrec.sim.node_jit import inner
+from helmrec.sim.node_kv import Kv, pages_for
+from helmrec.sim.node_plan import is_ahead_step, plan_tokens, resident_tokens
+from helmrec.sim.node_relay import R, T, Wanted, add_share, expire, grant, judge, share
+from helmrec.sim.node_state import C, Faults, Member, N, NodeState, Requests, Setup
+
+_LEAST_IDLE = 0.05  # as engine/relay.py
+
+
+@inner
+def take_signals(node: NodeState, setup: Setup, requests: Requests, now_s: float) -> None:
+    """End leases, then decide about the signals that have come."""
+    relay, counts, kv = node.relay, node.relay.counts, node.kv
+    expire(relay, kv, now_s)
+    while counts[R.SIGNAL_NEXT] < counts[R.SIGNAL_END] and relay.time_s[counts[R.SIGNAL_NEXT]] <= now_s:
+        request = relay.request[counts[R.SIGNAL_NEXT]]
+        counts[R.SIGNAL_NEXT] += 1
+        user = requests.reads.user[request]
+        wanted = _wanted(node, setup, requests, request, now_s)
+        kv_pages = kv.counts[Kv.FREE] + kv.counts[Kv.HELD] + kv.counts[Kv.DRAINING]
+        verdict = judge(relay, setup.relay, user, wanted, (now_s, kv_pages))
+        counts[verdict] += 1
+        if verdict in (R.ADMITTED, R.RESIDENT):
+            grant(relay, kv, user, wanted.num_pages, now_s + setup.relay.hold_s)
+        if verdict == R.ADMITTED:
+            relay.job[counts[R.JOB_END]] = request
+            counts[R.JOB_END] += 1
+            add_share(relay, T.AHEAD_BUSY_S, now_s, wanted.ahead_s)
+            relay.clocks[T.MOST_SHARE] = max(relay.clocks[T.MOST_SHARE], share(relay, T.AHEAD_BUSY_S, now_s))
+
+
+@inner
+def _wanted(node: NodeState, setup: Setup, requests: Requests, request: int, now_s: float) -> Wanted:
+    """What the trigger must know, costs as the calibration has them."""
+    total, asked = requests.num_tokens[request], requests.reads.num_candidates[request]
+    missing = max(0, _num_ahead(setup, requests, request) - resident_tokens(node, requests, request))
+    pairs, tokens = missing * (total - missing / 2), missing + asked
+    rank = Work(tokens, pairs + asked * total, float(tokens * setup.rows_per_event))
+    ahead = Work(missing, pairs, float(missing * setup.rows_per_event))
+    idle = max(_LEAST_IDLE, 1 - share(node.relay, T.RANK_BUSY_S, now_s))
+    wait_ms = node.clocks[C.MS_PER_REQUEST] * node.counts[N.QUEUED]
+    return Wanted(
+        wait_ms + compute_ms(setup.terms, rank) / idle,
+        (compute_ms(setup.terms, ahead) - setup.terms.compute_floor_ms) / 1e3,
+        missing,
+        pages_for(setup.rules, total),
+    )
+
+
+@inner
+def _num_ahead(setup: Setup, requests: Requests, request: int) -> int:
+    """Tokens of a history to compute ahead; none ends with a page."""
+    total = requests.num_tokens[request]
+    if total <= setup.num_context:
+        return 0
+    return total - (total % setup.rules.page_tokens == 0)
+
+
+@inner
+def next_chunks(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, float]) -> int:
+    """Plan chunks of the oldest prefixes wanted into step place at[0], at time at[1]; returns how many."""
+    counts, (which, now_s), in_flight = node.relay.counts, at, node.counts[N.IN_FLIGHT]
+    if counts[R.JOB_NEXT] == counts[R.JOB_END] or node.counts[N.QUEUED]:
+        return 0
+    if in_flight >= 0 and is_ahead_step(node, in_flight):
+        return 0  # one chunk at most is ahead of a rank that comes now
+    left, num, num_looked_at = setup.relay.chunk_tokens, 0, 0
+    place = counts[R.JOB_NEXT]
+    while place < counts[R.JOB_END] and left > 0 and num < setup.max_batch_requests:
+        request = node.relay.job[place]
+        place += 1
+        if not _is_wanted(node, setup, requests, request):
+            continue
+        node.members[which, num, Member.REQUEST], node.members[which, num, Member.ASKED] = request, 0
+        node.members[which, num, Member.TOKENS] = _chunk_end(node, setup, requests, request, left)
+        node.relay.job[counts[R.JOB_NEXT] + num_looked_at] = request  # those looked at move together
+        num_looked_at += 1
+        if not plan_tokens(node, setup, requests, faults, (which, num)):
+            break
+        member = node.members[which, num]
+        left -= member[Member.TOKENS] - member[Member.RESIDENT] + setup.num_request_context
+        node.arrived_s[which, num] = now_s
+        num += 1
+    _put_back(node, place, num_looked_at)
+    node.size[which] = num
+    node.step[which, 0] = now_s
+    return num
+
+
+@inner
+def _put_back(node: NodeState, place: int, num: int) -> None:
+    """Those looked at stand before `place` again, where the next to look at begins."""
+    counts, job = node.relay.counts, node.relay.job
+    for i in range(num - 1, -1, -1):
+        job[place - num + i] = job[counts[R.JOB_NEXT] + i]
+    counts[R.JOB_NEXT] = place - num
+
+
+@inner
+def _is_wanted(node: NodeState, setup: Setup, requests: Requests, request: int) -> bool:
+    is_held = node.relay.lease[requests.reads.user[request]] > 0
+    return is_held and resident_tokens(node, requests, request) < _num_ahead(setup, requests, request)
+
+
+@inner
+def _chunk_end(node: NodeState, setup: Setup, requests: Requests, request: int, num_tokens: int) -> int:
+    """Where a chunk of so many tokens ends."""
+    end = max(resident_tokens(node, requests, request), setup.num_context) + num_tokens
+    end += end % setup.rules.page_tokens == 0
+    return min(end, _num_ahead(setup, requests, request))
