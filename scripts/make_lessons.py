@@ -35,7 +35,7 @@ def write(folder: Path, lessons: dict[int, Lesson]) -> None:
 def load(folder: Path) -> list[Lesson]:
     found: dict[int, Lesson] = {}
     for path in folder.glob("lessons-*.pkl.xz"):
-        found |= pickle.loads(lzma.decompress(path.read_bytes()))
+        found |= pickle.loads(lzma.decompress(path.read_bytes()))  # noqa: S301 - our own, as the docstring says
     return [found[number] for number in sorted(found)]
 
 
