@@ -24,7 +24,7 @@ _LOADS = (1.0, 1.15)  # of the frozen scenarios' arrivals, which are 85% of what
 
 
 def measure_overall(lab: Lab) -> Figures:
-    policies = (_UNTUNED, "kv-only", "emb-only", "argmin", OURS)
+    policies = (_UNTUNED, "argmin", OURS)
     return {
         "presets": {
             name: contest(lab, Field(scenario), policies, f"overall, {name}").figures()
@@ -74,7 +74,7 @@ def _change(change: dict[str, Any]) -> str:
 
 def show_overall(figures: Figures, measured: Measured) -> Sequence[Block]:
     presets = figures["presets"]
-    policies = [_UNTUNED, "kv-only", "emb-only", "best static", "argmin", OURS, "oracle, moves paid"]
+    policies = [_UNTUNED, "best static", "argmin", OURS, "oracle, moves paid"]
 
     def draw(figure: Any) -> None:
         series = {

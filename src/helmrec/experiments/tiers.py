@@ -32,14 +32,15 @@ class Tier:
 
 
 _ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_LOADS = tuple(round(0.60 + 0.05 * step, 2) for step in range(17))
+_LOADS = tuple(round(0.65 + 0.05 * step, 2) for step in range(15))  # four bisections
+_FINE_LOADS = tuple(round(0.6 + 0.025 * step, 3) for step in range(37))
 
 TIERS = {
     tier.name: tier
     for tier in (
         Tier("smoke", 1, 0.05, 0.05, 1.0, (0.2, 0.5, 0.8), (0.5, 1.0), 0.01, is_judged=False),
-        Tier("quick", 3, 1.0, 1.0, 10.0, _ALPHAS, _LOADS, 1 / 24, is_judged=True),
-        Tier("full", 5, 1.0, 1.0, 10.0, (0.03, *_ALPHAS), _LOADS, 1.0, is_judged=True),
+        Tier("quick", 3, 1.0, 1.0, 10.0, _ALPHAS, _LOADS, 1 / 36, is_judged=True),
+        Tier("full", 5, 1.0, 1.0, 10.0, (0.03, *_ALPHAS), _FINE_LOADS, 1.0, is_judged=True),
     )
 }
 
