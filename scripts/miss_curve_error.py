@@ -5,26 +5,31 @@
 are scored on the second half of the requests, when both caches have long been evicting.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from helmrec import RankRequest
 from helmrec.config import EngineConfig
+from helmrec.engine.assemble import assemble
+from helmrec.engine.curves import CurveFeed
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.sampling import sampled
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from scripts.measure_host import Host
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements")
@@ -280,56 +285,123 @@ def errors(truth: Curves, guess: Curves) -> dict[str, float]:
     return result
 
 
-def cost(rate: float, num_pages: int, *, is_returning: bool) -> dict[str, Any]:
-    """CPU time of `needed_from` and `observe`: 6,700 events of 6 rows, 500 candidates, shadows full and evicting."""
-    tokens, rows, candidates, repeats = 6_700, 40_200, 3_000, 400
-    rng = np.random.default_rng(0)
-    curves = Setting(num_pages, batch_tokens=65_536).curves(rate)
+EVENTS, CANDIDATES, BATCH, NUM_ITEMS = 6_700, 500, 8, 20_000_000
 
-    def draw(num: int) -> Ints:
-        return _zipf(rng, 40_000_000, 0.8, round(num * rate)) * 7_919 % 40_000_000
 
-    fill = round(2 * num_pages * 192 / rows)
-    for user in range(fill):
-        curves.observe(Observed(user, tokens, rows, candidates, draw(candidates), draw(rows)))
-    spent = []
-    for i in range(repeats):
-        user = -1 - i % 2 if is_returning else fill + i
-        new_events = tokens + i - curves.needed_from(user)
-        assert new_events == 2 or not is_returning or i < 4, "its prefix must be resident at every alpha"
-        candidate_rows, history_rows = draw(candidates), draw(6 * new_events)
+class Requests:
+    """Requests of six rows a token, Zipf items; users grow by 16 events a visit."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config, self._rng = config, np.random.default_rng(0)
+        self._known: list[dict[str, Ints]] = []
+        self._times = np.arange(2 * EVENTS)
+        self._lengths: list[int] = []
+
+    def _draw(self, num: int) -> dict[str, Ints]:
+        ranks = _zipf(self._rng, NUM_ITEMS, 0.8, num)
+        found = {"items": ranks * 7_919 % NUM_ITEMS}
+        return found | {table.name: ranks * 104_729 % table.num_rows for table in self._config.features[1:]}
+
+    def next(self, is_new: bool) -> RankRequest:
+        if is_new:
+            self._known.append(self._draw(2 * EVENTS))
+            self._lengths.append(EVENTS)
+            user = len(self._known) - 1
+        else:
+            user = int(self._rng.integers(RESIDENT))
+            self._lengths[user] += 16
+        return self.request(user)
+
+    def request(self, user: int) -> RankRequest:
+        fields, length, candidates = self._known[user], self._lengths[user], self._draw(CANDIDATES)
+        extra = [table.name for table in self._config.features[1:]]
+        return RankRequest(
+            user_id=user,
+            items=fields["items"][:length],
+            actions=np.zeros(length, np.int64),
+            timestamps=self._times[:length],
+            candidates=candidates["items"],
+            features={name: fields[name][:length] for name in extra},
+            candidate_features={name: candidates[name] for name in extra},
+            context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
+        )
+
+
+RESIDENT = 64  # users that come again
+
+
+class Spent(NamedTuple):
+    """CPU time of one batch, in microseconds per request."""
+
+    host: float
+    curves: float
+
+
+class Engineless:
+    """The host side of an engine, with the feed of its miss curves, timed apart."""
+
+    def __init__(self, pool_bytes: str) -> None:
+        shape = profile("dlrmv3", NUM_ITEMS).model_copy(update={"window": 65_536, "max_candidates": CANDIDATES})
+        self.host, self.requests = Host(shape, 4 * RESIDENT, 2 * EVENTS), Requests(shape)
+        engine = EngineConfig(pool_bytes=pool_bytes)
+        self.config = MissCurveConfig.of_engine(engine, self.host.pool.geometry, BATCH * 8_192)
+        self.feed = CurveFeed(self.config, len(shape.features))
+        for _ in range(RESIDENT // BATCH):
+            self.batch([True] * BATCH)
+        self._fill()
+        for _ in range(4 * RESIDENT // BATCH):
+            self.batch([False] * (BATCH - 1) + [True])
+
+    def _fill(self) -> None:
+        """Until all shadows evict: strangers, of whom one in fifty comes again so that rows are admitted."""
+        prepared = self.host.intake.prepare(self.requests.request(0))
+        rng, columns = np.random.default_rng(1), prepared.columns.copy()
+        num_slots = self.config.num_pages * self.config.rows_per_page
+        for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
+            columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
+            history = replace(prepared.history, user_id=user)
+            self.feed.observe(replace(prepared, history=history, columns=columns))
+
+    def batch(self, are_new: list[bool]) -> Spent:
+        host, requests = self.host, [self.requests.next(is_new) for is_new in are_new]
         start = time.thread_time_ns()
-        first = curves.needed_from(user)
-        curves.observe(Observed(user, tokens + i, rows + 6 * i, candidates, candidate_rows, history_rows, first))
-        spent.append((time.thread_time_ns() - start) / 1e3)
-    return {
-        "user": "returning, resident at every alpha" if is_returning else "new, computed at every alpha",
-        "sampling_rate": rate,
-        "row_slots_of_the_pool": num_pages * 192,
-        "sampled_rows_read": history_rows.size + candidate_rows.size,
-        "cpu_us_median": round(float(np.median(spent[repeats // 4 :])), 2),
-        "cpu_us_p90": round(float(np.quantile(spent[repeats // 4 :], 0.9)), 2),
-    }
+        for request in requests:
+            host.scheduler.submit(host.intake.prepare(request), 0.0)
+        batch = host.scheduler.next_batch(0.0)
+        assert batch is not None
+        members = [(member.request, member.plan) for member in batch.members]
+        assemble(members, host.config, host.pool.geometry.page_tokens)
+        host.scheduler.commit(batch, 0.0)
+        host.pool.stats()
+        middle = time.thread_time_ns()
+        for request_, _ in members:
+            self.feed.observe(request_)
+        end = time.thread_time_ns()
+        return Spent((middle - start) / 1e3 / len(are_new), (end - middle) / 1e3 / len(are_new))
 
 
-def costs() -> dict[str, Any]:
-    large, small = 125_000, 8_533  # pages: 24 and 1.6 GB at 1 KiB a row
-    engine_rate = round((1 << 14) / (large * 192), 6)
-    cases = ((engine_rate, large), (0.01, small), (0.01, large))
-    observe = [cost(rate, num_pages, is_returning=back) for rate, num_pages in cases for back in (True, False)]
-    host = json.loads((OUT / "host-cpu.json").read_text())
-    beside = next(h for h in host["by_tokens"] if h["rows_per_token"] == 6 and h["events"] == 8_192)
-    engine_us = round(1e3 * beside["cpu_ms_median"] / beside["requests"], 1)
-    rows = np.random.default_rng(0).integers(0, 10**8, 40_200)
-    sampled(rows, 0.01)
-    start = time.thread_time_ns()
-    for _ in range(100):
-        sampled(rows, 0.01)
+def costs(num_batches: int = 60) -> dict[str, Any]:
+    """Feed beside host, batch by batch; means, because rows are read for many requests at once."""
+    engine, rng, rows = Engineless("80GB"), np.random.default_rng(2), []
+    for who, share in (("returning", 0.0), ("three in ten are new", 0.3), ("all are new", 1.0)):
+        spent = [engine.batch((rng.random(BATCH) < share).tolist()) for _ in range(num_batches)]
+        host, curves = (float(np.mean([getattr(one, name) for one in spent])) for name in Spent._fields)
+        rows.append(
+            {
+                "users": who,
+                "host_cpu_us_per_request": round(host, 1),
+                "curves_cpu_us_per_request": round(curves, 2),
+                "share_of_host": round(curves / host, 4),
+                "longest_pause_us_of_a_batch": round(BATCH * max(one.curves for one in spent), 1),
+            }
+        )
+        print(rows[-1], flush=True)
     return {
-        "observe": [{**c, "share_of_engine": round(c["cpu_us_median"] / engine_us, 4)} for c in observe],
-        "engine_host_us_per_request": engine_us,
-        "engine_host_is": "host-cpu.json, 8,192 events of 6 rows, returning users, batches of 8",
-        "sampling_40200_rows_on_the_host_us": round((time.thread_time_ns() - start) / 1e5, 1),
+        "host_is": "intake, hash, lookup, plan, layout, commit and stats; not the model, the row gather or launches",
+        "request": {"events": EVENTS, "rows_per_token": 6, "candidates": CANDIDATES, "batch": BATCH},
+        "pool": "80GB",
+        "sampling_rate": round(engine.config.sampling_rate, 6),
+        "cost": rows,
     }
 
 

@@ -7,12 +7,29 @@ from typing import Any
 
 _COLUMNS = (
     "policy", "mean ms", "P99 ms", "P99 against best static", "in SLO", "regret, quasi-static", "regret, oracle", "gap",
-    "in band", "largest load", "decision µs, p50 / p99",
+    "in band", "decision µs, p50 / p99",
 )  # fmt: skip
 
 
-def as_markdown(tables: Mapping[str, Any]) -> str:
-    return "\n".join(_table(name, found) for name, found in tables.items())
+def as_markdown(tables: Mapping[str, Any], loads: Mapping[str, Any]) -> str:
+    parts = [_loads(loads)] if loads else []
+    return "\n".join((*parts, *(_table(name, found) for name, found in tables.items())))
+
+
+def _loads(loads: Mapping[str, Any]) -> str:
+    """Policies by scenario; shares of the best constant's largest load, over seeds."""
+    names = dict.fromkeys(one for found in loads.values() for one in found["share_of_best_static"])
+    heads = [f"{name} ({len(found['seeds'])} seeds)" for name, found in loads.items()]
+    lines = ["| policy | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(loads))]
+    for name in names:
+        shares = [found["share_of_best_static"].get(name) for found in loads.values()]
+        cells = ["-" if share is None else _spread(share, 2) for share in shares]
+        lines.append(f"| {_told(name)} | " + " | ".join(cells) + " |")
+    return "\n".join(("### Largest load within the SLO\n", *lines, ""))
+
+
+def _told(policy: str) -> str:
+    return "static, tuned on another day" if policy == "static" else policy
 
 
 def _table(name: str, found: Mapping[str, Any]) -> str:
@@ -24,9 +41,9 @@ def _table(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _line(policy: str, row: Mapping[str, Any]) -> str:
-    change, load = row["p99_change"], row["largest_load"]
+    change = row["p99_change"]
     cells = (
-        "static, tuned on another day" if policy == "static" else policy,
+        _told(policy),
         _spread(row["mean_ms"], 1),
         _spread(row["p99_ms"], 0),
         f"{change['mean']:+.0%}" + _ends(change),
@@ -35,7 +52,6 @@ def _line(policy: str, row: Mapping[str, Any]) -> str:
         f"{row['regret_switching']:+.1%}",
         f"{row['gap']:.3f}",
         f"{row['share_inside']:.0%}",
-        "-" if load is None else f"{load:.2f}",
         f"{row['decision_us'][0]:.0f} / {row['decision_us'][1]:.0f}" if row["decision_us"][0] else "-",
     )
     return "| " + " | ".join(cells) + " |"
@@ -53,4 +69,5 @@ def _ends(interval: Mapping[str, float | None]) -> str:
 
 
 if __name__ == "__main__":
-    print(as_markdown(json.loads(Path("docs/measurements/rivals.json").read_text())["variants"]))
+    kept = json.loads(Path("docs/measurements/rivals.json").read_text())
+    print(as_markdown(kept["variants"], kept["largest_loads"]))

@@ -142,15 +142,8 @@ def _read(
     """Plain tuples come in: named ones take three times as long to hand over."""
     state, asked = RowState(*state_arrays), Asked(*asked_arrays)
     ids = _take_ids(state, asked.rows)
-    fresh = np.empty(asked.rows.size, np.int64)
-    num_steps = asked.first_read.shape[0]
     for column in range(missed.size):
-        total = missed[column]
-        for step in range(num_steps):
-            begin, end = asked.ends[step] + asked.first_read[step, column], asked.ends[step + 1]
-            misses = _read_step(state, asked.rows[begin:end], ids[begin:end], fresh, column)
-            total = total * decay + misses
-        missed[column] = total
+        missed[column] = _read_column(state, asked, ids, column, missed[column], decay)
     _settle(state, ids)
 
 
@@ -170,26 +163,33 @@ def _take_ids(state: RowState, asked: Rows) -> Ids:
 
 
 @numba.njit(cache=True)
-def _read_step(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -> int:
-    """One request at one share: look everything up, then admit what was missed. Returns the misses."""
-    queue, place, ends, missed_in = state.queue, state.place, state.ends, state.missed_in
-    close_gaps_of(queue, place, ends, column, asked.size)  # each is touched or admitted, at most once
-    state.numbers[2] += 1
-    step, misses, num_fresh = state.numbers[2], 0, 0
-    for i in range(asked.size):
-        id_ = ids[i]
-        if place[id_, column] != OUT:
-            join(queue, place, ends, column, id_)
+def _read_column(state: RowState, asked: Asked, ids: Ids, column: int, missed: float, decay: float) -> float:
+    """All steps at one share: look all rows of a step up, then admit what it missed. Returns `missed` as it is then."""
+    queue, place, ends, missed_in, numbers = state.queue, state.place, state.ends, state.missed_in, state.numbers
+    step_ends, first_read, fresh = asked.ends, asked.first_read, np.empty(asked.rows.size, np.int64)
+    for step in range(first_read.shape[0]):
+        begin, end = step_ends[step] + first_read[step, column], step_ends[step + 1]
+        if begin == end:
+            missed *= decay
             continue
-        misses += 1
-        if missed_in[id_] != step:
-            missed_in[id_] = step
-            fresh[num_fresh] = i
-            num_fresh += 1
-    if num_fresh:
-        _age(state, num_fresh, column)
-        _admit(state, asked, ids, fresh[:num_fresh], column)
-    return misses
+        close_gaps_of(queue, place, ends, column, end - begin)  # each is touched or admitted, at most once
+        numbers[2] += 1
+        number, num_fresh, misses = numbers[2], 0, 0
+        for i in range(begin, end):
+            id_ = ids[i]
+            if place[id_, column] != OUT:
+                join(queue, place, ends, column, id_)
+                continue
+            misses += 1
+            if missed_in[id_] != number:
+                missed_in[id_] = number
+                fresh[num_fresh] = i
+                num_fresh += 1
+        if num_fresh:
+            _age(state, num_fresh, column)
+            _admit(state, asked.rows, ids, fresh[:num_fresh], column)
+        missed = missed * decay + misses
+    return missed
 
 
 @numba.njit(cache=True)

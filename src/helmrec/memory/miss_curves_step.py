@@ -17,7 +17,7 @@ Sums = NDArray[np.float64]
 Visit = tuple[int, int, int, int, bool]  # a `History`
 
 NUM_SUMS = 4  # reused tokens, users hit, rows read, sampled rows missed
-_BLOCK = 16  # tokens looked at together
+_BLOCK = 32  # tokens looked at together
 
 
 class Pending(NamedTuple):
@@ -114,9 +114,9 @@ def sample(
     first = min(reused.min(), history.num_tokens)
     out = state.pending.rows[state.pending.ends[state.pending.num_steps[0]] :]
     num = _sample(context[first:], threshold, out, 0)
-    num = num_history = _sample_columns(events[:, max(0, first - context.size) :], threshold, out, num)
+    num = num_history = _sample_columns(events, max(0, first - context.size), threshold, out, num)
     num = _sample(single, threshold, out, num)
-    num = _sample_columns(candidates, threshold, out, num)
+    num = _sample_columns(candidates, 0, threshold, out, num)
     put_aside(state.pending, reused, (first, history.num_tokens), (num_history, num))
 
 
@@ -131,18 +131,26 @@ def _sample(rows: Rows, threshold: np.uint64, out: Rows, num: int) -> int:
 
 
 @numba.njit(cache=True)
-def _sample_columns(rows: Rows, threshold: np.uint64, out: Rows, num: int) -> int:
-    """The same of (features, tokens), token by token. Most blocks have none, and counting takes half of choosing."""
+def _sample_columns(rows: Rows, first: int, threshold: np.uint64, out: Rows, num: int) -> int:
+    """The same of (features, tokens), token by token from `first` on.
+
+    Most blocks have none. Counting over lines of a fixed length is done several at a time, choosing is not.
+    """
     num_features, num_tokens = rows.shape
-    for start in range(0, num_tokens, _BLOCK):
-        end, num_sampled = min(start + _BLOCK, num_tokens), 0
-        for feature in range(num_features):
-            for token in range(start, end):
-                num_sampled += int(is_sampled(rows[feature, token], threshold))
-        if num_sampled:
+    start = first
+    while start < num_tokens:
+        end = min(start + _BLOCK, num_tokens)
+        num_sampled = 0
+        if end - start == _BLOCK:
+            for feature in range(num_features):
+                line = rows[feature][start:end]
+                for at in range(_BLOCK):
+                    num_sampled += int(is_sampled(line[at], threshold))
+        if num_sampled or end - start < _BLOCK:
             for token in range(start, end):
                 for feature in range(num_features):
                     if is_sampled(rows[feature, token], threshold):
                         out[num] = rows[feature, token]
                         num += 1
+        start = end
     return num
