@@ -152,10 +152,11 @@ class RouterSettings(Frozen):
     """How ours trades affinity against load. Defaults are for answers due within tens of milliseconds."""
 
     load_gap_ms: float = Field(10.0, ge=0, description="a queue this much above the shortest breaks affinity")
-    load_factor: float = Field(1.25, ge=1, description="cold users go to queues of at most this times the mean")
-    load_slack_ms: float = Field(2.0, ge=0, description="and this much more, so that idle nodes keep their users")
+    load_factor: float = Field(1.0, ge=1, description="cold users go to queues of at most this times the mean")
+    load_slack_ms: float = Field(0.0, ge=0, description="and this much more: fewer moves, longer queues")
     cold_scale_ms: float = Field(0.25, gt=0, description="a node this much dearer gets 1/e of the cold users")
     cold_floor: float = Field(0.25, gt=0, le=1, description="but no less than this share of a full one, so it fills")
+    work_weight: float = Field(2.0, ge=0, description="a ms of work counts once for itself and this for each who waits")
     sketch_weight: float = Field(8.0, ge=0, description="samples the reported hit rate is worth beside a sketch")
     hit_rate: float = Field(0.5, ge=0, le=1, description="of rows, where nobody has reported one")
 
@@ -200,6 +201,7 @@ class _Limits(NamedTuple):
     load_slack_ms: float
     cold_scale_ms: float
     cold_floor: float
+    work_weight: float
 
 
 @numba.njit(cache=True)
@@ -208,10 +210,10 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
 
     `figures`: the fields of `_Limits`, the last two of `Weighing`, those of `CostTerms`.
     """
-    limits = _Limits(figures[0], figures[1], figures[2], figures[3], figures[4])
-    c = figures[7:]
+    limits = _Limits(figures[0], figures[1], figures[2], figures[3], figures[4], figures[5])
+    c = figures[8:]
     terms = CostTerms(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
-    prices = price(Weighing(terms, figures[5], figures[6]), request, nodes)
+    prices = price(Weighing(terms, figures[6], figures[7]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
     is_known, is_held, is_informed = False, False, False
     for i in range(nodes.ids.size):
@@ -221,7 +223,7 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
             is_informed |= nodes.is_fresh[i]
     best = NOBODY
     if is_held:
-        best = _first_to_answer(nodes, prices, near)
+        best = _first_to_answer(nodes, prices, near, limits.work_weight)
     elif is_known:
         best = _most_visited(nodes, near)
     if best == NOBODY:
@@ -237,11 +239,23 @@ def _knows(nodes: Nodes, place: int) -> bool:
 
 
 @_inner
-def _first_to_answer(nodes: Nodes, prices: Prices, among: Flags) -> int:
-    best = NOBODY
+def _first_to_answer(nodes: Nodes, prices: Prices, among: Flags, work_weight: float) -> int:
+    """Where it is answered first, those who wait behind it counted in.
+
+    Work on a node delays everybody who comes while it is busy: in the mean as many as wait there. Without that a user
+    leaves its prefix for a queue that is a millisecond shorter, and the cluster computes the same history everywhere.
+    """
+    waiting, count = 0.0, 0
     for i in range(nodes.ids.size):
-        if among[i] and (best == NOBODY or prices.expected_ms[i] < prices.expected_ms[best]):
-            best = i
+        if nodes.is_alive[i]:
+            waiting += nodes.num_waiting[i]
+            count += 1
+    others = work_weight * waiting / max(1, count)
+    best, lowest = NOBODY, np.inf
+    for i in range(nodes.ids.size):
+        cost = prices.expected_ms[i] + others * prices.service_ms[i]
+        if among[i] and cost < lowest:
+            best, lowest = i, cost
     return best
 
 

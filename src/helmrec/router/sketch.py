@@ -53,6 +53,13 @@ def build_sketch(rows: IntArray, num_bits: int = DEFAULT_BITS) -> RowSketch:
     return RowSketch(words, threshold, num_set / num_bits)
 
 
+def sketch_of_hashes(hashes: Words, num_rows: int, most: np.uint64, num_bits: int = DEFAULT_BITS) -> RowSketch:
+    """The same of the hashes of some of `num_rows` resident rows: of all of them whose hash is at most `most`."""
+    threshold = min(sampling_threshold(min(1.0, _ROWS_PER_BIT * num_bits / max(1, num_rows))), most)
+    words = np.zeros(num_bits // _WORD_BITS, np.uint64)
+    return RowSketch(words, threshold, _set_hashed_bits(words, hashes, threshold) / num_bits)
+
+
 def no_sample() -> RowSample:
     """Of a request whose rows are unknown."""
     return RowSample(np.empty(0, np.uint64), np.empty(0, np.int64), np.uint64(0))
@@ -79,6 +86,17 @@ def _set_bits(words: Words, rows: IntArray, threshold: np.uint64) -> int:
     num_set = 0
     for row in rows:
         word = row_hash(row)
+        if word <= threshold:
+            place, bit = _bit_of(word, words.size)
+            num_set += not words[place] & bit
+            words[place] |= bit
+    return num_set
+
+
+@numba.njit(cache=True)
+def _set_hashed_bits(words: Words, hashes: Words, threshold: np.uint64) -> int:
+    num_set = 0
+    for word in hashes:
         if word <= threshold:
             place, bit = _bit_of(word, words.size)
             num_set += not words[place] & bit

@@ -6,9 +6,9 @@ sent once more, to another node, and its latency counts from when it first came.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numba
 import numpy as np
@@ -23,6 +23,7 @@ from helmrec.sim.node_config import NodeConfig, prepare_requests
 from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
 from helmrec.sim.popularity import mix
 from helmrec.sim.simulate import Summary, Watch, Window, summarise
+from helmrec.sim.simulate_curves import CurveFeed
 from helmrec.sim.trace import Trace
 from helmrec.types import IntArray
 
@@ -52,6 +53,17 @@ class ClusterConfig(Frozen):
 class Router(Protocol):
     def route(self, users: IntArray, loads: FloatArray) -> IntArray:
         """A node for each request, in order. `loads`: requests each node had not answered, infinite for dead ones."""
+
+
+@runtime_checkable
+class InformedRouter(Protocol):
+    """One that sees requests and nodes, as a router of a real cluster does."""
+
+    def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
+        """The living nodes before each slice."""
+
+    def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
+        """A node for each request of the trace, in order of their times."""
 
 
 class ByHash:
@@ -112,13 +124,14 @@ class Fleet(NamedTuple):
     config: NodeConfig
     cost: CostModel
     policy_for: Callable[[int], Policy]
+    has_curves: bool = False  # for policies that look at miss curves; several times slower
     faults: dict[int, Faults] = {}  # noqa: RUF012 - never written; by node
 
 
 def simulate_cluster(
     trace: Trace,
     fleet: Fleet,
-    router: Router,
+    router: Router | InformedRouter,
     config: ClusterConfig,
     on_tick: Callable[[float], None] = lambda now_s: None,
 ) -> ClusterResult:
@@ -146,7 +159,7 @@ def simulate_cluster(
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, fleet: Fleet, router: Router, config: ClusterConfig) -> None:
+    def __init__(self, trace: Trace, fleet: Fleet, router: Router | InformedRouter, config: ClusterConfig) -> None:
         if unknown := [loss.node for loss in config.losses if loss.node >= config.num_nodes]:
             raise ConfigError(f"losses must name nodes below {config.num_nodes}, got {unknown[0]}")
         self._trace, self._fleet, self._router, self._config = trace, fleet, router, config
@@ -154,7 +167,7 @@ class _Cluster:
         self.outcomes = make_outcomes(trace.num_requests)
         self.node_of = np.full(trace.num_requests, -1, np.int64)
         self._nodes = [self._make_node(i) for i in range(config.num_nodes)]
-        self._watches = [Watch(node) for node in self._nodes]
+        self._watches = [Watch(node, self._feed(node)) for node in self._nodes]
         self._policies = [fleet.policy_for(i) for i in range(config.num_nodes)]
         self._is_alive = np.ones(config.num_nodes, np.bool_)
         self._events = _loss_events(config.losses)
@@ -171,8 +184,13 @@ class _Cluster:
         fleet = self._fleet
         return Node(fleet.config, fleet.cost, self._requests, self.outcomes, fleet.faults.get(index))
 
+    def _feed(self, node: Node) -> CurveFeed | None:
+        return CurveFeed(node) if self._fleet.has_curves else None
+
     def run_slice(self, end_s: float) -> None:
         """Route what comes before `end_s`, then let every node live until then."""
+        if isinstance(self._router, InformedRouter):
+            self._router.observe(self._living(), end_s - self._config.slice_s)
         self._send(*self._arrivals(end_s))
         for index in np.flatnonzero(self._is_alive).tolist():
             self._nodes[index].run_until(end_s)
@@ -203,7 +221,7 @@ class _Cluster:
         if not self._is_alive.any():
             self.outcomes.status[requests] = Status.LOST
             return
-        chosen = self._router.route(self._trace.user[requests], self._loads())
+        chosen = self._chosen(requests, when_s)
         assert self._is_alive[chosen].all(), "a request was sent to a dead node"
         self.node_of[requests] = chosen
         order = np.argsort(chosen, kind="stable")
@@ -211,6 +229,14 @@ class _Cluster:
         for index in np.unique(chosen).tolist():
             mine = order[ends[index] : ends[index + 1]]
             self._nodes[index].send(requests[mine], when_s[mine])
+
+    def _chosen(self, requests: IntArray, when_s: FloatArray) -> IntArray:
+        if isinstance(self._router, InformedRouter):
+            return self._router.route_requests(requests, when_s)
+        return self._router.route(self._trace.user[requests], self._loads())
+
+    def _living(self) -> dict[int, Node]:
+        return {index: self._nodes[index] for index in np.flatnonzero(self._is_alive).tolist()}
 
     def _loads(self) -> FloatArray:
         loads = np.array([node.num_unanswered for node in self._nodes], np.float64)
@@ -230,7 +256,7 @@ class _Cluster:
     def _revive(self, index: int, now_s: float) -> None:
         self._nodes[index] = self._make_node(index)
         self._nodes[index].run_until(now_s)
-        self._watches[index] = Watch(self._nodes[index], start_s=now_s)
+        self._watches[index] = Watch(self._nodes[index], self._feed(self._nodes[index]), start_s=now_s)
         self._policies[index].reset()
         self._is_alive[index] = True
 

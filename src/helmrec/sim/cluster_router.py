@@ -1,0 +1,192 @@
+"""Any routing policy over simulated nodes, with what a real cluster would tell it: reports of some age, and answers.
+
+Only some rows are simulated. They stand for the rows whose hash is lowest: their hashes are squeezed into that part of
+the range, so that sketches and samples mean what they mean on a real node.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from helmrec.config import Frozen
+from helmrec.memory.sampling import row_hash, sampling_threshold
+from helmrec.router.nodes import RouteRequest
+from helmrec.router.policy import Policy
+from helmrec.router.sketch import DEFAULT_SAMPLES, RowSample, RowSketch, sketch_of_hashes
+from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
+from helmrec.sim.node import Node
+from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node_rows import ABSENT
+from helmrec.sim.node_state import C, FloatArray, Requests
+from helmrec.sim.rows import RowReads, candidate_rows, history_rows
+from helmrec.types import IntArray
+
+Words = NDArray[np.uint64]
+
+
+class Reporting(Frozen):
+    """How nodes of a simulated cluster report."""
+
+    every_s: float = Field(0.1, gt=0)
+    age_s: float = Field(0.0, ge=0, description="of a report when it comes in")
+    is_absent: bool = Field(False, description="none ever comes in")
+    sketch_every_s: float = Field(2.0, gt=0)
+
+
+class _Told(NamedTuple):
+    due_s: float
+    report: NodeReport
+
+
+class ReportingRouter:
+    """A policy and what it believes; `simulate_cluster` shows it nodes and asks it for choices."""
+
+    def __init__(self, policy: Policy, requests: Requests, config: NodeConfig, reporting: Reporting) -> None:
+        """`requests` and `config` as the simulated nodes have them."""
+        kept_from = 1 if config.engine.kv_admission == "always" else 2
+        self.state = ClusterState(StateSettings(kept_from_visit=kept_from))
+        self._policy, self._requests, self._reporting = policy, requests, reporting
+        space = requests.reads.space
+        self._rows_per_token = space.num_event_tables
+        self._most = sampling_threshold(space.rate)
+        self._scratch = np.empty(requests.reads.max_rows, np.int64)
+        self._pool_tokens = config.num_pages * config.geometry.page_tokens
+        self._known: dict[int, Node] = {}
+        self._num_seen: dict[int, int] = {}  # answers of each node taken note of
+        self._open: dict[int, Sent] = {}  # by request
+        self._on_their_way: deque[_Told] = deque()
+        self._sketches: dict[int, RowSketch] = {}
+        self._reported_s = self._sketched_s = -np.inf
+        self._row_reads: dict[int, tuple[int, int]] = {}  # hits and misses at the last report
+
+    def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
+        for index in [i for i, node in self._known.items() if nodes.get(i) is not node]:
+            self.state.leave(index)
+            del self._known[index], self._num_seen[index]
+        for index in sorted(nodes.keys() - self._known.keys()):
+            self.state.join(index)
+            self._known[index], self._num_seen[index] = nodes[index], 0
+        for index, node in nodes.items():
+            self._take_answers(index, node)
+        if not self._reporting.is_absent and now_s >= self._reported_s + self._reporting.every_s - 1e-9:
+            self._reported_s = now_s
+            self._report(nodes, now_s)
+        while self._on_their_way and self._on_their_way[0].due_s <= now_s:
+            told = self._on_their_way.popleft()
+            self.state.report(told.report, now_s)
+
+    def _take_answers(self, index: int, node: Node) -> None:
+        answered = node.answered
+        for request in answered[self._num_seen[index] :].tolist():
+            sent = self._open.pop(request, None)
+            if sent is not None:
+                self.state.finished(sent)
+        self._num_seen[index] = answered.size
+
+    def _report(self, nodes: Mapping[int, Node], now_s: float) -> None:
+        has_new_rows = now_s >= self._sketched_s + self._reporting.sketch_every_s
+        if has_new_rows:
+            self._sketched_s = now_s
+        for index, node in nodes.items():
+            sketch = self._sketch(node) if has_new_rows else None
+            self._on_their_way.append(_Told(now_s + self._reporting.age_s, self._look(index, node, now_s, sketch)))
+
+    def _look(self, index: int, node: Node, now_s: float, sketch: RowSketch | None) -> NodeReport:
+        stats, waiting = node.stats(), node.num_unanswered
+        hits, misses = self._row_reads.get(index, (0, 0))
+        self._row_reads[index] = stats.row_hits, stats.row_misses
+        new_hits, new_misses = max(0, stats.row_hits - hits), max(0, stats.row_misses - misses)
+        return NodeReport(
+            node=index,
+            as_of_s=now_s,
+            queue_ms=waiting * float(node.state.clocks[C.MS_PER_REQUEST]),
+            num_waiting=waiting,
+            waiting_tokens=int(self._requests.num_tokens[node.unanswered()].sum()) if waiting else 0,
+            alpha=stats.alpha,
+            pool_tokens=self._pool_tokens,
+            row_hit_rate=new_hits / (new_hits + new_misses) if new_hits + new_misses else float("nan"),
+            sketch=sketch,
+        )
+
+    def _sketch(self, node: Node) -> RowSketch:
+        rows = node.state.rows.links[:-1, 1]
+        hashes = _resident_hashes(rows, float(self._requests.reads.space.rate))
+        num_rows = round(hashes.size / self._requests.reads.space.rate)
+        return sketch_of_hashes(hashes, num_rows, self._most)
+
+    def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
+        chosen = [self._send(*sent) for sent in zip(requests.tolist(), when_s.tolist(), strict=True)]
+        return np.array(chosen, np.int64)
+
+    def _send(self, request: int, now_s: float) -> int:
+        asked = self.describe(request)
+        choice = self._policy.choose(asked, self.state.look(asked.user, now_s), now_s)
+        assert choice is not None, "requests are routed while a node is alive"
+        self._open[request] = self.state.sent(asked, choice.node, choice.service_ms, now_s)
+        return choice.node
+
+    def describe(self, request: int) -> RouteRequest:
+        """A request of the trace, as a front would describe it."""
+        reads = self._requests.reads
+        num_tokens, num_candidates = int(self._requests.num_tokens[request]), int(reads.num_candidates[request])
+        num_rows = (num_tokens + num_candidates) * self._rows_per_token
+        threshold = min(sampling_threshold(min(1.0, DEFAULT_SAMPLES / max(1, num_rows))), self._most)
+        anchor = int(self._requests.anchor[request])
+        hashes, position = _picked(reads, (request, anchor, num_tokens), threshold, self._scratch)
+        return RouteRequest(
+            user=int(reads.user[request]),
+            num_tokens=num_tokens,
+            num_candidates=num_candidates,
+            rows_per_token=self._rows_per_token,
+            sample=RowSample(hashes, position, threshold),
+        )
+
+
+@numba.njit(cache=True, inline="always")
+def _squeezed(row: int, rate: float) -> np.uint64:
+    """A hash among those of the share of rows that is simulated; low bits stay as random as they were."""
+    return np.uint64(float(row_hash(row) >> np.uint64(11)) * rate) << np.uint64(11) | (
+        row_hash(row) & np.uint64((1 << 11) - 1)
+    )
+
+
+@numba.njit(cache=True)
+def _resident_hashes(after: NDArray[np.int32], rate: float) -> Words:
+    hashes, count = np.empty(after.size, np.uint64), 0
+    for row in range(after.size):
+        if after[row] != ABSENT:
+            hashes[count] = _squeezed(row, rate)
+            count += 1
+    return hashes[:count].copy()
+
+
+@numba.njit(cache=True)
+def _picked(
+    reads: RowReads, what: tuple[int, int, int], threshold: np.uint64, scratch: IntArray
+) -> tuple[Words, IntArray]:
+    """Hashes of sampled rows and the token of each. `what`: request, first event, tokens of its history.
+
+    Kept rows of a history lie evenly in it: a row's place among them tells its token closely enough.
+    """
+    request, first, num_tokens = what
+    rate = reads.space.lanes.size / reads.space.num_lanes
+    hashes, position = np.empty(2 * scratch.size, np.uint64), np.empty(2 * scratch.size, np.int64)
+    count = 0
+    num = history_rows(reads, request, first, scratch)
+    for i in range(num):
+        word = _squeezed(scratch[i], rate)
+        if word <= threshold:
+            hashes[count], position[count] = word, i * num_tokens // num
+            count += 1
+    num = candidate_rows(reads, request, scratch)
+    for i in range(num):
+        word = _squeezed(scratch[i], rate)
+        if word <= threshold:
+            hashes[count], position[count] = word, num_tokens
+            count += 1
+    return hashes[:count].copy(), position[:count].copy()
