@@ -7,6 +7,13 @@ from typing import Literal
 _FORMATS = {"share": "{:.1%}", "ratio": "{:.2f} x", "alpha": "{:.3f}", "us": "{:.3g} µs", "count": "{:.0f}"}
 
 Finding = Literal["reproduced", "partly", "not", "not judged"]
+WORDS: dict[Finding, str] = {
+    "reproduced": "reproduced",
+    "partly": "partly",
+    "not": "not reproduced",
+    "not judged": "not judged",
+}
+OUR_WORDS: dict[Finding, str] = {"reproduced": "met", "partly": "partly", "not": "missed", "not judged": "not judged"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """`helmrec bench`: list experiments, run one or all, and write the report."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.experiments.lab import Lab, Place
 from helmrec.experiments.registry import EXPERIMENTS, experiment
 from helmrec.experiments.report import write_report
-from helmrec.experiments.results import Result, run_experiment
+from helmrec.experiments.results import Result, read_results, run_experiment, together
 from helmrec.experiments.tiers import TIERS, Tier
 
 bench_app = typer.Typer(help="Every figure and table of the evaluation, one command each.", no_args_is_help=True)
@@ -26,6 +27,7 @@ Build = Annotated[Path, typer.Option("--out", help="Folder for results and finis
 Seeds = Annotated[int | None, typer.Option(help="Another number of seeds than the tier's.", min=1)]
 Processes = Annotated[int | None, typer.Option(help="At once; by default as many as there are cores.", min=1)]
 Measurements = Annotated[Path, typer.Option(help="Folder of measured figures, shown beside simulated ones.")]
+Together = Annotated[Path | None, typer.Option("--json", help="Write all results into this one file, too.")]
 
 _COLOURS = {"reproduced": "green", "partly": "yellow", "not": "red", "not judged": "dim"}
 
@@ -88,11 +90,14 @@ def report(
     full: Full = False,
     build: Build = _HERE.build,
     measurements: Measurements = _HERE.measurements,
+    together_in: Together = None,
 ) -> None:
     """Write one HTML file of all results of a tier: plots, tables, the paper's figure beside ours, verdicts."""
     with told_plainly():
         tier = _tier(smoke=smoke, quick=quick, full=full)
         path = write_report(Place(measurements=measurements, build=build), tier.name)
+        if together_in is not None:
+            together_in.write_text(json.dumps(together(read_results(build, tier.name)), indent=1) + "\n")
     out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 

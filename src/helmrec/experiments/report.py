@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import get_args
 
-from helmrec.experiments.claims import Finding, Verdict
+from helmrec.experiments.claims import OUR_WORDS, WORDS, Finding, Verdict
 from helmrec.experiments.experiment import Experiment, Measured
 from helmrec.experiments.lab import Place
 from helmrec.experiments.registry import EXPERIMENTS
@@ -18,13 +18,6 @@ from helmrec.experiments.results import Result, read_measured, read_results, ver
 from helmrec.experiments.tiers import TIERS
 
 _CLASS: dict[Finding, str] = {"reproduced": "reproduced", "partly": "partly", "not": "not", "not judged": "unjudged"}
-_WORDS: dict[Finding, str] = {
-    "reproduced": "reproduced",
-    "partly": "partly",
-    "not": "not reproduced",
-    "not judged": "not judged",
-}
-_OUR_WORDS: dict[Finding, str] = {"reproduced": "met", "partly": "partly", "not": "missed", "not judged": "not judged"}
 
 
 def write_report(place: Place, tier: str) -> Path:
@@ -68,14 +61,14 @@ def _header(results: Mapping[str, Result], tier: str) -> str:
 
 
 def _chip(verdict: Verdict) -> str:
-    words = _WORDS if verdict.is_papers else _OUR_WORDS
+    words = WORDS if verdict.is_papers else OUR_WORDS
     return f'<span class="chip {_CLASS[verdict.finding]}">{words[verdict.finding]}</span>'
 
 
 def _tally(judged: Mapping[str, list[Verdict]]) -> str:
     every = [verdict for ones in judged.values() for verdict in ones]
     items = ""
-    for whose, is_papers, words in (("of the paper's claims", True, _WORDS), ("of our own bounds", False, _OUR_WORDS)):
+    for whose, is_papers, words in (("of the paper's claims", True, WORDS), ("of our own bounds", False, OUR_WORDS)):
         counts = Counter(verdict.finding for verdict in every if verdict.is_papers == is_papers)
         items += "".join(
             f'<li><b>{counts[one]}</b><span class="chip {_CLASS[one]}">{words[one]}</span> {whose}</li>'

@@ -3,11 +3,12 @@
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from helmrec.errors import ConfigError
-from helmrec.experiments.claims import Verdict, unjudged
+from helmrec.experiments.claims import OUR_WORDS, WORDS, Verdict, unjudged
 from helmrec.experiments.experiment import Experiment, Figures, Measured
 from helmrec.experiments.lab import Lab
 from helmrec.experiments.provenance import provenance
@@ -44,7 +45,7 @@ def verdicts(one: Experiment, figures: Figures, tier: str) -> list[Verdict]:
     return list(found) if TIERS[tier].is_judged else [unjudged(verdict, _TOO_SHORT) for verdict in found]
 
 
-def verdict_json(verdict: Verdict) -> dict[str, str]:
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
     return {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__}
 
 
@@ -58,6 +59,32 @@ def read_results(build: Path, tier: str) -> dict[str, Result]:
     if not paths:
         raise ConfigError(f"no results in {build / tier}: run `helmrec bench all --{tier}` first")
     return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
+def together(results: Mapping[str, Result]) -> Result:
+    """All results as one measurement file: what they share once, figures and verdicts by experiment."""
+    first = next(iter(results.values()))
+    shared = {key: first[key] for key in ("tier", "seeds", "calibration", "hardware", "versions")}
+    own = ("seeds", "scenarios", "commit", "figures", "verdicts", "times")
+    commits = sorted({result["commit"] for result in results.values()})
+    return {
+        "command": f"helmrec bench all --{first['tier']} --seeds {len(first['seeds'])}",
+        "commit": ", ".join(commits),
+        **shared,
+        "experiments": {name: {key: result[key] for key in own} for name, result in results.items()},
+    }
+
+
+def claims_markdown(measurement: Result) -> str:
+    """The table of claims that docs show: the paper's first, then ours."""
+    found = [verdict for one in measurement["experiments"].values() for verdict in one["verdicts"]]
+    found.sort(key=lambda verdict: not verdict["is_papers"])
+    lines = ["| claim | paper | ours | verdict |", "|---|---|---|---|"]
+    for verdict in found:
+        words = WORDS if verdict["is_papers"] else OUR_WORDS
+        cells = (verdict["claim"], verdict["paper"], verdict["ours"], words[verdict["finding"]])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def read_measured(folder: Path) -> Measured:
