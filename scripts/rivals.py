@@ -3,6 +3,7 @@
     python -m scripts.rivals                      # hours of one core; goes on where it was stopped
     python -m scripts.rivals --minutes 10         # as far as ten minutes go
     python -m scripts.rivals --minutes 0          # write what is there
+    python -m scripts.rivals --processes 16
 
 Rivals are tuned, and those that learn are trained, on days they are not judged on. Arrivals are a fixed share of what
 a well-chosen constant serves within the SLO (`scripts.freeze_scenarios`). Finished runs are kept in build/rivals.jsonl.
@@ -12,10 +13,11 @@ Writes docs/measurements/rivals.json and prints the tables of docs/rivals.md; wh
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -53,53 +55,62 @@ LOADED = ("main-trend", "main-burst-20s", "main-steady")  # where the largest lo
 LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
 
 
+class Entrants(NamedTuple):
+    rivals: tuple[str, ...]
+    trained: tuple[str, ...]
+
+
 class Contest(NamedTuple):
-    """A scenario and who takes part in it; everyone's scores by seed are made by calling them."""
+    """A scenario and who takes part in it, on all seeds."""
 
     scenario: str
-    rivals: Sequence[str]
-    trained: Sequence[str]
+    rivals: tuple[str, ...]
+    trained: tuple[str, ...]
 
     @property
     def places(self) -> list[Place]:
         return [Place(self.scenario, seed) for seed in SEEDS]
 
-    def constants(self, runs: Runs) -> dict[float, list[Score]]:
-        return {alpha: [runs.constant(place, alpha) for place in self.places] for alpha in ALPHAS}
+    def hindsight(self, runs: Runs) -> Hindsight:
+        return hindsight({alpha: [runs.constant(place, alpha) for place in self.places] for alpha in ALPHAS})
 
-    def without_admission(self, runs: Runs, best: float) -> dict[float, list[Score]]:
-        """At the untuned split and around the best one."""
-        near = {alpha for alpha in ALPHAS if abs(alpha - best) < 0.15} | {UNTUNED_ALPHA}
-        return {alpha: [runs.constant(place, alpha, False) for place in self.places] for alpha in sorted(near)}
+    def constants(self, runs: Runs, place: Place) -> dict[str, Score]:
+        return {f"static {alpha:g}": runs.constant(place, alpha) for alpha in ALPHAS}
 
-    def policies(self, runs: Runs) -> dict[str, list[Score]]:
-        by_place = [{name: runs.rival(place, name) for name in self.rivals} for place in self.places]  # curves once
-        found = {name: [one[name] for one in by_place] for name in self.rivals}
-        return found | {name: [runs.trained(place, name) for place in self.places] for name in self.trained}
+    def others(self, runs: Runs, place: Place, seen: Hindsight) -> dict[str, Score]:
+        """Everyone who needs to know how constants did, or miss curves."""
+        near = {alpha for alpha in ALPHAS if abs(alpha - seen.best_alpha) < 0.15} | {UNTUNED_ALPHA}
+        found = {f"{BARE}{alpha:g}": runs.constant(place, alpha, False) for alpha in sorted(near)}
+        found |= {f"{PLAN}{name}": runs.replay(place, path) for name, path in self._paths(seen).items()}
+        found |= {name: runs.rival(place, name) for name in self.rivals}
+        return found | {name: runs.trained(place, name) for name in self.trained}
 
-    def oracles(self, runs: Runs, seen: Hindsight) -> dict[str, list[Score]]:
-        """Paths of least cost, with moves for free and at several prices, replayed."""
-        paths = {"quasi-static": seen.exact.alpha.tolist()}
+    def _paths(self, seen: Hindsight) -> dict[str, list[float]]:
+        """Of least cost, with moves for free and at several prices."""
+        paths: dict[str, list[float]] = {"quasi-static": seen.exact.alpha.tolist()}
         for price in PRICES:
             paths[f"price x {price:g}"] = plan(self.places[0], seen, price * len(self.places)).tolist()
-        return {name: [runs.replay(place, path) for place in self.places] for name, path in paths.items()}
+        return paths
+
+
+BARE, PLAN = "no admission ", "plan "  # before names
 
 
 def table(runs: Runs, contest: Contest) -> dict[str, Any]:
-    constants = contest.constants(runs)
-    seen = hindsight(constants)
-    best, oracles = constants[seen.best_alpha], contest.oracles(runs, seen)
-    bare = contest.without_admission(runs, seen.best_alpha)
-    best_bare = min(bare, key=lambda alpha: spent(bare[alpha]))
-    oracle = min((*oracles.values(), best), key=spent)
+    seen = contest.hindsight(runs)
+    by_seed = [contest.constants(runs, place) | contest.others(runs, place, seen) for place in contest.places]
+    found = {name: [one[name] for one in by_seed] for name in by_seed[0]}
+    best = found[f"static {seen.best_alpha:g}"]
+    bare = min((name for name in found if name.startswith(BARE)), key=lambda name: spent(found[name]))
+    oracle = min((*(found[name] for name in found if name.startswith(PLAN)), best), key=spent)
     named = {
         f"best static in hindsight ({seen.best_alpha:g})": best,
-        f"best static without admission ({best_bare:g})": bare[best_bare],
-        "untuned 0.5 without admission": bare[UNTUNED_ALPHA],
-        "tracks alpha* at once (replayed)": oracles["quasi-static"],
+        f"best static without admission ({bare.removeprefix(BARE)})": found[bare],
+        "untuned 0.5 without admission": found[f"{BARE}{UNTUNED_ALPHA:g}"],
+        "tracks alpha* at once (replayed)": found[f"{PLAN}quasi-static"],
         "oracle with moves paid (replayed)": oracle,
     }
-    named |= {f"static {alpha:g}": scores for alpha, scores in constants.items()} | contest.policies(runs)
+    named |= {name: one for name, one in found.items() if not name.startswith((BARE, PLAN))}
     return {
         "scenario": contest.scenario,
         "best_static_alpha": seen.best_alpha,
@@ -109,7 +120,7 @@ def table(runs: Runs, contest: Contest) -> dict[str, Any]:
     }
 
 
-def largest_loads(runs: Runs, name: str, seed: int, trained: Sequence[str]) -> dict[str, float]:
+def largest_loads(runs: Runs, name: str, seed: int, entrants: Entrants) -> dict[str, float]:
     """As multiples of the scenario's arrivals; 0 where not even the lowest is met."""
     slo_ms = scenario(name).slo_ms
 
@@ -120,8 +131,8 @@ def largest_loads(runs: Runs, name: str, seed: int, trained: Sequence[str]) -> d
     best = max(ALPHAS, key=lambda alpha: found[f"static {alpha:g}"])
     for alpha in {UNTUNED_ALPHA, best}:
         found[f"static {alpha:g}, no admission"] = largest(partial(runs.constant, alpha=alpha, has_admission=False))
-    found |= {rival: largest(partial(runs.rival, name=rival)) for rival in RIVALS}
-    return found | {one: largest(partial(runs.trained, name=one)) for one in trained}
+    found |= {rival: largest(partial(runs.rival, name=rival)) for rival in entrants.rivals}
+    return found | {one: largest(partial(runs.trained, name=one)) for one in entrants.trained}
 
 
 def loads_table(by_seed: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
@@ -148,50 +159,109 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
+class Step(NamedTuple):
+    """A piece of work for one process."""
+
+    what: Literal["constants", "others", "loads"]
+    contest: Contest
+    place: Place
+
+
+def work(step: Step, until_s: float) -> str | None:
+    """What was done; None if there was no time for all of it."""
+    runs = Runs(until_s)
+    try:
+        if step.what == "constants":
+            step.contest.constants(runs, step.place)
+        elif step.what == "others":
+            step.contest.others(runs, step.place, step.contest.hindsight(runs))
+        else:
+            largest_loads(runs, step.place.scenario, step.place.seed, Entrants(*step.contest[1:]))
+    except OutOfTime:
+        return None
+    return f"{step.what} on {step.place}"
+
+
+def stages(contests: Sequence[Contest], loads: Sequence[Contest], seeds: Sequence[int]) -> list[list[Step]]:
+    """The second needs all of the first; long pieces come first."""
+    constants = [Step("constants", one, place) for one in contests for place in one.places]
+    others = [Step("others", one, place) for one in contests for place in one.places]
+    return [constants, [Step("loads", one, Place(one.scenario, seed)) for one in loads for seed in seeds] + others]
+
+
+def in_turn(entrants: Entrants, are_together: bool) -> list[list[Step]]:
+    """What matters most first, unless there are processes enough to do it all together."""
+    main, few = ([Contest(name, *entrants) for name in names] for names in (MAIN, MAIN_BURSTS))
+    others = [Contest(name, _few(entrants.rivals), entrants.trained) for name in OTHERS]
+    loads = [Contest(name, *entrants) for name in LOADED]
+    if are_together:
+        return stages([*main, *few, *others], loads, LOAD_SEEDS)
+    return [
+        *stages(main, [], ()),
+        *stages([], loads, LOAD_SEEDS[:1]),
+        *stages(others, [], ()),
+        *stages(few, loads, LOAD_SEEDS[1:]),
+    ]
+
+
+def _few(rivals: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in rivals if name in FEW)
+
+
+def run_all(entrants: Entrants, until_s: float, processes: int) -> None:
+    for steps in in_turn(entrants, processes > 1):
+        if processes == 1:
+            for step in steps:
+                print(time.strftime("%H:%M:%S"), work(step, until_s), flush=True)
+            continue
+        with ProcessPoolExecutor(processes) as pool:
+            for one in as_completed([pool.submit(work, step, until_s) for step in steps]):
+                print(time.strftime("%H:%M:%S"), one.result(), flush=True)
+
+
 class Found(NamedTuple):
     tables: dict[str, Any]
     loads: dict[str, Any]
     not_run: list[str]
 
 
-def run_all(runs: Runs, trained: Sequence[str]) -> Found:
-    """In order of what matters most; what there was no time for is named."""
-    contests = [Contest(name, RIVALS, trained) for name in MAIN]
-    more = [Contest(name, FEW, trained) for name in OTHERS] + [Contest(name, RIVALS, trained) for name in MAIN_BURSTS]
+def gather(entrants: Entrants) -> Found:
+    """What is there; the rest is named."""
+    runs, not_run = Runs(until_s=0.0), [] if PPO_ONLY in entrants.trained else [PPO_ONLY]
     tables: dict[str, Any] = {}
-    by_seed: dict[str, dict[int, dict[str, float]]] = {name: {} for name in LOADED}
-    not_run = [] if PPO_ONLY in trained else [PPO_ONLY]
-
-    def contest(one: Contest) -> None:
-        tables[one.scenario] = table(runs, one)
-
-    def load(name: str, seed: int) -> None:
-        by_seed[name][seed] = largest_loads(runs, name, seed, trained)
-
-    work: list[tuple[str, Callable[[], None]]] = [(one.scenario, partial(contest, one)) for one in contests]
-    loads = [(name, seed) for seed in LOAD_SEEDS for name in LOADED]
-    told = [(f"largest loads on {name}, seed {seed}", partial(load, name, seed)) for name, seed in loads]
-    work += told[:3] + [(one.scenario, partial(contest, one)) for one in more] + told[3:]
-    for name, do in work:
+    for name in (*MAIN, *MAIN_BURSTS, *OTHERS):
+        rivals = _few(entrants.rivals) if name in OTHERS else entrants.rivals
         try:
-            do()
-            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+            tables[name] = table(runs, Contest(name, rivals, entrants.trained))
         except OutOfTime:
             not_run.append(name)
-    return Found(tables, {name: loads_table(found) for name, found in by_seed.items() if found}, not_run)
+    loads: dict[str, dict[int, dict[str, float]]] = {name: {} for name in LOADED}
+    for name in LOADED:
+        for seed in LOAD_SEEDS:
+            try:
+                loads[name][seed] = largest_loads(runs, name, seed, entrants)
+            except OutOfTime:
+                not_run.append(f"largest loads on {name}, seed {seed}")
+    return Found(tables, {name: loads_table(found) for name, found in loads.items() if found}, not_run)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
-    parser.add_argument("--rivals-only", action="store_true", help="leave trained networks for later")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="leave out for now; may repeat")
+    parser.add_argument("--only-run", action="store_true", help="write no table")
     flags = parser.parse_args()
-    trained = [] if flags.rivals_only else [HELMREC, *([PPO_ONLY] if ppo_only_file().exists() else [])]
-    runs = Runs(time.monotonic() + 60 * flags.minutes)
-    found = run_all(runs, trained)
-    if flags.rivals_only:
-        return
-    cost = scenario("main-steady").cost()
+    until_s = time.monotonic() + 60 * flags.minutes
+    trained = (HELMREC, PPO_ONLY) if ppo_only_file().exists() else (HELMREC,)
+    entrants = Entrants(*(tuple(one for one in names if one not in flags.without) for names in (RIVALS, trained)))
+    run_all(entrants, until_s, flags.processes)
+    if not flags.only_run:
+        write(gather(entrants))
+
+
+def write(found: Found) -> None:
+    runs, cost = Runs(until_s=0.0), scenario("main-steady").cost()
     write_measurement(
         OUT,
         {
