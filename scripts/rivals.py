@@ -41,6 +41,7 @@ from scripts.rivals_runs import (
     Runs,
     plan,
     scenario,
+    warm_up,
 )
 from scripts.rivals_table import as_markdown
 
@@ -183,24 +184,20 @@ def work(step: Step, until_s: float) -> str | None:
 
 
 def stages(contests: Sequence[Contest], loads: Sequence[Contest], seeds: Sequence[int]) -> list[list[Step]]:
-    """The second needs all of the first; long pieces come first."""
+    """The second needs all of the first."""
     constants = [Step("constants", one, place) for one in contests for place in one.places]
     others = [Step("others", one, place) for one in contests for place in one.places]
-    return [constants, [Step("loads", one, Place(one.scenario, seed)) for one in loads for seed in seeds] + others]
+    return [constants, others + [Step("loads", one, Place(one.scenario, seed)) for seed in seeds for one in loads]]
 
 
-def in_turn(entrants: Entrants, are_together: bool) -> list[list[Step]]:
-    """What matters most first, unless there are processes enough to do it all together."""
-    main, few = ([Contest(name, *entrants) for name in names] for names in (MAIN, MAIN_BURSTS))
+def in_turn(entrants: Entrants) -> list[list[Step]]:
+    """What matters most first."""
+    main, few, loaded = ([Contest(name, *entrants) for name in names] for names in (MAIN, MAIN_BURSTS, LOADED))
     others = [Contest(name, _few(entrants.rivals), entrants.trained) for name in OTHERS]
-    loads = [Contest(name, *entrants) for name in LOADED]
-    if are_together:
-        return stages([*main, *few, *others], loads, LOAD_SEEDS)
     return [
-        *stages(main, [], ()),
-        *stages([], loads, LOAD_SEEDS[:1]),
+        *stages(main, loaded, LOAD_SEEDS[:1]),
         *stages(others, [], ()),
-        *stages(few, loads, LOAD_SEEDS[1:]),
+        *stages(few, loaded, LOAD_SEEDS[1:]),
     ]
 
 
@@ -209,7 +206,7 @@ def _few(rivals: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_all(entrants: Entrants, until_s: float, processes: int) -> None:
-    for steps in in_turn(entrants, processes > 1):
+    for steps in in_turn(entrants):
         if processes == 1:
             for step in steps:
                 print(time.strftime("%H:%M:%S"), work(step, until_s), flush=True)
@@ -255,6 +252,7 @@ def main() -> None:
     until_s = time.monotonic() + 60 * flags.minutes
     trained = (HELMREC, PPO_ONLY) if ppo_only_file().exists() else (HELMREC,)
     entrants = Entrants(*(tuple(one for one in names if one not in flags.without) for names in (RIVALS, trained)))
+    warm_up(entrants.rivals, until_s)
     run_all(entrants, until_s, flags.processes)
     if not flags.only_run:
         write(gather(entrants))

@@ -29,6 +29,7 @@ from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
+from helmrec.sim.workload import Phase, Workload
 from scripts.kept import Store, digest_of
 
 KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("scenarios")
@@ -124,7 +125,8 @@ class Runs:
         settings = self.tuned(name)
 
         def run() -> Score:
-            policy = self.families()[name].build(settings)
+            policy = _built(name, json.dumps(settings))
+            policy.reset()
             if isinstance(policy, Static):  # born there, as a tuned node would be
                 return course(place).static(policy.settings.alpha)
             return shown(place).judge(policy)
@@ -159,29 +161,12 @@ class Runs:
                     return course(place).static(policy.settings.alpha).mean_ms
                 return shown(place).judge(policy).mean_ms
 
-            found = tune(self.families()[name], loss, BUDGET, np.random.default_rng(1))
+            found = tune(families()[name], loss, BUDGET, np.random.default_rng(1))
             self.store.put(
                 key, {"settings": dict(found.best.settings), "losses": [trial.loss for trial in found.trials]}
             )
         settings: dict[str, Value] = self.store.found[key]["settings"]
         return settings
-
-    @cache  # noqa: B019 - one store a process
-    def families(self) -> Mapping[str, Family]:
-        cost = course(Place(f"{LESSON} mixed-day", 101)).service_cost
-        every = (*simple_rivals(cost), *solver_rivals(cost), *learned_rivals(self._episodes()))
-        return {one.name: one for one in every}
-
-    def _episodes(self) -> tuple[Episode, ...]:
-        """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
-        taught = []
-        for name in TAUGHT:
-            place = Place(f"{LESSON} {name}", 100)
-            seen = hindsight({alpha: [self.constant(place, alpha)] for alpha in ALPHAS})
-            labels = np.repeat(plan(place, seen, 1.0), round(WINDOW_S))
-            stats = shown(place).watch(Wanderer(0))[: labels.size]
-            taught.append(Episode(name, tuple(stats), labels[: len(stats)]))
-        return tuple(taught)
 
     def _score(self, name: str, place: Place, run: Callable[[], Score]) -> Score:
         key = f"{name} on {place}"
@@ -193,6 +178,52 @@ class Runs:
     def _check_time(self) -> None:
         if time.monotonic() > self._until_s:
             raise OutOfTime
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Every rival, those that learn with what they learn from."""
+    cost = course(Place(f"{LESSON} mixed-day", 101)).service_cost
+    every = (*simple_rivals(cost), *solver_rivals(cost), *learned_rivals(_episodes()))
+    return {one.name: one for one in every}
+
+
+@cache
+def _built(name: str, settings: str) -> Policy:
+    """Training takes longer than a run."""
+    return families()[name].build(json.loads(settings))
+
+
+def _episodes() -> tuple[Episode, ...]:
+    """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
+    runs, taught = Runs(until_s=float("inf")), []
+    for name in TAUGHT:
+        place = Place(f"{LESSON} {name}", 100)
+        seen = hindsight({alpha: [runs.constant(place, alpha)] for alpha in ALPHAS})
+        labels = np.repeat(plan(place, seen, 1.0), round(WINDOW_S))
+        stats = shown(place).watch(Wanderer(0))[: labels.size]
+        taught.append(Episode(name, tuple(stats), labels[: len(stats)]))
+    return tuple(taught)
+
+
+def warm_up(rivals: Sequence[str], until_s: float) -> None:
+    """Tune, teach and compile before work is spread over processes."""
+    runs, place = Runs(until_s), Place(f"{LESSON} mixed-day", 101)
+    try:
+        for name in rivals:
+            _built(name, json.dumps(runs.tuned(name)))
+    except OutOfTime:
+        return
+    short = scenario("main-steady")
+    assert short.workload is not None
+    cut = [tuple(one.model_copy(update={"duration_s": 2.0}) for one in part) for part in _parts(short.workload)]
+    workload = short.workload.model_copy(update={"opening": cut[0], "phases": cut[1]})
+    tiny = Course(short.model_copy(update={"workload": workload, "warm_up_s": 1.0}), 0)
+    tiny.judge(make_policy("helm", course(place).service_cost))
+
+
+def _parts(workload: Workload) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    return workload.opening, workload.phases
 
 
 def _digest_of_trained(name: str) -> str:
