@@ -1,16 +1,13 @@
 """The `helmrec` command, as a user types it."""
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from helmrec.cli import app
-from helmrec.demo import PHASES, run_demo
 
 runner = CliRunner()
 
@@ -113,11 +110,3 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
     result = runner.invoke(app, ["model", "info", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
     assert "not a model folder" in " ".join(result.output.split())
-
-
-def test_the_demo_moves_the_boundary_and_every_audit_agrees() -> None:
-    console = Console(record=True, width=120, file=StringIO())
-    summaries = run_demo(console, seconds=3, seed=1)
-    assert [summary.name for summary in summaries] == [phase.name for phase in PHASES]
-    assert summaries[1].alpha > summaries[0].alpha + 0.1
-    assert "0 wrong" in console.export_text()

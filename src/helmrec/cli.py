@@ -16,7 +16,8 @@ from rich.table import Table
 from helmrec.calibrate.command import calibrate
 from helmrec.config import EngineConfig
 from helmrec.console import err, out, told_plainly
-from helmrec.demo import run_demo
+from helmrec.demo.plan import QUICK, DemoPlan
+from helmrec.demo.run import run_demo
 from helmrec.engine.engine import Engine
 from helmrec.errors import RequestError
 from helmrec.experiments.command import bench_app
@@ -185,9 +186,13 @@ def _as_json(result: RankResult) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    seconds: Annotated[float, typer.Option(help="How long to serve.", min=1)] = 30,
-    seed: Annotated[int, typer.Option(help="Same seed, same traffic.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Of traffic, half for each side.", min=6)] = 60,
+    seed: Annotated[int, typer.Option(help="Same seed, same traffic.", min=0)] = 0,
+    report: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("helmrec-demo.html"),
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, a tiny model, no simulation.")] = False,
 ) -> None:
-    """Watch two caches share a pool: traffic shifts, the boundary moves, no score changes."""
+    """Serve a small model over HTTP while traffic changes: the best constant split, then ours, side by side."""
     with told_plainly():
-        run_demo(out, seconds, seed)
+        chosen = {"seed": seed} if quick else {"seed": seed, "seconds": seconds}
+        plan = DemoPlan(**(QUICK if quick else DemoPlan()).model_dump() | chosen)
+        run_demo(out, plan, report)

@@ -12,14 +12,16 @@ from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.explain import Explanation
 from helmrec.control.helm import HelmPolicy
 from helmrec.control.policy import Limited, Policy
-from helmrec.control.rebalancer import Decision, Mode, Rebalancer, Steered
+from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.control.service_cost import ServiceCost
+from helmrec.memory.miss_curves import JointCurves
 from helmrec.serve.settings import ServeConfig
 from helmrec.sim.cost import default_cost, load_cost
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.scenario import mean_service_cost
 
 _SHOWN_MOVES = 5
+_REHEARSED = 6  # windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,28 @@ class ControlView:
     moves: list[MoveView]  # the last few, newest first
 
 
+class _Untouched:
+    """An engine that may be looked at."""
+
+    def __init__(self, engine: Steered) -> None:
+        self._engine = engine
+
+    def stats(self) -> Look:
+        return self._engine.stats()
+
+    def curves(self) -> JointCurves | None:
+        return self._engine.curves()
+
+    def move_alpha(self, alpha: float) -> None:
+        """It stays."""
+
+
 class Steering:
     """A policy by name, and how to show it."""
 
     def __init__(self, name: str, slo_ms: float, tick_s: float = 1.0, cost: ServiceCost | None = None) -> None:
         self._name = name
+        self._cost = cost
         self._policy = make_policy(name, cost)
         self._slo_ms = slo_ms
         self._tick_s = tick_s
@@ -76,6 +95,15 @@ class Steering:
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
+
+    def rehearse(self, engine: Steered) -> None:
+        """Have another policy of this name look at a few windows, so that what it compiles is compiled by then."""
+        other = Rebalancer(_Untouched(engine), make_policy(self._name, self._cost), self._slo_ms, self._tick_s)
+        other.mode = "freeze"
+        for tick in range(_REHEARSED):
+            for user in range(8):
+                other.record(user, self._slo_ms)
+            other.tick(2.0 * tick * self._tick_s)
 
     @property
     def learned(self) -> tuple[float, ...]:

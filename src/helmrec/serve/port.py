@@ -27,6 +27,7 @@ from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
+_CURVE_REQUESTS = 40
 _IDLE_WAIT_S = 0.02  # the boundary goes on moving while nobody asks; a request ends the wait at once
 
 
@@ -276,6 +277,8 @@ class InProcessPort:
             if self._snapshots is not None and not self._is_heir:
                 self._snapshots.restore(self._engine, self._steering)
             warm_up(self._engine)
+            if self._steering is not None:
+                self._steering.rehearse(self._engine)
             self._health = Health.READY
             log.info("ready", extra={"model": self.model.name})
             self._step_until_over()
@@ -311,9 +314,10 @@ class InProcessPort:
 def warm_up(engine: Engine) -> None:
     """Rank made-up requests, so that whatever compiles on first use does so before clients wait for it.
 
-    The user comes back with one event more, because a prefix that is extended takes another path than a new one.
+    The user comes back with one event more, because a prefix that is extended takes another path than a new one; and
+    where miss curves are kept, until they say something.
     """
-    for num_events in (2, 3, 3):
+    for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
         engine.rank([made_up_request(engine.model_config, num_events)])
 
 

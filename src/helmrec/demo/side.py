@@ -1,0 +1,133 @@
+"""One side of the demonstration: a real server in a process of its own, driven over HTTP, open loop."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from helmrec.demo.plan import PARTS, DemoPlan, PartFigures
+from helmrec.engine.engine import EngineStats
+from helmrec.errors import ServerError
+from helmrec.load import Snapshot, arrival_times
+from helmrec.serve.client import Client
+from helmrec.serve.live import LiveAnswer
+from helmrec.serve.load import HttpLoad
+from helmrec.serve.samples import Sample
+from helmrec.sim.requests import rank_requests
+from helmrec.sim.trace import Trace
+
+_AUDIT_EVERY = 20
+_START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What came of serving the traffic one way."""
+
+    name: str
+    end: Snapshot
+    parts: dict[str, PartFigures]
+    samples: list[Sample]  # about one a second
+    stats: EngineStats
+    in_slo: float  # share of requests that were answered in time
+    cpu_ms: float  # of the server's processor time a request took: other load changes it little
+
+    @property
+    def mean_ms(self) -> float:
+        answered = sum(part.requests - part.refused for part in self.parts.values())
+        whole = sum(part.mean_ms * (part.requests - part.refused) for part in self.parts.values() if part.requests)
+        return whole / max(1, answered)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who decides where the boundary is, and where it starts."""
+
+    name: str
+    policy: str
+    alpha: float
+
+
+def serve_side(plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: Callable[[str, Snapshot], None]) -> Side:
+    """Start a server, offer it the trace, and end it. `watch` is told its address, and how it goes."""
+    with _served(plan, model, split) as (url, pid):
+        load, cpu_s = HttpLoad(url), _cpu_s(pid)
+        shape = load.model()
+        end = load.run(
+            rank_requests(trace, shape), shape, arrival_times(trace.time_s, None, 0), lambda seen: watch(url, seen)
+        )
+        cpu_s = _cpu_s(pid) - cpu_s
+        live = msgspec.json.decode(_get(f"{url}/v1/live?after=0"), type=LiveAnswer)
+        stats = msgspec.json.decode(_get(f"{url}/v1/pool"), type=EngineStats)
+    in_time = sum(status == 200 and ms <= plan.slo_ms for _, status, ms in load.statuses)
+    return Side(
+        name=split.name,
+        end=end,
+        parts={part: _figures(plan, part, load.statuses) for part in PARTS},
+        samples=live.samples,
+        stats=stats,
+        in_slo=in_time / max(1, len(load.statuses)),
+        cpu_ms=1e3 * cpu_s / max(1, len(load.statuses)),
+    )
+
+
+def _figures(plan: DemoPlan, part: str, statuses: list[tuple[float, int, float]]) -> PartFigures:
+    of_part = [(status, ms) for due_s, status, ms in statuses if plan.part_at(due_s) == part]
+    answered = [ms for status, ms in of_part if status == 200]
+    return PartFigures(
+        requests=len(of_part),
+        mean_ms=float(np.mean(answered)) if answered else float("nan"),
+        p99_ms=float(np.percentile(answered, 99)) if answered else float("nan"),
+        refused=len(of_part) - len(answered),
+    )
+
+
+@contextmanager
+def _served(plan: DemoPlan, model: Path, split: Split) -> Iterator[tuple[str, int]]:
+    """A server; yields its address and the number of its process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {"slo_ms": plan.slo_ms, "audit_every": _AUDIT_EVERY, "log_level": "error", "tick_s": 0.5}
+    flags = ["--pool", plan.pool, "--alpha", str(split.alpha), "--policy", split.policy, "--port", str(port)]
+    flags += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen([sys.executable, "-m", "helmrec", "serve", str(model), *flags], env=environment)
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
+    end_s = time.monotonic() + _START_S
+    with Client(url) as client:
+        while not client.is_ready():
+            if process.poll() is not None or time.monotonic() > end_s:
+                raise ServerError(f"the server at {url} did not start")
+            time.sleep(0.05)
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far; nothing where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        body: bytes = reply.read()
+    return body

@@ -1,0 +1,36 @@
+"""Constant splits tried on a sample of the traffic, in this process, one request after the other."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from helmrec.config import EngineConfig
+from helmrec.demo.plan import DemoPlan
+from helmrec.engine.engine import Engine
+from helmrec.sim.generate import generate
+from helmrec.sim.requests import rank_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a constant split took."""
+
+    alpha: float
+    mean_ms: float
+
+
+def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[Trial]:
+    """Mean milliseconds of a request at each of the plan's splits; `progress` is told after each."""
+    trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
+    trials = []
+    for alpha in plan.trial_alphas:
+        with Engine.from_model(model, EngineConfig(pool_bytes=plan.pool, alpha=alpha)) as engine:
+            requests = list(rank_requests(trace, engine.model_config))
+            engine.rank(requests[:1])  # compiles what runs compiled
+            started_s = time.perf_counter()
+            for request in requests:
+                engine.rank([request])
+            trials.append(Trial(alpha, (time.perf_counter() - started_s) * 1e3 / len(requests)))
+        progress()
+    return trials

@@ -1,0 +1,91 @@
+"""The demonstration: real servers, the same traffic twice, and words that are true whoever won."""
+
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from helmrec.demo.plan import PARTS, QUICK, DemoPlan
+from helmrec.demo.report import Story
+from helmrec.demo.run import run_demo, verdict
+from helmrec.demo.simulated import SCENARIO, Simulated, best_static, simulate_ways
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Story, str, str]:
+    """What a quick run found, printed and wrote."""
+    console = Console(record=True, width=120, file=StringIO())
+    report = tmp_path_factory.mktemp("demo") / "report.html"
+    story = run_demo(console, QUICK, report)
+    return story, console.export_text(), report.read_text()
+
+
+def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[Story, str, str]) -> None:
+    story, text, _ = shown
+    static, adaptive = story.sides
+    assert static.name.startswith("static 0.")
+    assert adaptive.name == "helm"
+    for side in story.sides:
+        assert side.end.answered == side.end.offered > 20
+        assert all(side.parts[part].requests > 0 for part in PARTS)
+        assert side.samples, "a sample a second"
+        assert side.stats.audits > 0
+        assert side.stats.audit_mismatches == 0
+        assert 0 <= side.in_slo <= 1
+        assert math.isfinite(side.mean_ms)
+    assert static.end.offered == adaptive.end.offered
+    best = min(story.trials, key=lambda trial: trial.mean_ms).alpha
+    assert [sample.alpha for sample in static.samples] == pytest.approx([best] * len(static.samples), abs=0.02)
+    assert len(re.findall(r"dashboard at http://127.0.0.1:\d+/", text)) == 2
+    assert "0 wrong" in text
+
+
+def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple[Story, str, str]) -> None:
+    story, _, page = shown
+    assert page.count("<svg") == 4
+    assert page.count("<polyline") == 8
+    assert not re.search(r"(src|href)=|https?://|url\(", page)
+    assert all(part in page for part in PARTS)
+    assert "mean latency" in page
+    assert story.verdict.split(".")[0] in page
+
+
+def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(shown: tuple[Story, str, str]) -> None:
+    side = shown[0].sides[0]
+    simulated = [Simulated("static:0.4", 20.0, 90.0, 0.9), Simulated("static:0.6", 30.0, 95.0, 0.8),
+                 Simulated("helm", 15.0, 70.0, 0.99)]  # fmt: skip
+    same = verdict([side, replace(side, name="helm")], simulated)
+    assert "by +0.0%. That is little" in same
+    assert "helm takes 15.0 ms" in same
+    assert "(static:0.4) 20.0 and 90.0" in same
+    parts = {name: replace(part, mean_ms=2 * part.mean_ms) for name, part in side.parts.items()}
+    slower = replace(side, cpu_ms=2 * side.cpu_ms, parts=parts)
+    told = verdict([side, slower], [])
+    assert "by +100.0%" in told
+    assert "little" not in told
+
+
+def test_the_traffic_goes_from_steady_over_trend_to_burst() -> None:
+    plan = DemoPlan(seconds=60)
+    assert plan.workload(10).duration_s == pytest.approx(plan.side_s, rel=0.01)
+    names = [phase.name for phase in plan.workload(10).phases]
+    assert names == ["steady", "before", "trend", "after", *["calm", "burst"] * 2]
+    assert [plan.part_at(second) for second in (0, 9.9, 10.1, 29, 31)] == [
+        "steady",
+        "steady",
+        "trend",
+        "burst",
+        "burst",
+    ]
+
+
+@pytest.mark.slow
+def test_the_simulation_ranks_every_split_and_the_policy() -> None:
+    found = simulate_ways("hill", 0, lambda: None)
+    assert [each.name for each in found][-1] == "hill"
+    assert best_static(found) in found[:-1]
+    assert all(0 < each.mean_ms <= each.p99_ms for each in found)
+    assert SCENARIO.slo_ms == 80
