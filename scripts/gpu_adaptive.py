@@ -1,23 +1,24 @@
 """The controller live on a card: Steady, Trend and Burst in one trace, adaptive against constants 0.1 to 0.9.
 
     python -m scripts.gpu_adaptive                        # on a card; writes docs/measurements/gpu-adaptive-h200.json
-    python -m scripts.gpu_adaptive --plot                 # draws docs/images/adaptive-h200.png from that file
+    python -m scripts.gpu_adaptive_plot                   # draws docs/images/adaptive-h200.png from that file
     python -m scripts.gpu_adaptive --quick                # a small model on the CPU: that it runs, no figures
 
 The set-up is that of the trade-off map (`scripts.gpu_tradeoff`): 24 rows a token, where the caches compete, and one,
-where they do not. One engine serves all runs of a set-up; between runs both caches are emptied and the same warm-up is
-served. Arrivals are open-loop at a share of what the best constant bears in each mix, so both mixes are equally
-critical. Everything is short: windows are a quarter of a second and the travel allowed per minute four times the usual.
+where they do not (with a smaller table, to be ready sooner). One engine serves all runs of a set-up; between runs both
+caches are emptied and the same warm-up is served. Arrivals are open-loop at a share of what the best constant bears in
+each mix, by the map's figures, so both mixes are equally critical. Everything is short: windows are a quarter of a
+second and the travel allowed per minute four times the usual.
 """
 
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +28,13 @@ from numpy.typing import NDArray
 
 from helmrec.control.helm import HelmPolicy
 from helmrec.control.network import shipped_base
-from helmrec.control.policy import Limited, Limits
+from helmrec.control.policy import Limited, Limits, WindowStats
+from helmrec.control.policy import Traffic as Traffic_
 from helmrec.control.rebalancer import Decision, Rebalancer
+from helmrec.control.service_cost import ServiceCost
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.memory.miss_curves import JointCurves
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node_config import NodeConfig
@@ -38,11 +42,14 @@ from helmrec.sim.scenario import mean_service_cost
 from helmrec.types import RankResult
 from scripts import gpu_traffic
 from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES, TABLE_BYTES
+from scripts.gpu_tradeoff import OUT as MAP
 from scripts.gpu_traffic import Mix, Traffic, forget, serving_config, serving_engine
 from scripts.provenance import write_measurement
 
-OUT, PLOT = Path("docs/measurements/gpu-adaptive-h200.json"), Path("docs/images/adaptive-h200.png")
+OUT = Path("docs/measurements/gpu-adaptive-h200.json")
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
+FIRST = (0.5, 0.8, 0.2, 0.1, 0.9)  # if time is short
+TABLES = {24: TABLE_BYTES, 1: 8 << 30}
 MIXES = (0.35, 0.85)  # shares of requests by hot users
 LOAD = 0.85  # of what the best constant bears in each mix
 SLO_MS, SHORT_MS = 80.0, 40.0
@@ -184,7 +191,7 @@ class Stand:
 
     def _make(self) -> Engine:
         if not self.is_quick:
-            return serving_engine(serving_config(self._rows, TABLE_BYTES), pool_bytes=POOL_BYTES, alpha=0.5)
+            return serving_engine(serving_config(self._rows, TABLES[self._rows]), pool_bytes=POOL_BYTES, alpha=0.5)
         config = profile("demo", 20_000).model_copy(update={"user_context": (), "request_context": ()})
         small = {"device": "cpu", "max_batch_requests": 4, "max_batch_tokens": 4_096}
         return serving_engine(config, pool_bytes="12MiB", alpha=0.5, **small)
@@ -213,15 +220,23 @@ class Stand:
         return Rebalancer(self.engine, policy, SLO_MS, TICK_S, on_decision=note)
 
 
+def compile_policy() -> None:
+    """A decision over nothing in particular; it takes as long as an engine takes to be made."""
+    alphas, values = np.linspace(0.03, 0.9, 10), np.linspace(1.0, 2.0, 10)
+    curves = JointCurves(alphas, 1_000.0, *(values.copy() for _ in fields(JointCurves)[2:]))
+    traffic = Traffic_(0.0, 1.0, 100, 100, 0.5, 5.0, 5.0, 9.0, SLO_MS, 1.0, 0, 0.5, 0.0)
+    window = WindowStats(traffic, 0.5, 0.5, 0.0, 0.95, 1 << 30, 0.5, 0.5, 1.0, 1.0, 1.0, 0, 0, curves)
+    HelmPolicy(ServiceCost(token_ms=1e-3, missed_row_ms=1e-4)).decide(window)
+
+
 def rehearse(stand: Stand) -> None:
     """Compile all that decides, which must not happen under load."""
     engine = stand.begin(0.5, has_curves=True)
-    requests = make_requests(engine, stand.mix, [MIXES[1]] * 64, seed=4)
     rebalancer = stand.rebalancer([])
     rebalancer.tick(0.0)
-    serve_all(engine, requests)
-    for request in requests:
-        rebalancer.record(request.history.user_id, 10.0)
+    serve_all(engine, make_requests(engine, stand.mix, [MIXES[1]] * 64, seed=4))
+    for user in range(64):
+        rebalancer.record(user, 10.0)
     rebalancer.tick(1.0)
 
 
@@ -237,6 +252,19 @@ def capacities(stand: Stand, warm_up: int, probe: int) -> dict[float, dict[float
             found[share][alpha] = round(probe / serve_all(engine, requests[warm_up:]), 1)
         print(f"hot {share:.2f}: {found[share]}", flush=True)
     return found
+
+
+def mapped_capacities(rows_per_token: int) -> dict[float, dict[float, float]]:
+    """The same from the map's file: steps that overlap, no host tier."""
+    cells = [c for c in json.loads(MAP.read_text())["cells"] if c["overlap"] and not c["host_tier"]]
+    return {
+        share: {
+            c["alpha"]: c["requests_per_s"]
+            for c in cells
+            if (c["rows_per_token"], c["hot_share"]) == (rows_per_token, share)
+        }
+        for share in MIXES
+    }
 
 
 def best_constant(found: dict[float, dict[float, float]]) -> float:
@@ -301,19 +329,22 @@ def describe(course: Course, run: Run) -> dict[str, Any]:
 
 def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     started_s = time.perf_counter()
+    compiling = threading.Thread(target=compile_policy)
+    compiling.start()
     stand = Stand(rows_per_token, flags.quick)
+    compiling.join()
     warm_up, probe = (16, 16) if flags.quick else (WARM_UP, PROBE)
     print(f"{rows_per_token} rows a token: ready after {time.perf_counter() - started_s:.1f} s", flush=True)
     rehearse(stand)
     print(f"compiled after {time.perf_counter() - started_s:.1f} s", flush=True)
-    found = capacities(stand, warm_up, probe)
+    found = capacities(stand, warm_up, probe) if flags.probe or flags.quick else mapped_capacities(rows_per_token)
     best = best_constant(found)
     rates = {share: LOAD * by[best] for share, by in found.items()}
     duration_s = flags.seconds if rows_per_token == 24 else flags.seconds / 3
     course = make_course(stand, rates, duration_s, warm_up)
     print(f"{len(course.requests)} requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     policies: dict[str, Any] = {}
-    for alpha in (None, best, *(one for one in ALPHAS if one != best)):
+    for alpha in dict.fromkeys((None, best, *FIRST, *ALPHAS)):
         if time.perf_counter() > deadline_s:
             print("out of time: the constants left are not measured", flush=True)
             break
@@ -334,60 +365,26 @@ def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -
     }
 
 
-def plot(path: Path) -> None:
-    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
-
-    cells = json.loads(path.read_text())["set_ups"]
-    figure, axes = plt.subplots(2, len(cells), figsize=(5.5 * len(cells), 6.5), squeeze=False)
-    for column, (rows, cell) in enumerate(cells.items()):
-        above, below, start_s = axes[0][column], axes[1][column], 0.0
-        for stretch in cell["stretches"]:
-            above.text(start_s + 0.1, 0.94, stretch["name"], fontsize=8)
-            above.axvline(start_s, color="grey", linewidth=0.5)
-            start_s += stretch["share_of_run"] * cell["duration_s"]
-        times, alphas = zip(*cell["policies"]["adaptive"]["alpha_over_time"], strict=True)
-        above.plot(times, alphas, label="adaptive")
-        above.axhline(
-            cell["best_constant_by_capacity"], linestyle="--", color="grey", label="best constant by capacity"
-        )
-        above.set(ylim=(0, 1), xlabel="s", ylabel="alpha", title=f"{rows} row{'s' * (rows != '1')} a token")
-        above.legend(fontsize=7, loc="lower left")
-        constants = [(a, cell["policies"].get(f"static {a:g}")) for a in ALPHAS]
-        known = [(a, one["p99_ms"]) for a, one in constants if one is not None and one["p99_ms"] is not None]
-        below.plot(*zip(*known, strict=True), "o-", label="constants")
-        if (p99_ms := cell["policies"]["adaptive"]["p99_ms"]) is not None:
-            below.axhline(p99_ms, color="C1", label="adaptive, from 0.5")
-        below.set(xlabel="alpha", ylabel="P99 of the whole run, ms", ylim=(0, None))
-        below.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
-    print(f"wrote {PLOT}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
     parser.add_argument("--seconds", type=float, default=10.0, help="of traffic a run at 24 rows; a third of it at one")
     parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
+    parser.add_argument("--probe", action="store_true", help="measure what constants bear, instead of reading the map")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--plot", action="store_true", help="draw the file there is")
     flags = parser.parse_args()
-    if flags.plot:
-        return plot(flags.out)
     if flags.quick:
         gpu_traffic.NUM_CANDIDATES = 64
     elif not torch.cuda.is_available():
         sys.exit("this needs a CUDA device (or --quick)")
     start_s, set_ups = time.perf_counter(), {}
     for number, rows in enumerate(flags.rows, start=1):  # what one set-up does not use the next may
-        with suppress(KeyboardInterrupt):
-            set_ups[str(rows)] = measure(
-                rows, flags, start_s + flags.limit_s * (0.68 if number < len(flags.rows) else 1)
-            )
+        until_s = start_s + flags.limit_s * (0.8 if number < len(flags.rows) else 1)
+        set_ups[str(rows)] = measure(rows, flags, until_s)
     set_up = {
         "pool_bytes": POOL_BYTES,
-        "table_bytes": TABLE_BYTES,
+        "table_bytes": TABLES,
         "hot_users": NUM_HOT,
         "load": LOAD,
         "slo_ms": SLO_MS,
@@ -396,7 +393,7 @@ def main() -> None:
         "network": shipped_base().record.get("chosen"),
         "calibration": default_cost().name,
     }
-    return write_measurement(flags.out, {"set_up": set_up, "set_ups": set_ups})
+    write_measurement(flags.out, {"set_up": set_up, "set_ups": set_ups})
 
 
 if __name__ == "__main__":

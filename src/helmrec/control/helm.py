@@ -5,7 +5,7 @@ arrays of all layers live here. Knows windows, not nodes.
 """
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -146,15 +146,41 @@ def views(memory: Floats, num_alphas: int) -> Kept:
 
 
 _NUM_TOLD = len(T)
-_IS_ASIDE, _VERDICT, _GAIN = int(T.IS_ASIDE), int(T.VERDICT), int(T.EXPECTED_GAIN_MS)  # plain numbers index faster
 
 
 class _Flags(NamedTuple):
-    has_residual: bool
-    has_burst: bool
-    has_guardrail: bool
+    """Settings of all layers as compiled code takes them; a layer takes part where its number is not zero."""
+
+    has_residual: float
+    has_burst: float
+    has_guardrail: float
     min_move: float
     max_step: float
+
+
+class _Fixed(NamedTuple):
+    """What does not change from window to window."""
+
+    cost: Terms
+    residual: ResidualTerms
+    burst: BurstTerms
+    guard: GuardTerms
+    flags: _Flags
+
+
+_NUM_FIXED = sum(len(part._fields) for part in (Terms, ResidualTerms, BurstTerms, GuardTerms, _Flags))
+
+
+@inner
+def _fixed_of(a: Floats) -> _Fixed:
+    """From one array: handing each number over by itself takes longer than all that is done with them."""
+    return _Fixed(
+        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]),
+        ResidualTerms(a[13], a[14], a[15]),
+        BurstTerms(a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24]),
+        GuardTerms(a[25], a[26], a[27]),
+        _Flags(a[28], a[29], a[30], a[31], a[32]),
+    )
 
 
 class HelmPolicy:
@@ -164,20 +190,15 @@ class HelmPolicy:
         self.cost = cost
         self.settings = settings = settings or HelmSettings()
         self.base = base or shipped_base()
-        self._terms = (
-            tuple(Terms.of(cost, self.base.crowding, settings.curves_half_life)),
-            tuple(residual_terms(settings.residual)),
-            tuple(burst_terms(settings.burst)),
-            tuple(guard_terms(settings.guardrail)),
-            (
-                settings.has_residual,
-                settings.has_burst,
-                settings.has_guardrail,
-                settings.min_move,
-                settings.max_step,
-            ),
+        fixed = (
+            *Terms.of(cost, self.base.crowding, settings.curves_half_life),
+            *residual_terms(settings.residual),
+            *burst_terms(settings.burst),
+            *guard_terms(settings.guardrail),
+            *(settings.has_residual, settings.has_burst, settings.has_guardrail, settings.min_move, settings.max_step),
         )
-        self._weights = self.base.weights
+        assert len(fixed) == _NUM_FIXED
+        self._fixed: Floats = np.concatenate((np.array(fixed, np.float64), self.base.weights))
         self._learned = np.zeros(len(R))
         self.reset()
 
@@ -216,19 +237,17 @@ class HelmPolicy:
             return None
         if curves.alphas is not self._alphas:
             self._begin(curves.alphas)
-        memory = self._memory
-        wanted = _decide(
+        wanted, gain_ms, verdict, is_aside = _decide(
             seen(stats),
-            self._terms,
             curves.computed_tokens_per_request,
             curves.missed_rows_per_request,
-            self._weights,
-            memory,
+            self._fixed,
+            self._memory,
         )
         self._has_told = True
         if wanted == stats.alpha_target:
             return None
-        return Move(wanted, cause(memory[_IS_ASIDE], memory[_VERDICT]), float(memory[_GAIN]))
+        return Move(wanted, cause(is_aside, verdict), gain_ms)
 
     def _begin(self, alphas: Floats) -> None:
         """Curves over other splits than before: all that was seen of the traffic is void, what was learned is not."""
@@ -247,23 +266,18 @@ class HelmPolicy:
 
 @inner
 def _decide(
-    values: tuple[float, ...],
-    terms: tuple[Any, ...],
-    computed: Floats,
-    missed: Floats,
-    weights: Floats,
-    memory: Floats,
-) -> float:
-    """The split wanted now. Plain tuples come in: named ones take three times as long to hand over."""
-    window, kept, cost, flags = Seen(*values), views(memory, computed.size), Terms(*terms[0]), _Flags(*terms[4])
-    residual, burst, guard = ResidualTerms(*terms[1]), BurstTerms(*terms[2]), GuardTerms(*terms[3])
+    values: tuple[float, ...], computed: Floats, missed: Floats, fixed: Floats, memory: Floats
+) -> tuple[float, float, float, float]:
+    """The split wanted now, the gain expected, and who had the last word. `values`: of `Seen`, as a plain tuple."""
+    window, kept = Seen(*values), views(memory, computed.size)
+    cost, residual, burst, guard, flags = _fixed_of(fixed)
     count_arrivals(kept.outlook, window)
     is_turn = watch(kept.burst, burst, window, kept.outlook.numbers[O.RATE])
     kept.outlook.numbers[O.IS_TURN] = 1.0 if is_turn else 0.0
     note_burst(kept.ready, kept.burst, window)
     look(kept.outlook, cost, window, computed, missed)
     correct_by_measured(kept.measured, kept.outlook, window)
-    adaptive = _base_and_residual(kept, as_layers(weights), cost, (residual, guard), flags, window)
+    adaptive = _base_and_residual(kept, as_layers(fixed[_NUM_FIXED:]), cost, (residual, guard), flags, window)
     bursting = answer(kept.burst, burst, cost, kept.outlook, window)
     if not flags.has_burst:
         kept.burst[B.VERDICT] = CALM
@@ -279,7 +293,7 @@ def _decide(
     if verdict not in (CALM, WAIT):
         kept.path[0] = wanted - kept.told[T.RESIDUAL]  # the base goes on from where the burst left it
     _tell(kept, cost, window, bursting, wanted)
-    return wanted
+    return wanted, kept.told[T.EXPECTED_GAIN_MS], kept.told[T.VERDICT], kept.told[T.IS_ASIDE]
 
 
 @inner

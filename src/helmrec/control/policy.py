@@ -129,17 +129,19 @@ class Limited:
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy = policy
         self.limits = limits
+        self._min, self._max = limits.min_alpha, limits.max_alpha  # read at every decision, which must take no time
         self._steps: deque[_Step] = deque()  # of the last minute
         self._travelled = 0.0  # the sum of their sizes
 
     def decide(self, stats: WindowStats) -> Move | None:
-        asked, limits, start = self.policy.decide(stats), self.limits, stats.alpha_target
-        low = max(limits.min_alpha, stats.alpha_min)
-        high = max(low, min(limits.max_alpha, stats.alpha_max))
+        asked, start, low, high = self.policy.decide(stats), stats.alpha_target, self._min, self._max
+        low = max(low, stats.alpha_min)
+        high = min(high, stats.alpha_max)
+        high = max(high, low)
         if asked is None and low <= start <= high:
             return None
         inside = min(max(start if asked is None else asked.alpha, low), high)
-        reach = min(limits.max_step, self._travel_left(stats.traffic.end_s))
+        reach = min(self.limits.max_step, self._travel_left(stats.traffic.end_s))
         allowed = min(max(inside, start - reach), start + reach)
         if allowed == start:
             return None

@@ -1,0 +1,105 @@
+"""How long a whole decision takes, features and limits included: 100,000 calls over the windows of a real run.
+
+    taskset -c 0 python -m scripts.controller_timing      # writes and draws controller-timing
+
+The calls come in blocks of 10,000, each with its own percentiles: on a machine that others use, blocks tell how much of
+the time is theirs. All are kept; the histogram is of all calls.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.bench.contest import Course
+from helmrec.control.helm import HelmPolicy
+from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
+from scripts.controller import scenario
+from scripts.provenance import write_measurement
+
+OUT, PLOT = Path("docs/measurements/controller-timing.json"), Path("docs/images/controller-timing.png")
+SCENARIO, SEED, NUM_BLOCKS, BLOCK = "main-burst-20s", 0, 10, 10_000
+
+
+class Keeps:
+    """Lets a policy decide and keeps what it was shown."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.windows: list[WindowStats] = []
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        self.windows.append(stats)
+        return self._policy.decide(stats)
+
+    def reset(self) -> None:
+        self._policy.reset()
+
+
+def took_us(windows: list[WindowStats], policy: Policy, num_calls: int) -> NDArray[np.float64]:
+    took_ns, clock = np.empty(num_calls, np.int64), time.perf_counter_ns
+    for call in range(num_calls):
+        window = windows[call % len(windows)]
+        started = clock()
+        policy.decide(window)
+        took_ns[call] = clock() - started
+    return took_ns / 1e3
+
+
+def measure() -> dict[str, Any]:
+    course = Course(scenario(SCENARIO), SEED)
+    keeps = Keeps(HelmPolicy(course.service_cost))
+    course.judge(keeps)
+    windows = [one for one in keeps.windows if one.curves is not None]
+    policy = Limited(HelmPolicy(course.service_cost), Limits())
+    took_us(windows, policy, BLOCK)  # compiled, and warm
+    load = os.getloadavg()[0]
+    blocks = [took_us(windows, policy, BLOCK) for _ in range(NUM_BLOCKS)]
+    every = np.concatenate(blocks)
+    edges = np.concatenate((np.arange(0, 20.25, 0.25), [50, 100, 1_000, 1e9]))
+    clock = time.perf_counter_ns
+
+    def told(values: NDArray[np.float64]) -> dict[str, float]:
+        found = np.percentile(values, (50, 99, 99.9)).round(3).tolist()
+        return dict(zip(("p50_us", "p99_us", "p999_us"), found, strict=True))
+
+    return {
+        "scenario": SCENARIO,
+        "num_windows": len(windows),
+        "num_calls": int(every.size),
+        "load_of_the_machine": load,
+        **told(every),
+        "mean_us": round(float(every.mean()), 3),
+        "blocks": [told(block) for block in blocks],
+        "best_block": told(min(blocks, key=lambda block: float(np.percentile(block, 99)))),
+        "histogram_edges_us": edges.tolist(),
+        "histogram": np.histogram(every, edges)[0].tolist(),
+        "an_empty_call_us": float(np.median([-(clock() - clock()) / 1e3 for _ in range(1_000)])),
+    }
+
+
+def plot(found: dict[str, Any]) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
+
+    edges, counts = np.array(found["histogram_edges_us"]), np.array(found["histogram"])
+    shown = edges[1:] <= 20
+    figure, axis = plt.subplots(figsize=(7, 3.5))
+    axis.bar(edges[:-1][shown], counts[shown], width=0.25, align="edge")
+    for share in (50, 99):
+        axis.axvline(found[f"p{share}_us"], color="C1", linestyle="--")
+        axis.text(
+            found[f"p{share}_us"] + 0.1, counts.max() * 0.9, f"p{share} {found[f'p{share}_us']:.1f} µs", fontsize=8
+        )
+    axis.set(xlabel="µs for one decision, features and limits included", ylabel="calls", yscale="symlog")
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    print(f"wrote {PLOT}")
+
+
+if __name__ == "__main__":
+    result = measure()
+    write_measurement(OUT, result)
+    plot(result)
