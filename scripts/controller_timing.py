@@ -1,11 +1,14 @@
 """How long a whole decision takes, features and limits included: 100,000 calls over the windows of a real run.
 
-    taskset -c 0 python -m scripts.controller_timing      # writes and draws controller-timing
+    taskset -c 0 python -m scripts.controller_timing      # writes docs/measurements/controller-timing.json
+    python -m scripts.controller_timing --plot            # draws docs/images/controller-timing.png from it
 
 The calls come in blocks of 10,000, each with its own percentiles: on a machine that others use, blocks tell how much of
 the time is theirs. All are kept; the histogram is of all calls.
 """
 
+import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -99,7 +102,16 @@ def plot(found: dict[str, Any]) -> None:
     print(f"wrote {PLOT}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--plot", action="store_true", help="draw the file there is")
+    flags = parser.parse_args()
+    if flags.plot:
+        plot(json.loads(flags.out.read_text()))
+    else:
+        write_measurement(flags.out, measure())
+
+
 if __name__ == "__main__":
-    result = measure()
-    write_measurement(OUT, result)
-    plot(result)
+    main()
