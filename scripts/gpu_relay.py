@@ -61,7 +61,7 @@ class Scale:
         return num // self.divisor
 
 
-CARD = Scale("cuda", 1, 2_048, 4 << 30, 12 << 30, 10 << 30, 600, 1.6, 128)
+CARD = Scale("cuda", 1, 2_048, 4 << 30, 8 << 30, 10 << 30, 600, 1.6, 128)
 QUICK = Scale("cpu", 40, 32, 8 << 20, 32 << 20, 16 << 20, 60, 0.5, 8)
 
 
@@ -106,7 +106,6 @@ def make_engine(scale: Scale, longest: int) -> Engine:
             pool_bytes=scale.pool_bytes,
             alpha=0.1,
             host_kv_bytes=scale.host_bytes,
-            save_bytes_per_step=64 << 20,
             max_batch_requests=8,
             max_batch_tokens=max(most, window + scale.num_candidates),
             queue_limit=1 << 20,
@@ -231,6 +230,8 @@ class Replayed(NamedTuple):
 
 def replay(engine: Engine, events: list[Event], budget_ms: float) -> Replayed:
     """Submit each event in its time and step the engine; a queue that only grows is given up."""
+    gc.collect()
+    gc.disable()  # a collection takes longer than a budget
     before = engine.stats()
     ended: list[tuple[float, Event, Future[RankResult]]] = []
     futures: list[Future[RankResult]] = []
@@ -260,6 +261,7 @@ def replay(engine: Engine, events: list[Event], budget_ms: float) -> Replayed:
         if not engine.step() and next_event < len(events):
             time.sleep(min(1e-4, max(0.0, events[next_event].at_s - (time.perf_counter() - start_s))))
     seconds = time.perf_counter() - start_s
+    gc.enable()
     num_lost = sum(event.is_rank and not event.is_warm_up for event in events)
     engine._scheduler.withdraw([future for future in futures if not future.done()])
     done = [(at_s - event.at_s, event, future.result()) for at_s, event, future in ended if not event.is_warm_up]
@@ -346,9 +348,9 @@ class Bench:
     def largest_rate(self, way: Way, histories: Histories, budget_ms: float, capacity: float) -> dict[str, Any]:
         """By bisection on a scale of ratios; what is not kept at a twentieth of the capacity counts as never."""
         prepare(self.engine, way, histories)
-        low, high, best = 0.04 * capacity, 1.6 * capacity, None
+        low, high, best = 0.04 * capacity, 1.3 * capacity, None
         probes = []
-        for _ in range(6):
+        for _ in range(5):
             if self.is_late:
                 break
             rate = float(np.sqrt(low * high))
@@ -380,21 +382,34 @@ def measure(bench: Bench) -> Iterator[tuple[str, Any]]:
     budget_ms = 2 * alone_ms
     yield "base", {"tokens": scale.events(6_700), "alone_ms": alone_ms, "budget_ms": budget_ms, "capacity": capacity}
     every = ways(scale, budget_ms)
-    found = [bench.largest_rate(way, base, budget_ms, capacity) for way in every[:2]]
-    yield "throughput_at_base", found
-    inline_rate, relay_rate = (each["rate"] for each in found)
-    yield "longest_at_base", longest(bench, every[:2], budget_ms, max(inline_rate / 2, 0.05 * capacity), 6_700)
+    at_base = over_length(bench, every[:2], budget_ms, 6_700, base)
+    yield "over_length_6700", at_base
+    relay_rate = at_base["found"][1]["rate"]
+    yield "over_length_10000", over_length(bench, every[:2], budget_ms, 10_000)
+    yield "longest_at_base", longest(bench, every[:2], budget_ms, 0.06 * capacity, 8_200)
     yield "overload", overload(bench, every[1], base, budget_ms, (relay_rate or capacity / 2, capacity))
+    yield "over_length_8200", over_length(bench, every[:2], budget_ms, 8_200)
+    yield "over_length_13400", over_length(bench, every[:2], budget_ms, 13_400)
     mixed = Histories(bench.engine, scale, lengths_of(scale, 2_000, 30_000))
     bench.capacity(mixed)
-    capacity_30k = bench.capacity(mixed)
+    capacity_30k, slow = bench.capacity(mixed), ways(scale, 80.0)
     yield "base_30k", {"tokens": "2000 to 30000", "budget_ms": 80.0, "capacity": capacity_30k}
-    slow = ways(scale, 80.0)
-    at_80 = [bench.largest_rate(way, mixed, 80.0, capacity_30k) for way in slow[:2]]
-    yield "throughput_to_30k", at_80
-    yield "longest_at_80ms", longest(bench, slow[:2], 80.0, 0.9 * at_80[0]["rate"] or 0.5 * capacity_30k, 13_400)
+    yield "throughput_to_30k", [bench.largest_rate(way, mixed, 80.0, capacity_30k) for way in slow[:2]]
     yield "ablation_at_base", [bench.largest_rate(way, base, budget_ms, capacity) for way in every[2:]]
+    yield "ablation_at_10000", over_length(bench, every[2:], budget_ms, 10_000)
     yield "ablation_to_30k", [bench.largest_rate(way, mixed, 80.0, capacity_30k) for way in slow[2:]]
+
+
+def over_length(
+    bench: Bench, compared: list[Way], budget_ms: float, num_events: int, histories: Histories | None = None
+) -> dict[str, Any]:
+    """The largest rate of each way where all histories are so long."""
+    print(f"{num_events} tokens", flush=True)
+    histories = histories or Histories(bench.engine, bench.scale, lengths_of(bench.scale, num_events, num_events))
+    bench.capacity(histories)
+    capacity, alone_ms = bench.capacity(histories), bench.lone_ms(histories)
+    found = [bench.largest_rate(way, histories, budget_ms, capacity) for way in compared]
+    return {"tokens": num_events, "alone_ms": alone_ms, "capacity": capacity, "found": found}
 
 
 def longest(bench: Bench, compared: list[Way], budget_ms: float, rate: float, shortest: int) -> dict[str, Any]:
@@ -414,7 +429,8 @@ def longest(bench: Bench, compared: list[Way], budget_ms: float, rate: float, sh
             rows.append({"tokens": num_events, "way": way.name, "keeps": is_alive[way.name], **seen.describe()})
             print(f"  {num_events} tokens, {way.name}: p99 {rows[-1]['p99_ms']} ms", flush=True)
     kept = {
-        way.name: max([r["tokens"] for r in rows if r["way"] == way.name and r["keeps"]], default=0) for way in compared
+        way.name: max([row["tokens"] for row in rows if row["way"] == way.name and row["keeps"]], default=0)
+        for way in compared
     }
     return {"rate": round(rate, 1), "budget_ms": round(budget_ms, 3), "longest": kept, "rows": rows}
 

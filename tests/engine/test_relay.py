@@ -159,6 +159,23 @@ def test_a_history_that_the_host_holds_whole_is_brought_back_ahead_of_its_rank()
     np.testing.assert_allclose(again.scores, first.scores, atol=1e-6)
 
 
+def test_what_nobody_has_asked_for_twice_is_not_saved() -> None:
+    model = tiny_model()
+    page_bytes = tiny_geometry(model.config).page_bytes
+    engine, _ = make_engine(model=model, host_kv_bytes=40 * page_bytes, kv_admission="second-visit")
+    for user in range(2, 8):  # so that there is no room for who has not earned it
+        engine.rank([rank_of(user, 15), rank_of(user, 15)])
+    for visit, num_saved in ((1, 0), (2, 4)):
+        before = engine.stats().pool.host_saved_pages
+        engine.prefill(signal_of(rank_of(1, 15)))
+        finish(engine)
+        assert engine.stats().pool.host_saved_pages == before, "nobody has asked yet"
+        engine.rank([rank_of(1, 15)])
+        finish(engine)
+        assert engine.stats().pool.host_saved_pages == before + num_saved, f"visit {visit}"
+    engine.check()
+
+
 def test_a_history_of_no_events_has_nothing_to_compute() -> None:
     engine, _ = make_engine()
     assert engine.prefill(signal_of(rank_of(1, 0))).verdict == "resident"
@@ -242,5 +259,5 @@ def test_a_busy_engine_sees_more_ranks_at_risk() -> None:
     for _ in range(3):
         engine._relay._costs.observe(20, 0.0, 3e-3)  # a step of 3 ms, whatever it holds
     assert engine.prefill(signal_of(rank_of(1, 13))).verdict == "not at risk"
-    engine._relay.note_ranks(Batch([], 0.0), took_s=0.6, now=clock.now())
+    engine._relay.note_step(Batch([], 0.0), took_s=0.6, now=clock.now())
     assert engine.prefill(signal_of(rank_of(1, 13))).verdict == "admitted", "3 ms, where 0.6 of the time is taken"

@@ -223,10 +223,9 @@ class Engine:
         self._warn_of_strangers()
         self._runner.admit(output.running)
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
+        self._relay.note_step(batch, took_s, self._clock.now())
         if batch.is_ahead:
-            self._relay.note_step(took_s)
             return
-        self._relay.note_ranks(batch, took_s, self._clock.now())
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
             self._auditor.look_at([member.request for member in batch.members], output.scores)
         if self._curves is not None:

@@ -64,7 +64,7 @@ class Relay:
         self._leases = Leases()
         self._jobs: deque[Prepared] = deque()
         self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
-        self._share, self._rank_share = ComputeShare(), ComputeShare()
+        self._share, self._busy_share = ComputeShare(), ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
         self._steps = self._failed = 0
         self._busy_s = 0.0
@@ -126,11 +126,12 @@ class Relay:
     def _inline_ms(self, total: int, missing: int, num_candidates: int, now: float) -> float:
         """What the rank would take by itself: its step, as steps so far tell, and its wait behind others.
 
-        Those that wait now are known; those that will come before it are expected to be as many as of late.
+        Those that wait now are known; those that will come before it are expected to be as many as of late, and what
+        is computed ahead of ranks now would be part of them.
         """
         pairs = missing * (total - missing / 2) + num_candidates * total
         step_ms = 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
-        idle = max(_LEAST_IDLE, 1 - self._rank_share.share(now))
+        idle = max(_LEAST_IDLE, 1 - self._busy_share.share(now))
         return self._scheduler.wait_ms + step_ms / idle
 
     def next_batch(self, now: float) -> Batch | None:
@@ -181,16 +182,15 @@ class Relay:
         for user_id in self._leases.users:
             self._kv.hold(user_id)
 
-    def note_ranks(self, batch: Batch, took_s: float, now: float) -> None:
-        """These ranks have been served in a step: what was held for their users has had its use."""
-        self._rank_share.add(now, took_s)
+    def note_step(self, batch: Batch, took_s: float, now: float) -> None:
+        """A step has ended. Where it served ranks, what was held for their users has had its use."""
+        self._busy_share.add(now, took_s)
+        if batch.is_ahead:
+            self._steps += 1
+            self._busy_s += took_s
+            return
         for member in batch.members:
             self._leases.use(member.request.history.user_id)
-
-    def note_step(self, took_s: float) -> None:
-        """A step that computed ahead has ended."""
-        self._steps += 1
-        self._busy_s += took_s
 
     def note_failed(self, batches: Sequence[Batch]) -> None:
         """What these were to compute ahead is not held."""

@@ -118,9 +118,11 @@ class KVCache:
                 self._saved_of[save.slot] = prefix.user_id
         return saves
 
-    def _note_unsaved(self, plan: KVPlan, prefix: Prefix) -> None:
-        first, end = plan.num_resident // self.limits.page_tokens, plan.num_tokens // self.limits.page_tokens
-        self._unsaved.extend((prefix, i) for i in range(first, end))
+    def _note_unsaved(self, start: int, end: int, prefix: Prefix) -> None:
+        """Pages that tokens [start, end) have filled are to be saved, where there is a tier."""
+        if self._expander.num_slots:
+            page_tokens = self.limits.page_tokens
+            self._unsaved.extend((prefix, i) for i in range(start // page_tokens, end // page_tokens))
 
     def resident_tokens(self, history: History) -> int:
         """Tokens `plan` would at best find resident; changes nothing."""
@@ -128,23 +130,21 @@ class KVCache:
         return found.num_tokens if found else 0
 
     def commit(self, plan: KVPlan, now: float, *, is_ahead: bool = False) -> None:
-        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`.
-
-        What was computed ahead, before anybody asked, is kept until somebody does, and is nobody's visit.
-        """
+        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`."""
         prefix = plan.prefix
         if prefix is None:
             return
         prefix.settled = max(prefix.settled, plan.num_tokens)
         prefix.last_use_s = now
+        was_ahead = prefix.is_ahead
         stays = is_ahead or self._count_visit(plan, prefix, now)
         if id(prefix) in self._order:
             self._order.move_to_end(id(prefix), last=stays)
         elif id(prefix) in self._running and stays:
             self._adopt(prefix)
             prefix.is_ahead = is_ahead
-        if self._expander.num_slots and id(prefix) in self._order:
-            self._note_unsaved(plan, prefix)
+        if id(prefix) in self._order and not prefix.is_ahead:  # now that it has earned its place, all of it is saved
+            self._note_unsaved(0 if was_ahead else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
 
@@ -155,8 +155,8 @@ class KVCache:
         seen = self._visits.record(prefix.user_id, now)
         if id(prefix) in self._order and not prefix.is_ahead:
             return True
-        prefix.is_ahead = False
-        return self._admission.admits(self._visit(prefix, seen, now))
+        prefix.is_ahead = not self._admission.admits(self._visit(prefix, seen, now))
+        return not prefix.is_ahead
 
     def hold(self, user_id: int) -> None:
         """Put what is kept of a user last in line for eviction, for now."""

@@ -26,7 +26,7 @@ class Prefix:
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps before the running one
     pins: int = 0
-    is_ahead: bool = False  # computed before anybody asked; whether it earns its pages is decided when somebody does
+    is_ahead: bool = False  # computed before anybody asked: kept until somebody does, and then it must earn its pages
     last_use_s: float = 0.0
     verified_s: float = 0.0  # when, and
     verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates

@@ -40,7 +40,7 @@ def _wanted(node: NodeState, setup: Setup, requests: Requests, request: int, now
     pairs, tokens = missing * (total - missing / 2), missing + asked
     rank = Work(tokens, pairs + asked * total, float(tokens * setup.rows_per_event))
     ahead = Work(missing, pairs, float(missing * setup.rows_per_event))
-    idle = max(_LEAST_IDLE, 1 - share(node.relay, T.RANK_BUSY_S, now_s))
+    idle = max(_LEAST_IDLE, 1 - share(node.relay, T.LATE_BUSY_S, now_s))
     wait_ms = node.clocks[C.MS_PER_REQUEST] * node.counts[N.QUEUED]
     return Wanted(
         wait_ms + compute_ms(setup.terms, rank) / idle,

@@ -154,9 +154,9 @@ def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
 
 
 @inner
-def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> bool:
-    """The step has ended: unpin, keep or drop the prefix; says whether it is kept. `served`: resident, all tokens."""
-    prefix, user = kv.prefix, kv.prefix[slot, P.USER]
+def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> int:
+    """The step has ended: unpin, keep or drop the prefix; returns where saving begins. `served`: resident and all."""
+    prefix, user, was_ahead = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.AHEAD]
     prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
     kv.last_use_s[slot] = now_s
     stays = is_ahead or _count_visit(kv, rules, slot, served, now_s)
@@ -166,10 +166,10 @@ def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_
     elif stays:
         _adopt(kv, slot)
         prefix[slot, P.AHEAD] = is_ahead
-    is_kept = prefix[slot, P.KIND] == KEPT
+    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.AHEAD]
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
-    return is_kept
+    return (0 if was_ahead else served[0]) if is_saved else NONE
 
 
 @inner
@@ -183,8 +183,8 @@ def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int]
     counts[Kv.REVISITS] += seen.num >= 2
     if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.AHEAD]:
         return True
-    prefix[slot, P.AHEAD] = 0
-    return _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    prefix[slot, P.AHEAD] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    return not prefix[slot, P.AHEAD]
 
 
 @inner

@@ -279,22 +279,22 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
         if slot == NONE:
             continue
         owner = (slot, kv.prefix[slot, P.GENERATION])
-        is_ahead = not member[Member.ASKED]
-        if commit(kv, setup.rules, slot, (resident, tokens), now_s, is_ahead) and node.host.key.size:
-            note_sealed(node.host, owner, resident // page_tokens, tokens // page_tokens)
+        first = commit(kv, setup.rules, slot, (resident, tokens), now_s, not member[Member.ASKED])
+        if first != NONE and node.host.key.size:
+            note_sealed(node.host, owner, first // page_tokens, tokens // page_tokens)
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
     took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
     node.clocks[C.LAST_ENDED_S] = now_s
     error_s = took_s - node.clocks[C.STEP_S]
     node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
     node.clocks[C.STEP_S] += _SMOOTHING * error_s
+    add_share(node.relay, T.LATE_BUSY_S, now_s, took_s)
     if is_ahead_step(node, which):
         node.relay.counts[Relay.STEPS] += 1
         node.relay.clocks[T.BUSY_S] += took_s
         return
     took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
-    add_share(node.relay, T.RANK_BUSY_S, now_s, took_s)
     for index in range(node.size[which]):
         end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], Relay.USED)
 

@@ -51,8 +51,8 @@ class T(IntEnum):
 
     AHEAD_BUSY_S = 0  # fading, as `ComputeShare`
     AHEAD_AT_S = 1
-    RANK_BUSY_S = 2
-    RANK_AT_S = 3
+    LATE_BUSY_S = 2  # with whatever steps
+    LATE_AT_S = 3
     BUSY_S = 4  # that steps ahead took, all together
     MOST_SHARE = 5  # ever
 
@@ -97,7 +97,7 @@ def relay_rules(config: RelayConfig) -> RelayRules:
 
 def make_relay(num_users: int) -> RelayState:
     clocks = np.zeros(len(T))
-    clocks[T.AHEAD_AT_S] = clocks[T.RANK_AT_S] = -np.inf
+    clocks[T.AHEAD_AT_S] = clocks[T.LATE_AT_S] = -np.inf
     none, never = np.empty(0, np.int64), np.empty(0)
     users = np.zeros((2, num_users), np.int64)
     return RelayState(np.zeros(len(R), np.int64), clocks, none, never, none, never, none, users[0], users[1])
