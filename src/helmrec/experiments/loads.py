@@ -13,6 +13,8 @@ from helmrec.experiments.claims import Rule, Verdict, judged
 from helmrec.experiments.contests import Field
 from helmrec.experiments.experiment import Experiment, Figures, Measured
 from helmrec.experiments.lab import Lab
+from helmrec.experiments.routing import BY_USER, NUM_NODES, largest_cluster_loads
+from helmrec.experiments.routing import OURS as ROUTER
 from helmrec.experiments.runs import Run, Settings
 from helmrec.experiments.strategies import FAMILIES, OURS
 
@@ -129,13 +131,19 @@ def measure_ladder(lab: Lab) -> Figures:
         best = max((name for name in tried if tried[name][0] == rung), key=lambda name: float(np.mean(loads[name])))
         rungs[rung] = {"alpha": tried[best][1], "loads": loads[best]}
     rungs[RUNGS[4]] = {"alpha": None, "loads": loads[RUNGS[4]]}
-    return {"scenario": FAMILIES["Burst"], "rungs": rungs, "tried": loads}
+    return {
+        "scenario": FAMILIES["Burst"],
+        "rungs": rungs,
+        "tried": loads,
+        "num_nodes": NUM_NODES[lab.tier.name],
+        "cluster": largest_cluster_loads(lab, FAMILIES["Burst"], host),
+    }
 
 
 def judge_ladder(figures: Figures) -> Sequence[Verdict]:
     mean = {rung: float(np.mean(one["loads"])) for rung, one in figures["rungs"].items()}
     told = ", ".join(f"{rung} {load:.2f}" for rung, load in mean.items())
-    last = mean[list(mean)[-1]]
+    last, cluster = mean[RUNGS[4]], figures["cluster"]
     return (
         judged(
             "What a user gains over an untuned split with LRU",
@@ -150,6 +158,14 @@ def judge_ladder(figures: Figures) -> Sequence[Verdict]:
             last / mean[RUNGS[1]] if mean[RUNGS[1]] else float("nan"),
             Rule(1.05, 1.0, unit="ratio"),
             f"the split was tuned on the traffic it is judged on: {told}",
+        ),
+        judged(
+            "What the router adds on a cluster, over routing by user hash",
+            None,
+            cluster[ROUTER] / cluster[BY_USER] if cluster[BY_USER] else float("nan"),
+            Rule(1.05, 1.0, unit="ratio"),
+            f"largest load of each of {figures['num_nodes']} nodes with admission and expander, splits that stay, one "
+            f"seed: {cluster[ROUTER]:.2f} against {cluster[BY_USER]:.2f}",
         ),
     )
 
@@ -174,9 +190,16 @@ def show_ladder(figures: Figures, measured: Measured) -> Sequence[Block]:
         alpha = "moves" if one["alpha"] is None else f"{one['alpha']:g}"
         seen = interval([load / first for load in one["loads"]])
         rows.append([rung, alpha, _spread(one["loads"]), f"{seen.mean:.2f} x"])
+    nodes = f"each of {figures['num_nodes']} nodes"
+    for router, load in figures["cluster"].items():
+        rows.append([f"{nodes}, {router} router", "stays", f"{load:.2f}", f"{load / first:.2f} x"])
     return (
         Chart(draw, "Largest load at P99 within the SLO as parts are switched on one after another."),
-        Table(("rung", "alpha", "largest load", "over the first"), rows, "Mean over seeds, least and largest."),
+        Table(
+            ("rung", "alpha", "largest load", "over the first"),
+            rows,
+            "Mean over seeds, least and largest; clusters: one seed.",
+        ),
     )
 
 
@@ -196,7 +219,7 @@ EXPERIMENTS = (
         "What a user gains, part by part",
         "our question",
         "From what one would deploy instead (a fixed split with LRU) to everything switched on.",
-        "Largest load of each rung on bursts.",
+        "Largest load of each rung on bursts; then of nodes behind two routers.",
         measure_ladder,
         judge_ladder,
         show_ladder,

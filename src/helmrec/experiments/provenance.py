@@ -13,7 +13,7 @@ import torch
 
 _PACKAGE = Path(__file__).parents[1]
 _DECIDING = ("bench", "control", "memory", "model", "relay", "router", "sim")  # parts of the package
-_DECIDING_HERE = ("entrants", "runs", "tiers")  # modules of this one
+_DECIDING_HERE = ("entrants", "relaying", "routing", "runs", "tiers")  # modules of this one
 
 
 def provenance(command: str) -> dict[str, Any]:

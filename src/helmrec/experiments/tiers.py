@@ -99,3 +99,22 @@ def with_traffic(workload: Workload, **settings: object) -> Workload:
         tuple(Phase(**phase.model_dump() | settings) for phase in part) for part in (workload.opening, workload.phases)
     )
     return workload.model_copy(update={"opening": opening, "phases": phases})
+
+
+def for_nodes(workload: Workload, num_nodes: int, load: float) -> Workload:
+    """Traffic of a cluster: so many times the users and the requests of one node, over the same items."""
+    opening, phases = (
+        tuple(_for_nodes(phase, num_nodes, load) for phase in part) for part in (workload.opening, workload.phases)
+    )
+    return workload.model_copy(update={"opening": opening, "phases": phases})
+
+
+def _for_nodes(phase: Phase, num_nodes: int, load: float) -> Phase:
+    (low, high), (first, last) = phase.rate, phase.hot_first
+    return phase.model_copy(
+        update={
+            "rate": (low * num_nodes * load, high * num_nodes * load),
+            "hot_users": phase.hot_users * num_nodes,
+            "hot_first": (first * num_nodes, last * num_nodes),
+        }
+    )
