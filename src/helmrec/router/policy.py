@@ -151,7 +151,9 @@ def _priced(weighing: Weighing, plan: _Plan, rows: _Rows, queue_ms: float) -> _P
 class RouterSettings(Frozen):
     """How ours trades affinity against load. Defaults are for answers due within tens of milliseconds."""
 
-    load_gap_ms: float = Field(10.0, ge=0, description="a queue this much above the shortest breaks affinity")
+    load_gap_ms: float = Field(
+        10.0, ge=0, description="a queue this much, and one mean queue, above the shortest breaks affinity"
+    )
     load_factor: float = Field(1.0, ge=1, description="cold users go to queues of at most this times the mean")
     load_slack_ms: float = Field(0.0, ge=0, description="and this much more: fewer moves, longer queues")
     cold_scale_ms: float = Field(0.25, gt=0, description="a node this much dearer gets 1/e of the cold users")
@@ -271,13 +273,17 @@ def _most_visited(nodes: Nodes, among: Flags) -> int:
 
 @_inner
 def _near_least_loaded(nodes: Nodes, gap_ms: float) -> Flags:
-    least = np.inf
+    """Queues at most the gap and one mean queue above the shortest: where all are long, a gap is no imbalance."""
+    least, total, count = np.inf, 0.0, 0
     for i in range(nodes.ids.size):
         if nodes.is_alive[i]:
             least = min(least, nodes.queue_ms[i])
+            total += nodes.queue_ms[i]
+            count += 1
+    bound = least + gap_ms + total / max(1, count)
     near = np.empty(nodes.ids.size, np.bool_)
     for i in range(nodes.ids.size):
-        near[i] = nodes.is_alive[i] and nodes.queue_ms[i] <= least + gap_ms
+        near[i] = nodes.is_alive[i] and nodes.queue_ms[i] <= bound
     return near
 
 
