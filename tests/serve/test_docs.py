@@ -21,6 +21,7 @@ from helmrec.serve.client import Client
 from helmrec.serve.histories import Histories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
+from helmrec.serve.swap import SwappingPort
 from tests.serve.asgi import on_loopback, wait_for
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
@@ -31,12 +32,18 @@ PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("docs") / "demo-model"
-    init_model(folder, profile("demo", 500), 0)
+    models = tmp_path_factory.mktemp("docs")
+    for seed, name in enumerate(("demo-model", "fresh")):
+        init_model(models / name, profile("demo", 500), seed)
     settings: dict[str, Any] = {"pool_bytes": "64MiB"}
-    engine = Engine.from_model(folder, EngineConfig(**settings), MonotonicClock())
-    histories = Histories.open(folder.parent / "histories", engine.model_config, HistoryConfig())
-    with on_loopback(make_app(InProcessPort(engine), ServeConfig(admin_token="open-sesame"), histories)) as port:
+
+    def engine_of(folder: Path) -> InProcessPort:
+        return InProcessPort(Engine.from_model(folder, EngineConfig(**settings), MonotonicClock()))
+
+    engine = SwappingPort(engine_of(models / "demo-model"), engine_of)
+    histories = Histories.open(models / "histories", engine.model, HistoryConfig())
+    config = ServeConfig(admin_token="open-sesame", models_path=str(models))
+    with on_loopback(make_app(engine, config, histories)) as port:
         url = f"http://127.0.0.1:{port}"
         with Client(url) as client:
             wait_for(client.is_ready)
@@ -44,7 +51,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
-    assert len(SHELL) == TEXT.count("```sh") == 11
+    assert len(SHELL) == TEXT.count("```sh") == 12
     assert len(PYTHON) == 1
 
 

@@ -27,7 +27,9 @@ class ModelBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ModelAnswer(Struct, frozen=True):
     name: str
-    version: Annotated[str, Meta(description="fingerprint of shape and weights; as `helmrec model info` shows it")]
+    model_version: Annotated[
+        str, Meta(description="fingerprint of shape and weights; as `helmrec model info` shows it")
+    ]
 
 
 class ModelRoutes:
