@@ -1,4 +1,6 @@
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -7,11 +9,14 @@ from helmrec.bench.contest import Course
 from helmrec.control.by_name import make_policy
 from helmrec.errors import ConfigError
 from helmrec.experiments import runs
+from helmrec.experiments.contests import Field
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.entrants import entrant
 from helmrec.experiments.kept import Store
+from helmrec.experiments.lab import Lab
+from helmrec.experiments.loads import Entry, largest_loads
 from helmrec.experiments.runs import Run, tasks_of
-from helmrec.experiments.tiers import TIERS, resized
+from helmrec.experiments.tiers import TIERS, for_nodes, resized
 from helmrec.sim.scenario import load_scenario
 from tests.experiments.conftest import ROOT, MakeLab
 
@@ -103,3 +108,44 @@ def test_tiers_grow() -> None:
     assert smoke.num_seeds < quick.num_seeds < full.num_seeds == 5
     assert smoke.time < quick.time <= full.time == full.size == full.pressed == 1
     assert not smoke.is_judged
+
+
+def test_a_cluster_has_so_many_times_the_users_and_requests() -> None:
+    scenario = load_scenario(ROOT / "scenarios" / f"{NAME}.toml")
+    assert scenario.workload is not None
+    one, four = scenario.workload.phases[1], for_nodes(scenario.workload, 4, 0.5).phases[1]
+    assert (four.rate[0], four.hot_users, four.hot_first) == (2 * one.rate[0], 4 * one.hot_users, (2_400, 2_400))
+    assert four.hot_share == one.hot_share
+
+
+class _Made:
+    """A lab whose nodes bear so much load; what is not a constant bears a tenth more."""
+
+    tier = TIERS["quick"]
+    seeds = (0, 1)
+
+    def __init__(self, bears: float) -> None:
+        self._bears, self.num_runs = bears, 0
+
+    def scenario(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(slo_ms=80.0)
+
+    def ground(self, name: str, seed: int, load: float) -> float:
+        return load
+
+    def run(self, wanted: list[Run], what: str) -> dict[Run, SimpleNamespace]:
+        self.num_runs += len(wanted)
+        return {run: SimpleNamespace(score=self._score(run)) for run in wanted}
+
+    def _score(self, run: Run) -> SimpleNamespace:
+        is_met = cast("float", run.ground) <= self._bears * (1.1 if run.policy == "helm" else 1.0)
+        return SimpleNamespace(meets=lambda slo_ms: is_met)
+
+
+@pytest.mark.parametrize(("bears", "constant", "ours"), [(1.02, 1.0, 1.1), (0.62, 0.0, 0.65), (9.0, 1.35, 1.35)])
+def test_the_largest_load_is_found_for_all_at_once(bears: float, constant: float, ours: float) -> None:
+    lab = _Made(bears)
+    entries: dict[str, Entry] = {"constant": ("static:0.5", ()), "ours": ("helm", ())}
+    found = largest_loads(cast("Lab", lab), Field(NAME), entries, "test")
+    assert found == {"constant": [constant] * 2, "ours": [ours] * 2}
+    assert lab.num_runs <= 2 * 2 * 4, "four bisections over fifteen loads"

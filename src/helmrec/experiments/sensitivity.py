@@ -131,7 +131,7 @@ def _by_alpha(found: dict[float, list[Outcome]], phase: str) -> dict[str, list[f
 def judge_ratio(figures: Figures) -> Sequence[Verdict]:
     alphas, phases = figures["alphas"], figures["phases"]
     stars = {phase: alphas[int(np.argmin(one["mean_ms"]))] for phase, one in phases.items()}
-    shift = max(stars.values()) - min(stars.values())
+    shift = round(max(stars.values()) - min(stars.values()), 6)  # splits are on a grid
     wrong = {
         phase: max(one["mean_ms"][alphas.index(other)] for other in stars.values()) / min(one["mean_ms"]) - 1
         for phase, one in phases.items()

@@ -55,7 +55,7 @@ def judge_fluctuation(figures: Figures) -> Sequence[Verdict]:
         judged(
             "Fluctuating traffic moves the best ratio",
             "by up to 0.35",
-            max(stars) - min(stars),
+            round(max(stars) - min(stars), 6),
             Rule(0.35, 0.1, unit="alpha"),
             f"alpha* from {min(stars):g} to {max(stars):g} while known users make {min(share):.0%} to {max(share):.0%} "
             f"of the requests and histories are {min(history):,.0f} to {max(history):,.0f} events in the mean",
