@@ -40,7 +40,7 @@ class Histories:
         return np.bincount(np.concatenate(learned), minlength=self.num_items)
 
 
-def read_histories(kind: str, path: Path, min_ratings: int = 10, min_events: int = 5) -> Histories:
+def read_histories(kind: str, path: Path, min_ratings: int = 20, min_events: int = 5) -> Histories:
     """Items with fewer ratings are left out, then users with fewer events."""
     log = read_log(kind, path)
     counts = np.bincount(log.item)

@@ -26,7 +26,7 @@ class Learner(torch.nn.Module):
         self._w = {name: torch.nn.Parameter(value) for name, value in random_dense(config, generator).items()}
         for name in ("position_embedding.weight", "time_embedding.weight", "action_embedding.weight"):
             self._w[name].data.mul_(0.1)
-        self.rows = torch.nn.Parameter(torch.randn((config.num_rows, config.row_dim), generator=generator))
+        self.rows = torch.nn.Parameter(0.1 * torch.randn((config.num_rows, config.row_dim), generator=generator))
         for name, value in self._w.items():
             self.register_parameter(name.replace(".", "/"), value)
 

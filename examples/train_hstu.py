@@ -60,7 +60,7 @@ def model_config(data: Histories, window: int = 24) -> ModelConfig:
 def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Learner:
     """Learn to tell the item that came next from others drawn at random."""
     rng, learner = np.random.default_rng(seed), Learner(config, seed)
-    optimiser = torch.optim.Adam(learner.parameters(), lr=3e-3)
+    optimiser = torch.optim.Adam(learner.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
     started, recent = time.monotonic(), deque[float](maxlen=100)
     epochs = (lessons(data, config.window, config.time_buckets, BATCH, rng) for _ in count())
@@ -173,8 +173,8 @@ def main() -> None:
     parser.add_argument(
         "--kind", default="movietweetings", help="movietweetings, movielens, amazon, taobao or kuairand"
     )
-    parser.add_argument("--steps", type=int, default=1_000, help="how long to train, in batches of 128")
-    parser.add_argument("--users", type=int, default=500, help="whose held-out events are asked for")
+    parser.add_argument("--steps", type=int, default=600, help="how long to train, in batches of 128")
+    parser.add_argument("--users", type=int, default=300, help="whose held-out events are asked for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="where to keep the exported model; a new folder")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")

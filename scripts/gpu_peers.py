@@ -38,8 +38,8 @@ CHECK_EVERY = 25  # steps whose rows are compared with the table
 FBGEMM = {
     "system": "FBGEMM TBE / TorchRec row cache",
     "run": False,
-    "why": "fbgemm_gpu 1.6.0, the release for torch 2.11, is a wheel of 443.4 MiB (cp312, manylinux_2_28_x86_64); "
-    "64 MiB can be brought to the machine with the card, which reaches no package index",
+    "why": "fbgemm_gpu 1.6.0, by FBGEMM's schedule the release for torch 2.11, is a wheel of 443.4 MiB (cp312, "
+    "manylinux_2_28_x86_64), more than could be brought to where this was measured",
 }
 
 
