@@ -171,7 +171,21 @@ def show_relay(figures: Figures, measured: Measured) -> Sequence[Block]:
         for budget, one in zip(budgets, ones.values(), strict=True)
     ]
     header = ("", "largest load inline", "ahead", "longest history inline", "ahead")
-    return (Chart(draw, "P99 of ranks within the budget, with and without signals."), Table(header, rows))
+    chart = Chart(draw, "P99 of ranks within the budget, with and without signals.")
+    return (chart, Table(header, rows, "Mean over seeds."), *_measured(measured))
+
+
+def _measured(measured: Measured) -> list[Block]:
+    kept = measured.get("gpu-relay-h200.json", {})
+    rows = [
+        [one["way"], f"{one['rate']:,.0f}", f"{one['at_it']['p99_ms']:.1f}"]
+        for one in kept.get("throughput_at_base", ())
+        if one.get("at_it")
+    ]
+    if not rows:
+        return []
+    caption = f"Ranks of 6,700 tokens within {kept['base']['budget_ms']:.1f} ms on the card (gpu-relay-h200.json)."
+    return [Table(("way", "largest rate, requests/s", "P99 ms"), rows, caption, "measured on an H200")]
 
 
 EXPERIMENTS = (
