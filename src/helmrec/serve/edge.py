@@ -14,6 +14,7 @@ from helmrec.serve import problems
 
 log = logging.getLogger("helmrec.serve")
 _ID_HEADER = b"x-request-id"
+_PROBES = frozenset({"/readyz", "/healthz", "/v2/health/ready", "/v2/health/live"})  # asked every second, ready or not
 CLIENT_GONE = 499  # for logs and metrics: nobody is there to read a status
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -64,7 +65,8 @@ class Edge:
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")  # never the path: clients could make up any number
         self._count(route, status, seconds)
-        level = logging.DEBUG if status < 400 else logging.INFO if status < 500 else logging.WARNING
+        is_told = status >= 400 and route not in _PROBES
+        level = logging.DEBUG if not is_told else logging.INFO if status < 500 else logging.WARNING
         if log.isEnabledFor(level):
             fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
             log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
