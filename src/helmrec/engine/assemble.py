@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from helmrec.engine.intake import Prepared
 from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
-from helmrec.model.query_frame import Query, QueryArrays, ages, places, query_arrays
+from helmrec.model.query_frame import Query, QueryArrays, age_buckets, places, query_arrays
 from helmrec.model.window import gap_bucket
 from helmrec.types import IntArray
 
@@ -151,24 +151,16 @@ def _query(request: Prepared, num_user: int) -> Query:
 def _as_seen_from_the_query(
     tokens: _Tokens, members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig
 ) -> _Tokens:
+    """The same tokens, their positions counted back and their times from the query's."""
     frame, num_user = config.query_frame, len(config.user_context)
     assert frame is not None
     num_events = np.repeat([request.num_events for request, _ in members], np.diff(tokens.cu_events))
-    gaps = [
-        part
-        for request, plan in members
-        for part in (
-            ages(
-                frame,
-                config.time_buckets,
-                request.query_time,
-                request.columns[-1, max(0, plan.num_resident - num_user) :],
-            ),
-            np.zeros(request.num_candidates, np.int64),
-        )
-    ]
     positions = places(frame, num_user + num_events - tokens.positions)
-    return tokens._replace(positions=positions, gaps=np.concatenate(gaps))
+    ages_s: list[IntArray] = []
+    for request, plan in members:
+        new = request.columns[-1, max(0, plan.num_resident - num_user) :]
+        ages_s += [request.query_time - new, np.zeros(request.num_candidates, np.int64)]
+    return tokens._replace(positions=positions, gaps=age_buckets(frame, config.time_buckets, np.concatenate(ages_s)))
 
 
 class _Context(NamedTuple):

@@ -38,7 +38,7 @@ class QueryArrays:
 def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) -> QueryArrays:
     times, num_context, num_events, num_candidates = np.array(queries, np.int64).T
     return QueryArrays(
-        context_gaps=_buckets(frame, num_buckets, times),  # context has no time of its own: it is as old as can be
+        context_gaps=age_buckets(frame, num_buckets, times),  # context has no time of its own: it is as old as can be
         context_kept=(num_events + num_candidates >= frame.min_context_events).astype(np.float32),
         lengths=num_context + num_events + num_candidates,
         clocks=_clocks(frame, times),
@@ -55,12 +55,7 @@ def places(frame: QueryFrame, steps_back: IntArray) -> IntArray:
     return np.minimum(steps_back, frame.num_positions - 1)
 
 
-def ages(frame: QueryFrame, num_buckets: int, query_time_s: int, times_s: IntArray) -> IntArray:
-    """Time buckets of events."""
-    return _buckets(frame, num_buckets, query_time_s - times_s)
-
-
-def _buckets(frame: QueryFrame, num_buckets: int, ages_s: IntArray) -> IntArray:
+def age_buckets(frame: QueryFrame, num_buckets: int, ages_s: IntArray) -> IntArray:
     """In single precision, as published: the last second before a far bucket may already count to it."""
     roots = np.sqrt(ages_s.astype(np.float32) / np.float32(frame.bucket_s))
     return np.minimum(roots.astype(np.int64), num_buckets - 1)
