@@ -69,14 +69,13 @@ VARIANTS: dict[str, tuple[HelmSettings, str]] = {
 }
 # The other networks of `helmrec train`, where they lie beside the shipped one.
 OTHERS = {
-    "following": "untrained network",
     "distilled": "distillation without PPO",
-    "distilled-and-ppo": "distillation and PPO",
+    "distilled_and_ppo": "distillation and PPO",
     "ppo_only": "PPO without distillation",
 }
 THERE = [name for name in OTHERS if (NETWORKS / f"{name}.safetensors").exists()]
 VARIANTS |= {f"{OTHERS[name]}, base only": (BARE, name) for name in THERE}
-VARIANTS |= {f"{OTHERS[name]}, all layers": (HelmSettings(), name) for name in THERE if name == "following"}
+VARIANTS |= {f"{OTHERS[name]}, all layers": (HelmSettings(), name) for name in THERE if name != "ppo_only"}
 POLICIES = (*VARIANTS, "miss-curve argmin")
 
 

@@ -64,7 +64,7 @@ def train(  # noqa: PLR0913, PLR0917 - one parameter per flag
 def save_networks(folder: Path, trained: "Trained") -> None:
     """The chosen network as `base`, the others beside it for comparison."""
     for name, arrays in trained.networks.items():
-        save_base(folder / f"{name.replace(' ', '-').lower()}.safetensors", arrays, trained.record)
+        save_base(folder / f"{name.replace(' ', '_').lower()}.safetensors", arrays, trained.record)
     save_base(folder / "base.safetensors", trained.networks[trained.chosen], trained.record)
 
 

@@ -159,7 +159,7 @@ def test_a_lesson_is_the_same_each_time_it_is_drawn_and_another_for_another_numb
 def test_a_small_training_makes_a_network_that_serves(tmp_path: Path) -> None:
     plan = TrainPlan(num_lessons=2, num_trials=1, lesson_s=40, num_epochs=5, ppo_steps=1_024, num_workers=1)
     trained = train(plan, default_cost(), None, lambda what, share: None)
-    assert {"distilled", "distilled and PPO", "PPO alone"} <= trained.networks.keys()
+    assert {"distilled", "distilled and PPO", "PPO only"} <= trained.networks.keys()
     save_base(tmp_path / "base.safetensors", trained.networks[trained.chosen], trained.record)
     policy = HelmPolicy(COST, base=load_base(tmp_path / "base.safetensors"))
     policy.decide(Bowl().window(0.3))

@@ -88,7 +88,7 @@ def train_on(lessons: Sequence[Lesson], plan: TrainPlan, cost: CostModel, tell: 
     if plan.ppo_steps:
         networks["distilled and PPO"] = _ppo(distilled, taught, crowding, plan, ("PPO", 3e-5, tell))
         nothing = {name: np.zeros_like(array) for name, array in following.items()}
-        networks["PPO alone"] = _ppo(nothing, taught, crowding, plan, ("PPO alone", 1e-3, tell))
+        networks["PPO only"] = _ppo(nothing, taught, crowding, plan, ("PPO only", 1e-3, tell))
     alone, whole = _try_all(networks, trials, crowding, tell)
     chosen = min(networks, key=lambda name: float(np.mean([one.regret for one in whole[name]])))
     constant = [try_constant(one) for one in trials]
