@@ -25,6 +25,7 @@ MANY_PARAMETERS = {
     "kernels/triton_row_gather.py:gather_rows": "what its twin takes, and how it is launched",
     "kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "model/profiles.py:_plain": "the columns of the table of published shapes",
+    "plan_cli.py:plan": "one parameter per flag",
     "serve_cli.py:serve": "one parameter per flag",
     "trace_cli.py:import_": "one parameter per flag",
     "trace_cli.py:make": "one parameter per flag",

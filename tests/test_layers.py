@@ -38,6 +38,7 @@ RANKS = {
     "serve_cli": 6,
     "import_cli": 6,
     "cluster": 6,
+    "plan_cli": 6,
     "cli": 7,
 }
 MAY_IMPORT_TORCH_IN_MEMORY = {

@@ -28,6 +28,7 @@ from helmrec.loadgen_cli import loadgen
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
+from helmrec.plan_cli import plan
 from helmrec.serve_cli import serve
 from helmrec.simulate_cli import run_simulate
 from helmrec.trace_cli import trace_app
@@ -50,6 +51,7 @@ app.command()(loadgen)
 app.command()(serve)
 app.command("simulate")(run_simulate)
 app.command()(explain)
+app.command()(plan)
 app.command()(train)
 
 

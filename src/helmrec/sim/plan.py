@@ -1,0 +1,164 @@
+"""How many nodes a load needs, by simulating what each of them would get.
+
+A node of n gets a share of the requests and a share of the returning users, so more nodes also means warmer caches.
+The fewest nodes are looked for by halving; the splits tried are constants. A small cluster behind the router then says
+what the answer is worth: P99 and hit rates of the plan are its, not those of a lone node.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from pydantic import ByteSize, Field
+
+from helmrec.config import EngineConfig, Frozen
+from helmrec.control.static import Static, StaticSettings
+from helmrec.model.profiles import profile
+from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.policy import EmbKVAware
+from helmrec.sim.cluster import ClusterConfig, Fleet, simulate_cluster
+from helmrec.sim.cluster_router import Reporting, ReportingRouter
+from helmrec.sim.cost import CostModel
+from helmrec.sim.families import family, preset
+from helmrec.sim.generate import generate
+from helmrec.sim.node_config import NodeConfig, prepare_requests
+from helmrec.sim.node_state import FloatArray, Outcomes, Status
+from helmrec.sim.simulate import simulate
+from helmrec.sim.trace import Trace
+
+ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
+_WARM_UP = 0.5  # share of a run that fills the caches and is not counted
+_CHECKED_NODES = 4  # of the cluster that is simulated in the end
+
+
+class PlanConfig(Frozen):
+    """A load, what is expected of the answers, and who asks."""
+
+    rate: float = Field(gt=0, description="requests per second, in all")
+    slo_ms: float = Field(80.0, gt=0, description="what 99 of 100 answers take at most")
+    pool_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(80 * 10**9), description="of each node")
+    profile: str = Field("dlrmv3", description="model shape")
+    preset: str = Field("dlrmv3", description="items and candidates, as a data set has them")
+    history: float = Field(6_700.0, gt=0, description="median events of a user")
+    hot_users: int = Field(2_000, ge=1, description="users who come back, in all")
+    hot_share: float = Field(0.7, ge=0, le=1, description="share of requests they make")
+    headroom: float = Field(0.15, ge=0, lt=1, description="share of each node that is to stay idle for bad days")
+    max_nodes: int = Field(256, ge=1)
+    requests_per_run: int = Field(4_000, ge=200)
+    seed: int = Field(0, ge=0)
+
+
+class Point(NamedTuple):
+    """A number of nodes at its best split."""
+
+    num_nodes: int
+    alpha: float
+    p99_ms: float
+
+
+class Plan(NamedTuple):
+    """What to set up. `num_nodes` is None if `max_nodes` are too few."""
+
+    pool_bytes: int
+    num_nodes: int | None
+    alpha: float
+    p99_ms: float
+    slo_satisfaction: float
+    kv_hit: float
+    emb_hit: float
+
+
+def make_plan(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None] = lambda _: None) -> Plan:
+    """`on_run` is told what is simulated next."""
+    best = _fewest(config, lambda num: _best_split(config, cost, num, on_run))
+    found = best or _best_split(config, cost, config.max_nodes, on_run)
+    on_run(f"a cluster at {found.num_nodes} nodes")
+    checked = _check(config, cost, found)
+    return checked if best is not None else checked._replace(num_nodes=None)
+
+
+def _fewest(config: PlanConfig, point: Callable[[int], Point]) -> Point | None:
+    """The fewest nodes whose P99 is within the SLO; None if `max_nodes` are too few."""
+    low, high, best = 1, config.max_nodes, None
+    first = point(1)
+    if first.p99_ms <= config.slo_ms:
+        return first
+    num = 2
+    while best is None:  # doubling first: few nodes are quicker to simulate than many are to rule out
+        tried = point(min(num, config.max_nodes))
+        if tried.p99_ms <= config.slo_ms:
+            low, high, best = num // 2 + 1, num - 1, tried
+        elif num >= config.max_nodes:
+            return None
+        num *= 2
+    while low <= high:
+        middle = (low + high) // 2
+        tried = point(middle)
+        if tried.p99_ms <= config.slo_ms:
+            best, high = tried, middle - 1
+        else:
+            low = middle + 1
+    return best
+
+
+def _best_split(config: PlanConfig, cost: CostModel, num_nodes: int, on_run: Callable[[str], None]) -> Point:
+    trace, points = _share(config, num_nodes, 1), []
+    for alpha in ALPHAS:
+        on_run(f"{num_nodes} nodes at alpha {alpha}")
+        node = _node(config, trace, alpha)
+        if alpha > node.alpha_max:
+            continue
+        result = simulate(trace, node, cost, Static(StaticSettings(alpha=alpha)))
+        points.append(Point(num_nodes, alpha, _p99_ms(result.arrived_s, result.outcomes, trace)))
+    return min(points, key=lambda point: point.p99_ms)
+
+
+def _p99_ms(arrived_s: FloatArray, outcomes: Outcomes, trace: Trace) -> float:
+    """Of all who came after the warm-up; a refused request took forever."""
+    counted = arrived_s >= _WARM_UP * trace.duration_s
+    latency_ms = np.where(outcomes.status == Status.SERVED, outcomes.latency_ms, np.inf)[counted]
+    return float(np.percentile(latency_ms, 99, method="higher")) if latency_ms.size else np.inf
+
+
+def _share(config: PlanConfig, num_nodes: int, num_simulated: int) -> Trace:
+    """Traffic of some of the nodes."""
+    per_node = config.rate / (1 - config.headroom) / num_nodes
+    settings = {
+        "rate": per_node * num_simulated,
+        "hot_users": max(1, config.hot_users * num_simulated // num_nodes),
+        "hot_share": config.hot_share,
+        "duration_s": config.requests_per_run / per_node,
+    }
+    shape = preset(config.preset).stretched(config.history)
+    return generate(family("steady", type(shape)(**shape.model_dump() | settings)), config.seed)
+
+
+def _node(config: PlanConfig, trace: Trace, alpha: float) -> NodeConfig:
+    engine = EngineConfig(pool_bytes=config.pool_bytes, alpha=min(alpha, 0.9), max_batch_requests=8)
+    model = profile(config.profile, trace.catalogue.num_items)
+    return NodeConfig(model=model, engine=engine, slo_ms=config.slo_ms)
+
+
+def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
+    """Some of the nodes behind the router."""
+    num = min(_CHECKED_NODES, point.num_nodes)
+    trace = _share(config, point.num_nodes, num)
+    node = _node(config, trace, point.alpha)
+    geometry, num_features = node.geometry, len(node.model.features)
+    shape = TokenShape(num_features, geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
+    policy = EmbKVAware(RouterCost.from_calibration(cost.model_dump(), shape))
+    router = ReportingRouter(policy, prepare_requests(trace, node), node, Reporting())
+    fleet = Fleet(node, cost, lambda _: Static(StaticSettings(alpha=point.alpha)))
+    result = simulate_cluster(trace, fleet, router, ClusterConfig(num_nodes=num))
+    summary, outcomes = result.summary(_WARM_UP * trace.duration_s), result.outcomes
+    counted = (result.arrived_s >= _WARM_UP * trace.duration_s) & (outcomes.status == Status.SERVED)
+    read = max(1, int(outcomes.computed_tokens[counted].sum()) * num_features)
+    return Plan(
+        pool_bytes=int(config.pool_bytes),
+        num_nodes=point.num_nodes,
+        alpha=point.alpha,
+        p99_ms=_p99_ms(result.arrived_s, outcomes, trace),
+        slo_satisfaction=summary.slo_satisfaction,
+        kv_hit=summary.token_reuse_rate,
+        emb_hit=float(1 - outcomes.missed_rows[counted].sum() / read),
+    )

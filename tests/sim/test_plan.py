@@ -1,0 +1,71 @@
+"""The planner: more load needs more nodes, and what it says is what a simulated cluster does."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from helmrec.cli import app
+from helmrec.errors import ConfigError
+from helmrec.plan_cli import milliseconds
+from helmrec.sim.cost import default_cost
+from helmrec.sim.plan import Plan, PlanConfig, Point, _fewest, make_plan
+
+
+def planned(**changes: Any) -> Plan:
+    crowd: dict[str, Any] = {"history": 2_000, "hot_users": 300, "requests_per_run": 300}
+    settings: dict[str, Any] = {"rate": 1_500.0, "slo_ms": 20.0, "pool_bytes": "8GB", **crowd}
+    return make_plan(PlanConfig(**settings | changes), default_cost())
+
+
+def test_a_plan_meets_its_slo_and_more_load_needs_more_nodes() -> None:
+    some, many = planned(), planned(rate=6_000.0)
+    assert some.num_nodes is not None
+    assert many.num_nodes is not None
+    assert some.num_nodes < many.num_nodes
+    for plan in (some, many):
+        assert plan.p99_ms <= 20.0 * 1.25, "a small cluster behind the router confirms the lone node"
+        assert 0 < plan.kv_hit < 1
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    assert planned() == planned()
+
+
+def test_too_few_nodes_are_told() -> None:
+    assert planned(rate=50_000.0, max_nodes=2).num_nodes is None
+
+
+@pytest.mark.parametrize("needed", range(1, 40))
+def test_the_fewest_nodes_are_found_whatever_their_number(needed: int) -> None:
+    config = PlanConfig(rate=1.0, max_nodes=32)
+    asked: list[int] = []
+
+    def point(num: int) -> Point:
+        asked.append(num)
+        return Point(num, 0.5, 10.0 if num >= needed else np.inf)
+
+    found = _fewest(config, point)
+    assert (None if found is None else found.num_nodes) == (needed if needed <= 32 else None)
+    assert len(asked) <= 12
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("80ms", 80.0), ("0.08s", 80.0), (" 20 MS", 20.0), ("15", 15.0)])
+def test_times_are_read_as_people_write_them(text: str, wanted: float) -> None:
+    assert milliseconds(text) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1ms", "0", "inf", "nan"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slo"):
+        milliseconds(text)
+
+
+def test_the_command_prints_a_table_with_a_line_for_each_pool() -> None:
+    flags = ["--rate", "300", "--slo", "20ms", "--history", "2000", "--hot-users", "100", "--requests", "200"]
+    done = CliRunner().invoke(app, ["plan", *flags, "--pool", "4GB", "--pool", "8GB"], env={"COLUMNS": "140"})
+    assert done.exit_code == 0, done.output
+    assert "4 GB" in done.output
+    assert "8 GB" in done.output
+    assert CliRunner().invoke(app, ["plan", "--rate", "800", "--slo", "soon"]).exit_code == 2
