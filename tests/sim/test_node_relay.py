@@ -159,14 +159,14 @@ def test_the_compiled_node_computes_ahead_as_the_engine_does(name: str) -> None:
     assert [counts[R.LEASES], counts[R.HELD_PAGES]] == [stats.leases, stats.held_pages]
     assert [counts[R.USED], counts[R.EXPIRED], counts[R.STEPS]] == [stats.used, stats.expired, stats.steps]
     assert_same(node, plain)
-    assert counts[R.ADMITTED] > 20
-    assert counts[R.USED] > 20
+    assert counts[R.ADMITTED] > 10
+    assert counts[R.USED] > 10
     assert (node.outcomes.status == Status.SERVED).all()
     if name == "short holds":
         assert counts[R.EXPIRED] > 20
     refusals = {"as the engine comes": R.NOT_AT_RISK, "all are at risk": R.HELD_ALREADY, "little time": R.TOO_BUSY}
     if name in refusals:
-        assert counts[refusals[name]] > 20
+        assert counts[refusals[name]] > 10
 
 
 def test_bounds_hold_whatever_is_signalled() -> None:

@@ -17,8 +17,8 @@ from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.relay.leases import ComputeShare, Leases
-from helmrec.relay.trigger import Load, Signal, Verdict, decide
-from helmrec.types import Lease, PrefillRequest, PrefillResult
+from helmrec.relay.trigger import SHARE_S, Load, Signal, Verdict, decide
+from helmrec.types import PrefillRequest, PrefillResult
 
 _LEAST_IDLE = 0.05  # share of the time: what is expected of a busier node is beyond any budget anyway
 
@@ -108,20 +108,22 @@ class Relay:
             num_pages=num_pages,
             is_held=user_id in self._leases,
         )
-        load = Load(self._leases.held_pages, kv_pages, len(self._leases), self._share.share(now))
+        load = Load(self._leases.held_pages, kv_pages, len(self._leases), self._compute_share(now))
         verdict = decide(self._config, signal, load)
         self._verdicts[verdict] += 1
         if verdict not in (Verdict.ADMITTED, Verdict.RESIDENT):
             return PrefillResult(verdict, lease=None)
-        lease = self._grant(user_id, num_pages, now, request.hold_ms or self._config.hold_ms)
+        self._kv.hold(user_id)
+        promised_s = 0.0
         if verdict is Verdict.ADMITTED:
             self._jobs.append(history)
-            self._share.add(now, signal.ahead_s)
-        return PrefillResult(verdict, lease)
+            promised_s = signal.ahead_s
+        hold_ms = request.hold_ms or self._config.hold_ms
+        return PrefillResult(verdict, self._leases.grant(user_id, num_pages, now, hold_ms, promised_s))
 
-    def _grant(self, user_id: int, num_pages: int, now: float, hold_ms: float) -> Lease:
-        self._kv.hold(user_id)
-        return self._leases.grant(user_id, num_pages, now, hold_ms)
+    def _compute_share(self, now: float) -> float:
+        """Of late time, that went into computing ahead, and what has been promised of the time to come."""
+        return self._share.share(now) + self._leases.promised_s / SHARE_S
 
     def _inline_ms(self, total: int, missing: int, num_candidates: int, now: float) -> float:
         """What the rank would take by itself: its step, as steps so far tell, and its wait behind others.
@@ -145,6 +147,7 @@ class Relay:
         while self._jobs and left > 0 and len(members) < self._scheduler.max_requests:
             job = self._jobs.popleft()
             if not self._is_wanted(job):
+                self._leases.keep_promise(job.history.user_id)
                 continue
             looked_at.append(job)
             member = self._plan_chunk(job, left, now)
@@ -188,6 +191,7 @@ class Relay:
         if batch.is_ahead:
             self._steps += 1
             self._busy_s += took_s
+            self._share.add(now, took_s)
             return
         for member in batch.members:
             self._leases.use(member.request.history.user_id)
@@ -212,7 +216,7 @@ class Relay:
             held_pages=leases.held_pages,
             used=leases.used,
             expired=leases.expired,
-            compute_share=self._share.share(now),
+            compute_share=self._compute_share(now),
             steps=self._steps,
             busy_s=self._busy_s,
             failed=self._failed,

@@ -12,6 +12,8 @@ from helmrec.types import Lease
 class _Held(NamedTuple):
     lease: Lease
     num_pages: int
+    promised_s: float  # of computing that has not been done
+    number: int  # of all ever granted
 
 
 class Leases:
@@ -19,8 +21,10 @@ class Leases:
 
     def __init__(self) -> None:
         self._by_user: dict[int, _Held] = {}
-        self._ends: list[tuple[float, int, str]] = []  # a heap: when, whose, which
+        self._ends: list[tuple[float, int, int]] = []  # a heap: when, which, whose
+        self._num_granted = 0
         self.held_pages = 0
+        self.promised_s = 0.0
         self.used = 0  # whose rank came in time
         self.expired = 0
 
@@ -34,14 +38,23 @@ class Leases:
     def users(self) -> list[int]:
         return list(self._by_user)
 
-    def grant(self, user_id: int, num_pages: int, now_s: float, hold_ms: float) -> Lease:
+    def grant(self, user_id: int, num_pages: int, now_s: float, hold_ms: float, promised_s: float = 0.0) -> Lease:
         assert user_id not in self._by_user, "a user has one lease"
         expires_s = now_s + hold_ms / 1e3
         lease = Lease(secrets.token_hex(8), user_id, expires_s, hold_ms)
-        self._by_user[user_id] = _Held(lease, num_pages)
-        heapq.heappush(self._ends, (expires_s, user_id, lease.token))
+        self._num_granted += 1
+        self._by_user[user_id] = _Held(lease, num_pages, promised_s, self._num_granted)
+        heapq.heappush(self._ends, (expires_s, self._num_granted, user_id))
         self.held_pages += num_pages
+        self.promised_s += promised_s
         return lease
+
+    def keep_promise(self, user_id: int) -> None:
+        """All that was to be computed for a user is there."""
+        held = self._by_user.get(user_id)
+        if held is not None:
+            self.promised_s -= held.promised_s
+            self._by_user[user_id] = held._replace(promised_s=0.0)
 
     def use(self, user_id: int) -> None:
         """The rank has come: what was held for it is a prefix like any other from now on."""
@@ -55,9 +68,9 @@ class Leases:
         """End what has lasted long enough; returns whose leases those were."""
         ended = []
         while self._ends and self._ends[0][0] <= now_s:
-            _, user_id, token = heapq.heappop(self._ends)
+            _, number, user_id = heapq.heappop(self._ends)
             held = self._by_user.get(user_id)
-            if held is not None and held.lease.token == token:
+            if held is not None and held.number == number:
                 self._end(user_id)
                 ended.append(user_id)
         self.expired += len(ended)
@@ -67,12 +80,15 @@ class Leases:
         held = self._by_user.pop(user_id, None)
         if held is not None:
             self.held_pages -= held.num_pages
+            self.promised_s -= held.promised_s
         return held is not None
 
     def check(self) -> None:
         assert self.held_pages == sum(held.num_pages for held in self._by_user.values()), "held pages are miscounted"
-        tokens = {token for _, _, token in self._ends}
-        assert all(held.lease.token in tokens for held in self._by_user.values()), "a lease would never end"
+        promised_s = sum(held.promised_s for held in self._by_user.values())
+        assert abs(self.promised_s - promised_s) < 1e-9, "promised time is miscounted"
+        numbers = {number for _, number, _ in self._ends}
+        assert all(held.number in numbers for held in self._by_user.values()), "a lease would never end"
 
 
 class ComputeShare:

@@ -4,7 +4,7 @@ from helmrec.sim.cost import Work, compute_ms
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import Kv, pages_for
 from helmrec.sim.node_plan import is_ahead_step, plan_tokens, resident_tokens
-from helmrec.sim.node_relay import R, T, Wanted, add_share, expire, grant, judge, share
+from helmrec.sim.node_relay import R, T, Wanted, compute_share, expire, grant, judge, promise, share
 from helmrec.sim.node_state import C, Faults, Member, N, NodeState, Requests, Setup
 
 _LEAST_IDLE = 0.05  # as engine/relay.py
@@ -28,8 +28,8 @@ def take_signals(node: NodeState, setup: Setup, requests: Requests, now_s: float
         if verdict == R.ADMITTED:
             relay.job[counts[R.JOB_END]] = request
             counts[R.JOB_END] += 1
-            add_share(relay, T.AHEAD_BUSY_S, now_s, wanted.ahead_s)
-            relay.clocks[T.MOST_SHARE] = max(relay.clocks[T.MOST_SHARE], share(relay, T.AHEAD_BUSY_S, now_s))
+            promise(relay, user, wanted.ahead_s)
+            relay.clocks[T.MOST_SHARE] = max(relay.clocks[T.MOST_SHARE], compute_share(relay, now_s))
 
 
 @inner
@@ -73,6 +73,7 @@ def next_chunks(node: NodeState, setup: Setup, requests: Requests, faults: Fault
         request = node.relay.job[place]
         place += 1
         if not _is_wanted(node, setup, requests, request):
+            promise(node.relay, requests.reads.user[request], 0.0)
             continue
         node.members[which, num, Member.REQUEST], node.members[which, num, Member.ASKED] = request, 0
         node.members[which, num, Member.TOKENS] = _chunk_end(node, setup, requests, request, left)

@@ -292,6 +292,7 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
     if is_ahead_step(node, which):
         node.relay.counts[Relay.STEPS] += 1
         node.relay.clocks[T.BUSY_S] += took_s
+        add_share(node.relay, T.AHEAD_BUSY_S, now_s, took_s)
         return
     took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])

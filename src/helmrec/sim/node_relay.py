@@ -55,6 +55,7 @@ class T(IntEnum):
     LATE_AT_S = 3
     BUSY_S = 4  # that steps ahead took, all together
     MOST_SHARE = 5  # ever
+    PROMISED_S = 6  # of computing that has not been done
 
 
 class RelayRules(NamedTuple):
@@ -81,6 +82,7 @@ class RelayState(NamedTuple):
     job: IntArray  # (signals,) requests whose histories are to be computed, in order
     lease: IntArray  # (users,) place among those granted plus one; zero is none
     pages: IntArray  # (users,) its lease may take
+    promised_s: NDArray[np.float64]  # (users,) to be computed for its lease
 
 
 def relay_rules(config: RelayConfig) -> RelayRules:
@@ -99,8 +101,10 @@ def make_relay(num_users: int) -> RelayState:
     clocks = np.zeros(len(T))
     clocks[T.AHEAD_AT_S] = clocks[T.LATE_AT_S] = -np.inf
     none, never = np.empty(0, np.int64), np.empty(0)
-    users = np.zeros((2, num_users), np.int64)
-    return RelayState(np.zeros(len(R), np.int64), clocks, none, never, none, never, none, users[0], users[1])
+    lease, pages = np.zeros((2, num_users), np.int64)
+    return RelayState(
+        np.zeros(len(R), np.int64), clocks, none, never, none, never, none, lease, pages, np.zeros(num_users)
+    )
 
 
 def with_signals(relay: RelayState, requests: IntArray, times_s: NDArray[np.float64]) -> RelayState:
@@ -150,8 +154,21 @@ def judge(relay: RelayState, rules: RelayRules, user: int, wanted: Wanted, at: t
         return R.NO_ROOM
     if not wanted.num_missing:
         return R.RESIDENT
-    is_busy = share(relay, T.AHEAD_BUSY_S, now_s) + wanted.ahead_s / SHARE_S > rules.max_compute
+    is_busy = compute_share(relay, now_s) + wanted.ahead_s / SHARE_S > rules.max_compute
     return R.TOO_BUSY if is_busy else R.ADMITTED
+
+
+@inner
+def compute_share(relay: RelayState, now_s: float) -> float:
+    """Of late time, that went into computing ahead, and what has been promised of the time to come."""
+    return share(relay, T.AHEAD_BUSY_S, now_s) + relay.clocks[T.PROMISED_S] / SHARE_S
+
+
+@inner
+def promise(relay: RelayState, user: int, seconds: float) -> None:
+    """What is to be computed for a user with a lease: none, if all is there."""
+    relay.clocks[T.PROMISED_S] += seconds - relay.promised_s[user]
+    relay.promised_s[user] = seconds
 
 
 @inner
@@ -171,6 +188,7 @@ def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: floa
 def end_lease(relay: RelayState, user: int, why: int) -> None:
     """`why`: R.USED or R.EXPIRED; nothing happens to a user without one."""
     if relay.lease[user]:
+        promise(relay, user, 0.0)
         relay.lease[user] = 0
         relay.counts[R.LEASES] -= 1
         relay.counts[R.HELD_PAGES] -= relay.pages[user]

@@ -51,8 +51,9 @@ def _work(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, whic
         tokens += new + others
         pairs += new * (resident + new / 2) + others * total
         loaded += member[Member.LOADED]
-        out.history_tokens[request] = total
-        out.reused_tokens[request], out.computed_tokens[request] = resident, new + others
+        if member[Member.ASKED]:
+            out.history_tokens[request] = total
+            out.reused_tokens[request], out.computed_tokens[request] = resident, new + others
     return tokens, pairs, loaded
 
 
@@ -80,7 +81,7 @@ def _read_rows(node: NodeState, setup: Setup, requests: Requests, out: Outcomes,
         missed += look_up(rows, scratch, history_rows(reads, request, first, scratch) - num_later)
         if member[Member.ASKED]:
             missed += look_up(rows, scratch, candidate_rows(reads, request, scratch))
-        out.missed_rows[request] = missed / setup.rate
+            out.missed_rows[request] = missed / setup.rate
         num_missed += missed / setup.rate
         num_new = max(0, member[Member.TOKENS] - setup.num_context - num_old)
         num_read += (num_new + member[Member.ASKED]) * setup.rows_per_event + setup.num_request_context
