@@ -1,0 +1,177 @@
+"""Real Ray on this machine: three replicas behind the command line, in processes of their own; about half a minute."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.cluster.cases import plain_settings, write_model
+from tests.helpers import tiny_engine
+from tests.history.places import running_redis
+from tests.serve.cases import as_request, events_body, rank_body, rank_requests, stored_body
+
+psutil = pytest.importorskip("psutil", reason="helmrec[cluster] is not installed")
+pytest.importorskip("ray.serve", reason="helmrec[cluster] is not installed")
+TOKEN = "open sesame"
+REPLICAS = 3
+
+
+class Answer(NamedTuple):
+    status: int
+    body: Any
+
+
+class Cluster:
+    """A served cluster, and the processes that are its replicas."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+        self.process, self.port = process, port
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"content-type": "application/json", **headers})
+            answer = connection.getresponse()
+            return Answer(answer.status, json.loads(answer.read()))
+        finally:
+            connection.close()
+
+    def rank(self, body: Any) -> Answer:
+        return self.call("POST", "/v1/rank", body)
+
+    def replicas(self) -> list[Any]:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in found if "ServeReplica:helmrec:engines" in " ".join(_command(each))]
+
+    def num_pages(self) -> int:
+        answer = self.call("GET", "/v1/pool")
+        return int(answer.body["pool"]["num_pages"]) if answer.status == 200 else 0
+
+    def wait_for(self, wanted: int, seconds: float) -> float:
+        """Until so many replicas answer; returns how long that took."""
+        started_s = time.monotonic()
+        while time.monotonic() - started_s < seconds:
+            if self._is_ready() and self.num_pages() == 30 * wanted:
+                return time.monotonic() - started_s
+            assert self.process.poll() is None, "the cluster ended"
+            time.sleep(0.1)
+        raise AssertionError(f"{wanted} replicas were not there after {seconds} s")
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.call("GET", "/readyz").status == 200
+        except (OSError, http.client.HTTPException, json.JSONDecodeError):
+            return False
+
+
+def _command(process: Any) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    model = write_model(folder / "tiny")
+    config = folder / "cluster.toml"
+    config.write_text('cpus_per_replica = 0.1\ncpus_per_ingress = 0.1\nobject_store_bytes = "80MB"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="redis-") as place, running_redis(Path(place)) as url:
+        settings = plain_settings(port=port, history_path=url)
+        others = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        command = [
+            *(sys.executable, "-m", "helmrec", "serve", str(model), "--cluster", "--replicas", str(REPLICAS)),
+            *("--cluster-config", str(config), *others),
+        ]
+        environment = {**os.environ, "HELMREC_ADMIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            try:
+                served = Cluster(process, port)
+                served.wait_for(REPLICAS, 240)  # a quarter of a minute where nothing else runs
+                yield served
+            finally:
+                process.terminate()
+                assert process.wait(60) == 0, "it ends when told to"
+
+
+def test_routed_scores_are_those_of_one_engine(cluster: Cluster) -> None:
+    requests = rank_requests(30)
+    wanted = tiny_engine().rank(requests)
+    for request, alone in zip(requests * 2, wanted * 2, strict=True):
+        body = {name: _plain(getattr(request, name)) for name in rank_body()}
+        answer = cluster.rank(body)
+        assert answer.status == 200, answer
+        np.testing.assert_allclose(answer.body["scores"], alone.scores, atol=1e-5)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [int(each) for each in value] if not isinstance(value, int) else value
+
+
+def test_clients_see_the_single_nodes_api(cluster: Cluster) -> None:
+    assert cluster.call("GET", "/v1/model").body["name"] == "tiny"
+    wrong = cluster.rank(rank_body(items=[9_999, 2, 3]))
+    assert (wrong.status, wrong.body["title"]) == (400, "Bad Request")
+    moved = cluster.call("POST", "/v1/admin/alpha", {"alpha": 0.3}, authorization=f"Bearer {TOKEN}")
+    assert (moved.status, moved.body["alpha_target"]) == (200, pytest.approx(0.3))
+    assert cluster.call("POST", "/v1/admin/alpha", {"alpha": 0.3}).status == 401
+
+
+def test_a_stored_history_is_served_right_wherever_its_user_goes(cluster: Cluster) -> None:
+    assert cluster.call("POST", "/v1/events", events_body(0)).status == 200
+    assert cluster.call("POST", "/v1/events", events_body(0, items=[9, 9, 9])).status == 409
+    (wanted,) = tiny_engine().rank([as_request(rank_body())])
+    answer = cluster.rank(stored_body())
+    assert (answer.status, answer.body["history_version"]) == (200, 3)
+    np.testing.assert_allclose(answer.body["scores"], wanted.scores, atol=1e-5)
+    assert cluster.call("DELETE", "/v1/users/7").body["had_events"]
+    assert cluster.call("GET", "/v1/users/7").status == 404
+
+
+def test_a_killed_replica_costs_no_client_an_error_and_another_takes_its_place(cluster: Cluster) -> None:
+    statuses: list[int] = []
+    is_over = threading.Event()
+
+    def load(first_user: int) -> None:
+        user = first_user
+        while not is_over.is_set():
+            user += 1
+            statuses.append(cluster.rank(rank_body(user_id=user % 40)).status)
+
+    threads = [threading.Thread(target=load, args=(10 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(1.0)
+        victims = cluster.replicas()
+        assert len(victims) == REPLICAS
+        victims[0].kill()
+        num_before = len(statuses)
+        cluster.wait_for(REPLICAS, 120)
+        time.sleep(0.5)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert len(statuses) > num_before + 10
+    assert set(statuses) == {200}
+    assert victims[0].pid not in {each.pid for each in cluster.replicas()}
