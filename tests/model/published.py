@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from helmrec.model.dlrmv3_names import BITS, NUM_UNITS, UNIT_S, Sizes, published_shapes
+from helmrec.types import RankRequest
 
 SMALL = Sizes(
     num_layers=2,
@@ -54,6 +56,7 @@ PUBLISHED = Sizes(
 # What Meta's classes fix whatever their configuration; for the golden logits.
 GOLDEN = replace(SMALL, hidden=512, bit_dim=8, num_positions=8_192, num_times=2_049)
 HEADS = 2
+NOW = 1_700_000_000
 ROWS = {"item_id": 200, "item_category_id": 9, "user_id": 30}
 
 
@@ -120,3 +123,20 @@ def write_published(folder: Path, sizes: Sizes = SMALL) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_dense(folder / "non_sparse.ckpt", dense_weights(sizes))
     write_tables(folder / "sparse", tables(sizes))
+
+
+def random_query(rng: np.random.Generator, user: int, num: int, num_candidates: int, **overrides: Any) -> RankRequest:
+    """A request that models of this format take; `overrides` replace whole fields."""
+    times = NOW + np.cumsum(rng.integers(0, 4_000, num))
+    fields: dict[str, Any] = {
+        "user_id": user,
+        "items": rng.integers(0, ROWS["item_id"], num),
+        "actions": rng.integers(0, 32, num),
+        "timestamps": times,
+        "candidates": rng.integers(0, ROWS["item_id"], num_candidates),
+        "features": {"category": rng.integers(0, ROWS["item_category_id"], num)},
+        "candidate_features": {"category": rng.integers(0, ROWS["item_category_id"], num_candidates)},
+        "context": {"user": user % ROWS["user_id"]},
+        "request_time": int(times[-1]) + int(rng.integers(0, 9_000)) if num else NOW,
+    }
+    return RankRequest(**fields | overrides)

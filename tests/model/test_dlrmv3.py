@@ -24,10 +24,11 @@ from tests.model.meta_reference import MetaReference
 from tests.model.published import (
     GOLDEN,
     HEADS,
+    NOW,
     PUBLISHED,
-    ROWS,
     SMALL,
     dense_weights,
+    random_query,
     tables,
     write_dense,
     write_published,
@@ -35,7 +36,6 @@ from tests.model.published import (
 )
 
 OPTIONS = ImportOptions(num_heads=HEADS, window=40, max_candidates=16)
-NOW = 1_700_000_000
 LAYER_0 = "_hstu_transducer._stu_module._stu_layers.0."
 
 
@@ -55,22 +55,6 @@ def model(published: Path) -> Path:
 def engine_of(folder: Path, **overrides: Any) -> Engine:
     settings: dict[str, Any] = {"pool_bytes": "64KiB", "page_tokens": 4}
     return Engine.from_model(folder, EngineConfig(**settings | overrides))
-
-
-def random_query(rng: np.random.Generator, user: int, num: int, num_candidates: int, **overrides: Any) -> RankRequest:
-    times = NOW + np.cumsum(rng.integers(0, 4_000, num))
-    fields: dict[str, Any] = {
-        "user_id": user,
-        "items": rng.integers(0, ROWS["item_id"], num),
-        "actions": rng.integers(0, 32, num),
-        "timestamps": times,
-        "candidates": rng.integers(0, ROWS["item_id"], num_candidates),
-        "features": {"category": rng.integers(0, ROWS["item_category_id"], num)},
-        "candidate_features": {"category": rng.integers(0, ROWS["item_category_id"], num_candidates)},
-        "context": {"user": user % ROWS["user_id"]},
-        "request_time": int(times[-1]) + int(rng.integers(0, 9_000)) if num else NOW,
-    }
-    return RankRequest(**fields | overrides)
 
 
 def test_the_published_checkpoint_has_86_weights_of_16_7_million_numbers() -> None:
