@@ -5,7 +5,7 @@
     python -m scripts.cluster joint        controller and router together against constants and rival routers
     python -m scripts.cluster alpha        best split over cluster size and hot share
 
-Runs are short and pools small, so that caches turn over within a run: 32 nodes answer twenty thousand requests a second.
+Runs are short and pools small, so that caches turn over within a run: 32 nodes answer thousands of requests a second.
 Loads are per node. Nodes of `routers` hold different splits, from 0.15 to 0.55.
 """
 
@@ -66,8 +66,12 @@ _SMALL: dict[str, Any] = {"pool_bytes": "4GB", "hot_users": 50}
 PRESETS: dict[str, dict[str, Any]] = {
     "taobao": {"preset": "taobao", "rate": 280.0, "duration_s": 1.0, **_SMALL},
     "amazon-video-games": {
-        **{"preset": "amazon-video-games", "rate": 450.0, "duration_s": 0.6},
-        **{"num_lanes": 256, "row_sample": 1 / 256, **_SMALL},
+        "preset": "amazon-video-games",
+        "rate": 450.0,
+        "duration_s": 0.6,
+        "num_lanes": 256,
+        "row_sample": 1 / 256,
+        **_SMALL,
     },
     "amazon-books": {"preset": "amazon-books", "rate": 360.0, "duration_s": 0.8, **_SMALL},
 }
@@ -87,9 +91,7 @@ def make_trace(cell: Cell, seed: int) -> Trace:
 
 
 def node_config(cell: Cell, trace: Trace, alpha: float) -> NodeConfig:
-    engine = EngineConfig(
-        **{"pool_bytes": cell.pool_bytes, "alpha": alpha, "max_batch_requests": 8, "move_bytes_per_step": "64MiB"}
-    )
+    engine = EngineConfig(pool_bytes=cell.pool_bytes, alpha=alpha, max_batch_requests=8, move_bytes_per_step="64MiB")
     model = profile(cell.rows, trace.catalogue.num_items)
     return NodeConfig(model=model, engine=engine, row_sample=cell.row_sample, slo_ms=SLO_MS)
 
