@@ -3,14 +3,14 @@
 Cascade, settings of the engine and traffic are those of `scripts.gpu_relay`; costs are those measured on an H200.
 
     python -m scripts.relay                 # every part; finished ones are kept in docs/measurements/relay.json
-    python -m scripts.relay --part nodes    # that part again
+    python -m scripts.relay --part nodes    # that part again; --workers N for several processes
     python -m scripts.relay --plot          # draws docs/images/relay.png from that file
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,18 @@ WARM_UP_S, SPAN_S = 3.0, 12.0
 NODES_SPAN_S = 4.0  # of each of many nodes
 SEEDS = (0,)
 LENGTHS = (6_700, 8_200, 10_000, 12_200, 14_900, 20_000, 27_100)
+
+
+SET_UP = {
+    "pool_bytes": POOL,
+    "host_kv_bytes": HOST,
+    "hot_share": HOT_SHARE,
+    "warm_up_s": WARM_UP_S,
+    "span_s": SPAN_S,
+    "nodes_span_s": NODES_SPAN_S,
+    "seeds": len(SEEDS),
+    "calibration": "h200",
+}
 
 
 class Way(NamedTuple):
@@ -86,9 +98,14 @@ def trace_of(lengths: Lengths, rate: float, seed: int, num_nodes: int = 1) -> Tr
         new_events=NEW_EVENTS, cold_return=0,
     )  # fmt: skip
     phase = Phase(
-        name="cascade", duration_s=WARM_UP_S + (SPAN_S if num_nodes == 1 else NODES_SPAN_S), rate=rate * num_nodes, hot_share=HOT_SHARE,
-        hot_users=num_hot * num_nodes, history=lengths.median, item_exponent=1.0,
-    )  # fmt: skip
+        name="cascade",
+        duration_s=WARM_UP_S + (SPAN_S if num_nodes == 1 else NODES_SPAN_S),
+        rate=rate * num_nodes,
+        hot_share=HOT_SHARE,
+        hot_users=num_hot * num_nodes,
+        history=lengths.median,
+        item_exponent=1.0,
+    )
     return generate(Workload(name="relay", num_items=NUM_ITEMS, users=users, phases=(phase,)), seed)
 
 
@@ -120,7 +137,7 @@ def largest_rate(
 ) -> dict[str, Any]:
     """Per node, by bisection on a scale of ratios; 0 if the budget is not kept at 5 requests/s either."""
     low, high, best = 5.0, 1_200.0 * 6_700 / max(6_700, lengths.median), None
-    for _ in range(6 if num_nodes == 1 else 5):
+    for _ in range(6):
         rate = round(float(np.sqrt(low * high)), 1)
         seen = [run(way, lengths, rate, num_nodes, seed) for seed in seeds]
         if np.mean([each.share_within(budget_ms) for each in seen]) >= GOAL:
@@ -150,69 +167,62 @@ def told(seen: CascadeResult) -> dict[str, Any]:
     }
 
 
-def over_length(budget_ms: float) -> list[dict[str, Any]]:
-    """The largest rate over the length of histories."""
-    every = ways(budget_ms)
-    rows = []
-    for num_events in LENGTHS:
-        found = [largest_rate(every[name], Lengths(num_events), budget_ms) for name in ("inline", "relay + expander")]
-        rows.append({"tokens": num_events, "alone_ms": round(lone_ms(num_events), 3), "found": found})
-    return rows
+class Ask(NamedTuple):
+    """The largest rate of one way."""
+
+    way: Way
+    lengths: Lengths
+    budget_ms: float
+    num_nodes: int = 1
 
 
-def ablation(budget_ms: float) -> list[dict[str, Any]]:
-    left_out = list(ways(budget_ms).values())[2:]
-    return [
-        {"tokens": num_events, "found": [largest_rate(way, Lengths(num_events), budget_ms) for way in left_out]}
-        for num_events in (6_700, 10_000)
-    ]
+def answer(ask: Ask) -> dict[str, Any]:
+    found = largest_rate(ask.way, ask.lengths, ask.budget_ms, ask.num_nodes)
+    return {"tokens": ask.lengths.median, "num_nodes": ask.num_nodes, **found}
 
 
-def at_80ms(_: float) -> list[dict[str, Any]]:
-    """Histories of 2,000 to 30,000 events, 12,000 in the median, and 80 ms."""
-    return [largest_rate(way, Lengths(12_000, 0.6), 80.0) for way in ways(80.0).values()]
+def asks(part: str, budget_ms: float) -> list[Ask]:
+    """What a part is made of. Histories of `at_80ms` have 2,000 to 30,000 events, 12,000 in the median."""
+    every, slow = ways(budget_ms), ways(80.0)
+    inline, ours, *left_out = every.values()
+    if part == "nodes":
+        compared = (inline, ours, apart(ours))
+        return [Ask(way, Lengths(num), budget_ms, 32) for num in (10_000, 6_700) for way in compared]
+    if part == "over_length":
+        return [Ask(way, Lengths(num), budget_ms) for num in LENGTHS for way in (inline, ours)]
+    if part == "ablation":
+        return [Ask(way, Lengths(num), budget_ms) for num in (6_700, 10_000) for way in left_out]
+    return [Ask(way, Lengths(12_000, 0.6), 80.0) for way in slow.values()]
 
 
-def nodes(budget_ms: float) -> list[dict[str, Any]]:
-    """Thirty-two nodes: rates are those of each."""
-    every, rows = ways(budget_ms), []
-    for num_events in (10_000, 6_700):
-        compared = [every["inline"], every["relay + expander"], apart(every["relay + expander"])]
-        found = [largest_rate(way, Lengths(num_events), budget_ms, num_nodes=32, seeds=(0,)) for way in compared]
-        rows.append({"tokens": num_events, "num_nodes": 32, "found": found})
-    return rows
+class Crowd(NamedTuple):
+    """Ranks, and five times the signals that the node could compute beside nothing else."""
+
+    chunk_tokens: int
+    max_compute: float
+    rate: int
 
 
-def overload(budget_ms: float) -> list[dict[str, Any]]:
-    """Ranks with their own signals, and with five times what the node could compute beside them."""
-    rows, capacity = [], 800
-    for chunk, share, rate in ((4_096, 0.3, 100), (1_024, 0.3, 100), (1_024, 0.1, 100), (4_096, 0.3, 300)):
-        bounds = {"chunk_tokens": chunk, "max_compute": share, "max_held": 0.3}
-        relay = ways(budget_ms)["relay + expander"].relay.model_copy(update=bounds)
-        p99, seen = {}, {}
-        for name, strangers, has_signals in (
-            ("no signals", 0, False),
-            ("own signals", 0, True),
-            ("crowded", 5 * capacity // rate, True),
-        ):
-            relaying = Relaying(has_signals=has_signals, num_strangers=strangers, warm_up_s=WARM_UP_S)
-            runs = [run(Way(name, relaying, relay), Lengths(6_700), float(rate), 1, seed) for seed in SEEDS]
-            seen[name] = told(runs[0])
-            p99[name] = float(np.percentile(np.concatenate([each.latency_ms for each in runs]), 99))
-        rows.append(
-            {"chunk_tokens": chunk, "max_compute": share, "max_held": 0.3, "rate": rate, "p99_ms": p99, "seen": seen}
-        )
-        print(f"  chunks of {chunk}, share {share}, {rate}/s: {p99}", flush=True)
-    return rows
+CROWDS = (Crowd(4_096, 0.3, 100), Crowd(1_024, 0.3, 100), Crowd(1_024, 0.1, 100), Crowd(4_096, 0.3, 300))
+CAPACITY = 800  # requests/s of strangers
 
 
-PARTS: dict[str, Callable[[float], Any]] = {
-    "over_length": over_length,
-    "overload": overload,
-    "at_80ms": at_80ms,
-    "ablation": ablation,
-    "nodes": nodes,
-}
+def overload(crowd: Crowd, budget_ms: float) -> dict[str, Any]:
+    """Ranks without signals, with their own, and with the crowd's."""
+    bounds = {"chunk_tokens": crowd.chunk_tokens, "max_compute": crowd.max_compute, "max_held": 0.3}
+    relay = ways(budget_ms)["relay + expander"].relay.model_copy(update=bounds)
+    p99_ms, seen = {}, {}
+    strangers = {"no signals": 0, "own signals": 0, "crowded": 5 * CAPACITY // crowd.rate}
+    for name, num in strangers.items():
+        relaying = Relaying(has_signals=name != "no signals", num_strangers=num, warm_up_s=WARM_UP_S)
+        runs = [run(Way(name, relaying, relay), Lengths(6_700), float(crowd.rate), 1, seed) for seed in SEEDS]
+        seen[name] = told(runs[0])
+        p99_ms[name] = float(np.percentile(np.concatenate([each.latency_ms for each in runs]), 99))
+    print(f"  {crowd}: {p99_ms}", flush=True)
+    return {**crowd._asdict(), "max_held": 0.3, "p99_ms": p99_ms, "seen": seen}
+
+
+PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms")  # the longest first
 
 
 def plot(path: Path) -> None:
@@ -220,26 +230,19 @@ def plot(path: Path) -> None:
 
     kept = json.loads(path.read_text())
     figure, axis = plt.subplots(figsize=(7, 4))
-    for i, style in enumerate(("o-", "s-")):
-        rows = kept["over_length"]
-        label = rows[0]["found"][i]["way"]
-        axis.plot(
-            [r["tokens"] for r in rows], [r["found"][i]["rate"] for r in rows], style, label=f"{label}, simulated"
-        )
+    _draw(axis, kept["over_length"], "simulated", {"marker": "o", "linestyle": "-"})
     measured = path.parent / "gpu-relay-h200.json"
     if measured.exists():
         card = json.loads(measured.read_text())
-        rows = sorted((card[name] for name in card if name.startswith("over_length_")), key=lambda row: row["tokens"])
-        for i, style in enumerate(("o", "s")):
-            rates = [row["found"][i]["rate"] for row in rows]
-            axis.plot(
-                [row["tokens"] for row in rows],
-                rates,
-                style,
-                mfc="none",
-                ms=10,
-                label=f"{rows[0]['found'][i]['way']}, H200",
-            )
+        rows = [
+            {"tokens": part["tokens"], **found}
+            for name, part in card.items()
+            if name.startswith("over_length_")
+            for found in part["found"]
+        ]
+        _draw(
+            axis, sorted(rows, key=lambda row: row["tokens"]), "H200", {"marker": "s", "linestyle": ":", "mfc": "none"}
+        )
     axis.set_xlabel("events of every history")
     axis.set_ylabel(f"requests/s with 99% within {kept['budget_ms']:.1f} ms")
     axis.set_ylim(bottom=0)
@@ -249,31 +252,41 @@ def plot(path: Path) -> None:
     print(f"wrote {PLOT}")
 
 
+def _draw(axis: Any, rows: list[dict[str, Any]], where: str, style: dict[str, str]) -> None:
+    for name, color in (("inline", "tab:gray"), ("relay + expander", "tab:blue")):
+        mine = [row for row in rows if row["way"] == name]
+        lengths, rates = [row["tokens"] for row in mine], [row["rate"] for row in mine]
+        axis.plot(lengths, rates, color=color, label=f"{name}, {where}", **style)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--part", choices=[*PARTS], nargs="*", help="only these, even if there are figures")
+    parser.add_argument("--part", choices=PARTS, nargs="*", help="only these, even if there are figures")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--plot", action="store_true", help="draw the file there is")
     arguments = parser.parse_args()
     if arguments.plot:
         return plot(arguments.out)
     kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     alone_ms = lone_ms(6_700)
+    budget_ms = 2 * alone_ms
     results = {name: kept[name] for name in PARTS if name in kept and name not in (arguments.part or ())}
-    results |= {"alone_ms": alone_ms, "budget_ms": 2 * alone_ms, "goal": GOAL}
-    results["set_up"] = {
-        "pool_bytes": POOL,
-        "host_kv_bytes": HOST,
-        "hot_share": HOT_SHARE,
-        "span_s": SPAN_S,
-        "seeds": len(SEEDS),
-    }
+    results |= {"alone_ms": alone_ms, "budget_ms": budget_ms, "goal": GOAL, "set_up": SET_UP}
     print(f"a rank alone takes {alone_ms:.2f} ms", flush=True)
-    for name in arguments.part or [name for name in PARTS if name not in kept]:
-        started_s = time.perf_counter()
-        results[name] = PARTS[name](2 * alone_ms)
-        print(f"{name}: {time.perf_counter() - started_s:.0f} s", flush=True)
-        write_measurement(arguments.out, results)
+    started_s = time.perf_counter()
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        wanted = arguments.part or [name for name in PARTS if name not in kept]
+        running = {
+            name: [pool.submit(overload, crowd, budget_ms) for crowd in CROWDS]
+            if name == "overload"
+            else [pool.submit(answer, ask) for ask in asks(name, budget_ms)]
+            for name in sorted(wanted, key=PARTS.index)
+        }
+        for name in reversed(running):  # those that end first
+            results[name] = [future.result() for future in running[name]]
+            print(f"{name} after {time.perf_counter() - started_s:.0f} s", flush=True)
+            write_measurement(arguments.out, results)
     return None
 
 
