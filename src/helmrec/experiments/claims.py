@@ -38,10 +38,9 @@ class Rule:
     is_more_better: bool = True
     unit: Literal["share", "ratio", "alpha", "us", "count"] = "share"
 
-    @property
-    def text(self) -> str:
-        word = "at least" if self.is_more_better else "at most"
-        return f"reproduced: {word} {self.shown(self.reproduced)}; partly: {word} {self.shown(self.partly)}; else not"
+    def told(self, *, is_papers: bool = True) -> str:
+        word, (best, _, worst) = "at least" if self.is_more_better else "at most", _words(is_papers=is_papers)
+        return f"{best}: {word} {self.shown(self.reproduced)}; partly: {word} {self.shown(self.partly)}; else {worst}"
 
     def finding(self, value: float) -> Finding:
         if math.isnan(value):  # there was nothing to compare with
@@ -57,10 +56,15 @@ class Rule:
         return value >= threshold if self.is_more_better else value <= threshold
 
 
+def _words(*, is_papers: bool) -> list[str]:
+    return list((WORDS if is_papers else OUR_WORDS).values())[:3]
+
+
 def judged(claim: str, paper: str | None, value: float, rule: Rule, because: str) -> Verdict:
     """`because`: the figures behind the value, in words. Without `paper` the claim is ours."""
-    told, finding = paper or "not given", rule.finding(value)
-    return Verdict(claim, told, rule.shown(value), rule.text, finding, because, paper is not None)
+    is_papers = paper is not None
+    stated, finding = rule.told(is_papers=is_papers), rule.finding(value)
+    return Verdict(claim, paper or "not given", rule.shown(value), stated, finding, because, is_papers)
 
 
 def unjudged(verdict: Verdict, why: str) -> Verdict:

@@ -20,7 +20,7 @@ from helmrec.sim.simulate import Options, simulate
 _NUM_CALLS = {"smoke": 2_000, "quick": 100_000, "full": 1_000_000}
 _PRESSED = 0.5  # of the scenario: windows enough to go through, again and again
 _SHOWN = {"median": "p50_us", "p99": "p99_us", "p99.9": "p999_us"}
-_EDGES_US = (*(0.5 * step for step in range(41)), 50.0, 100.0, 1_000.0, 1e9)
+_EDGES_US = (*(0.5 * step for step in range(81)), 50.0, 100.0, 1_000.0, 1e9)
 
 
 class _Keeps:
@@ -105,9 +105,8 @@ def show_decisions(figures: Figures, measured: Measured) -> Sequence[Block]:
 
     def draw(figure: Any) -> None:
         axes, edges = figure.subplots(), np.array(times["edges_us"])
-        shown = edges[:-1] < 50
-        widths = np.minimum(np.diff(edges), 2.0)[shown]
-        axes.bar(edges[:-1][shown], np.array(times["histogram"])[shown], widths, align="edge", color=BLUE)
+        shown = edges[:-1] < 40
+        axes.bar(edges[:-1][shown], np.array(times["histogram"])[shown], 0.5, align="edge", color=BLUE)
         axes.axvline(32, color=ORANGE, linewidth=1.5, label="paper: 32 µs")
         axes.set(xlabel="µs per decision", ylabel="calls", yscale="log")
         axes.legend(frameon=False)

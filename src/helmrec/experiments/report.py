@@ -111,9 +111,13 @@ def _section(one: Experiment, result: Result, judged: list[Verdict], measured: M
 def _verdict(verdict: Verdict) -> str:
     return (
         f'<div class="verdict {_CLASS[verdict.finding]}"><p>{_chip(verdict)} '
-        f"{html.escape(verdict.claim)}: <b>{html.escape(verdict.ours)}</b>; paper: {html.escape(verdict.paper)}.</p>"
+        f"{html.escape(verdict.claim)}: <b>{html.escape(verdict.ours)}</b>{_beside(verdict)}.</p>"
         f'<p class="why">{html.escape(verdict.reason)}.<br>Rule: {html.escape(verdict.rule)}.</p></div>'
     )
+
+
+def _beside(verdict: Verdict) -> str:
+    return f"; paper: {html.escape(verdict.paper)}" if verdict.is_papers else ""
 
 
 def _missing(results: Mapping[str, Result]) -> str:
