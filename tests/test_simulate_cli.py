@@ -69,6 +69,7 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
         report,
         "--plots",
         plots,
+        "--star",
     ]
     code, output = simulate(scenario, *flags)
     assert code == 0, output
@@ -81,6 +82,9 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
     assert len(static["by_seed"]["p99_ms"]) == 2
     assert static["by_seed"]["num_refused"] == [0, 0]
     assert set(np.ravel(static["alpha_by_window"]).round(2)) == {0.2}
+    assert found["alpha_star"]["window_s"] == 10
+    assert len(found["alpha_star"]["alpha"]) == 1
+    assert found["alpha_star"]["alpha"][0] < 0.9, "six rows a token and eight requests at once: KV wants its share"
     assert sorted(path.name for path in plots.iterdir()) == ["hill.png", "static-0.2.png"]
 
 
