@@ -139,3 +139,13 @@ def test_policies_by_name_and_what_they_need(tmp_path: Path) -> None:
         Steering.of(ServeConfig(policy="shoes"), node)
     with pytest.raises(ConfigError, match="cannot read calibration"):
         Steering.of(ServeConfig(policy="helm", policy_cost=str(tmp_path / "none.json")), node)
+
+
+def test_a_rehearsal_moves_nothing_and_teaches_the_policy_nothing() -> None:
+    engine, policy = tiny_engine(clock=MonotonicClock()), Wants(0.2)
+    steering = Steering("static:0.7", slo_ms=80)
+    steering._policy = policy
+    before = engine.stats()
+    steering.rehearse(engine)
+    assert engine.stats() == before
+    assert policy.windows == []

@@ -26,7 +26,7 @@ from helmrec.sim.requests import rank_requests
 from helmrec.sim.trace import Trace
 
 _AUDIT_EVERY = 20
-_START_S = 120.0
+_START_S = 300.0  # on a busy machine a policy may compile for a minute or two, once
 
 
 @dataclass(frozen=True, slots=True)
