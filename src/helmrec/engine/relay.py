@@ -103,7 +103,7 @@ class Relay:
         signal = Signal(
             inline_ms=self._inline_ms(total, missing, request.num_candidates, now),
             budget_ms=request.budget_ms or self._config.budget_ms,
-            ahead_s=self._costs.seconds(missing, missing * (total - missing / 2)),
+            ahead_s=self._ahead_s(total, missing),
             num_missing=missing,
             num_pages=num_pages,
             is_held=user_id in self._leases,
@@ -124,6 +124,12 @@ class Relay:
     def _compute_share(self, now: float) -> float:
         """Of late time, that went into computing ahead, and what has been promised of the time to come."""
         return self._share.share(now) + self._leases.promised_s / SHARE_S
+
+    def _ahead_s(self, total: int, missing: int) -> float:
+        """What computing the rest of a history ahead would take, chunk by chunk."""
+        num_steps = -(-missing // self._config.chunk_tokens)
+        floor_s = self._costs.seconds(0, 0.0, is_whole_step=True)
+        return self._costs.seconds(missing, missing * (total - missing / 2)) + num_steps * floor_s
 
     def _inline_ms(self, total: int, missing: int, num_candidates: int, now: float) -> float:
         """What the rank would take by itself: its step, as steps so far tell, and its wait behind others.

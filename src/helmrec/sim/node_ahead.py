@@ -40,11 +40,13 @@ def _wanted(node: NodeState, setup: Setup, requests: Requests, request: int, now
     pairs, tokens = missing * (total - missing / 2), missing + asked
     rank = Work(tokens, pairs + asked * total, float(tokens * setup.rows_per_event))
     ahead = Work(missing, pairs, float(missing * setup.rows_per_event))
+    num_steps = -(-missing // setup.relay.chunk_tokens)
+    ahead_ms = compute_ms(setup.terms, ahead) + (num_steps - 1) * setup.terms.compute_floor_ms
     idle = max(_LEAST_IDLE, 1 - share(node.relay, T.LATE_BUSY_S, now_s))
     wait_ms = node.clocks[C.MS_PER_REQUEST] * node.counts[N.QUEUED]
     return Wanted(
         wait_ms + compute_ms(setup.terms, rank) / idle,
-        (compute_ms(setup.terms, ahead) - setup.terms.compute_floor_ms) / 1e3,
+        ahead_ms / 1e3,
         missing,
         pages_for(setup.rules, total),
     )
