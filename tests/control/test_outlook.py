@@ -172,13 +172,3 @@ def test_arrivals_are_answers_and_what_the_queue_grew_by() -> None:
     for queued, rate in ((0, 100), (40, 140), (10, 70)):
         count_arrivals(outlook, Seen(*seen(replace(stats, traffic=replace(stats.traffic, num_queued=queued)))))
         assert outlook.numbers[O.RATE] == rate
-
-
-def test_where_traffic_turns_the_newest_window_counts_alone() -> None:
-    before, after = Bowl(rate=100).window(0.5), Bowl(rate=300).window(0.5, start_s=1)
-    for is_turn, low, high in ((0.0, 110, 290), (1.0, 300, 300)):
-        outlook = outlook_for(before)
-        take(outlook, before)
-        outlook.numbers[O.IS_TURN] = is_turn
-        take(outlook, after)
-        assert low <= outlook.numbers[O.FRESH_RATE] <= high

@@ -89,9 +89,9 @@ def begin_burst(numbers: Floats, settings: BurstSettings) -> None:
 
 
 @inner
-def watch(numbers: Floats, terms: BurstTerms, window: Seen, rate: float) -> bool:
-    """Take a window in: does a burst begin, go on or end? True if one has begun or ended. `rate`: of its arrivals."""
-    dt_s, was_burst = max(1e-6, window.end_s - window.start_s), numbers[B.IS_BURST] != 0
+def watch(numbers: Floats, terms: BurstTerms, window: Seen, rate: float) -> None:
+    """Take a window in: does a burst begin, go on or end? `rate`: of its arrivals."""
+    dt_s = max(1e-6, window.end_s - window.start_s)
     signals = (np.log(rate + 1.0), window.hot_user_share, np.log(window.new_tokens + window.resident_tokens + 1.0))
     deviation = 0.0
     for i in range(_NUM_SIGNALS):
@@ -99,7 +99,7 @@ def watch(numbers: Floats, terms: BurstTerms, window: Seen, rate: float) -> bool
         deviation = max(deviation, abs(signals[i] - numbers[B.MEAN + i]) / spread)
     is_known = numbers[B.WINDOWS] >= 5
     numbers[B.WINDOWS] += 1
-    if was_burst:
+    if numbers[B.IS_BURST]:
         _go_on(numbers, terms, window, deviation)
     elif is_known:
         numbers[B.SCORE] = max(0.0, numbers[B.SCORE] + min(deviation, 2 * terms.threshold) - terms.slack)
@@ -114,7 +114,6 @@ def watch(numbers: Floats, terms: BurstTerms, window: Seen, rate: float) -> bool
             numbers[B.MEAN + i] += (1 - keep) * off
             numbers[B.VARIANCE + i] = keep * (numbers[B.VARIANCE + i] + (1 - keep) * off * off)
     numbers[B.LEFT_S] = _left_s(numbers, window.end_s)
-    return (numbers[B.IS_BURST] != 0) != was_burst
 
 
 @inner

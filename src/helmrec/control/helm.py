@@ -272,8 +272,7 @@ def _decide(
     window, kept = Seen(*values), views(memory, computed.size)
     cost, residual, burst, guard, flags = _fixed_of(fixed)
     count_arrivals(kept.outlook, window)
-    is_turn = watch(kept.burst, burst, window, kept.outlook.numbers[O.RATE])
-    kept.outlook.numbers[O.IS_TURN] = 1.0 if is_turn else 0.0
+    watch(kept.burst, burst, window, kept.outlook.numbers[O.RATE])
     note_burst(kept.ready, kept.burst, window)
     look(kept.outlook, cost, window, computed, missed)
     correct_by_measured(kept.measured, kept.outlook, window)

@@ -147,7 +147,6 @@ class O(IntEnum):  # noqa: E742 - as short as its uses are many
     KV_CORRECTION = 13  # tokens reused over what shadows promised at this split
     ROW_CORRECTION = 14  # rows missed over what shadows promised
     RATE = 15  # of the window's arrivals alone, per second
-    IS_TURN = 16  # traffic has just changed: the newest window counts alone
 
 
 class Split(IntEnum):
@@ -253,7 +252,7 @@ def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed:
     numbers, dt_s = outlook.numbers, max(1e-6, window.end_s - window.start_s)
     rate, tokens = numbers[O.RATE], window.new_tokens + window.resident_tokens
     is_first = numbers[O.WINDOWS] == 0
-    fresh = 0.0 if is_first or numbers[O.IS_TURN] else keep_of(dt_s, _FRESH_HALF_LIFE_S)
+    fresh = 0.0 if is_first else keep_of(dt_s, _FRESH_HALF_LIFE_S)
     lasting = 0.0 if is_first else keep_of(dt_s, _LASTING_HALF_LIFE_S)
     numbers[O.FRESH_RATE] = fresh * numbers[O.FRESH_RATE] + (1 - fresh) * rate
     numbers[O.LASTING_RATE] = lasting * numbers[O.LASTING_RATE] + (1 - lasting) * rate
@@ -277,8 +276,6 @@ def _take_newest(outlook: Outlook, terms: Terms, window: Seen, computed: Floats,
     new = window.weight - old
     is_told = numbers[O.WEIGHT] > 0 and new >= 1
     keep = keep_of(window.end_s - window.start_s, _FRESH_HALF_LIFE_S) * numbers[O.FRESH_WEIGHT]
-    if numbers[O.IS_TURN]:
-        keep = 0.0
     for i in range(computed.size):
         if not is_told and numbers[O.FRESH_WEIGHT] == 0:
             knots[Knot.FRESH_COMPUTED, i], knots[Knot.FRESH_MISSED, i] = computed[i], missed[i]

@@ -31,7 +31,7 @@ class Observer:
         kept, self._window = self._kept, Seen(*seen(stats))
         numbers, terms = kept.outlook.numbers, burst_terms(self._burst)
         count_arrivals(kept.outlook, self._window)
-        numbers[O.IS_TURN] = float(watch(kept.burst, terms, self._window, numbers[O.RATE]))
+        watch(kept.burst, terms, self._window, numbers[O.RATE])
         look(
             kept.outlook, self._terms, self._window, curves.computed_tokens_per_request, curves.missed_rows_per_request
         )
