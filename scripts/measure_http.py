@@ -10,13 +10,12 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import tritonclient.http as triton
 import uvloop
 from numpy.typing import ArrayLike, NDArray
 from starlette.applications import Starlette
@@ -35,6 +34,9 @@ from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 from scripts.provenance import write_measurement
+
+with suppress(ImportError):  # --front-only needs none
+    import tritonclient.http as triton
 
 OUT = Path("docs/measurements/http-cpu.json")
 BODY_BYTES = 8_192
@@ -331,15 +333,17 @@ def _rounds(call: Callable[[], None], seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of the rounds")
+    parser.add_argument("--front-only", action="store_true", help="leave the Open Inference Protocol out")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    results = {
+    results: dict[str, Any] = {
         "load_average_before": round(load, 2),
         "rounds": ROUNDS,
         "front": measure_front(arguments.seconds),
-        "open_inference_protocol": measure_inference(arguments.seconds),
     }
+    if not arguments.front_only:
+        results["open_inference_protocol"] = measure_inference(arguments.seconds)
     write_measurement(arguments.out, results)
 
 
