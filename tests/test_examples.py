@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples.histories import Histories, lessons, read_histories
+from examples.histories import Histories, History, Lessons, lessons, read_histories
 from examples.learner import Learner
 from examples.train_hstu import model_config, run
 
@@ -50,11 +50,10 @@ def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
     candidates = torch.arange(data.num_items).expand(8, -1)
     with torch.no_grad():
         logits = learner(batch, candidates).numpy()
-    users = {tuple(h.items.tolist()): h for h in data.users}
     engine = Engine.from_model(tmp_path / "model", EngineConfig(pool_bytes="4MiB"))
     for i in range(8):
         seen = batch.items[i, : batch.lengths[i]].tolist()
-        history = next(h for items, h in users.items() if list(items[: len(seen)]) == seen)
+        history = next(h for h in data.users if is_lesson_of(h, batch, i))
         request = RankRequest(
             user_id=history.user,
             items=history.items[: len(seen)],
@@ -64,6 +63,15 @@ def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
             request_time=int(history.times[len(seen)]),
         )
         assert np.abs(engine.rank([request])[0].scores[:, 0] - logits[i]).max() <= 1e-4
+
+
+def is_lesson_of(history: History, batch: Lessons, i: int) -> bool:
+    num = int(batch.lengths[i])
+    return (
+        history.items[: num + 1].tolist() == [*batch.items[i, :num].tolist(), int(batch.target[i])]
+        and history.actions[:num].tolist() == batch.actions[i, :num].tolist()
+        and history.gaps(64)[: num + 1].tolist() == [*batch.gaps[i, :num].tolist(), int(batch.target_gap[i])]
+    )
 
 
 def test_held_out_events_are_never_learned_from(tmp_path: Path) -> None:
