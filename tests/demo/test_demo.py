@@ -37,7 +37,7 @@ def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[S
         assert 0 <= side.in_slo <= 1
         assert math.isfinite(side.mean_ms)
     assert static.end.offered == adaptive.end.offered
-    best = min(story.trials, key=lambda trial: trial.mean_ms).alpha
+    best = min(story.trials, key=lambda trial: trial.cpu_ms).alpha
     assert [sample.alpha for sample in static.samples] == pytest.approx([best] * len(static.samples), abs=0.02)
     assert len(re.findall(r"dashboard at http://127.0.0.1:\d+/", text)) == 2
     assert "0 wrong" in text
@@ -54,16 +54,18 @@ def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple
 
 
 def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(shown: tuple[Story, str, str]) -> None:
-    side = shown[0].sides[0]
+    side = replace(shown[0].sides[0], in_slo=0.9)
     simulated = [Simulated("static:0.4", 20.0, 90.0, 0.9), Simulated("static:0.6", 30.0, 95.0, 0.8),
                  Simulated("helm", 15.0, 70.0, 0.99)]  # fmt: skip
     same = verdict([side, replace(side, name="helm")], simulated)
     assert "by +0.0%. That is little" in same
+    assert "queue" not in same
     assert "helm takes 15.0 ms" in same
     assert "(static:0.4) 20.0 and 90.0" in same
     parts = {name: replace(part, mean_ms=2 * part.mean_ms) for name, part in side.parts.items()}
     slower = replace(side, cpu_ms=2 * side.cpu_ms, parts=parts)
-    told = verdict([side, slower], [])
+    told = verdict([side, replace(slower, in_slo=0.2)], [])
+    assert "what is long here is the queue" in told
     assert "by +100.0%" in told
     assert "little" not in told
 

@@ -20,6 +20,7 @@ from helmrec.sim.generate import generate
 
 _UTILISATION = 0.4  # of what one request after the other takes: bursts come on top, and driver and server share cores
 _MOST_PER_S = 150.0
+_KEPT_UP = 0.5  # share within the SLO below which requests mostly wait for each other
 _EFFECT = 0.05  # a smaller difference of means is none
 
 
@@ -29,11 +30,11 @@ def run_demo(console: Console, plan: DemoPlan, report: Path) -> Story:
         model = Path(name) / "model"
         init_model(model, profile("demo", plan.num_items), plan.seed)
         trials = _try(console, plan, model)
-        best = min(trials, key=lambda trial: trial.mean_ms)
-        rate = min(_MOST_PER_S, _UTILISATION * 1e3 / best.mean_ms)
+        best = min(trials, key=lambda trial: trial.cpu_ms)
+        rate = min(_MOST_PER_S, _UTILISATION * 1e3 / max(trial.wall_ms for trial in trials))
         trace = generate(plan.workload(rate), plan.seed)
         console.print(
-            f"best constant split: {best.alpha:g} ({best.mean_ms:.1f} ms a request). Now {trace.num_requests:,} "
+            f"best constant split: {best.alpha:g} ({best.cpu_ms:.1f} ms of processor time a request). Now {trace.num_requests:,} "
             f"requests over HTTP, {rate:.0f}/s, twice: rows that are not in the pool come from the model's files.",
             highlight=False,
         )
@@ -101,6 +102,8 @@ def verdict(sides: list[Side], simulated: list[Simulated]) -> str:
             " That is little: rows that miss the pool come out of the system's page cache at about the price of a hit,"
             " so the boundary hardly matters; what other work the machine has to do may well matter more."
         )
+    if min(side.in_slo for side in sides) < _KEPT_UP:
+        told += " The machine had too little time for this traffic: what is long here is the queue."
     if simulated:
         best, ours = best_static(simulated), simulated[-1]
         told += (

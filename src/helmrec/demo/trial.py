@@ -17,20 +17,22 @@ class Trial:
     """What a constant split took."""
 
     alpha: float
-    mean_ms: float
+    cpu_ms: float  # of processor time, in the mean: what other work the machine has changes it little
+    wall_ms: float
 
 
 def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[Trial]:
-    """Mean milliseconds of a request at each of the plan's splits; `progress` is told after each."""
+    """What a request takes at each of the plan's splits; `progress` is told after each."""
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
     for alpha in plan.trial_alphas:
         with Engine.from_model(model, EngineConfig(pool_bytes=plan.pool, alpha=alpha)) as engine:
             requests = list(rank_requests(trace, engine.model_config))
             engine.rank(requests[:1])  # compiles what runs compiled
-            started_s = time.perf_counter()
+            started_s, cpu_s = time.perf_counter(), time.process_time()
             for request in requests:
                 engine.rank([request])
-            trials.append(Trial(alpha, (time.perf_counter() - started_s) * 1e3 / len(requests)))
+            cpu_ms, wall_ms = (time.process_time() - cpu_s) * 1e3, (time.perf_counter() - started_s) * 1e3
+            trials.append(Trial(alpha, cpu_ms / len(requests), wall_ms / len(requests)))
         progress()
     return trials
