@@ -16,10 +16,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from helmrec.cluster.config import ClusterConfig, cluster_config
+from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
 from helmrec.cluster.replica import EngineReplica, replica_settings
-from helmrec.cluster.request_router import REPORT, HelmRequestRouter
+from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_policy
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
@@ -54,11 +55,15 @@ class _Engines(EngineReplica):
 class _Ingress:
     """The single node's HTTP API in front of all engines."""
 
-    def __init__(self, engines: DeploymentHandle, model: str, settings: dict[str, Any], patience_s: float) -> None:
-        told = _settings(settings)
+    def __init__(
+        self, engines: DeploymentHandle, model: str, settings: dict[str, Any], cluster: dict[str, Any]
+    ) -> None:
+        told, chosen = _settings(settings), cluster_config(cluster)
         log_to_stderr(told.serve.log_level)
         shape = read_manifest(Path(model)).model
-        self._port = ClusterPort(RayFleet(engines), shape, told.engine.max_history, patience_s)
+        policy = make_policy(chosen.router, router_cost(chosen, told, shape).model_dump(), chosen.routing.model_dump())
+        warm_up(policy, chosen.memory)  # the router itself is Ray's to make, in this process
+        self._port = ClusterPort(RayFleet(engines), shape, told.engine.max_history, chosen.patience_s)
         path = told.serve.history_path
         histories = None if path is None else Histories.open(path, shape, told.history)
         self._app = make_app(self._port, told.serve, histories)
@@ -101,7 +106,7 @@ def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Appl
         health_check_period_s=cluster.health_every_s,
     )
     bound = engines.bind(msgspec.msgpack.encode(begin), replica_settings(told))
-    return front.bind(bound, str(model), _plain(settings), cluster.patience_s)
+    return front.bind(bound, str(model), _plain(settings), cluster.model_dump(mode="json", exclude_none=True))
 
 
 def _most(cluster: ClusterConfig) -> int:

@@ -61,11 +61,11 @@ def serve_cluster(model: Path, settings: Settings, cluster: ClusterConfig) -> No
     """Serve until told to stop; on a Ray cluster that was there before, deploy and leave it serving."""
     over = threading.Event()
     with ray_of(cluster) as is_ours:
+        if is_ours:  # after Ray has set its own: it would abort
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: over.set())
         with err.status(f"starting {cluster.replicas} replicas"):
             deploy(model, settings, cluster)
         log.info("serving", extra={"address": f"http://{settings.serve.host}:{settings.serve.port}"})
-        if not is_ours:
-            return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: over.set())
-        over.wait()
+        if is_ours:
+            over.wait()

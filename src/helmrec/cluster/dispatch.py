@@ -6,10 +6,13 @@ Holds one policy and what is believed of the replicas; Ray's part (`request_rout
 import hashlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from helmrec.cluster.hint import Hint
-from helmrec.cluster.report import unpack_report
+from helmrec.cluster.report import ReplicaReport, pack_report, unpack_report
 from helmrec.router.policy import Policy
-from helmrec.router.state import ClusterState, Sent
+from helmrec.router.sketch import build_sketch, sample_rows
+from helmrec.router.state import ClusterState, Sent, StateSettings
 
 _MOST_OPEN = 100_000  # requests kept account of; beyond it the oldest are dropped
 
@@ -89,3 +92,20 @@ class Dispatch:
         sent = self._open.pop(request_id, None)
         if sent is not None:
             self.state.finished(sent)
+
+
+def warm_up(policy: Policy, settings: StateSettings) -> None:
+    """Go through every step once, so that what compiles on first use does so before requests wait for it."""
+    dispatch = Dispatch(policy, ClusterState(settings), lambda: 0.0)
+    sketch = build_sketch(np.arange(8), settings.sketch_bits)
+    told = ReplicaReport(
+        0.0, 1.0, 1, 8, 0.5, 100, 0.5, [(1, 8)], int(sketch.threshold), sketch.fill, sketch.words.tobytes()
+    )
+    sample = sample_rows(np.arange(8).reshape(4, 2), np.arange(8, 12).reshape(2, 2))
+    dispatch.meet({"a": pack_report(told), "b": pack_report(told)})
+    for user in (1, 2, 2):
+        hint = Hint(user, 4, 2, 2, int(sample.threshold), sample.hashes.tobytes(), sample.position.tobytes())
+        chosen = dispatch.choose("warm-up", hint)
+        assert chosen is not None, "two replicas are there"
+        dispatch.sent("warm-up", hint, chosen)
+        dispatch.finished("warm-up")

@@ -76,6 +76,7 @@ class EngineReplica:
         self._port.start()
         while self._port.health is Health.STARTING:
             time.sleep(_LOOK_EVERY_S)
+        self._sketch = self._look_at_rows()  # and compiled, before anybody waits
         self.check_health()
 
     async def rank(self, hint: bytes, came_s: float, payload: bytes) -> tuple[int, str, bytes]:

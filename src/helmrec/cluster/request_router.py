@@ -29,12 +29,7 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         self, router: str, cost: dict[str, Any], routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
     ) -> None:
         """Settings as plain values, as `ClusterConfig` has them."""
-        made = RouterCost(**cost)
-        policy: Policy
-        if router == "emb-kv-aware":
-            policy = EmbKVAware(made, RouterSettings(**routing))
-        else:
-            policy = policies(made, np.random.default_rng(seed))[router]()
+        policy = make_policy(router, cost, routing, seed)
         self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.time)
         self._lock = threading.Lock()  # answers are told from another thread than the one that chooses
 
@@ -73,6 +68,13 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         with self._lock:
             self._dispatch.lose(_name(replica_id))
         super().on_replica_actor_died(replica_id)
+
+
+def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> Policy:
+    made = RouterCost(**cost)
+    if router == "emb-kv-aware":
+        return EmbKVAware(made, RouterSettings(**routing))
+    return policies(made, np.random.default_rng(seed))[router]()
 
 
 def _name(replica_id: ReplicaID) -> str:
