@@ -16,11 +16,8 @@ from helmrec.experiments.kept import digest_of
 from helmrec.experiments.lab import Lab
 from helmrec.experiments.tiers import with_traffic
 from helmrec.sim.cascade import CascadeConfig
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import prepare_requests
-from helmrec.sim.node_state import make_outcomes
+from helmrec.sim.relay import Relaying, simulate_cascade
 from helmrec.sim.scenario import Scenario
-from helmrec.sim.simulate import finish
 
 SCENARIOS = ("evaluation/relay", "evaluation/relay-tight")
 _LOADS = tuple(round(0.25 * 1.12**step, 3) for step in range(31))  # x the scenario's arrivals: five bisections
@@ -70,17 +67,16 @@ def perform_cascade(one: Cascade) -> dict[str, float]:
     length = {} if one.history is None else {"history": one.history}
     workload = with_traffic(scaled(scenario.workload, one.load), **length)
     trace = scenario.model_copy(update={"workload": workload}).make_trace(one.seed)
-    config, outcomes = scenario.node_config(trace), make_outcomes(trace.num_requests)
-    rank_s = CascadeConfig(budget_ms=scenario.slo_ms).rank_times(trace.time_s, np.random.default_rng(one.seed))
-    node = Node(config, scenario.cost(), prepare_requests(trace, config), outcomes)
-    order = np.argsort(rank_s, kind="stable")
-    node.send(order, rank_s[order])
-    if one.has_signals:
-        node.send_signals(np.arange(trace.num_requests), trace.time_s)
-    node.run_until(float(rank_s.max(initial=0.0)))
-    finish(node, 1.0)
-    latency_ms = np.nan_to_num(outcomes.latency_ms[trace.time_s >= scenario.warm_up_s], nan=_REFUSED_MS)
-    return {"p99_ms": float(np.percentile(latency_ms, 99)), "mean_ms": float(latency_ms.mean())}
+    relaying = Relaying(
+        CascadeConfig(budget_ms=scenario.slo_ms), one.has_signals, warm_up_s=scenario.warm_up_s, seed=one.seed
+    )
+    result = simulate_cascade(trace, scenario.node_config(trace), scenario.cost(), relaying)
+    latency_ms = np.minimum(result.latency_ms, _REFUSED_MS)
+    return {
+        "p99_ms": float(np.percentile(latency_ms, 99)),
+        "mean_ms": float(latency_ms.mean()),
+        "ahead_busy": result.ahead_busy,
+    }
 
 
 def _largest(lab: Lab, values: Sequence[float], make: Callable[[bool, int, Any], Cascade], what: str) -> dict[str, Any]:
