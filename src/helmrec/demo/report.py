@@ -67,7 +67,7 @@ def write_report(path: Path, story: Story) -> None:
         _figure("alpha: the embedding share of the pool", [_line(side, "alpha") for side in sides], plan),
         _figure("share of history tokens reused", [_line(side, "token_reuse_rate") for side in sides], plan),
         _figure("share of rows found in the pool", [_line(side, "row_hit_rate") for side in sides], plan),
-        f"<p>Constant splits tried on a sample of this traffic before (processor time of a request): {html.escape(tried)}.</p>",
+        f"<p>Constant splits tried on a sample before (processor time of a request): {html.escape(tried)}.</p>",
     ]
     if story.simulated:
         head = ("on a simulated H200, costs calibrated", "mean", "p99", "within 80 ms")

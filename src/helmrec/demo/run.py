@@ -34,8 +34,8 @@ def run_demo(console: Console, plan: DemoPlan, report: Path) -> Story:
         rate = min(_MOST_PER_S, _UTILISATION * 1e3 / max(trial.wall_ms for trial in trials))
         trace = generate(plan.workload(rate), plan.seed)
         console.print(
-            f"best constant split: {best.alpha:g} ({best.cpu_ms:.1f} ms of processor time a request). Now {trace.num_requests:,} "
-            f"requests over HTTP, {rate:.0f}/s, twice: rows that are not in the pool come from the model's files.",
+            f"best constant split: {best.alpha:g} ({best.cpu_ms:.1f} ms of processor time a request). Now, twice, "
+            f"{trace.num_requests:,} requests over HTTP, {rate:.0f}/s; rows not in the pool come from the model's files.",
             highlight=False,
         )
         splits = (
