@@ -67,7 +67,7 @@ def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(show
     told = verdict([side, replace(slower, in_slo=0.2)], [])
     assert "what is long here is the queue" in told
     assert "by +100.0%" in told
-    assert "little" not in told
+    assert "That is little" not in told
 
 
 def test_the_traffic_goes_from_steady_over_trend_to_burst() -> None:
