@@ -10,7 +10,7 @@ Cascade, settings of the engine and traffic are those of `scripts.gpu_relay`; co
 import argparse
 import json
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +35,9 @@ POOL, HOST = 8 << 30, 10 << 30
 NUM_ITEMS = 2_000_000
 TOKEN_BYTES = 10_240
 HOT_SHARE, NEW_EVENTS = 0.3, 16
-WARM_UP_S, SPAN_S = 3.0, 12.0
+WARM_UP_S, SPAN_S = 4.0, 16.0
 NODES_SPAN_S = 4.0  # of each of many nodes
-SEEDS = (0,)
+SEEDS = (0, 1)
 LENGTHS = (6_700, 8_200, 10_000, 12_200, 14_900, 20_000, 27_100)
 
 
@@ -222,7 +222,15 @@ def overload(crowd: Crowd, budget_ms: float) -> dict[str, Any]:
     return {**crowd._asdict(), "max_held": 0.3, "p99_ms": p99_ms, "seen": seen}
 
 
-PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms")  # the longest first
+def trigger(rate: float) -> dict[str, Any]:
+    """What the trigger spares where nobody is at risk: 80 ms, and a fraction of the load that would break it."""
+    seen = {name: told(run(ways(80.0)[name], Lengths(12_000, 0.6), rate)) for name in TRIGGERS}
+    print(f"  {rate:.0f}/s: { ({name: each['busy'] for name, each in seen.items()}) }", flush=True)
+    return {"rate": rate, "seen": seen}
+
+
+TRIGGERS = ("inline + expander", "relay + expander", "relay + expander, trigger off")
+PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger")  # the longest first
 
 
 def plot(path: Path) -> None:
@@ -259,6 +267,14 @@ def _draw(axis: Any, rows: list[dict[str, Any]], where: str, style: dict[str, st
         axis.plot(lengths, rates, color=color, label=f"{name}, {where}", **style)
 
 
+def begin(pool: ProcessPoolExecutor, part: str, budget_ms: float) -> list[Future[dict[str, Any]]]:
+    if part == "overload":
+        return [pool.submit(overload, crowd, budget_ms) for crowd in CROWDS]
+    if part == "trigger":
+        return [pool.submit(trigger, rate) for rate in (60.0, 120.0, 180.0)]
+    return [pool.submit(answer, ask) for ask in asks(part, budget_ms)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -277,12 +293,7 @@ def main() -> None:
     started_s = time.perf_counter()
     with ProcessPoolExecutor(arguments.workers) as pool:
         wanted = arguments.part or [name for name in PARTS if name not in kept]
-        running = {
-            name: [pool.submit(overload, crowd, budget_ms) for crowd in CROWDS]
-            if name == "overload"
-            else [pool.submit(answer, ask) for ask in asks(name, budget_ms)]
-            for name in sorted(wanted, key=PARTS.index)
-        }
+        running = {name: begin(pool, name, budget_ms) for name in sorted(wanted, key=PARTS.index)}
         for name in reversed(running):  # those that end first
             results[name] = [future.result() for future in running[name]]
             print(f"{name} after {time.perf_counter() - started_s:.0f} s", flush=True)
