@@ -35,7 +35,7 @@ def run_demo(console: Console, plan: DemoPlan, report: Path) -> Story:
         trace = generate(plan.workload(rate), plan.seed)
         console.print(
             f"best constant split: {best.alpha:g} ({best.cpu_ms:.1f} ms of processor time a request). Now, twice, "
-            f"{trace.num_requests:,} requests over HTTP, {rate:.0f}/s; rows not in the pool come from its files.",
+            f"{trace.num_requests:,} requests over HTTP, {rate:.0f}/s; rows that miss the pool are read from files.",
             highlight=False,
         )
         splits = (
