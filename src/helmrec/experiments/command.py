@@ -13,7 +13,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.experiments.lab import Lab, Place
 from helmrec.experiments.registry import EXPERIMENTS, experiment
 from helmrec.experiments.report import write_report
-from helmrec.experiments.results import Result, read_results, run_experiment, together
+from helmrec.experiments.results import Result, claims_markdown, read_results, run_experiment, together
 from helmrec.experiments.tiers import TIERS, Tier
 
 bench_app = typer.Typer(help="Every figure and table of the evaluation, one command each.", no_args_is_help=True)
@@ -27,7 +27,10 @@ Build = Annotated[Path, typer.Option("--out", help="Folder for results and finis
 Seeds = Annotated[int | None, typer.Option(help="Another number of seeds than the tier's.", min=1)]
 Processes = Annotated[int | None, typer.Option(help="At once; by default as many as there are cores.", min=1)]
 Measurements = Annotated[Path, typer.Option(help="Folder of measured figures, shown beside simulated ones.")]
-Together = Annotated[Path | None, typer.Option("--json", help="Write all results into this one file, too.")]
+Together = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write all results into this one file, too, and show the claims as a table for docs."),
+]
 
 _COLOURS = {"reproduced": "green", "partly": "yellow", "not": "red", "not judged": "dim"}
 
@@ -97,7 +100,9 @@ def report(
         tier = _tier(smoke=smoke, quick=quick, full=full)
         path = write_report(Place(measurements=measurements, build=build), tier.name)
         if together_in is not None:
-            together_in.write_text(json.dumps(together(read_results(build, tier.name)), indent=1) + "\n")
+            measurement = together(read_results(build, tier.name))
+            together_in.write_text(json.dumps(measurement, indent=1) + "\n")
+            out.print(claims_markdown(measurement), markup=False, highlight=False, soft_wrap=True)
     out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
