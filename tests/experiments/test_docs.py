@@ -21,7 +21,7 @@ def test_claims_of_the_paper_come_first_and_have_other_words_than_ours() -> None
         return {"claim": claim, "paper": "p", "ours": "1", "finding": finding, "is_papers": is_papers}
 
     shared = {"tier": "quick", "seeds": [0], "calibration": "h200", "hardware": {}, "versions": {}, "commit": "c"}
-    own = {"scenarios": {}, "figures": {}, "times": {}}
+    own: dict[str, object] = {"scenarios": {}, "figures": {}, "times": {}}
     results = {
         "a": {**shared, **own, "verdicts": [verdict("mean |a - a*|", "reproduced", is_papers=False)]},
         "b": {**shared, **own, "verdicts": [verdict("of the paper", "not", is_papers=True)]},
