@@ -280,3 +280,14 @@ def test_only_the_dense_part_is_read_and_its_sizes_are_known(published: Path) ->
     assert Sizes.of(weights, SMALL.num_layers) == SMALL
     for name, value in dense_weights(SMALL).items():
         assert torch.equal(weights[name], value)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_published_size_is_imported_and_scores_as_published(tmp_path: Path) -> None:
+    write_published(tmp_path, PUBLISHED)
+    import_dlrmv3(tmp_path, tmp_path / "sparse", tmp_path / "model", ImportOptions())
+    reference = MetaReference(dense_weights(PUBLISHED), tables(PUBLISHED), num_heads=4)
+    engine = engine_of(tmp_path / "model", pool_bytes="512MiB", page_tokens=32)
+    request = random_query(np.random.default_rng(0), 1, 200, 64)
+    scores, expected = engine.rank([request])[0].scores, reference.scores(request)
+    assert np.abs(scores - expected).max() <= 1e-4 * max(1.0, float(np.abs(expected).max()))
