@@ -75,7 +75,7 @@ OTHERS = {
 }
 THERE = [name for name in OTHERS if (NETWORKS / f"{name}.safetensors").exists()]
 VARIANTS |= {f"{OTHERS[name]}, base only": (BARE, name) for name in THERE}
-VARIANTS |= {f"{OTHERS[name]}, all layers": (HelmSettings(), name) for name in THERE if name != "ppo_only"}
+VARIANTS |= {f"{OTHERS[name]}, all layers": (HelmSettings(), name) for name in THERE if name == "distilled"}
 POLICIES = (*VARIANTS, "miss-curve argmin")
 
 
@@ -115,8 +115,7 @@ class Ground(NamedTuple):
 
 
 def sweep(unit: Ground) -> dict[str, Any]:
-    course = Course(scenario(unit.scenario), unit.seed)
-    save_curves(unit.curves_path, course.curves)
+    course = recorded(unit)
     return {f"{alpha:g}": judged(course, Static(StaticSettings(alpha=alpha)), alpha) for alpha in SPLITS}
 
 
@@ -161,7 +160,7 @@ def recorded(unit: Ground) -> Course:
     course = Course(scenario(unit.scenario), unit.seed)
     if unit.curves_path.exists():
         course.__dict__["curves"] = load_curves(unit.curves_path)
-    else:  # the constants were run elsewhere
+    else:
         save_curves(unit.curves_path, course.curves)
     return course
 

@@ -172,3 +172,21 @@ def test_arrivals_are_answers_and_what_the_queue_grew_by() -> None:
     for queued, rate in ((0, 100), (40, 140), (10, 70)):
         count_arrivals(outlook, Seen(*seen(replace(stats, traffic=replace(stats.traffic, num_queued=queued)))))
         assert outlook.numbers[O.RATE] == rate
+
+
+def test_where_kv_cannot_hold_the_steps_under_way_latency_grows() -> None:
+    """Half of the pool is taken by steps under way: up to 0.5 nothing changes, beyond it everything is slower."""
+    stats = Bowl(rate=100).window(0.3)
+    tables = []
+    for requests in (0.0, 0.5 * stats.pool_bytes / (6_000 * COST.kv_token_bytes)):
+        outlook = outlook_for(stats)
+        assert stats.curves is not None
+        terms = TERMS._replace(in_flight=requests)
+        count_arrivals(outlook, Seen(*seen(stats)))
+        curves = stats.curves
+        look(outlook, terms, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
+        tables.append(outlook.splits[Split.FRESH].copy())
+    alphas, (free, crowded) = outlook.splits[Split.ALPHA], tables
+    np.testing.assert_allclose(crowded[alphas < 0.5], free[alphas < 0.5])
+    assert np.all(crowded[alphas > 0.51] > free[alphas > 0.51])
+    assert crowded[-1] / free[-1] > crowded[-5] / free[-5]

@@ -1,11 +1,13 @@
 """Miss curves from a live engine, held against what the engine itself did."""
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from helmrec.engine.engine import Engine
+from helmrec.memory.miss_curves import JointMissCurves, Whole
 from tests.helpers import random_request, tiny_engine
 
 
@@ -65,3 +67,46 @@ def test_an_engine_without_them_has_none() -> None:
     engine = tiny_engine()
     serve(engine, 40)
     assert engine.curves() is None
+
+
+def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(miss_curves=True)
+    go_on, looked = threading.Event(), list[int]()
+
+    def slow(curves: JointMissCurves, request: Whole) -> None:
+        assert go_on.wait(10)
+        looked.append(request.user_id)
+
+    monkeypatch.setattr(JointMissCurves, "sample", slow)
+    serve(engine, 5)
+    assert looked == [], "all five were answered"
+    go_on.set()
+    engine.curves()
+    assert len(looked) == 5, "curves tell of all that was served before"
+    engine.close()
+
+
+def test_what_goes_wrong_there_fails_no_request_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(miss_curves=True)
+
+    def broken(curves: JointMissCurves, request: Whole) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(JointMissCurves, "sample", broken)
+    serve(engine, 20)
+    with pytest.raises(ValueError, match="broken"):
+        engine.curves()
+    assert engine.stats().background_failures > 0
+
+
+def test_who_comes_while_too_many_wait_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helmrec.engine.curves._MOST_WAITING", 3)
+    engine = tiny_engine(miss_curves=True)
+    go_on = threading.Event()
+    monkeypatch.setattr(JointMissCurves, "sample", lambda curves, request: go_on.wait(10))
+    serve(engine, 10)
+    feed = engine._curves
+    assert feed is not None
+    assert feed.num_skipped >= 5
+    go_on.set()
+    engine.close()

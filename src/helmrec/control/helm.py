@@ -175,11 +175,11 @@ _NUM_FIXED = sum(len(part._fields) for part in (Terms, ResidualTerms, BurstTerms
 def _fixed_of(a: Floats) -> _Fixed:
     """From one array: handing each number over by itself takes longer than all that is done with them."""
     return _Fixed(
-        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]),
-        ResidualTerms(a[13], a[14], a[15]),
-        BurstTerms(a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24]),
-        GuardTerms(a[25], a[26], a[27]),
-        _Flags(a[28], a[29], a[30], a[31], a[32]),
+        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]),
+        ResidualTerms(a[14], a[15], a[16]),
+        BurstTerms(a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24], a[25]),
+        GuardTerms(a[26], a[27], a[28]),
+        _Flags(a[29], a[30], a[31], a[32], a[33]),
     )
 
 

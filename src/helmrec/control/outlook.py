@@ -56,6 +56,7 @@ class Terms(NamedTuple):
     second: float
     other_tokens: float  # of a request beside its history: candidates
     half_life: float  # requests after which one counts half in the curves; 0 if none ever does
+    in_flight: float  # requests whose KV must be held at once
 
     @classmethod
     def of(cls, cost: ServiceCost, crowding: Crowding, half_life_requests: float | None) -> Self:
@@ -73,6 +74,7 @@ class Terms(NamedTuple):
             second=crowding.second,
             other_tokens=cost.floor_ms / (cost.token_ms + cost.pair_ms * _TOKENS),
             half_life=half_life_requests or 0.0,
+            in_flight=cost.in_flight_requests,
         )
 
 
@@ -147,6 +149,7 @@ class O(IntEnum):  # noqa: E742 - as short as its uses are many
     KV_CORRECTION = 13  # tokens reused over what shadows promised at this split
     ROW_CORRECTION = 14  # rows missed over what shadows promised
     RATE = 15  # of the window's arrivals alone, per second
+    IN_FLIGHT = 16  # share of the pool that the KV of steps under way takes
 
 
 class Split(IntEnum):
@@ -257,6 +260,7 @@ def look(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, missed:
     numbers[O.FRESH_RATE] = fresh * numbers[O.FRESH_RATE] + (1 - fresh) * rate
     numbers[O.LASTING_RATE] = lasting * numbers[O.LASTING_RATE] + (1 - lasting) * rate
     numbers[O.TOKENS] = fresh * numbers[O.TOKENS] + (1 - fresh) * tokens
+    numbers[O.IN_FLIGHT] = terms.in_flight * numbers[O.TOKENS] * terms.kv_token_bytes / max(1.0, window.pool_bytes)
     _take_newest(outlook, terms, window, computed, missed)
     before = outlook.splits[0, int(numbers[O.LASTING_BEST])]
     _reckon(outlook, terms, window, computed, missed)
@@ -333,6 +337,8 @@ def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers
     """From tokens and missed rows, which stand in the first two rows, to stages there and latency in the third.
 
     All that does not change from split to split is read before the loop, so that it compiles to wide instructions.
+    Where KV cannot hold the steps under way, batches shrink and pressure grows by the root of what is lacking, as it
+    did on a card.
     """
     compute, lead, latency = splits[rows[0]], splits[rows[1]], splits[rows[2]]
     compute_by, bus_by = _telling(numbers[O.COMPUTE_CORRECTION]), _telling(numbers[O.BUS_CORRECTION])
@@ -344,13 +350,15 @@ def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers
         terms.host_floor_ms,
         terms.host_token_ms,
     )
-    step, first, second = terms.step_ms, terms.first, terms.second
+    step, first, second, in_flight = terms.step_ms, terms.first, terms.second, numbers[O.IN_FLIGHT]
+    alphas = splits[Split.ALPHA]
     for split in range(latency.size):
         shadow = compute[split]
         tokens = whole - kv * max(0.0, whole - shadow)
         missed = lead[split] * (tokens + others) / (shadow + others)  # more tokens read more rows
         a, b = floor + per_token * tokens, host_floor + host_token * tokens + per_row * missed
-        pressure = rate / 1e3 * np.sqrt(a * a + b * b)
+        lack = max(1.0, in_flight / max(1e-3, 1 - alphas[split]))
+        pressure = rate / 1e3 * np.sqrt((a * a + b * b) * lack)
         growth = 1 + pressure * (first + second * pressure)
         growth *= growth
         compute[split], lead[split], latency[split] = a, b, (step + a + b) * growth * growth

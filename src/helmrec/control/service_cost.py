@@ -29,6 +29,9 @@ class ServiceCost(Frozen):
     step_ms: float = Field(0.0, ge=0, description="ms of a step whatever it holds; its requests share them")
     kv_token_bytes: float = Field(10_240.0, gt=0, description="bytes of KV of one history token, all layers")
     row_bytes: float = Field(1_024.0, gt=0, description="bytes of one embedding row")
+    in_flight_requests: float = Field(
+        0.0, ge=0, description="requests of the steps under way, whose KV a node holds at once; 0: not known"
+    )
     is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
 
 

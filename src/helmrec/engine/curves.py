@@ -1,21 +1,45 @@
-"""Miss curves fed from the requests an engine serves: what each would have found at other splits of the pool."""
+"""Miss curves fed from the requests an engine serves: what each would have found at other splits of the pool.
+
+Looking through the rows of a long history takes as long on the host as a good part of its step, so a thread of its own
+does it, without the interpreter's lock, while the engine goes on.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from helmrec.engine.intake import Prepared
 from helmrec.memory.miss_curves import JointCurves, JointMissCurves, MissCurveConfig, Whole
 
 _ENOUGH = 32  # requests before curves say anything
 _MOST_USERS = 1 << 16  # whose window is remembered
+_MOST_WAITING = 512  # requests; who comes while so many wait is not looked at
 
 
 class CurveFeed:
-    """Hands served requests, in order, to the miss curves. A history whose window moved is a new one."""
+    """Hands served requests, in order, to the miss curves. A history whose window moved is a new one.
+
+    One caller's: `observe` returns at once, `curves` tells of all that was observed before.
+    """
 
     def __init__(self, config: MissCurveConfig, num_features: int) -> None:
         self._curves = JointMissCurves(config)
         self._num_features = num_features
         self._window: dict[int, int] = {}  # start of each user's, at the last visit
+        self._thread = ThreadPoolExecutor(1, "helmrec-curves")
+        self._last: Future[None] | None = None
+        self._num_asked = self._num_done = 0
+        self.num_skipped = 0  # requests that were not looked at
 
     def observe(self, request: Prepared) -> None:
+        if self._num_asked - self._num_done >= _MOST_WAITING:
+            self.num_skipped += 1
+            return
+        if self._last is not None and self._last.done():
+            self._last.result()  # raises what went wrong
+        self._num_asked += 1
+        self._last = self._thread.submit(self._look_at, request)
+
+    def _look_at(self, request: Prepared) -> None:
+        self._num_done += 1  # by this thread alone
         history, user = request.history, request.history.user_id
         is_same = self._window.pop(user, request.window_start) == request.window_start
         self._window[user] = request.window_start  # last in line
@@ -35,5 +59,12 @@ class CurveFeed:
 
     def curves(self) -> JointCurves | None:
         """None while too few requests were seen."""
+        if self._last is not None:
+            self._last.result()
         curves = self._curves.curves()
         return curves if curves.num_requests >= _ENOUGH else None
+
+    def close(self) -> None:
+        """Look at nothing more; curves stay what they are."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._last = None

@@ -368,6 +368,8 @@ class Engine:
             if not was_closed:
                 self._runner.close()
         self._conclude(ended)
+        if self._curves is not None:
+            self._curves.close()
         self._scheduler.drain(EngineClosed("the engine was closed"))
         self._relay.refuse_waiting(EngineClosed("the engine was closed"))
 

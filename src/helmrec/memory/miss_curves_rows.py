@@ -135,7 +135,7 @@ def _rehash(old_arrays: tuple[Any, ...], new_arrays: tuple[Any, ...]) -> None:
     new.numbers[1] = new.rows.size - old.rows.size + old.numbers[1]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _read(
     state_arrays: tuple[Any, ...], asked_arrays: tuple[Any, ...], missed: NDArray[np.float64], decay: float
 ) -> None:

@@ -102,7 +102,7 @@ def observe(
     return reused.min() >= counts[2]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def sample(
     arrays: tuple[Any, ...], visit: Visit, rows: tuple[Rows, Rows, Rows, Rows], threshold: np.uint64, decay: float
 ) -> None:

@@ -167,5 +167,6 @@ def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candi
         step_ms=cost.host_floor_ms + cost.compute_floor_ms,
         kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
         row_bytes=config.geometry.row_stride,
+        in_flight_requests=config.engine.max_batch_requests * (1 if config.engine.overlap is False else 2),
         is_overlapping=config.engine.overlap is not False,
     )
