@@ -115,7 +115,7 @@ def test_a_known_user_goes_home() -> None:
 
 def test_affinity_breaks_past_a_load_gap_and_returns() -> None:
     slow = EmbKVAware(COST.model_copy(update={"token_us": 20.0}))  # recomputing would take 80 ms
-    for home_queue_ms, node in ((0.0, 1), (9.0, 1), (11.0, None), (9.0, 1)):
+    for home_queue_ms, node in ((0.0, 1), (12.0, 1), (15.0, None), (12.0, 1)):  # a quarter of it is the mean
         choice = ours(fresh_nodes(4, queue_ms=[0, home_queue_ms, 0, 0], **AT_HOME), policy=slow)
         assert choice.reason == (Reason.YIELDED if node is None else Reason.AFFINITY)
         assert (choice.node == 1) == (node == 1)

@@ -158,6 +158,7 @@ class RouterSettings(Frozen):
     load_slack_ms: float = Field(0.0, ge=0, description="and this much more: fewer moves, longer queues")
     cold_scale_ms: float = Field(0.25, gt=0, description="a node this much dearer gets 1/e of the cold users")
     cold_floor: float = Field(0.25, gt=0, le=1, description="but no less than this share of a full one, so it fills")
+    cold_choices: int = Field(8, ge=1, description="of so many, by hash, a cold user takes the shortest queue")
     work_weight: float = Field(2.0, ge=0, description="a ms of work counts once for itself and this for each who waits")
     sketch_weight: float = Field(8.0, ge=0, description="samples the reported hit rate is worth beside a sketch")
     hit_rate: float = Field(0.5, ge=0, le=1, description="of rows, where nobody has reported one")
@@ -203,6 +204,7 @@ class _Limits(NamedTuple):
     load_slack_ms: float
     cold_scale_ms: float
     cold_floor: float
+    cold_choices: float
     work_weight: float
 
 
@@ -212,10 +214,10 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
 
     `figures`: the fields of `_Limits`, the last two of `Weighing`, those of `CostTerms`.
     """
-    limits = _Limits(figures[0], figures[1], figures[2], figures[3], figures[4], figures[5])
-    c = figures[8:]
+    limits = _Limits(figures[0], figures[1], figures[2], figures[3], figures[4], figures[5], figures[6])
+    c = figures[9:]
     terms = CostTerms(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
-    prices = price(Weighing(terms, figures[6], figures[7]), request, nodes)
+    prices = price(Weighing(terms, figures[7], figures[8]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
     is_known, is_held, is_informed = False, False, False
     for i in range(nodes.ids.size):
@@ -297,4 +299,12 @@ def _for_cold_user(limits: _Limits, user: int, nodes: Nodes, prices: Prices) -> 
     weights = np.empty(nodes.ids.size)
     for i in range(nodes.ids.size):
         weights[i] = max(limits.cold_floor, np.exp(min(0.0, cheapest - prices.alone_ms[i]) / limits.cold_scale_ms))
-    return rendezvous(user, nodes.ids, weights, allowed)
+    best, left = NOBODY, allowed.copy()
+    for _ in range(int(limits.cold_choices)):
+        place = rendezvous(user, nodes.ids, weights, left)
+        if place == NOBODY:
+            break
+        left[place] = False
+        if best == NOBODY or nodes.queue_ms[place] < nodes.queue_ms[best]:
+            best = place  # by queue alone: by price, a node without rows would stay without
+    return best
