@@ -4,6 +4,7 @@ Looking through the rows of a long history takes as long on the host as a good p
 does it, without the interpreter's lock, while the engine goes on.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from helmrec.engine.intake import Prepared
@@ -29,17 +30,22 @@ class CurveFeed:
         self._num_asked = self._num_done = 0
         self.num_skipped = 0  # requests that were not looked at
 
-    def observe(self, request: Prepared) -> None:
+    def observe(self, requests: Sequence[Prepared]) -> None:
+        """Those of one step, handed over together."""
         if self._num_asked - self._num_done >= _MOST_WAITING:
-            self.num_skipped += 1
+            self.num_skipped += len(requests)
             return
         if self._last is not None and self._last.done():
             self._last.result()  # raises what went wrong
-        self._num_asked += 1
-        self._last = self._thread.submit(self._look_at, request)
+        self._num_asked += len(requests)
+        self._last = self._thread.submit(self._look_at_all, requests)
+
+    def _look_at_all(self, requests: Sequence[Prepared]) -> None:
+        for request in requests:
+            self._num_done += 1  # by this thread alone
+            self._look_at(request)
 
     def _look_at(self, request: Prepared) -> None:
-        self._num_done += 1  # by this thread alone
         history, user = request.history, request.history.user_id
         is_same = self._window.pop(user, request.window_start) == request.window_start
         self._window[user] = request.window_start  # last in line

@@ -229,8 +229,7 @@ class Engine:
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
             self._auditor.look_at([member.request for member in batch.members], output.scores)
         if self._curves is not None:
-            for member in batch.members:
-                self._curves.observe(member.request)
+            self._curves.observe([member.request for member in batch.members])
 
     def _make_curves(self) -> CurveFeed:
         shape, pool = self.model_config, self._pool
