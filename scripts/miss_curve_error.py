@@ -360,7 +360,7 @@ class Engineless:
         for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
             columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
             history = replace(prepared.history, user_id=user)
-            self.feed.observe(replace(prepared, history=history, columns=columns))
+            self.feed._look_at(replace(prepared, history=history, columns=columns))
 
     def batch(self, are_new: list[bool]) -> Spent:
         host, requests = self.host, [self.requests.next(is_new) for is_new in are_new]
@@ -375,7 +375,7 @@ class Engineless:
         host.pool.stats()
         middle = time.thread_time_ns()
         for request_, _ in members:
-            self.feed.observe(request_)
+            self.feed._look_at(request_)  # what its thread does, on this one
         end = time.thread_time_ns()
         return Spent((middle - start) / 1e3 / len(are_new), (end - middle) / 1e3 / len(are_new))
 
