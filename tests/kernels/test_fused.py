@@ -1,4 +1,4 @@
-"""A whole layer through the fused kernels against its plain twin, with values scaled by sequence, in the interpreter."""
+"""A whole layer through the fused kernels against its plain twin, values scaled by sequence, in the interpreter."""
 
 import os
 from dataclasses import fields, replace
