@@ -30,7 +30,7 @@ def paths(scenarios: dict[str, Any]) -> None:
             above.plot(seconds, found["policies"][policy]["alphas"], label=policy)
             below.plot(seconds, found["policies"][policy]["error_over_time"], label=policy)
         above.set(title=name, ylim=(0, 1))
-        below.set(xlabel="s", ylim=(0, None))
+        below.set(xlabel="s", ylim=(0, 0.35))
     axes[0][0].set_ylabel("alpha")
     axes[1][0].set_ylabel("|alpha - oracle's|")
     axes[0][0].legend(fontsize=7)
