@@ -52,6 +52,7 @@ MAIN_BURSTS = ("main-burst-3s", "main-burst-60s")
 OTHERS = tuple(f"{kind}-{name}" for kind in ("stress", "control") for name in ("trend", "burst-20s", "steady"))
 OTHERS += tuple(f"{kind}-{name}" for kind in ("stress", "control") for name in ("flash-items", "cold-flood"))
 FEW = ("untuned 0.5", "static", "marginal utility", "miss-curve argmin")  # who runs on OTHERS
+Run = Callable[[Place], Score]
 LOADED = ("main-trend", "main-burst-20s", "main-steady")  # where the largest load is looked for
 LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
 
@@ -78,13 +79,15 @@ class Contest(NamedTuple):
     def constants(self, runs: Runs, place: Place) -> dict[str, Score]:
         return {f"static {alpha:g}": runs.constant(place, alpha) for alpha in ALPHAS}
 
-    def others(self, runs: Runs, place: Place, seen: Hindsight) -> dict[str, Score]:
+    def others(self, runs: Runs, seen: Hindsight) -> dict[str, Run]:
         """Everyone who needs to know how constants did, or miss curves."""
         near = {alpha for alpha in ALPHAS if abs(alpha - seen.best_alpha) < 0.15} | {UNTUNED_ALPHA}
-        found = {f"{BARE}{alpha:g}": runs.constant(place, alpha, False) for alpha in sorted(near)}
-        found |= {f"{PLAN}{name}": runs.replay(place, path) for name, path in self._paths(seen).items()}
-        found |= {name: runs.rival(place, name) for name in self.rivals}
-        return found | {name: runs.trained(place, name) for name in self.trained}
+        found: dict[str, Run] = {
+            f"{BARE}{alpha:g}": partial(runs.constant, alpha=alpha, has_admission=False) for alpha in sorted(near)
+        }
+        found |= {f"{PLAN}{name}": partial(runs.replay, path=path) for name, path in self._paths(seen).items()}
+        found |= {name: partial(runs.rival, name=name) for name in self.rivals}
+        return found | {name: partial(runs.trained, name=name) for name in self.trained}
 
     def _paths(self, seen: Hindsight) -> dict[str, list[float]]:
         """Of least cost, with moves for free and at several prices."""
@@ -98,9 +101,15 @@ BARE, PLAN = "no admission ", "plan "  # before names
 
 
 def table(runs: Runs, contest: Contest) -> dict[str, Any]:
-    seen = contest.hindsight(runs)
-    by_seed = [contest.constants(runs, place) | contest.others(runs, place, seen) for place in contest.places]
-    found = {name: [one[name] for one in by_seed] for name in by_seed[0]}
+    """Of those who ran on all seeds; who did not is named."""
+    seen, not_run = contest.hindsight(runs), []
+    constants = [contest.constants(runs, place) for place in contest.places]
+    found = {name: [one[name] for one in constants] for name in constants[0]}
+    for name, run in contest.others(runs, seen).items():
+        try:
+            found[name] = [run(place) for place in contest.places]
+        except OutOfTime:
+            not_run.append(name)
     best = found[f"static {seen.best_alpha:g}"]
     bare = min((name for name in found if name.startswith(BARE)), key=lambda name: spent(found[name]))
     oracle = min((*(found[name] for name in found if name.startswith(PLAN)), best), key=spent)
@@ -114,6 +123,7 @@ def table(runs: Runs, contest: Contest) -> dict[str, Any]:
     named |= {name: one for name, one in found.items() if not name.startswith((BARE, PLAN))}
     return {
         "scenario": contest.scenario,
+        "not_run": not_run,
         "best_static_alpha": seen.best_alpha,
         "alpha_star": seen.exact.alpha.tolist(),
         "band": np.column_stack((seen.exact.low, seen.exact.high)).round(3).tolist(),
@@ -121,35 +131,42 @@ def table(runs: Runs, contest: Contest) -> dict[str, Any]:
     }
 
 
-def largest_loads(runs: Runs, name: str, seed: int, entrants: Entrants) -> dict[str, float]:
-    """As multiples of the scenario's arrivals; 0 where not even the lowest is met."""
+def largest_loads(runs: Runs, name: str, seed: int, entrants: Entrants) -> dict[str, float | None]:
+    """As multiples of the scenario's arrivals; 0 where not even the lowest is met, None where it was not looked for."""
     slo_ms = scenario(name).slo_ms
 
-    def largest(run: Callable[[Place], Score]) -> float:
+    def largest(run: Run) -> float:
         return largest_of(LOADS, lambda load: run(Place(name, seed, load)).meets(slo_ms)) or 0.0
 
-    found = {f"static {alpha:g}": largest(partial(runs.constant, alpha=alpha)) for alpha in ALPHAS}
-    best = max(ALPHAS, key=lambda alpha: found[f"static {alpha:g}"])
-    for alpha in {UNTUNED_ALPHA, best}:
+    found: dict[str, float | None] = {}
+    constants = {alpha: largest(partial(runs.constant, alpha=alpha)) for alpha in ALPHAS}
+    for alpha in {UNTUNED_ALPHA, max(constants, key=lambda one: constants[one])}:
         found[f"static {alpha:g}, no admission"] = largest(partial(runs.constant, alpha=alpha, has_admission=False))
-    found |= {rival: largest(partial(runs.rival, name=rival)) for rival in entrants.rivals}
-    return found | {one: largest(partial(runs.trained, name=one)) for one in entrants.trained}
+    others: dict[str, Run] = {one: partial(runs.rival, name=one) for one in entrants.rivals}
+    others |= {one: partial(runs.trained, name=one) for one in entrants.trained}
+    for one, run in others.items():
+        try:
+            found[one] = largest(run)
+        except OutOfTime:
+            found[one] = None
+    return {f"static {alpha:g}": load for alpha, load in constants.items()} | found
 
 
-def loads_table(by_seed: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Each as a share of the best constant's on the same seed."""
-    best = {seed: max(found[f"static {alpha:g}"] for alpha in ALPHAS) for seed, found in by_seed.items()}
+def loads_table(by_seed: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
+    """Each as a share of the best constant's on the same seed; over the seeds on which it was looked for."""
+    best = {seed: max(found[f"static {alpha:g}"] or 0.0 for alpha in ALPHAS) for seed, found in by_seed.items()}
     shares: dict[str, list[float]] = {}
     for seed, found in by_seed.items():
-        told = dict(found) | {"best static in hindsight": best[seed]}
-        told["best static, no admission"] = max(load for one, load in found.items() if one.endswith("no admission"))
+        bare = max(load or 0.0 for one, load in found.items() if one.endswith("no admission"))
+        told = {"best static in hindsight": best[seed], "best static, no admission": bare} | dict(found)
         for one, load in told.items():
-            shares.setdefault(one, []).append(load / best[seed])
-    of_all = {one: values for one, values in shares.items() if len(values) == len(by_seed)}
+            if load is not None:
+                shares.setdefault(one, []).append(load / best[seed])
     return {
-        "seeds": list(by_seed),
         "best_static": {str(seed): load for seed, load in best.items()},
-        "share_of_best_static": {one: finite(asdict(interval(values))) for one, values in of_all.items()},
+        "share_of_best_static": {
+            one: {"num_seeds": len(values), **finite(asdict(interval(values)))} for one, values in shares.items()
+        },
     }
 
 
@@ -175,7 +192,8 @@ def work(step: Step, until_s: float) -> str | None:
         if step.what == "constants":
             step.contest.constants(runs, step.place)
         elif step.what == "others":
-            step.contest.others(runs, step.place, step.contest.hindsight(runs))
+            for run in step.contest.others(runs, step.contest.hindsight(runs)).values():
+                run(step.place)
         else:
             largest_loads(runs, step.place.scenario, step.place.seed, Entrants(*step.contest[1:]))
     except OutOfTime:
@@ -232,7 +250,7 @@ def gather(entrants: Entrants) -> Found:
             tables[name] = table(runs, Contest(name, rivals, entrants.trained))
         except OutOfTime:
             not_run.append(name)
-    loads: dict[str, dict[int, dict[str, float]]] = {name: {} for name in LOADED}
+    loads: dict[str, dict[int, dict[str, float | None]]] = {name: {} for name in LOADED}
     for name in LOADED:
         for seed in LOAD_SEEDS:
             try:

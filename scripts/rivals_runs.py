@@ -226,6 +226,7 @@ def _parts(workload: Workload) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     return workload.opening, workload.phases
 
 
+@cache
 def _digest_of_trained(name: str) -> str:
     network = CONTROL / "policies" / "base.safetensors" if name == HELMREC else ppo_only_file()
     told = hashlib.sha256(network.read_bytes())

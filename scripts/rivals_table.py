@@ -19,7 +19,7 @@ def as_markdown(tables: Mapping[str, Any], loads: Mapping[str, Any]) -> str:
 def _loads(loads: Mapping[str, Any]) -> str:
     """Policies by scenario; shares of the best constant's largest load, over seeds."""
     names = dict.fromkeys(one for found in loads.values() for one in found["share_of_best_static"])
-    heads = [f"{name} ({len(found['seeds'])} seeds)" for name, found in loads.items()]
+    heads = [f"{name} ({len(found['best_static'])} seeds)" for name, found in loads.items()]
     lines = ["| policy | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(loads))]
     for name in names:
         shares = [found["share_of_best_static"].get(name) for found in loads.values()]

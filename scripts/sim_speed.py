@@ -122,12 +122,12 @@ def with_curves() -> dict[str, Any]:
 
 
 def headline() -> dict[str, Any]:
-    """One node with one lane of 256, with miss curves, and 32 nodes."""
+    """One node with one lane of 256, with miss curves, and a minute of 32 nodes."""
     trace = traffic(400)
     return {
         "one_node": [sampled(name, trace, 1, 3) for name in ("dlrmv3", "wide")],
         "with_miss_curves": with_curves(),
-        "ten_minutes_of_32_nodes": cluster(32, 600),
+        "a_minute_of_32_nodes": cluster(32, 60),
     }
 
 
