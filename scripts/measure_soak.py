@@ -39,7 +39,7 @@ from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
 
 OUT = Path(__file__).parents[1] / "docs" / "measurements" / "soak-cpu.json"
-NUM_ROWS, NUM_USERS, NUM_CANDIDATES = 5_000, 120, 32
+NUM_ROWS, NUM_USERS, NUM_CANDIDATES = 20_000, 240, 32
 WORKERS = 8
 LOAD = 0.7  # of what the server can do
 AUDIT_EVERY = 10
@@ -53,7 +53,7 @@ def serve(folder: Path) -> None:
     """The server, in a process of its own; what it prints last says whether every check was clean."""
     model = profile("demo", NUM_ROWS)
     log_to_stderr("error")
-    engine = Engine.from_model(folder / "model", EngineConfig(pool_bytes="6MiB", alpha=0.3, audit_every=AUDIT_EVERY))
+    engine = Engine.from_model(folder / "model", EngineConfig(pool_bytes="16MiB", alpha=0.3, audit_every=AUDIT_EVERY))
     config = ServeConfig(port=0, admin_token=TOKEN)
     kept = HistoryConfig(sync="interval", max_events_per_user=model.window)
     with listen(config) as listener:
