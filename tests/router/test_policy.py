@@ -199,3 +199,15 @@ def test_what_a_stale_node_said_is_not_used() -> None:
     assert price(weighing, ask, nodes).absent_rows[0] == 0
     absent = price(weighing, ask, stale).absent_rows
     assert absent[0] == pytest.approx(4_500 * 6 * (1 - 0.4)), "as the average of the others"
+
+
+def test_of_some_nodes_by_hash_a_cold_user_takes_the_shortest_queue() -> None:
+    nodes = fresh_nodes(16, queue_ms=[float(place % 7) for place in range(16)])
+    one, many = (EmbKVAware(COST, RouterSettings(cold_choices=num, load_factor=100.0)) for num in (1, 16))
+    by_hash = [ours(nodes, request(user), policy=one).node for user in range(200)]
+    assert len(set(by_hash)) == 16
+    assert {ours(nodes, request(user), policy=many).node for user in range(200)} <= {0, 7, 14}
+    idle = fresh_nodes(16)
+    assert [ours(idle, request(u), policy=many).node for u in range(200)] == [
+        ours(idle, request(u), policy=one).node for u in range(200)
+    ], "of equal queues the first by hash"

@@ -15,22 +15,36 @@ NOBODY = -1  # of compiled code only; callers see None
 
 
 @numba.njit(cache=True)
+def rendezvous_scores(user: int, ids: IntArray, weights: Floats) -> Floats:
+    """The user's order of all nodes: the lowest comes first. Weights must be above 0."""
+    scores = np.empty(ids.size)
+    user_word = row_hash(user)
+    for i in range(ids.size):
+        word = row_hash(int(user_word ^ row_hash(int(~ids[i]))))
+        chance = (float(word >> np.uint64(11)) + 0.5) / 2.0**53  # in (0, 1)
+        scores[i] = -np.log(chance) / weights[i]
+    return scores
+
+
+@numba.njit(cache=True)
+def first_of(scores: Floats, ids: IntArray, may_take: Flags) -> int:
+    """Place of the lowest score that may be taken, of equals the lowest id; `NOBODY` if none may."""
+    best = NOBODY
+    for i in range(ids.size):
+        if may_take[i] and (
+            best == NOBODY or scores[i] < scores[best] or (scores[i] == scores[best] and ids[i] < ids[best])
+        ):
+            best = i
+    return best
+
+
+@numba.njit(cache=True)
 def rendezvous(user: int, ids: IntArray, weights: Floats, may_take: Flags) -> int:
     """Place of the user's node among `ids`, always the same; over many users, in proportion to the weights.
 
     `NOBODY` if none may be taken. Weights must be above 0.
     """
-    best, lowest = NOBODY, np.inf
-    user_word = row_hash(user)
-    for i in range(ids.size):
-        if not may_take[i]:
-            continue
-        word = row_hash(int(user_word ^ row_hash(int(~ids[i]))))
-        chance = (float(word >> np.uint64(11)) + 0.5) / 2.0**53  # in (0, 1)
-        score = -np.log(chance) / weights[i]
-        if best == NOBODY or score < lowest or (score == lowest and ids[i] < ids[best]):
-            best, lowest = i, score
-    return best
+    return first_of(rendezvous_scores(user, ids, weights), ids, may_take)
 
 
 @numba.njit(cache=True)

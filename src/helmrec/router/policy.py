@@ -13,7 +13,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.router.cost import CostTerms, RouterCost, Work, expected_ms, service_ms, stages_of
-from helmrec.router.hashing import NOBODY, rendezvous, within_bound
+from helmrec.router.hashing import NOBODY, first_of, rendezvous_scores, within_bound
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
 from helmrec.router.sketch import Belief, SketchTable, absent_rows, count_clear, shared_rate
 
@@ -299,9 +299,9 @@ def _for_cold_user(limits: _Limits, user: int, nodes: Nodes, prices: Prices) -> 
     weights = np.empty(nodes.ids.size)
     for i in range(nodes.ids.size):
         weights[i] = max(limits.cold_floor, np.exp(min(0.0, cheapest - prices.alone_ms[i]) / limits.cold_scale_ms))
-    best, left = NOBODY, allowed.copy()
+    best, left, scores = NOBODY, allowed.copy(), rendezvous_scores(user, nodes.ids, weights)
     for _ in range(int(limits.cold_choices)):
-        place = rendezvous(user, nodes.ids, weights, left)
+        place = first_of(scores, nodes.ids, left)
         if place == NOBODY:
             break
         left[place] = False
