@@ -156,6 +156,7 @@ def told(seen: CascadeResult) -> dict[str, Any]:
         "p99_ms": round(seen.percentile(99), 3),
         "reused": round(seen.token_reuse_rate, 3),
         "busy": round(seen.busy, 3),
+        "engine_busy": round(seen.engine_busy, 3),
         "ahead_busy": round(seen.ahead_busy, 3),
         "signals": {name: num for name, num in seen.verdicts.items() if num},
         "leases_used": seen.leases_used,
@@ -235,7 +236,13 @@ def trigger(rate: float) -> dict[str, Any]:
 
 
 TRIGGERS = ("inline + expander", "relay + expander", "relay + expander, trigger off")
-PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger")  # the longest first
+PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger", "limits")  # the longest first
+LIMITS = (("inline", 141.1), ("inline", 362.0), ("relay + expander", 141.1), ("relay + expander", 362.0))
+
+
+def limit(name: str, rate: float, budget_ms: float) -> dict[str, Any]:
+    """Where the time goes at the largest rates of 6,700 events."""
+    return {"way": name, "rate": rate, **told(run(ways(budget_ms)[name], Lengths(6_700), rate))}
 
 
 def plot(path: Path) -> None:
@@ -245,7 +252,7 @@ def plot(path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 4))
     _draw(axis, kept["over_length"], "simulated", {"marker": "o", "linestyle": "-"})
     measured = path.parent / "gpu-relay-h200.json"
-    if measured.exists():
+    if measured.exists() and "over_length_6700" in measured.read_text():
         card = json.loads(measured.read_text())
         rows = [
             {"tokens": part["tokens"], **found}
@@ -277,6 +284,8 @@ def begin(pool: ProcessPoolExecutor, part: str, budget_ms: float) -> list[Future
         return [pool.submit(overload, crowd, budget_ms) for crowd in CROWDS]
     if part == "trigger":
         return [pool.submit(trigger, rate) for rate in (60.0, 120.0, 180.0)]
+    if part == "limits":
+        return [pool.submit(limit, name, rate, budget_ms) for name, rate in LIMITS]
     return [pool.submit(answer, ask) for ask in asks(part, budget_ms)]
 
 

@@ -289,6 +289,7 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
     node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
     node.clocks[C.STEP_S] += _SMOOTHING * error_s
     add_share(node.relay, T.LATE_BUSY_S, now_s, took_s)
+    node.relay.clocks[T.STEPS_S] += took_s
     if is_ahead_step(node, which):
         node.relay.counts[Relay.STEPS] += 1
         node.relay.clocks[T.BUSY_S] += took_s

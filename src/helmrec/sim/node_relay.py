@@ -56,6 +56,7 @@ class T(IntEnum):
     BUSY_S = 4  # that steps ahead took, all together
     MOST_SHARE = 5  # ever
     PROMISED_S = 6  # of computing that has not been done
+    STEPS_S = 7  # that all steps took, of the engine's time
 
 
 class RelayRules(NamedTuple):

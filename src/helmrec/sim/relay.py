@@ -41,6 +41,7 @@ class CascadeResult:
     latency_ms: FloatArray  # infinite for those refused
     token_reuse_rate: float
     busy: float  # share of the time that nodes computed
+    engine_busy: float  # share of the time that steps took, the host's part included
     ahead_busy: float  # of that, for nobody yet
     verdicts: dict[str, int]
     leases_used: int
@@ -113,6 +114,7 @@ def _result(nodes: list[Node], outcomes: Outcomes, counted: NDArray[np.bool_]) -
         latency_ms=latency_ms,
         token_reuse_rate=float(reused / max(1, total)),
         busy=float(sum(node.state.clocks[C.COMPUTE_BUSY_MS] for node in nodes) / 1e3 / span_s),
+        engine_busy=float(clocks[:, T.STEPS_S].sum() / span_s),
         ahead_busy=float(clocks[:, T.BUSY_S].sum() / span_s),
         verdicts={verdict.name.lower().replace("_", " "): int(counts[:, verdict].sum()) for verdict in VERDICTS},
         leases_used=int(counts[:, R.USED].sum()),
