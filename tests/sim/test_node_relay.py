@@ -26,7 +26,9 @@ from tests.sim.plain_node import PlainNode, _Step
 from tests.sim.test_node_conformance import PAGE_BYTES, SLOW, assert_same, node_config
 
 CASCADE = CascadeConfig(retrieval_ms=400, preprocessing_ms=200)
-RELAY = RelayConfig(budget_ms=150, hold_ms=1_500, chunk_tokens=21, max_held=0.3, max_compute=0.4, max_leases=9)
+RELAY = RelayConfig(
+    budget_ms=150, risk=0.5, hold_ms=1_500, chunk_tokens=21, max_held=0.3, max_compute=0.4, max_leases=9
+)
 
 
 class RelayNode(PlainNode):
