@@ -11,7 +11,7 @@ from helmrec.errors import ConfigError
 from helmrec.experiments import runs
 from helmrec.experiments.contests import Field
 from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.entrants import entrant
+from helmrec.experiments.entrants import entrant, is_blind
 from helmrec.experiments.kept import Store
 from helmrec.experiments.lab import Lab
 from helmrec.experiments.loads import Entry, largest_loads
@@ -47,11 +47,24 @@ def test_a_finished_run_is_not_run_again(make_lab: MakeLab, monkeypatch: pytest.
         make_lab().run([Run(run.ground, "static:0.6")], "test")
 
 
-def test_runs_of_one_ground_are_one_task(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_runs_of_one_ground_that_need_its_curves_are_one_task(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab()
     here, there = lab.ground(NAME, 0), lab.ground(NAME, 1)
-    tasks = tasks_of([Run(there, "helm"), Run(here, "helm"), Run(here, "pid"), Run(here, "pid")], tmp_path)
-    assert [[run.policy for run in task.runs] for task in tasks] == [["helm", "pid"], ["helm"]]
+    asked = [Run(there, "helm"), *(Run(here, policy) for policy in ("helm", "pid", "pid", "helm base", "static:0.5"))]
+    tasks = tasks_of(asked, tmp_path)
+    assert [[run.policy for run in task.runs] for task in tasks] == [
+        ["helm", "helm base"],
+        ["helm"],
+        ["pid", "static:0.5"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "policy", ["static:0.5", "jump:0.3>0.5@2", "path:1@1=0.5", "helm", "helm base", "argmin", "pid"]
+)
+def test_who_is_taken_for_blind_is_shown_no_curves(make_lab: MakeLab, policy: str) -> None:
+    cost = make_lab().ground(NAME, 0).course().service_cost
+    assert is_blind(policy) != entrant(policy, cost).has_curves
 
 
 @pytest.mark.parametrize("changed", ["seed", "load", "traffic"])

@@ -105,5 +105,11 @@ def entrant(text: str, cost: ServiceCost) -> Entrant:
         raise ConfigError(f"policy {name} cannot be made of {value!r}, got {text!r}") from None
 
 
+def is_blind(text: str) -> bool:
+    """Whether the policy does without miss curves."""
+    name = text.partition(":")[0]
+    return name in {"jump", "path"} or (name in {"static", *POLICY_NAMES} and not needs_curves(name))
+
+
 def path_text(alphas: list[float], window_s: float, start_s: float) -> str:
     return f"path:{window_s:g}@{start_s:g}=" + ",".join(f"{alpha:g}" for alpha in alphas)

@@ -16,7 +16,7 @@ import numpy as np
 from helmrec.bench.contest import Course, Score
 from helmrec.control.policy import Move, WindowStats
 from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.entrants import Entrant, entrant
+from helmrec.experiments.entrants import Entrant, entrant, is_blind
 from helmrec.experiments.kept import digest_of
 from helmrec.experiments.tiers import with_traffic
 from helmrec.memory.miss_curves import JointCurves
@@ -102,12 +102,15 @@ def perform(task: Task) -> dict[str, dict[str, Any]]:
 
 
 def tasks_of(runs: Sequence[Run], folder: Path) -> list[Task]:
-    """Runs by ground, largest ones first so that two processes end together."""
-    by_digest: dict[str, list[Run]] = {}
+    """Runs by ground, those that look at miss curves apart: so several processes have something to do at once.
+
+    Whoever records curves comes first, since that takes longest.
+    """
+    grouped: dict[tuple[bool, str], list[Run]] = {}
     for run in dict.fromkeys(runs):
-        by_digest.setdefault(run.ground.digest, []).append(run)
-    tasks = [Task(ones[0].ground, tuple(ones), folder / f"{digest}.npz") for digest, ones in by_digest.items()]
-    return sorted(tasks, key=lambda task: -len(task.runs))
+        grouped.setdefault((is_blind(run.policy), run.ground.digest), []).append(run)
+    tasks = {key: Task(ones[0].ground, tuple(ones), folder / f"{key[1]}.npz") for key, ones in grouped.items()}
+    return [tasks[key] for key in sorted(tasks, key=lambda key: (key[0], -len(tasks[key].runs)))]
 
 
 class _Stage:
