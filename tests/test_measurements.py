@@ -1,7 +1,7 @@
 """No claim without a measurement: files that README and docs name exist, and tables of figures name theirs.
 
 A table of figures is one with measured units in two cells or more. Its file is named in its own section or in the text
-of a section around it, as a path, a link or a bare file name.
+of a section around it, as a path, a link or a bare file name. The record of a training is such a file, too.
 """
 
 import json
@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
+TRAININGS = ROOT / "src" / "helmrec" / "control" / "policies"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMED = re.compile(r"measurements/([\w.-]+\.(?:json|png))|`([\w.-]+\.json)`")
+NAMED = re.compile(r"measurements/([\w.-]+\.(?:json|png))|`(?:policies/)?([\w.-]+\.json)`")
 FIGURE = re.compile(r"\d[\d,.]*\s?(?:ms|µs|us|%|x|GB/s|MiB/s|req/s|requests/s)(?:\b|$|\s|\|)")
 HEADING = re.compile(r"^(#{1,6}) ")
 
@@ -62,6 +63,10 @@ def files_named(lines: tuple[str, ...]) -> set[str]:
     return {path or bare for line in lines for path, bare in NAMED.findall(line)}
 
 
+def is_kept(name: str) -> bool:
+    return any((folder / name).exists() for folder in (MEASUREMENTS, TRAININGS))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_measurement_files_that_are_named_exist(page: Path) -> None:
     paths = {path for path, _ in NAMED.findall(page.read_text()) if path}
@@ -80,7 +85,7 @@ def test_every_table_of_figures_names_its_measurement(page: Path) -> None:
         section.title
         for section in sections(page.read_text())
         if len(figures_in(section)) >= 2
-        if not any((MEASUREMENTS / name).exists() for name in files_named(section.lines + section.around))
+        if not any(is_kept(name) for name in files_named(section.lines + section.around))
     ]
     assert not bare, "name the file of docs/measurements these figures are from"
 
