@@ -207,7 +207,7 @@ def judge_falsification(figures: Figures) -> Sequence[Verdict]:
         ),
         judged(
             "Moving, it gains over the split it starts from",
-            "P99 -24 to -38% against static policies",
+            None,
             gain,
             Rule(0.24, 0.01),
             f"the smaller P99 gain over the untuned 0.5: {told}",
