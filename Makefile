@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: $(VENV)/ready  ## Watch two caches share a pool (half a minute, CPU)
+demo: $(VENV)/ready  ## Watch two caches share a pool, over real HTTP (two minutes, CPU)
 	$(BIN)/helmrec demo
 
 test: $(VENV)/ready  ## Run the tests (CPU, about five minutes)
