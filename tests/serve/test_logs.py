@@ -27,3 +27,7 @@ def test_a_traceback_stays_on_the_line_of_its_event() -> None:
     assert "\n" not in seen
     assert 'event="it failed"' in seen
     assert "ValueError: two" in seen
+
+
+def test_marks_of_libraries_are_left_out() -> None:
+    assert "_mark" not in line("request", _mark=1)

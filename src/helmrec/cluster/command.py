@@ -33,6 +33,7 @@ def ray_of(cluster: ClusterConfig) -> Iterator[bool]:
         return
     most = cluster.replicas if cluster.scaling is None else cluster.scaling.max_replicas
     ray.init(
+        address="local",  # without it, Ray would join another that happens to run on this machine
         namespace="helmrec",
         num_cpus=max(1, round(most * cluster.cpus_per_replica + cluster.ingresses * cluster.cpus_per_ingress + 0.5)),
         include_dashboard=False,

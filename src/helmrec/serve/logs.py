@@ -10,7 +10,10 @@ _BARE = re.compile(r"[^\s\"=\\]+")
 
 
 class Logfmt(logging.Formatter):
-    """`time=… level=info logger=helmrec.serve event=ready model=demo`: what a call passed as `extra` follows."""
+    """`time=… level=info logger=helmrec.serve event=ready model=demo`: what a call passed as `extra` follows.
+
+    Libraries mark records, too (Ray does, once it is imported); such marks begin with an underscore.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -18,7 +21,7 @@ class Logfmt(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
-            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_"},
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
