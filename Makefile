@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow check format measure map rivals gpu gpu-serving clean
+.PHONY: help demo test test-slow check format measure bench map rivals gpu gpu-serving clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -13,7 +13,7 @@ help:  ## Show this list
 demo: $(VENV)/ready  ## Watch two caches share a pool, over real HTTP (two minutes, CPU)
 	$(BIN)/helmrec demo
 
-test: $(VENV)/ready  ## Run the tests (CPU, about five minutes)
+test: $(VENV)/ready  ## Run the tests (CPU, about eight minutes)
 	$(BIN)/python -m pytest -q -m "not gpu and not slow"
 
 test-slow: $(VENV)/ready  ## Run the long tests too
@@ -31,6 +31,9 @@ format: $(VENV)/ready  ## Format and fix what can be fixed
 
 measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/measurements
 	$(BIN)/python -m scripts.measure_host
+
+bench: $(VENV)/ready  ## Every figure and table, and one report of all (CPU, a quarter of an hour on two idle cores)
+	$(BIN)/helmrec bench all --quick
 
 map: $(VENV)/ready  ## Where the split matters and what moving it gains; goes on where it was stopped (CPU, fifteen minutes)
 	$(BIN)/python -m scripts.map
