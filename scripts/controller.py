@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from helmrec.control.network import BasePolicy, load_base, shipped_base
 from helmrec.control.policy import Limits, Policy
 from helmrec.control.service_cost import ServiceCost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
-from helmrec.memory.miss_curves import JointCurves
+from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.sim.oracle import cheapest_path, quasi_static, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
 from scripts.kept import Store, digest_of, finish
@@ -45,7 +45,6 @@ ALL = tuple(f"{node}-{kind}" for node, kind in itertools.product(NODES, KINDS))
 SPLITS = (0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE = np.linspace(0.03, 0.9, 88)  # the oracle's path is read to a hundredth
 BARE = HelmSettings(has_residual=False, has_burst=False, has_guardrail=False)
-_CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in {"alphas", "num_requests"})
 
 
 def network(name: str) -> BasePolicy:
@@ -132,28 +131,6 @@ def judged(course: Course, policy: Policy, alpha: float) -> dict[str, Any]:
         "served_per_s": sum(one.stats.traffic.num_served for one in counted) / span_s,
         "moved": sum(abs(b.stats.alpha - a.stats.alpha) for a, b in itertools.pairwise(counted)),
     }
-
-
-def save_curves(path: Path, curves: Sequence[JointCurves | None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    known = next(one for one in curves if one is not None)
-    table = np.full((len(curves), 1 + len(_CURVES), known.alphas.size), np.nan)
-    for at, one in enumerate(curves):
-        if one is not None:
-            table[at, 0] = one.num_requests
-            table[at, 1:] = [getattr(one, name) for name in _CURVES]
-    np.savez_compressed(path, alphas=known.alphas, table=table)
-
-
-def load_curves(path: Path) -> list[JointCurves | None]:
-    with np.load(path) as kept:
-        alphas, table = kept["alphas"], kept["table"]
-    return [
-        None
-        if np.isnan(one[0, 0])
-        else JointCurves(alphas, float(one[0, 0]), **dict(zip(_CURVES, one[1:].copy(), strict=True)))
-        for one in table
-    ]
 
 
 def recorded(unit: Ground) -> Course:

@@ -20,37 +20,13 @@ from numpy.typing import NDArray
 
 from helmrec.bench.contest import Course
 from helmrec.control.helm import HelmPolicy
-from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
+from helmrec.control.policy import Limited, Limits
+from helmrec.experiments.decisions import Keeps, took_us
 from scripts.controller import scenario
 from scripts.provenance import write_measurement
 
 OUT, PLOT = Path("docs/measurements/controller-timing.json"), Path("docs/images/controller-timing.png")
 SCENARIO, SEED, NUM_BLOCKS, BLOCK = "main-burst-20s", 0, 10, 10_000
-
-
-class Keeps:
-    """Lets a policy decide and keeps what it was shown."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.windows: list[WindowStats] = []
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        self.windows.append(stats)
-        return self._policy.decide(stats)
-
-    def reset(self) -> None:
-        self._policy.reset()
-
-
-def took_us(windows: list[WindowStats], policy: Policy, num_calls: int) -> NDArray[np.float64]:
-    took_ns, clock = np.empty(num_calls, np.int64), time.perf_counter_ns
-    for call in range(num_calls):
-        window = windows[call % len(windows)]
-        started = clock()
-        policy.decide(window)
-        took_ns[call] = clock() - started
-    return took_ns / 1e3
 
 
 def measure(is_ahead: bool) -> dict[str, Any]:
@@ -59,11 +35,11 @@ def measure(is_ahead: bool) -> dict[str, Any]:
     course.judge(keeps)
     windows = [one for one in keeps.windows if one.curves is not None]
     policy = Limited(HelmPolicy(course.service_cost), Limits())
-    took_us(windows, policy, BLOCK)  # compiled, and warm
+    took_us(policy, windows, BLOCK)  # compiled, and warm
     load = os.getloadavg()[0]
     if is_ahead:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    blocks = [took_us(windows, policy, BLOCK) for _ in range(NUM_BLOCKS)]
+    blocks = [took_us(policy, windows, BLOCK) for _ in range(NUM_BLOCKS)]
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     every = np.concatenate(blocks)
     edges = np.concatenate((np.arange(0, 20.25, 0.25), [50, 100, 1_000, 1e9]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from helmrec.control.by_name import make_policy
 from helmrec.control.policy import Move, Policy, WindowStats
@@ -23,8 +24,8 @@ _SHOWN = {"median": "p50_us", "p99": "p99_us", "p99.9": "p999_us"}
 _EDGES_US = (*(0.5 * step for step in range(81)), 50.0, 100.0, 1_000.0, 1e9)
 
 
-class _Keeps:
-    """Keeps what it is shown."""
+class Keeps:
+    """Lets a policy decide and keeps what it was shown."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -40,7 +41,7 @@ class _Keeps:
 
 def measure_decisions(lab: Lab) -> Figures:
     course = lab.ground(FAMILIES["Trend"], 0, pressed=_PRESSED).course()
-    keeps = _Keeps(Static())
+    keeps = Keeps(Static())
     scenario = course.scenario
     simulate(course.trace, course.node(), scenario.cost(), keeps, scenario.tick_s, Options(has_curves=True))
     windows = [window for window in keeps.windows if window.curves is not None]
@@ -62,19 +63,24 @@ def _follow(policy: Policy, window: WindowStats, start: float) -> float:
     return start if move is None else move.alpha
 
 
-def _timed(policy: Policy, windows: Sequence[WindowStats], num_calls: int) -> dict[str, Any]:
+def took_us(policy: Policy, windows: Sequence[WindowStats], num_calls: int) -> NDArray[np.float64]:
+    """Microseconds of each call, over the windows in turn."""
     took_ns, clock = np.empty(num_calls, np.int64), time.perf_counter_ns
     for call in range(num_calls):
         window = windows[call % len(windows)]
         started = clock()
         policy.decide(window)
         took_ns[call] = clock() - started
-    took_us = took_ns / 1e3
+    return took_ns / 1e3
+
+
+def _timed(policy: Policy, windows: Sequence[WindowStats], num_calls: int) -> dict[str, Any]:
+    each = took_us(policy, windows, num_calls)
     return {
-        **{f"p{q:g}_us".replace(".", ""): float(np.percentile(took_us, q)) for q in (50, 99, 99.9)},
-        "mean_us": float(took_us.mean()),
+        **{f"p{q:g}_us".replace(".", ""): float(np.percentile(each, q)) for q in (50, 99, 99.9)},
+        "mean_us": float(each.mean()),
         "edges_us": list(_EDGES_US),
-        "histogram": np.histogram(took_us, _EDGES_US)[0].tolist(),
+        "histogram": np.histogram(each, _EDGES_US)[0].tolist(),
     }
 
 
