@@ -110,6 +110,8 @@ def table(runs: Runs, contest: Contest) -> dict[str, Any]:
             found[name] = [run(place) for place in contest.places]
         except OutOfTime:
             not_run.append(name)
+    if any(name.startswith((BARE, PLAN)) for name in not_run):
+        raise OutOfTime
     best = found[f"static {seen.best_alpha:g}"]
     bare = min((name for name in found if name.startswith(BARE)), key=lambda name: spent(found[name]))
     oracle = min((*(found[name] for name in found if name.startswith(PLAN)), best), key=spent)
