@@ -31,9 +31,9 @@ from helmrec.control.policy import Limits, Policy
 from helmrec.control.service_cost import ServiceCost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.kept import Store, digest_of, finish
 from helmrec.sim.oracle import cheapest_path, quasi_static, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
-from scripts.kept import Store, digest_of, finish
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/controller.json")

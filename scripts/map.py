@@ -25,8 +25,8 @@ from helmrec.bench.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, S
 from helmrec.bench.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
 from helmrec.bench.map_checks import held_capacity, sampled
 from helmrec.bench.shifts import Shift, run_shift, within_slo
+from helmrec.experiments.kept import Store, digest_of, finish
 from helmrec.sim.cost import default_cost
-from scripts.kept import Store, digest_of, finish
 from scripts.map_plots import plot_map
 from scripts.provenance import write_measurement
 

@@ -27,7 +27,7 @@ from helmrec.bench.judge import interval, largest_of
 from helmrec.bench.ppo_only import ppo_only_file
 from helmrec.bench.shifts import PRICES
 from helmrec.control.static import UNTUNED_ALPHA
-from scripts.kept import digest_of
+from helmrec.experiments.kept import digest_of
 from scripts.provenance import write_measurement
 from scripts.rivals_runs import (
     ALPHAS,
@@ -229,11 +229,16 @@ def run_all(entrants: Entrants, until_s: float, processes: int) -> None:
     for steps in in_turn(entrants):
         if processes == 1:
             for step in steps:
-                print(time.strftime("%H:%M:%S"), work(step, until_s), flush=True)
+                _tell(work(step, until_s))
             continue
         with ProcessPoolExecutor(processes) as pool:
             for one in as_completed([pool.submit(work, step, until_s) for step in steps]):
-                print(time.strftime("%H:%M:%S"), one.result(), flush=True)
+                _tell(one.result())
+
+
+def _tell(done: str | None) -> None:
+    if done is not None:
+        print(time.strftime("%H:%M:%S"), done, flush=True)
 
 
 class Found(NamedTuple):

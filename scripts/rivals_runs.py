@@ -26,11 +26,11 @@ from helmrec.control.by_name import make_policy
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static
 from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.kept import Store, digest_of
 from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.workload import Phase, Workload
-from scripts.kept import Store, digest_of
 
 KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("scenarios")
 CONTROL = Path("src/helmrec/control")
