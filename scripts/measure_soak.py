@@ -16,6 +16,8 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ AUDIT_EVERY = 10
 ALPHAS = (0.2, 0.6)
 TOKEN = "soak-token"
 SHARES = {"rank": 0.68, "append": 0.2, "rank with history": 0.07, "delete": 0.02, "rows": 0.03}
+MOST_APPENDED = 40  # events at a time
+MEAN_EVENTS = MOST_APPENDED / 2 * SHARES["append"] / SHARES["delete"]  # of a user, once the soak is in balance
 WARM_UP = 0.25  # share of the time before memory is looked at
 
 
@@ -123,30 +127,33 @@ class Tally:
             self.errors.append(f"{kind}: {error!r}")
 
 
-class Worker(threading.Thread):
+class Worker:
     """A client of its own users: it knows what it has appended, so any 409 would be an error."""
 
-    def __init__(self, server: Server, number: int, due: "queue.Queue[float | None]", tally: Tally) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, server: Server, number: int) -> None:
         self._server = server
         self._rng = np.random.default_rng(number)
         self._users = np.arange(number, NUM_USERS, WORKERS)
         self._versions = dict.fromkeys(self._users.tolist(), 0)
         self._model: ModelConfig = profile("demo", NUM_ROWS)
-        self._due = due
-        self._tally = tally
 
-    def run(self) -> None:
+    def fill(self) -> None:
+        """Give the users histories as long as they would have after hours, so that the load stays what it is."""
+        with Client(self._server.url, timeout_s=60) as client:
+            for user in self._users.tolist():
+                self._append(client, user, 1 + int(self._rng.exponential(MEAN_EVENTS)))
+
+    def run(self, due: "queue.Queue[float | None]", tally: Tally) -> None:
         kinds, shares = list(SHARES), list(SHARES.values())
         with Client(self._server.url, timeout_s=60) as client:
-            while (due_s := self._due.get()) is not None:
+            while (due_s := due.get()) is not None:
                 kind = str(self._rng.choice(kinds, p=shares))
                 try:
                     self._do(client, kind, int(self._rng.choice(self._users)))
                 except Exception as error:
-                    self._tally.fail(kind, error)
+                    tally.fail(kind, error)
                 else:
-                    self._tally.note(kind, (time.perf_counter() - due_s) * 1e3)
+                    tally.note(kind, (time.perf_counter() - due_s) * 1e3)
 
     def _do(self, client: Client, kind: str, user: int) -> None:
         if kind == "rows":
@@ -157,11 +164,13 @@ class Worker(threading.Thread):
             client.forget(user)
             self._versions[user] = 0
         elif kind == "append":
-            events = self._events(int(self._rng.integers(1, 40)), self._versions[user])
-            done = client.append(user, self._versions[user], **events)
-            self._versions[user] = done.version
+            self._append(client, user, int(self._rng.integers(1, MOST_APPENDED)))
         else:
             self._rank(client, kind, user)
+
+    def _append(self, client: Client, user: int, num: int) -> None:
+        events = self._events(num, self._versions[user])
+        self._versions[user] = client.append(user, self._versions[user], **events).version
 
     def _rank(self, client: Client, kind: str, user: int) -> None:
         candidates = self._items(NUM_CANDIDATES)
@@ -207,49 +216,47 @@ def drive(server: Server, workers_due: "queue.Queue[float | None]", rate: float,
     return moves
 
 
-def soak(server: Server, rate: float, seconds: float) -> Soaked:
-    tally, due, memory, is_over = Tally(), queue.Queue[float | None](), list[dict[str, float]](), threading.Event()
-    workers = [Worker(server, number, due, tally) for number in range(WORKERS)]
+@contextmanager
+def working(workers: list[Worker]) -> Iterator[tuple["queue.Queue[float | None]", Tally]]:
+    """Every worker in a thread of its own, taking what is due; at the end all of it is done."""
+    tally, due = Tally(), queue.Queue[float | None]()
+    threads = [threading.Thread(target=worker.run, args=(due, tally), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    yield due, tally
+    for _ in workers:
+        due.put(None)
+    for thread in threads:
+        thread.join()
+
+
+def soak(server: Server, workers: list[Worker], rate: float, seconds: float) -> Soaked:
+    memory, is_over = list[dict[str, float]](), threading.Event()
 
     def watch() -> None:
         while not is_over.wait(1.0):
             memory.append(server.memory_mib())
 
     watcher = threading.Thread(target=watch, daemon=True)
-    for thread in (*workers, watcher):
-        thread.start()
-    moves = drive(server, due, rate, seconds)
-    for _ in workers:
-        due.put(None)
-    for worker in workers:
-        worker.join()
+    watcher.start()
+    with working(workers) as (due, tally):
+        moves = drive(server, due, rate, seconds)
     is_over.set()
     watcher.join()
     return Soaked(tally, memory, moves)
 
 
-def capacity_of(server: Server, seconds: float) -> float:
-    """Calls a second when every worker always has one to make; they leave histories behind, as a long life would."""
-    tally, due = Tally(), queue.Queue[float | None]()
-    workers = [Worker(server, number, due, tally) for number in range(WORKERS)]
-    for worker in workers:
-        worker.start()
+def capacity_of(workers: list[Worker], seconds: float) -> float:
+    """Calls a second when every worker always has one to make."""
     started_s = time.perf_counter()
-    while time.perf_counter() - started_s < seconds:
-        if due.qsize() < 2 * WORKERS:
-            due.put(time.perf_counter())
-        else:
-            time.sleep(0.001)
-    for _ in workers:
-        due.put(None)
-    for worker in workers:
-        worker.join()
-    took_s = time.perf_counter() - started_s
+    with working(workers) as (due, tally):
+        while time.perf_counter() - started_s < seconds:
+            if due.qsize() < 2 * WORKERS:
+                due.put(time.perf_counter())
+            else:
+                time.sleep(0.001)
     assert not tally.errors, tally.errors[:3]
-    with Client(server.url) as client:
-        for user in range(NUM_USERS):
-            client.forget(user)  # the workers that follow start from nothing
-    return sum(tally.done.values()) / took_s
+    return sum(tally.done.values()) / (time.perf_counter() - started_s)
 
 
 def growth(values: list[float]) -> float:
@@ -259,12 +266,15 @@ def growth(values: list[float]) -> float:
     return float(np.median(after[-tenth:]) / np.median(after[:tenth]) - 1)
 
 
-def run(folder: Path, seconds: float, capacity_s: float = 10.0) -> dict[str, Any]:
+def run(folder: Path, seconds: float, capacity_s: float = 20.0) -> dict[str, Any]:
     init_model(folder / "model", profile("demo", NUM_ROWS), 0)
     server = Server(folder)
     try:
-        capacity = capacity_of(server, capacity_s)
-        soaked = soak(server, LOAD * capacity, seconds)
+        workers = [Worker(server, number) for number in range(WORKERS)]
+        for worker in workers:
+            worker.fill()
+        capacity = capacity_of(workers, capacity_s)
+        soaked = soak(server, workers, LOAD * capacity, seconds)
         stats = server.stats()
     finally:
         is_clean = server.end()
