@@ -4,7 +4,7 @@ A signal comes when retrieval begins, its rank some tens of milliseconds later. 
 99% of the ranks keep a budget and the longest histories, with and without signals and the host tier; and what five
 times as many signals as the card could compute do to ranks.
 
-    python -m scripts.gpu_relay --limit-s 200              # on a card; writes docs/measurements/gpu-relay-h200.json
+    python -m scripts.gpu_relay              # on a card; writes docs/measurements/gpu-relay-h200.json
     python -m scripts.gpu_relay --quick --out /tmp/x.json  # a CPU, lengths cut to a fortieth: only to see that it runs
 """
 
@@ -12,7 +12,7 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ import torch
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.engine.pipeline import Pipeline
 from helmrec.engine.relay import Relay, _first_tokens
 from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.model.config import ModelConfig
@@ -41,6 +42,7 @@ HOT_SHARE = 0.3  # of the requests come from users who come again and again
 NEW_EVENTS = 16  # of a hot user between two visits
 TEMPLATES = 96  # different histories; each time somebody else's
 GOAL = 0.99  # of the ranks keep the budget
+OVERLOADED = 0.2  # ranks as a share of capacity, where signals come five times too often
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Scale:
         return num // self.divisor
 
 
-CARD = Scale("cuda", 1, 2_048, 4 << 30, 8 << 30, 10 << 30, 600, 1.6, 128)
+CARD = Scale("cuda", 1, 2_048, 4 << 30, 8 << 30, 10 << 30, 2_400, 4.0, 128)
 QUICK = Scale("cpu", 40, 32, 8 << 20, 32 << 20, 16 << 20, 60, 0.5, 8)
 
 
@@ -72,6 +74,7 @@ class Way(NamedTuple):
     signals: bool
     expander: bool
     relay: RelayConfig
+    is_stacked: bool = False  # a chunk may be launched while another is on its way
 
 
 def ways(scale: Scale, budget_ms: float) -> list[Way]:
@@ -211,6 +214,7 @@ class Replayed(NamedTuple):
     seconds: float
     relay: dict[str, Any]
     reloaded_pages: int
+    saved_pages: int
 
     def keeps(self, budget_ms: float) -> bool:
         return bool(np.mean(self.latency_ms <= budget_ms) >= GOAL)
@@ -224,6 +228,7 @@ class Replayed(NamedTuple):
             "reused": round(self.reused, 3),
             "busy": round(self.busy, 3),
             "reloaded_pages": self.reloaded_pages,
+            "saved_pages": self.saved_pages,
             **self.relay,
         }
 
@@ -282,7 +287,14 @@ def replay(engine: Engine, events: list[Event], budget_ms: float) -> Replayed:
             "failed": after.relay.failed - before.relay.failed,
         },
         after.pool.host_reloaded_pages - before.pool.host_reloaded_pages,
+        after.pool.host_saved_pages - before.pool.host_saved_pages,
     )
+
+
+class StackedPipeline(Pipeline):
+    """Tells the engine of no chunk that is on its way."""
+
+    is_ahead = False
 
 
 def prepare(engine: Engine, way: Way, histories: Histories) -> None:
@@ -290,6 +302,7 @@ def prepare(engine: Engine, way: Way, histories: Histories) -> None:
     engine.check()
     pool = engine._pool
     engine._relay = Relay(way.relay, engine._scheduler, pool.kv, pool.expander.costs.steps)
+    engine._pipeline.__class__ = StackedPipeline if way.is_stacked else Pipeline
     pool.kv.evict(1 << 40)
     pool.kv._visits = type(pool.kv._visits)()
     expander = pool.expander
@@ -372,7 +385,7 @@ def lengths_of(scale: Scale, low: int, high: int) -> IntArray:
     return np.linspace(scale.events(low), scale.events(high), TEMPLATES if scale.device == "cuda" else 8).astype(int)
 
 
-def measure(bench: Bench) -> Iterator[tuple[str, Any]]:
+def measure(bench: Bench, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Named parts of the result, the most wanted first."""
     scale = bench.scale
     base = Histories(bench.engine, scale, lengths_of(scale, 6_700, 6_700))
@@ -381,23 +394,40 @@ def measure(bench: Bench) -> Iterator[tuple[str, Any]]:
     capacity, alone_ms = bench.capacity(base), bench.lone_ms(base)
     budget_ms = 2 * alone_ms
     yield "base", {"tokens": scale.events(6_700), "alone_ms": alone_ms, "budget_ms": budget_ms, "capacity": capacity}
-    every = ways(scale, budget_ms)
-    at_base = over_length(bench, every[:2], budget_ms, 6_700, base)
-    yield "over_length_6700", at_base
-    relay_rate = at_base["found"][1]["rate"]
-    yield "over_length_10000", over_length(bench, every[:2], budget_ms, 10_000)
-    yield "longest_at_base", longest(bench, every[:2], budget_ms, 0.06 * capacity, 8_200)
-    yield "overload", overload(bench, every[1], base, budget_ms, (relay_rate or capacity / 2, capacity))
-    yield "over_length_8200", over_length(bench, every[:2], budget_ms, 8_200)
-    yield "over_length_13400", over_length(bench, every[:2], budget_ms, 13_400)
     mixed = Histories(bench.engine, scale, lengths_of(scale, 2_000, 30_000))
-    bench.capacity(mixed)
-    capacity_30k, slow = bench.capacity(mixed), ways(scale, 80.0)
-    yield "base_30k", {"tokens": "2000 to 30000", "budget_ms": 80.0, "capacity": capacity_30k}
-    yield "throughput_to_30k", [bench.largest_rate(way, mixed, 80.0, capacity_30k) for way in slow[:2]]
-    yield "ablation_at_base", [bench.largest_rate(way, base, budget_ms, capacity) for way in every[2:]]
-    yield "ablation_at_10000", over_length(bench, every[2:], budget_ms, 10_000)
-    yield "ablation_to_30k", [bench.largest_rate(way, mixed, 80.0, capacity_30k) for way in slow[2:]]
+    every, slow = ways(scale, budget_ms), ways(scale, 80.0)
+
+    def rates(compared: list[Way], histories: Histories, budget_ms: float) -> dict[str, Any]:
+        bench.capacity(histories)
+        capacity = bench.capacity(histories)
+        found = [bench.largest_rate(way, histories, budget_ms, capacity) for way in compared]
+        return {"budget_ms": budget_ms, "capacity": capacity, "found": found}
+
+    parts: dict[str, Callable[[], Any]] = {
+        "over_length_6700": lambda: over_length(bench, every[:2], budget_ms, 6_700, base),
+        "chunks_at_base": lambda: rates(chunked(scale, every[1]), base, budget_ms),
+        "over_length_10000": lambda: over_length(bench, every[:2], budget_ms, 10_000),
+        "longest_at_base": lambda: longest(bench, every[:2], budget_ms, 0.1 * capacity, 6_700),
+        "overload": lambda: overload(bench, every[1], base, budget_ms, capacity),
+        "over_length_8200": lambda: over_length(bench, every[:2], budget_ms, 8_200),
+        "over_length_13400": lambda: over_length(bench, every[:2], budget_ms, 13_400),
+        "throughput_to_30k": lambda: rates(slow[:2], mixed, 80.0),
+        "ablation_at_base": lambda: rates(every[2:], base, budget_ms),
+        "ablation_at_10000": lambda: over_length(bench, every[2:], budget_ms, 10_000),
+        "ablation_to_30k": lambda: rates(slow[2:], mixed, 80.0),
+    }
+    for name in wanted or parts:
+        yield name, parts[name]()
+
+
+def chunked(scale: Scale, way: Way) -> list[Way]:
+    """Smaller and larger chunks, and one launched on top of another."""
+    made = []
+    for chunk, is_stacked in ((8_192, False), (16_384, False), (2_048, True), (4_096, True)):
+        relay = way.relay.model_copy(update={"chunk_tokens": scale.events(chunk)})
+        name = f"chunks of {chunk}{', one on top of another' if is_stacked else ''}"
+        made.append(way._replace(name=name, relay=relay, is_stacked=is_stacked))
+    return made
 
 
 def over_length(
@@ -435,43 +465,44 @@ def longest(bench: Bench, compared: list[Way], budget_ms: float, rate: float, sh
     return {"rate": round(rate, 1), "budget_ms": round(budget_ms, 3), "longest": kept, "rows": rows}
 
 
-def overload(
-    bench: Bench, way: Way, histories: Histories, budget_ms: float, at: tuple[float, float]
-) -> list[dict[str, Any]]:
-    """Ranks at 0.7 of the largest rate, with no more signals than ranks and with five times what could be computed.
+def overload(bench: Bench, way: Way, histories: Histories, budget_ms: float, capacity: float) -> list[dict[str, Any]]:
+    """Ranks without signals, with their own, and with five times what could be computed, in turn, thrice.
 
-    By size of a chunk and by the share of compute that is allowed; the two runs of a pair follow each other, thrice.
+    By size of a chunk and by the share of compute that is allowed.
     """
-    rate, capacity = 0.7 * at[0], at[1]
+    rate = OVERLOADED * capacity
     rows = []
-    for chunk, share in ((4_096, 0.3), (1_024, 0.3)):
+    for chunk, share in ((4_096, 0.3), (1_024, 0.3), (4_096, 0.1)):
         limits = {"chunk_tokens": bench.scale.events(chunk), "max_compute": share, "max_held": 0.3}
         bounded = way._replace(relay=way.relay.model_copy(update=limits))
-        calm: list[Replayed] = []
-        crowded: list[Replayed] = []
+        kinds = {"none": (False, 0.0), "own": (True, 0.0), "crowded": (True, 5 * capacity)}
+        seen: dict[str, list[Replayed]] = {kind: [] for kind in kinds}
         for _ in range(3):
-            if bench.is_late:
-                break
-            for strangers, seen in ((0.0, calm), (5 * capacity, crowded)):
-                prepare(bench.engine, bounded, histories)
-                seen.append(bench.run(bounded, histories, rate, budget_ms, strangers))
-        if not crowded:
+            for kind, (signals, strangers) in kinds.items():
+                if not bench.is_late:
+                    prepare(bench.engine, bounded, histories)
+                    seen[kind].append(
+                        bench.run(bounded._replace(signals=signals), histories, rate, budget_ms, strangers)
+                    )
+        if not seen["crowded"]:
             break
-        p99 = [float(np.percentile(np.concatenate([each.latency_ms for each in runs]), 99)) for runs in (calm, crowded)]
+        p99 = {
+            kind: float(np.percentile(np.concatenate([each.latency_ms for each in runs]), 99))
+            for kind, runs in seen.items()
+        }
         rows.append(
             {
                 "chunk_tokens": chunk,
                 "max_compute": share,
+                "max_held": 0.3,
                 "rate": round(rate, 1),
                 "signals_per_s": round(5 * capacity, 1),
                 "p99_ms": p99,
-                "ratio": p99[1] / p99[0],
-                "held_share_allowed": 0.3,
-                "calm": [each.describe() for each in calm],
-                "crowded": [each.describe() for each in crowded],
+                "crowded_over_none": p99["crowded"] / p99["none"],
+                "runs": {kind: [each.describe() for each in runs] for kind, runs in seen.items()},
             }
         )
-        print(f"  chunks of {chunk}, share {share}: p99 {p99[0]:.2f} ms, crowded {p99[1]:.2f} ms", flush=True)
+        print(f"  chunks of {chunk}, share {share}: p99 {p99}", flush=True)
     return rows
 
 
@@ -479,7 +510,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--quick", action="store_true", help="on a CPU, everything small")
-    parser.add_argument("--limit-s", type=float, default=200, help="stop after so long with what there is")
+    parser.add_argument("--parts", nargs="*", default=[], help="only these; all, in the order of `measure`, if none")
+    parser.add_argument("--limit-s", type=float, default=400, help="stop after so long with what there is")
     arguments = parser.parse_args()
     started_s = time.perf_counter()
     scale = QUICK if arguments.quick else CARD
@@ -491,7 +523,7 @@ def main() -> None:
     print(f"ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
     results: dict[str, Any] = {"cascade": CASCADE.model_dump(), "hot_share": HOT_SHARE, "goal": GOAL}
     bench = Bench(scale, engine, started_s + arguments.limit_s)
-    for name, part in measure(bench):
+    for name, part in measure(bench, arguments.parts):
         results[name] = part
         print(f"{time.perf_counter() - started_s:.0f} s: {name}", flush=True)
         write_measurement(arguments.out, results)

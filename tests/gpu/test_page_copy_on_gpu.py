@@ -8,8 +8,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from helmrec.kernels import page_copy
+from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.triton_page_copy import load_pages
+from helmrec.memory.expander import Expander, PageSave
+from helmrec.memory.host_pages import HostPages
 from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.prefix import PageLoad
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +36,21 @@ def test_pages_land_where_they_should_and_nowhere_else(page_bytes: int, num_load
     torch.cuda.synchronize()
     buffer.close()
     assert torch.equal(arena, twin)
+
+
+def test_a_page_is_saved_as_it_was_though_it_is_overwritten_at_once() -> None:
+    num, arena = 256, torch.zeros((512, 1 << 20), dtype=torch.uint8, device="cuda")
+    arena[:num] = 7
+    host = HostPages(Expander(num), arena, row_kernels("triton"))
+    try:
+        torch.cuda.synchronize()
+        host.save([PageSave(page, slot=page) for page in range(num)])  # some milliseconds of copying
+        host.finish_saves_of([num - 1], None)
+        arena[num - 1] = 9
+        host.start_loading([PageLoad(slot=num - 1, page=num)])
+        host.finish_loading()
+        assert int(arena[num].min()) == int(arena[num].max()) == 7
+        host.finish_saves_of(range(num, 512), None)  # nobody's: no wait, and nothing to see
+    finally:
+        torch.cuda.synchronize()
+        host.close()

@@ -214,7 +214,8 @@ class Engine:
 
     def _move_boundary(self) -> None:
         """A page that leaves EMB is free once a step has ended that was launched after it left."""
-        self._runner.finish_saves_before_moves()
+        if not self._pool.is_settled:
+            self._runner.finish_saves_before_moves()
         self._pool.ledger.retire(self._pipeline.num_ended - 1)
         self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 

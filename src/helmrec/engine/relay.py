@@ -88,7 +88,7 @@ class Relay:
         """End leases, and decide about signals submitted since; the caller tells them with no lock held."""
         self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        return [_Decided(each.future, self.signal(each.request, each.history, kv_pages, now)) for each in waiting]
+        return [_Decided(each.future, self._take(each.request, each.history, kv_pages, now)) for each in waiting]
 
     def refuse_waiting(self, error: HelmRecError) -> None:
         while self._waiting:
@@ -97,6 +97,9 @@ class Relay:
     def signal(self, request: PrefillRequest, history: Prepared, kv_pages: int, now: float) -> PrefillResult:
         """Take a user's history to be computed ahead, or say why not."""
         self.expire(now)
+        return self._take(request, history, kv_pages, now)
+
+    def _take(self, request: PrefillRequest, history: Prepared, kv_pages: int, now: float) -> PrefillResult:
         total, user_id = history.history.num_tokens, request.user_id
         missing = max(0, self._num_ahead(history) - self._kv.resident_tokens(history.history))
         num_pages = -(-total // self._kv.limits.page_tokens)

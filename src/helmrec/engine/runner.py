@@ -62,9 +62,11 @@ class Runner:
             self._host.start_loading(loads)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
-        step = assemble(members, self._model.config, self._pool.geometry.page_tokens)
+        page_tokens = self._pool.geometry.page_tokens
+        step = assemble(members, self._model.config, page_tokens)
+        written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
-            self._host.finish_saves_before(self._dense.stream, self._dense.rows.stream)
+            self._host.finish_saves_of(written, self._dense.stream)
             for plan in plans:
                 if plan.copy is not None:  # of settled pages only, never of those being loaded
                     self._arena.copy_tokens(plan.copy)
@@ -98,7 +100,7 @@ class Runner:
 
     def finish_saves_before_moves(self) -> None:
         """What moves into EMB pages from now on waits for saves that may still read them."""
-        self._host.finish_saves_before(self._dense.rows.stream)
+        self._host.finish_saves(self._dense.rows.stream)
 
     def synchronize(self) -> None:
         """Wait for everything that was started."""

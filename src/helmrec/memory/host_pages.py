@@ -1,7 +1,8 @@
 """The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,36 @@ _TIMED_PAGES = 32
 _STEPS_IN_FLIGHT = 2
 
 
+class _Saving(NamedTuple):
+    has_ended: Callable[[], bool]
+    pages: frozenset[int]
+    slots: frozenset[int]
+
+
+class SavesInFlight:
+    """What copies on their way still read and write, so that only those wait for them who must."""
+
+    def __init__(self) -> None:
+        self._saving: deque[_Saving] = deque()  # oldest first, and in this order they end
+
+    def add(self, saves: Sequence[PageSave], has_ended: Callable[[], bool]) -> None:
+        pages, slots = zip(*saves, strict=True)
+        self._saving.append(_Saving(has_ended, frozenset(pages), frozenset(slots)))
+
+    def read_any(self, pages: Iterable[int]) -> bool:
+        """Whether one of these pages may not be written yet."""
+        return any(not saving.pages.isdisjoint(pages) for saving in self._unended())
+
+    def write_any(self, slots: Iterable[int]) -> bool:
+        """Whether one of these slots may not be read yet."""
+        return any(not saving.slots.isdisjoint(slots) for saving in self._unended())
+
+    def _unended(self) -> "deque[_Saving]":
+        while self._saving and self._saving[0].has_ended():
+            self._saving.popleft()
+        return self._saving
+
+
 class _Launch(NamedTuple):
     """Loads of one step."""
 
@@ -32,9 +63,9 @@ class HostPages:
     """The expander's slots as host memory beside an arena, locked where the arena is on a card.
 
     On a card, saves and loads run in streams of their own and return at once: saves as copies, loads as one launch
-    that reads all pages, since to issue a copy for each took longer than the bus. Whoever may overwrite a page waits
-    for its save on the card, not on the host; a page that is loaded belongs to nobody until then, so loads start
-    beside whatever runs.
+    that reads all pages, since to issue a copy for each took longer than the bus. Whoever overwrites a page waits for
+    its save, on the card and not on the host, and nobody else does; a page that is loaded belongs to nobody until
+    then, so loads start beside whatever runs.
     """
 
     def __init__(
@@ -44,7 +75,7 @@ class HostPages:
         self._arena = arena_pages
         is_card, device = arena_pages.is_cuda, arena_pages.device
         self._saving, self._loading = (torch.cuda.Stream(device) if is_card else None for _ in range(2))
-        self._has_saved = False
+        self._saves = SavesInFlight()
         self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
         self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
         if expander.num_slots:
@@ -59,22 +90,29 @@ class HostPages:
     def save(self, saves: Sequence[PageSave]) -> None:
         if not saves:
             return
-        self._has_saved = True
         if self._saving is not None and self._loading is not None:
             self._saving.wait_stream(self._loading)  # a slot may be read there that is now written
         with InStream(self._saving):
             for save in saves:
                 self._host[save.slot].copy_(self._arena[save.page], non_blocking=True)
+        if self._saving is not None:
+            self._saves.add(saves, self._saving.record_event().query)
 
-    def finish_saves_before(self, *streams: torch.cuda.Stream | None) -> None:
-        """What these streams do from now on comes after all saves so far; None is the current one."""
-        if self._saving is not None and self._has_saved:
-            for stream in streams:
-                (stream or torch.cuda.current_stream()).wait_stream(self._saving)
+    def finish_saves_of(self, pages: Iterable[int], stream: torch.cuda.Stream | None) -> None:
+        """What this stream does from now on comes after all saves of these pages; None is the current one."""
+        if self._saves.read_any(pages):
+            self.finish_saves(stream)
+
+    def finish_saves(self, stream: torch.cuda.Stream | None) -> None:
+        """What this stream does from now on comes after all saves so far; None is the current one."""
+        if self._saving is not None:
+            (stream or torch.cuda.current_stream()).wait_stream(self._saving)
 
     def start_loading(self, loads: Sequence[PageLoad]) -> None:
         """Once for a step: the step before may still be on its way, the one before that has ended."""
-        self.finish_saves_before(self._loading)
+        slots, pages = zip(*loads, strict=True)
+        if self._saves.write_any(slots) or self._saves.read_any(pages):
+            self.finish_saves(self._loading)
         launch = self._launches[0]
         self._launches.reverse()
         launch.loads[0] = len(loads), 0
