@@ -108,6 +108,38 @@ def test_a_body_declared_too_long_is_not_read_at_all(caller: Caller) -> None:
     assert (reply.status, reply.headers["connection"]) == (413, "close")
 
 
+def test_a_client_that_leaves_while_it_sends_is_counted_and_not_answered(caller: Caller) -> None:
+    inbox = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    assert _answer_of(caller, inbox, "/v1/rank", method="POST") == []
+    assert 'helmrec_http_requests_total{route="/v1/rank",status="499"} 1.0' in caller.get("/metrics").body.decode()
+
+
+def test_paths_are_found_below_the_prefix_of_a_server_in_front(caller: Caller) -> None:
+    for path in ("/healthz", "/v2/models/tiny"):
+        found, lost = (_answer_of(caller, [], prefix + path, root_path="/v2") for prefix in ("/v2", "/v1"))
+        assert (found[0]["status"], lost[0]["status"]) == (200, 404)
+    assert _answer_of(caller, [], "/v2/health/live", root_path="/v2")[0]["status"] == 404, "the prefix is not the path"
+
+
+def _answer_of(caller: Caller, inbox: list[Any], path: str, method: str = "GET", root_path: str = "") -> list[Any]:
+    """All messages the application sends."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return inbox.pop(0)
+
+    async def collect(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "root_path": root_path, "headers": [], "query_string": b""}
+    caller.run(caller.app(scope, receive, collect))
+    return sent
+
+
+def test_head_is_answered_as_get_is(caller: Caller) -> None:
+    assert caller.post("/healthz", b"", method="HEAD").status == 200
+
+
 def test_a_compressed_body_is_not_taken(caller: Caller) -> None:
     assert caller.post("/v1/rank", b"", {"content-encoding": "gzip"}).status == 415
 

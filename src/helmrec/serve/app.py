@@ -4,20 +4,16 @@ It knows requests, answers and statuses; how an engine runs is behind the port. 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
-from helmrec.errors import HelmRecError, HistoryError, HistoryFull
-from helmrec.serve import problems
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
 from helmrec.serve.histories import Histories
@@ -25,7 +21,7 @@ from helmrec.serve.live import LiveRoutes, dashboard
 from helmrec.serve.models import ModelRoutes
 from helmrec.serve.port import EnginePort
 from helmrec.serve.prefill import PrefillRoutes
-from helmrec.serve.routes import Endpoint, openapi
+from helmrec.serve.routes import Endpoint, Handler, openapi
 from helmrec.serve.schema import Problem
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.users import UserRoutes
@@ -63,30 +59,43 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
             Route("/openapi.json", show_document, methods=["GET"]),
             Route("/", dashboard(), methods=["GET"]),
         ],
-        middleware=[Middleware(_edge(front))],
-        exception_handlers={HelmRecError: _tell, HTTPException: _tell},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
+    app.middleware_stack = Edge(_ByName(app.router), front.count_request)  # errors end there: no other layer is needed
     return app
 
 
 def _route(path: str, endpoints: Sequence[Endpoint]) -> Route:
     """All methods of a path as one route, so that a wrong one is told of all the right ones."""
     handlers = {each.method: each.handler for each in endpoints if each.path == path}
-
-    async def handle(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, handle, methods=list(handlers))
+    return Route(path, _Path(handlers), methods=list(handlers))
 
 
-def _edge(front: Front) -> Callable[[ASGIApp], Edge]:
-    return lambda app: Edge(app, front.count_request)
+class _Path:
+    """The handlers of a path, by method. An application: around a function starlette would look for errors again."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        response = await self._handlers[method](Request(scope, receive))
+        await response(scope, receive, send)
 
 
-async def _tell(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HelmRecError | HTTPException)
-    if isinstance(error, HistoryError) and not isinstance(error, HistoryFull):  # ours to mend; it names our files
-        raise error
-    return problems.of_error(error, request.state.request_id, request.url.path)
+class _ByName:
+    """Paths without parameters are found by name; the rest are the router's to match, one after another."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        routes = [route for route in router.routes if isinstance(route, Route)]
+        self._routes = {route.path: route for route in routes if not route.param_convertors}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_plain = scope["type"] == "http" and not scope.get("root_path")
+        if is_plain and (route := self._routes.get(scope["path"])):
+            scope["route"] = route
+            await route.handle(scope, receive, send)
+        else:
+            await self._router(scope, receive, send)

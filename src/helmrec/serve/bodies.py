@@ -5,11 +5,12 @@ from typing import TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
 
 from helmrec.errors import RequestError
 
-DEADLINE_HEADER = "deadline-ms"
+DEADLINE_HEADER = b"deadline-ms"
 _AT = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<path>.*)`$")
 _NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>.*?)`")
 _EXPECTED = re.compile(r"^Expected (?P<what>.+?)(?:, got (?P<kind>.+))?$")
@@ -20,18 +21,30 @@ T = TypeVar("T")
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body, or 413 as soon as it is known to be too long: the rest is never read."""
-    if encoding := request.headers.get("content-encoding"):
+    if encoding := header(request.scope, b"content-encoding"):
         raise HTTPException(415, f"content-encoding: bodies must not be compressed, got {encoding[:_MAX_SHOWN]!r}")
-    declared = request.headers.get("content-length", "")
+    declared = header(request.scope, b"content-length") or ""
     if declared.isdecimal() and int(declared[:20]) > limit_bytes:
         raise _too_large(limit_bytes)
-    chunks, num_bytes = [], 0
-    async for chunk in request.stream():
+    chunks, num_bytes, has_more = [], 0, True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, has_more = message.get("body", b""), message.get("more_body", False)
         num_bytes += len(chunk)
         if num_bytes > limit_bytes:
             raise _too_large(limit_bytes)
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of this name. Looked for where it lies: a mapping made for one look costs more."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
 
 
 def _too_large(limit_bytes: int) -> HTTPException:
@@ -50,7 +63,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
 
 def deadline_ms(request: Request) -> float | None:
     """What the client's header allows, in milliseconds."""
-    text = request.headers.get(DEADLINE_HEADER)
+    text = header(request.scope, DEADLINE_HEADER)
     if text is None:
         return None
     try:
@@ -58,7 +71,7 @@ def deadline_ms(request: Request) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise RequestError(DEADLINE_HEADER, text[:_MAX_SHOWN], "a positive number of milliseconds is needed")
+        raise RequestError(DEADLINE_HEADER.decode(), text[:_MAX_SHOWN], "a positive number of milliseconds is needed")
     return value
 
 

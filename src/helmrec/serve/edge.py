@@ -1,4 +1,4 @@
-"""Where requests enter and leave: one id each, one log line, one count; a failure of ours ends here as a plain 500."""
+"""Where requests enter and leave: one id each, one log line, one count; errors end here, ours as a plain 500."""
 
 import itertools
 import logging
@@ -7,10 +7,14 @@ import secrets
 import time
 from collections.abc import Callable
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from helmrec.errors import HelmRecError, HistoryError, HistoryFull
 from helmrec.serve import problems
+from helmrec.serve.bodies import header
 
 log = logging.getLogger("helmrec.serve")
 _ID_HEADER = b"x-request-id"
@@ -20,7 +24,7 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Edge:
-    """Wraps the routes. `scope["state"]` has `request_id` and `started_s` for everything inside."""
+    """Wraps the routes. `scope["state"]` has `started_s` for everything inside."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int, float], None]) -> None:
         """`count` is told the route, status and seconds of every request."""
@@ -35,7 +39,7 @@ class Edge:
             return
         started_s = time.perf_counter()
         request_id = self._request_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, started_s=started_s)
+        scope.setdefault("state", {})["started_s"] = started_s
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -49,17 +53,17 @@ class Edge:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             status = CLIENT_GONE
-        except Exception:
-            log.exception("request failed", extra={"id": request_id, "path": scope["path"]})
+        except Exception as error:
+            answer = _told(error, request_id, scope["path"])
             if status:  # the answer has begun: the server can only hang up
                 raise
-            await problems.of_failure(request_id, scope["path"])(scope, receive, send_with_id)
+            await answer(scope, receive, send_with_id)
         finally:
             self._conclude(scope, request_id, status, time.perf_counter() - started_s)
 
     def _request_id(self, scope: Scope) -> str:
         """The client's own id if it gave a sane one; else one that no other request has."""
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _ID_HEADER), "")
+        given = header(scope, _ID_HEADER) or ""
         return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
 
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
@@ -70,3 +74,12 @@ class Edge:
         if log.isEnabledFor(level):
             fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
             log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
+
+
+def _told(error: Exception, request_id: str, path: str) -> Response:
+    """What the client hears of it. What is ours to mend is told to the log instead."""
+    is_ours = isinstance(error, HistoryError) and not isinstance(error, HistoryFull)  # it names our files
+    if isinstance(error, HelmRecError | HTTPException) and not is_ours:
+        return problems.of_error(error, request_id, path)
+    log.error("request failed", exc_info=error, extra={"id": request_id, "path": path})
+    return problems.of_failure(request_id, path)

@@ -35,6 +35,7 @@ def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket)
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody here asks who a client is
         lifespan="on",
         timeout_graceful_shutdown=config.drain_s,
     )
