@@ -155,7 +155,7 @@ def run(folder: Path, seconds: float, *, is_apart: bool) -> dict[str, Any]:
     requests = strangers(800)
     server = Server(folder, is_apart=is_apart)
     try:
-        offer(server.url, requests, 10, 5, seed=0)  # warms the caches
+        offer(server.url, requests, FLOOD_PER_S, 20, seed=0)  # fills caches and buffers
         capacity = capacity_of(server.url, requests)
         calm = offer(server.url, requests, CALM * capacity, 8, seed=2)
         watch = Watch(server)
@@ -180,9 +180,13 @@ def run(folder: Path, seconds: float, *, is_apart: bool) -> dict[str, Any]:
         "answered_p99_ms": round(over.p99_ms, 1),
         "refused_p50_ms": round(_median(offered), 1),
         "refused_p99_ms": round(over.refused_p99_ms, 1),
+        "refused_within_100_ms": round(
+            float(np.mean([ms <= 100 for _, status, ms in offered.statuses if status != 200])), 4
+        ),
         "driver_late_p99_ms": round(over.lag_p99_ms, 1),
         "rss_mib_first_tenth": round(float(np.mean(rss[:tenth])) / 2**20, 1),
         "rss_mib_last_tenth": round(float(np.mean(rss[-tenth:])) / 2**20, 1),
+        "rss_mib": [round(each / 2**20, 1) for each in rss[::tenth]],
         "answered_late": sum(status == 200 and ms > DEADLINE_MS for _, status, ms in offered.statuses),
         "calm_p99_ms_before": round(calm.end.p99_ms, 1),
         "calm_p99_ms_after": round(after.end.p99_ms, 1),
