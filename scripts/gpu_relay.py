@@ -79,7 +79,7 @@ class Way(NamedTuple):
 
 def ways(scale: Scale, budget_ms: float) -> list[Way]:
     """First what is compared, then what is left out of it one by one."""
-    relay = RelayConfig(budget_ms=budget_ms, chunk_tokens=scale.events(4_096), max_held=0.6, max_compute=0.9)
+    relay = RelayConfig(budget_ms=budget_ms, chunk_tokens=scale.events(8_192), max_held=0.6, max_compute=0.9)
     admit_all = relay.model_copy(update={"risk": 0.0, "max_held": 1.0, "max_compute": 1.0})
     return [
         Way("inline", signals=False, expander=False, relay=relay),
@@ -423,7 +423,7 @@ def measure(bench: Bench, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def chunked(scale: Scale, way: Way) -> list[Way]:
     """Smaller and larger chunks, and one launched on top of another."""
     made = []
-    for chunk, is_stacked in ((8_192, False), (16_384, False), (2_048, True), (4_096, True)):
+    for chunk, is_stacked in ((4_096, False), (16_384, False), (4_096, True)):
         relay = way.relay.model_copy(update={"chunk_tokens": scale.events(chunk)})
         name = f"chunks of {chunk}{', one on top of another' if is_stacked else ''}"
         made.append(way._replace(name=name, relay=relay, is_stacked=is_stacked))
@@ -472,7 +472,7 @@ def overload(bench: Bench, way: Way, histories: Histories, budget_ms: float, cap
     """
     rate = OVERLOADED * capacity
     rows = []
-    for chunk, share in ((4_096, 0.3), (1_024, 0.3), (4_096, 0.1)):
+    for chunk, share in ((8_192, 0.3), (8_192, 0.1), (4_096, 0.1)):
         limits = {"chunk_tokens": bench.scale.events(chunk), "max_compute": share, "max_held": 0.3}
         bounded = way._replace(relay=way.relay.model_copy(update=limits))
         kinds = {"none": (False, 0.0), "own": (True, 0.0), "crowded": (True, 5 * capacity)}

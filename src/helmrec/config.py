@@ -53,7 +53,7 @@ class RelayConfig(Frozen):
         0.3, ge=0, description="share of its budget that a rank may be expected to take inline; 0: every one is at risk"
     )
     hold_ms: float = Field(500.0, gt=0, description="how long a prefix is held for its rank")
-    chunk_tokens: int = Field(4_096, ge=1, description="tokens computed ahead in one step, so that ranks wait little")
+    chunk_tokens: int = Field(8_192, ge=1, description="tokens computed ahead in one step, so that ranks wait little")
     max_held: float = Field(0.25, gt=0, le=1, description="share of the KV pages that leases may hold")
     max_compute: float = Field(0.5, gt=0, le=1, description="share of the time that may go into computing ahead")
     max_leases: int = Field(1_024, ge=1, description="leases at once; a user has one at most")

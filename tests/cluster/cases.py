@@ -19,6 +19,7 @@ from helmrec.router.state import ClusterState, StateSettings
 from helmrec.serve.settings import Given, Settings, resolve
 from helmrec.serve.wire import Begin
 from helmrec.sim.cost import default_cost
+from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
 
 COST = RouterCost.from_calibration(default_cost().model_dump(), TokenShape(2, 64, 256))
@@ -110,3 +111,15 @@ class LocalFleet:
 def spread(names: list[str]) -> dict[str, int]:
     found, counts = np.unique(names, return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def ahead_of(request: RankRequest) -> PrefillRequest:
+    return PrefillRequest(
+        user_id=request.user_id,
+        items=request.items,
+        actions=request.actions,
+        timestamps=request.timestamps,
+        features=request.features,
+        context={"country": request.context["country"]},
+        first_event=request.first_event,
+    )

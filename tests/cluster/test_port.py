@@ -11,8 +11,7 @@ import pytest
 from helmrec.cluster.port import ClusterPort
 from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, RequestError
 from helmrec.serve.port import Health
-from helmrec.types import PrefillRequest, RankRequest
-from tests.cluster.cases import LocalFleet, make_replica, spread, write_model
+from tests.cluster.cases import LocalFleet, ahead_of, make_replica, spread, write_model
 from tests.helpers import tiny_config, tiny_engine
 from tests.serve.cases import rank_requests
 
@@ -178,18 +177,6 @@ def test_a_signal_goes_where_its_rank_will_go(fleet: LocalFleet) -> None:
         assert fleet.went_to[len(before) :] == before
 
     with_port(fleet, work)
-
-
-def ahead_of(request: RankRequest) -> PrefillRequest:
-    return PrefillRequest(
-        user_id=request.user_id,
-        items=request.items,
-        actions=request.actions,
-        timestamps=request.timestamps,
-        features=request.features,
-        context={"country": request.context["country"]},
-        first_event=request.first_event,
-    )
 
 
 def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFleet) -> None:

@@ -10,8 +10,8 @@ import pytest
 from helmrec.cluster.hint import Describer, pack_hint, unpack_hint
 from helmrec.cluster.merge import merge_stats
 from helmrec.cluster.report import Served, unpack_report
-from helmrec.serve.wire import pack_requests
-from tests.cluster.cases import make_replica, report_of, write_model
+from helmrec.serve.wire import pack_prefill, pack_requests
+from tests.cluster.cases import ahead_of, make_replica, report_of, write_model
 from tests.helpers import random_request, tiny_config, tiny_engine
 from tests.serve.cases import rank_requests
 
@@ -61,6 +61,31 @@ def test_only_users_whose_prefix_is_kept_are_reported_newest_first() -> None:
     assert served.latest(1) == [(3, 31)]
     served.forget(3)
     assert served.latest(5) == [(2, 20)]
+
+
+def test_a_user_whose_history_is_held_ahead_of_its_rank_is_reported_at_once() -> None:
+    served = Served(kept_from_visit=2)
+    served.note(1, 10)
+    served.hold(2, 20)
+    assert served.latest(5) == [(2, 20)]
+    served.note(2, 25)
+    assert served.latest(5) == [(2, 25)]
+
+
+@pytest.mark.parametrize(("risk", "reported"), [(0.0, [3]), (1e9, [])])
+def test_a_replica_reports_whom_it_holds_a_history_for(tmp_path: Path, risk: float, reported: list[int]) -> None:
+    relay = {"risk": risk, "max_held": 1.0, "max_compute": 1.0}
+    replica = make_replica(write_model(tmp_path / "tiny"), "a", relay=relay)
+
+    async def run() -> bytes:
+        await replica.prefill(b"", 1e12, b"".join(pack_prefill(ahead_of(rank_requests(4)[3]))))
+        report = await replica.report()
+        await replica.close()
+        return report
+
+    report = unpack_report(asyncio.run(run()))
+    assert report is not None
+    assert [user for user, _ in report.users] == reported
 
 
 def test_a_replica_reports_its_rows_its_users_and_its_split(tmp_path: Path) -> None:

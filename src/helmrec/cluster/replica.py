@@ -29,7 +29,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.wire import Begin, Kind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
 from helmrec.sim.node_config import NodeConfig
-from helmrec.types import RankRequest
+from helmrec.types import PrefillRequest, RankRequest
 
 log = logging.getLogger("helmrec.cluster")
 _LOOK_EVERY_S = 0.02
@@ -101,7 +101,10 @@ class EngineReplica:
         try:
             request = unpack_prefill(memoryview(payload))
             self._refuse_forgotten([request.user_id], came_s)
-            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(await self._port.prefill(request)))
+            result = await self._port.prefill(request)
+            if result.lease is not None:
+                self._served.hold(request.user_id, self._num_tokens(request))
+            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(result))
         except Exception as error:
             return self._failed(error)
 
@@ -121,7 +124,7 @@ class EngineReplica:
             log.error("a call failed", exc_info=error)
         return Reply(Kind.ERROR, self._name, b"".join(pack_error(error)))
 
-    def _num_tokens(self, request: RankRequest) -> int:
+    def _num_tokens(self, request: RankRequest | PrefillRequest) -> int:
         model: ModelConfig = self._port.model
         return len(model.user_context) + min(len(request.items), model.window)
 

@@ -75,8 +75,17 @@ class Served:
 
     def note(self, user: int, num_tokens: int) -> None:
         """A user was answered."""
-        visits, _ = self._users.pop(user, (0, 0))
-        self._users[user] = visits + 1, num_tokens
+        visits, _ = self._users.get(user, (0, 0))
+        self._put(user, visits + 1, num_tokens)
+
+    def hold(self, user: int, num_tokens: int) -> None:
+        """A user's history is computed ahead and held for its rank, kept of others or not."""
+        visits, _ = self._users.get(user, (0, 0))
+        self._put(user, max(visits, self._kept_from), num_tokens)
+
+    def _put(self, user: int, visits: int, num_tokens: int) -> None:
+        self._users[user] = visits, num_tokens
+        self._users.move_to_end(user)
         if len(self._users) > self._max_users:
             self._users.popitem(last=False)
 

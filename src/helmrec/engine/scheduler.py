@@ -20,7 +20,7 @@ from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
 
 _SMOOTHING = 0.1
-_PROMISED = 0.85  # of a deadline that a request's wait may take up when it comes: the rest is for what comes differently
+_PROMISED = 0.85  # of a deadline that a request may be expected to take when it comes: waits are not sure
 _CAUTION = 3  # mean deviations a step may take longer than its mean before a promise made for it is broken
 
 
@@ -137,7 +137,8 @@ class Scheduler:
         if expected_ms > _PROMISED * deadline_ms:
             self.refused += 1
             raise DeadlineExceeded(
-                f"a deadline of {deadline_ms:g} ms is unlikely to be met: {num} requests wait, about {expected_ms:.1f} ms"
+                f"a deadline of {deadline_ms:g} ms is unlikely to be met: "
+                f"{num} requests wait, about {expected_ms:.1f} ms"
             )
 
     def _left_ms(self, now: float) -> float:
