@@ -34,9 +34,10 @@ from helmrec.control.network import (
     save_base,
     shipped_base,
 )
-from helmrec.control.outlook import NUM_SPLITS, O, Outlook, Seen, Split, seen
+from helmrec.control.outlook import NUM_SPLITS, O, Outlook, Split
 from helmrec.control.readiness import Q, note_burst, wait_alpha
 from helmrec.control.residual import R, ResidualSettings, correction, learn, residual_terms
+from helmrec.control.window import Seen, seen
 from helmrec.errors import ModelError
 from tests.control.bowl import Bowl
 from tests.control.test_outlook import TERMS, outlook_for, take

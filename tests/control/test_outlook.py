@@ -11,7 +11,6 @@ from helmrec.control.outlook import (
     Crowding,
     O,
     Outlook,
-    Seen,
     Split,
     Terms,
     at_split,
@@ -20,11 +19,12 @@ from helmrec.control.outlook import (
     count_arrivals,
     latency_ms,
     look,
-    seen,
 )
 from helmrec.control.policy import WindowStats
+from helmrec.control.service_cost import with_host_tier
+from helmrec.control.window import Seen, seen
 from helmrec.memory.miss_curves import JointCurves
-from tests.control.bowl import COST, Bowl
+from tests.control.bowl import COST, GRID, TOKENS, Bowl
 
 TERMS = Terms.of(COST, Crowding(), half_life_requests=4_096)
 
@@ -37,11 +37,11 @@ def outlook_for(stats: WindowStats) -> Outlook:
     return found
 
 
-def take(outlook: Outlook, stats: WindowStats) -> None:
+def take(outlook: Outlook, stats: WindowStats, terms: Terms = TERMS) -> None:
     assert stats.curves is not None
     curves = stats.curves
     count_arrivals(outlook, Seen(*seen(stats)))
-    look(outlook, TERMS, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
+    look(outlook, terms, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
 
 
 def test_a_window_is_handed_over_field_by_field() -> None:
@@ -180,13 +180,50 @@ def test_where_kv_cannot_hold_the_steps_under_way_latency_grows() -> None:
     tables = []
     for requests in (0.0, 0.5 * stats.pool_bytes / (6_000 * COST.kv_token_bytes)):
         outlook = outlook_for(stats)
-        assert stats.curves is not None
-        terms = TERMS._replace(in_flight=requests)
-        count_arrivals(outlook, Seen(*seen(stats)))
-        curves = stats.curves
-        look(outlook, terms, Seen(*seen(stats)), curves.computed_tokens_per_request, curves.missed_rows_per_request)
+        take(outlook, stats, TERMS._replace(in_flight=requests))
         tables.append(outlook.splits[Split.FRESH].copy())
     alphas, (free, crowded) = outlook.splits[Split.ALPHA], tables
     np.testing.assert_allclose(crowded[alphas < 0.5], free[alphas < 0.5])
     assert np.all(crowded[alphas > 0.51] > free[alphas > 0.51])
     assert crowded[-1] / free[-1] > crowded[-5] / free[-5]
+
+
+def with_tier(bowl: Bowl, host_share: float, reload_ms: float) -> tuple[WindowStats, Outlook]:
+    """A window of a node that takes back all that its host tier holds."""
+    stats = bowl.window(0.5)
+    resident = TOKENS - bowl.computed(max(GRID[0], 0.5 - host_share))
+    stats = replace(
+        stats,
+        new_tokens_per_request=TOKENS - resident,
+        resident_tokens_per_request=resident,
+        missed_rows_per_request=0.0,  # no correction by rows: shadows read them for more tokens
+    )
+    outlook = outlook_for(stats)
+    take(outlook, stats, TERMS._replace(host_bytes=host_share * stats.pool_bytes, reload_ms=reload_ms))
+    return stats, outlook
+
+
+def test_what_the_host_keeps_is_read_and_not_computed() -> None:
+    bowl, host_share = Bowl(), 0.25
+    _, outlook = with_tier(bowl, host_share, reload_ms=1e-4)
+    alphas, table = outlook.splits[Split.ALPHA], outlook.splits
+    _, plain = with_tier(bowl, 0.0, reload_ms=1e-4)
+    computed = (plain.splits[Split.COMPUTE] - COST.floor_ms) / COST.token_ms
+    with_it, reloaded = with_host_tier(alphas, computed, host_share)
+    np.testing.assert_allclose(table[Split.COMPUTE], COST.floor_ms + with_it * COST.token_ms, rtol=0.02)
+    np.testing.assert_allclose(table[Split.RELOADED], reloaded, atol=0.02 * TOKENS)
+    assert np.all(plain.splits[Split.RELOADED] == 0)
+
+
+def test_with_a_host_tier_less_of_the_pool_is_kept_for_prefixes() -> None:
+    bowl = Bowl(rate=60)
+    tables = [with_tier(bowl, share, 1e-4)[1] for share in (0.0, 0.3)]
+    without, with_it = (table.splits[Split.ALPHA, int(table.numbers[O.FRESH_BEST])] for table in tables)
+    assert with_it > without
+
+
+def test_a_tier_as_slow_as_computing_changes_nothing_for_the_better() -> None:
+    bowl = Bowl(rate=60)
+    _, plain = with_tier(bowl, 0.0, 1e-3)
+    _, slow = with_tier(bowl, 0.3, 1e-2)
+    assert slow.splits[Split.FRESH].min() > plain.splits[Split.FRESH].min()

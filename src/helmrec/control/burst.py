@@ -12,7 +12,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import Floats, O, Outlook, Seen, Split, Terms, at_split, keep_of
+from helmrec.control.outlook import Floats, O, Outlook, Split, Terms, at_split, keep_of
+from helmrec.control.window import Seen
 
 _CALM_HALF_LIFE_S = 20.0
 _NUM_SIGNALS = 3
@@ -145,6 +146,8 @@ def move_cost(terms: Terms, outlook: Outlook, pool_bytes: float, change: float) 
     """What a change of alpha costs, in ms over all requests: filling the cache that wins, and the wait for that."""
     numbers, num_bytes = outlook.numbers, abs(change) * pool_bytes
     per_token = terms.token_ms + terms.pair_ms * numbers[O.TOKENS] / 2
+    if terms.host_bytes > 0:
+        per_token = min(per_token, terms.reload_ms)
     refill, rewarm = num_bytes / terms.row_bytes * terms.row_ms, num_bytes / terms.kv_token_bytes * per_token
     best, splits = int(numbers[O.FRESH_BEST]), outlook.splits
     busy = numbers[O.FRESH_RATE] / 1e3 * max(splits[Split.FRESH_COMPUTE, best], splits[Split.FRESH_LEAD, best])

@@ -7,7 +7,8 @@ import numpy as np
 
 from helmrec.control.burst import B
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import Floats, O, Outlook, Seen, Split, at_split
+from helmrec.control.outlook import Floats, O, Outlook, Split, at_split
+from helmrec.control.window import Seen
 
 STEPS = (-0.10, -0.05, -0.02, 0.0, 0.02, 0.05, 0.10)
 NAMES = (

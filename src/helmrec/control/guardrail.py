@@ -14,7 +14,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import Floats, Outlook, Seen, Split, at_split, keep_of
+from helmrec.control.outlook import Floats, Outlook, Split, at_split, keep_of
+from helmrec.control.window import Seen
 
 
 class GuardSettings(Frozen):

@@ -36,19 +36,18 @@ from helmrec.control.outlook import (
     Knot,
     O,
     Outlook,
-    Seen,
     Split,
     Terms,
     at_split,
     begin_outlook,
     count_arrivals,
     look,
-    seen,
 )
 from helmrec.control.policy import Move, WindowStats
 from helmrec.control.readiness import Q, note_burst, wait_alpha
 from helmrec.control.residual import R, ResidualSettings, ResidualTerms, correction, learn, residual_terms
 from helmrec.control.service_cost import ServiceCost
+from helmrec.control.window import Seen, seen
 
 
 class HelmSettings(Frozen):
@@ -175,11 +174,11 @@ _NUM_FIXED = sum(len(part._fields) for part in (Terms, ResidualTerms, BurstTerms
 def _fixed_of(a: Floats) -> _Fixed:
     """From one array: handing each number over by itself takes longer than all that is done with them."""
     return _Fixed(
-        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]),
-        ResidualTerms(a[14], a[15], a[16]),
-        BurstTerms(a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24], a[25]),
-        GuardTerms(a[26], a[27], a[28]),
-        _Flags(a[29], a[30], a[31], a[32], a[33]),
+        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]),
+        ResidualTerms(a[16], a[17], a[18]),
+        BurstTerms(a[19], a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27]),
+        GuardTerms(a[28], a[29], a[30]),
+        _Flags(a[31], a[32], a[33], a[34], a[35]),
     )
 
 

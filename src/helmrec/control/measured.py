@@ -7,7 +7,8 @@ depends on that more than on anything else. Compiled; knows ratios, not why they
 from enum import IntEnum
 
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import NUM_SPLITS, Floats, O, Outlook, Seen, Split, at_split, keep_of
+from helmrec.control.outlook import NUM_SPLITS, Floats, O, Outlook, Split, at_split, keep_of
+from helmrec.control.window import Seen
 
 NUM_LOADS = 3
 _LOAD_FROM = (0.5, 0.8)  # share of the longer stage's time in use from which the next kind of load begins

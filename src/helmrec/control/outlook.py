@@ -13,8 +13,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.compiled import inner
-from helmrec.control.policy import WindowStats
 from helmrec.control.service_cost import ServiceCost
+from helmrec.control.window import Seen
 
 Floats = NDArray[np.float64]
 
@@ -57,6 +57,8 @@ class Terms(NamedTuple):
     other_tokens: float  # of a request beside its history: candidates
     half_life: float  # requests after which one counts half in the curves; 0 if none ever does
     in_flight: float  # requests whose KV must be held at once
+    host_bytes: float  # of KV that the host keeps
+    reload_ms: float  # of a token taken back from it
 
     @classmethod
     def of(cls, cost: ServiceCost, crowding: Crowding, half_life_requests: float | None) -> Self:
@@ -75,59 +77,9 @@ class Terms(NamedTuple):
             other_tokens=cost.floor_ms / (cost.token_ms + cost.pair_ms * _TOKENS),
             half_life=half_life_requests or 0.0,
             in_flight=cost.in_flight_requests,
+            host_bytes=cost.host_kv_bytes,
+            reload_ms=cost.reload_token_ms,
         )
-
-
-class Seen(NamedTuple):
-    """A window as compiled code takes it."""
-
-    start_s: float
-    end_s: float
-    num_requests: float
-    num_served: float
-    hot_user_share: float
-    mean_ms: float
-    p99_ms: float
-    slo_ms: float
-    num_queued: float
-    compute_busy: float
-    bus_busy: float
-    alpha: float
-    alpha_target: float
-    alpha_min: float
-    alpha_max: float
-    pool_bytes: float
-    new_tokens: float
-    resident_tokens: float
-    missed_rows: float
-    weight: float  # behind the miss curves
-
-
-def seen(stats: WindowStats) -> tuple[float, ...]:
-    """The fields of `Seen`, as a plain tuple: a named one takes three times as long to hand over."""
-    traffic, curves = stats.traffic, stats.curves
-    return (
-        traffic.start_s,
-        traffic.end_s,
-        float(traffic.num_requests),
-        float(traffic.num_served),
-        traffic.hot_user_share,
-        traffic.mean_ms,
-        traffic.p99_ms,
-        traffic.slo_ms,
-        float(traffic.num_queued),
-        traffic.compute_busy,
-        traffic.bus_busy,
-        stats.alpha,
-        stats.alpha_target,
-        stats.alpha_min,
-        stats.alpha_max,
-        float(stats.pool_bytes),
-        stats.new_tokens_per_request,
-        stats.resident_tokens_per_request,
-        stats.missed_rows_per_request,
-        0.0 if curves is None else curves.num_requests,
-    )
 
 
 class O(IntEnum):  # noqa: E742 - as short as its uses are many
@@ -163,6 +115,8 @@ class Split(IntEnum):
     FRESH_COMPUTE = 5
     FRESH_LEAD = 6
     CORRECTED = 7  # the fresh latency by what was measured (`control.measured`)
+    RELOADED = 8  # tokens that the host tier gives back, of the lasting view
+    FRESH_RELOADED = 9
 
 
 class Knot(IntEnum):
@@ -317,7 +271,8 @@ def _compare(numbers: Floats, splits: Floats, window: Seen, others: float) -> No
     keep = keep_of(window.end_s - window.start_s, _SHADOW_HALF_LIFE_S)
     computed = at_split(splits, Split.FRESH_COMPUTE, window.alpha)
     promised = window.new_tokens + window.resident_tokens - computed
-    missed = at_split(splits, Split.FRESH_LEAD, window.alpha) * (window.new_tokens + others) / (computed + others)
+    reading = computed + at_split(splits, Split.FRESH_RELOADED, window.alpha) + others
+    missed = at_split(splits, Split.FRESH_LEAD, window.alpha) * (window.new_tokens + others) / reading
     if promised > 0.02 * numbers[O.TOKENS]:
         ratio = min(max(window.resident_tokens / promised, _MIN_CORRECTION), _MAX_CORRECTION)
         numbers[O.KV_CORRECTION] = keep * numbers[O.KV_CORRECTION] + (1 - keep) * ratio
@@ -333,14 +288,26 @@ def _telling(correction: float) -> float:
 
 
 @inner
-def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers: Floats, rate: float) -> None:
-    """From tokens and missed rows, which stand in the first two rows, to stages there and latency in the third.
+def _take_back(splits: Floats, compute_row: int, reloaded_row: int, host_share: float) -> None:
+    """Of the tokens that the pool alone would compute, those that the host gives back go to a row of their own.
+
+    What either holds is what a pool larger by the tier would. From the highest split down: each looks at lower ones.
+    """
+    for split in range(splits.shape[1] - 1, -1, -1):
+        lower = at_split(splits, compute_row, splits[Split.ALPHA, split] - host_share)
+        splits[reloaded_row, split] = max(0.0, splits[compute_row, split] - lower)
+        splits[compute_row, split] -= splits[reloaded_row, split]
+
+
+@inner
+def _fill_view(splits: Floats, rows: tuple[int, int, int, int], terms: Terms, numbers: Floats, rate: float) -> None:
+    """From tokens, missed rows and reloaded tokens, in the first three rows, to stages in two and latency in the last.
 
     All that does not change from split to split is read before the loop, so that it compiles to wide instructions.
     Where KV cannot hold the steps under way, batches shrink and pressure grows by the root of what is lacking, as it
     did on a card.
     """
-    compute, lead, latency = splits[rows[0]], splits[rows[1]], splits[rows[2]]
+    compute, lead, reloaded, latency = splits[rows[0]], splits[rows[1]], splits[rows[2]], splits[rows[3]]
     compute_by, bus_by = _telling(numbers[O.COMPUTE_CORRECTION]), _telling(numbers[O.BUS_CORRECTION])
     whole, kv, others = numbers[O.TOKENS], numbers[O.KV_CORRECTION], max(1.0, terms.other_tokens)
     per_row = terms.row_ms * numbers[O.ROW_CORRECTION] * bus_by
@@ -351,12 +318,12 @@ def _fill_view(splits: Floats, rows: tuple[int, int, int], terms: Terms, numbers
         terms.host_token_ms,
     )
     step, first, second, in_flight = terms.step_ms, terms.first, terms.second, numbers[O.IN_FLIGHT]
-    alphas = splits[Split.ALPHA]
+    alphas, per_reload = splits[Split.ALPHA], terms.reload_ms * kv * bus_by
     for split in range(latency.size):
-        shadow = compute[split]
+        shadow, taken = compute[split], reloaded[split]
         tokens = whole - kv * max(0.0, whole - shadow)
-        missed = lead[split] * (tokens + others) / (shadow + others)  # more tokens read more rows
-        a, b = floor + per_token * tokens, host_floor + host_token * tokens + per_row * missed
+        missed = lead[split] * (tokens + others) / (shadow + taken + others)  # more tokens read more rows
+        a, b = floor + per_token * tokens, host_floor + host_token * tokens + per_row * missed + per_reload * taken
         lack = max(1.0, in_flight / max(1e-3, 1 - alphas[split]))
         pressure = rate / 1e3 * np.sqrt((a * a + b * b) * lack)
         growth = 1 + pressure * (first + second * pressure)
@@ -371,9 +338,15 @@ def _reckon(outlook: Outlook, terms: Terms, window: Seen, computed: Floats, miss
     _mix(missed, blend, splits[Split.LEAD])
     _mix(knots[Knot.FRESH_COMPUTED], blend, splits[Split.FRESH_COMPUTE])
     _mix(knots[Knot.FRESH_MISSED], blend, splits[Split.FRESH_LEAD])
+    if terms.host_bytes > 0:
+        host_share = terms.host_bytes / max(1.0, window.pool_bytes)
+        _take_back(splits, Split.COMPUTE, Split.RELOADED, host_share)
+        _take_back(splits, Split.FRESH_COMPUTE, Split.FRESH_RELOADED, host_share)
     _compare(numbers, splits, window, max(1.0, terms.other_tokens))
-    _fill_view(splits, (Split.COMPUTE, Split.LEAD, Split.LASTING), terms, numbers, numbers[O.LASTING_RATE])
-    _fill_view(splits, (Split.FRESH_COMPUTE, Split.FRESH_LEAD, Split.FRESH), terms, numbers, numbers[O.FRESH_RATE])
+    lasting = (Split.COMPUTE, Split.LEAD, Split.RELOADED, Split.LASTING)
+    fresh = (Split.FRESH_COMPUTE, Split.FRESH_LEAD, Split.FRESH_RELOADED, Split.FRESH)
+    _fill_view(splits, lasting, terms, numbers, numbers[O.LASTING_RATE])
+    _fill_view(splits, fresh, terms, numbers, numbers[O.FRESH_RATE])
     numbers[O.LASTING_BEST] = splits[Split.LASTING].argmin()
     numbers[O.FRESH_BEST] = splits[Split.FRESH].argmin()
 

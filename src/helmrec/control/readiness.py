@@ -10,7 +10,8 @@ import numpy as np
 
 from helmrec.control.burst import B
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import NUM_SPLITS, Floats, O, Outlook, Seen, Split, at_split, keep_of
+from helmrec.control.outlook import NUM_SPLITS, Floats, O, Outlook, Split, at_split, keep_of
+from helmrec.control.window import Seen
 
 _MIN_WAY = 0.03  # of alpha: a burst that wants less teaches nothing
 _NEWEST = 0.5  # weight of the burst that ended last

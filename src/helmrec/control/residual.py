@@ -12,7 +12,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.compiled import inner
-from helmrec.control.outlook import Floats, O, Outlook, Seen, Split, at_split, keep_of
+from helmrec.control.outlook import Floats, O, Outlook, Split, at_split, keep_of
+from helmrec.control.window import Seen
 
 _REACH = 0.04  # of alpha, each side, over which the slope is taken
 _MAX_SLOPE = 2.0

@@ -32,6 +32,8 @@ class ServiceCost(Frozen):
     in_flight_requests: float = Field(
         0.0, ge=0, description="requests of the steps under way, whose KV a node holds at once; 0: not known"
     )
+    host_kv_bytes: float = Field(0.0, ge=0, description="bytes of the host tier for KV; 0: there is none")
+    reload_token_ms: float = Field(0.0, ge=0, description="ms of the host bus per history token taken back from it")
     is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
 
 
@@ -81,6 +83,15 @@ def smooth(at: Curve, known_at: Curve, known: Curve) -> Curve:
     return value + widths[piece] * (slopes[piece] * t * (1 - t) ** 2 + slopes[piece + 1] * t**2 * (t - 1))
 
 
+def with_host_tier(alphas: Curve, computed: Curve, host_share: float) -> tuple[Curve, Curve]:
+    """Tokens computed and taken back where a tier of that share of the pool keeps what the pool evicts.
+
+    What either holds is what a pool larger by the tier would; the curves know none larger than their lowest split's.
+    """
+    with_it = np.interp(alphas - host_share, alphas, computed)
+    return with_it, computed - with_it
+
+
 def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Reckoning | None:
     """The window at evenly spaced splits within its miss curves; None as long as there are none."""
     curves, traffic = stats.curves, stats.traffic
@@ -89,7 +100,9 @@ def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Recko
     alphas = np.linspace(curves.alphas[0], curves.alphas[-1], num_alphas)
     computed = smooth(alphas, curves.alphas, curves.computed_tokens_per_request)
     missed = smooth(alphas, curves.alphas, curves.missed_rows_per_request)
+    computed, reloaded = with_host_tier(alphas, computed, cost.host_kv_bytes / max(1, stats.pool_bytes))
     compute = compute_ms(cost, computed, stats.new_tokens_per_request + stats.resident_tokens_per_request)
     lead = cost.host_floor_ms + cost.host_token_ms * computed + cost.missed_row_ms * missed
+    lead += cost.reload_token_ms * reloaded
     service = np.maximum(compute, lead) if cost.is_overlapping else compute + lead
     return Reckoning(alphas, compute, lead, compute + lead + wait_ms(service, traffic.arrival_rate))

@@ -20,7 +20,7 @@ from helmrec.experiments.entrants import Entrant, entrant, is_blind
 from helmrec.experiments.kept import digest_of
 from helmrec.experiments.tiers import with_traffic
 from helmrec.memory.miss_curves import JointCurves
-from helmrec.sim.scenario import Scenario
+from helmrec.sim.scenario import Scenario, service_cost
 from helmrec.sim.simulate import SimResult, simulate
 
 Settings = tuple[tuple[str, Any], ...]  # names with values
@@ -127,7 +127,8 @@ class _Stage:
 
     def outcome(self, run: Run) -> Outcome:
         course, settings = self._course, dict(run.engine)
-        found = entrant(run.policy, course.service_cost)
+        cost = service_cost(course.scenario.cost(), course.node(**settings), course.trace)
+        found = entrant(run.policy, cost)
         policy = _Shown(found, self._curves) if found.has_curves else found.policy
         node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
         result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)

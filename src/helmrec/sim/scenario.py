@@ -168,5 +168,7 @@ def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candi
         kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
         row_bytes=config.geometry.row_stride,
         in_flight_requests=config.engine.max_batch_requests * (1 if config.engine.overlap is False else 2),
+        host_kv_bytes=config.engine.host_kv_bytes,
+        reload_token_ms=config.geometry.page_bytes / config.geometry.page_tokens / (cost.reload_gb_per_s * 1e6),
         is_overlapping=config.engine.overlap is not False,
     )

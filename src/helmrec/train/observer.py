@@ -5,9 +5,10 @@ import numpy as np
 from helmrec.control.burst import BurstSettings, begin_burst, burst_terms, watch
 from helmrec.control.features import NUM_FEATURES, fill_features
 from helmrec.control.helm import Kept, new_memory, views
-from helmrec.control.outlook import Crowding, Floats, O, Seen, Terms, begin_outlook, count_arrivals, look, seen
+from helmrec.control.outlook import Crowding, Floats, O, Terms, begin_outlook, count_arrivals, look
 from helmrec.control.policy import WindowStats
 from helmrec.control.service_cost import ServiceCost
+from helmrec.control.window import Seen, seen
 
 
 class Observer:
