@@ -7,16 +7,16 @@
 The set-up is that of the trade-off map (`scripts.gpu_tradeoff`): 24 rows a token, where the caches compete, and one,
 where they do not (with a smaller table, to be ready sooner). One engine serves all runs of a set-up; between runs both
 caches are emptied and the same warm-up is served. Arrivals are open-loop at a share of what the best constant bears in
-each mix, by the map's figures, so both mixes are equally critical. Everything is short: windows are a quarter of a
-second and the travel allowed per minute four times the usual.
+each of three mixes, measured first, so all are equally critical; hot users are in the midst of their visits from the
+start, so that a mix costs at the end what it did at the beginning. Everything is short: windows are a quarter of a
+second and the travel allowed per minute four times the usual. `scripts.adaptive_twin` is the same in the simulator.
 """
 
 import argparse
-import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from helmrec.control.helm import HelmPolicy
 from helmrec.control.network import shipped_base
 from helmrec.control.policy import Limited, Limits, WindowStats
 from helmrec.control.policy import Traffic as Traffic_
-from helmrec.control.rebalancer import Decision, Rebalancer
+from helmrec.control.rebalancer import Decision, Rebalancer, Steered
 from helmrec.control.service_cost import ServiceCost
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
@@ -42,19 +42,20 @@ from helmrec.sim.scenario import mean_service_cost
 from helmrec.types import RankResult
 from scripts import gpu_traffic
 from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES, TABLE_BYTES
-from scripts.gpu_tradeoff import OUT as MAP
 from scripts.gpu_traffic import Mix, Traffic, forget, serving_config, serving_engine
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/gpu-adaptive-h200.json")
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
-FIRST = (0.5, 0.8, 0.2, 0.1, 0.9)  # if time is short
+FIRST = (0.5, 0.8, 0.2, 0.6, 0.4)  # if time is short
+PROBED = (0.2, 0.4, 0.6, 0.8)
 TABLES = {24: TABLE_BYTES, 1: 8 << 30}
-MIXES = (0.35, 0.85)  # shares of requests by hot users
-LOAD = 0.85  # of what the best constant bears in each mix
+MIXES = (0.35, 0.6, 0.85)  # shares of requests by hot users; what a mix bears is not linear between the ends
+LOAD = 0.7  # of what the best constant bears in each mix
 SLO_MS = 80.0
 TICK_S, TRAVEL_PER_MINUTE = 0.25, 4.0
-WARM_UP, PROBE = 320, 96  # requests
+WARM_UP, PROBE = 320, 192  # requests
+VISITS = 200  # after which a hot user of `gpu_traffic` is as it was
 DRAIN_S = 3.0  # after the last arrival; who still waits then was not served
 
 
@@ -98,13 +99,13 @@ class Run:
 
 def plan_times(rates: dict[float, float], duration_s: float, seed: int) -> Iterator[tuple[float, float, str]]:
     """(due, hot share, stretch) of each request: Poisson arrivals at the rate that goes with the mix."""
-    rng, start_s, low, high = np.random.default_rng(seed), 0.0, *MIXES
+    rng, start_s, known = np.random.default_rng(seed), 0.0, sorted(rates)
     for stretch in STRETCHES:
         length_s, at_s = stretch.share_of_run * duration_s, 0.0
         while True:
             passed = at_s / length_s
             share = stretch.hot_share[0] + (stretch.hot_share[1] - stretch.hot_share[0]) * passed
-            rate = stretch.rate_factor * np.interp(share, (low, high), (rates[low], rates[high]))
+            rate = stretch.rate_factor * np.interp(share, known, [rates[mix] for mix in known])
             at_s += float(rng.exponential(1 / rate))
             if at_s >= length_s:
                 break
@@ -115,6 +116,7 @@ def plan_times(rates: dict[float, float], duration_s: float, seed: int) -> Itera
 def make_requests(engine: Engine, mix: Mix, shares: Sequence[float], seed: int) -> list[Prepared]:
     """One after the other as the shares say; prepared by several threads."""
     traffic, asked = Traffic(engine, mix, seed), []
+    traffic._visits = np.random.default_rng(seed).integers(VISITS, size=mix.num_hot)
     for share in shares:
         traffic._mix = replace(mix, hot_share=share)
         asked.append(traffic._next())
@@ -210,14 +212,19 @@ class Stand:
 
     def rebalancer(self, told: list[str]) -> Rebalancer:
         node = NodeConfig(model=self.engine.model_config, engine=self.engine.config)
-        cost = mean_service_cost(default_cost(), node, self.mix.mean_events, gpu_traffic.NUM_CANDIDATES)
-        policy = Limited(HelmPolicy(cost), Limits(travel_per_minute=TRAVEL_PER_MINUTE))
 
         def note(decision: Decision) -> None:
             if decision.explanation is not None and decision.move is not None:
                 told.append(decision.explanation.line())
 
-        return Rebalancer(self.engine, policy, SLO_MS, TICK_S, on_decision=note)
+        return steer(self.engine, node, self.mix.mean_events, note)
+
+
+def steer(steered: Steered, node: NodeConfig, mean_events: float, note: Callable[[Decision], None]) -> Rebalancer:
+    """The controller as it is run here."""
+    cost = mean_service_cost(default_cost(), node, mean_events, gpu_traffic.NUM_CANDIDATES)
+    policy = Limited(HelmPolicy(cost), Limits(travel_per_minute=TRAVEL_PER_MINUTE))
+    return Rebalancer(steered, policy, SLO_MS, TICK_S, on_decision=note)
 
 
 def compile_policy() -> None:
@@ -234,7 +241,7 @@ def rehearse(stand: Stand) -> None:
     engine = stand.begin(0.5, has_curves=True)
     rebalancer = stand.rebalancer([])
     rebalancer.tick(0.0)
-    serve_all(engine, make_requests(engine, stand.mix, [MIXES[1]] * 64, seed=4))
+    serve_all(engine, make_requests(engine, stand.mix, [MIXES[-1]] * 64, seed=4))
     for user in range(64):
         rebalancer.record(user, 10.0)
     rebalancer.tick(1.0)
@@ -246,7 +253,7 @@ def capacities(stand: Stand, warm_up: int, probe: int) -> dict[float, dict[float
     for share in MIXES:
         requests = make_requests(stand.engine, stand.mix, [share] * (warm_up + probe), seed=1)
         found[share] = {}
-        for alpha in ALPHAS:
+        for alpha in PROBED:
             engine = stand.begin(alpha, has_curves=False)
             serve_all(engine, requests[:warm_up])
             found[share][alpha] = round(probe / serve_all(engine, requests[warm_up:]), 1)
@@ -254,22 +261,9 @@ def capacities(stand: Stand, warm_up: int, probe: int) -> dict[float, dict[float
     return found
 
 
-def mapped_capacities(rows_per_token: int) -> dict[float, dict[float, float]]:
-    """The same from the map's file: steps that overlap, no host tier."""
-    cells = [c for c in json.loads(MAP.read_text())["cells"] if c["overlap"] and not c["host_tier"]]
-    return {
-        share: {
-            c["alpha"]: c["requests_per_s"]
-            for c in cells
-            if (c["rows_per_token"], c["hot_share"]) == (rows_per_token, share)
-        }
-        for share in MIXES
-    }
-
-
 def best_constant(found: dict[float, dict[float, float]]) -> float:
     """The one that loses least in the mix it suits worst."""
-    return max(ALPHAS, key=lambda alpha: min(by[alpha] / max(by.values()) for by in found.values()))
+    return max(PROBED, key=lambda alpha: min(by[alpha] / max(by.values()) for by in found.values()))
 
 
 def make_course(stand: Stand, rates: dict[float, float], duration_s: float, warm_up: int) -> Course:
@@ -337,7 +331,7 @@ def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -
     print(f"{rows_per_token} rows a token: ready after {time.perf_counter() - started_s:.1f} s", flush=True)
     rehearse(stand)
     print(f"compiled after {time.perf_counter() - started_s:.1f} s", flush=True)
-    found = capacities(stand, warm_up, probe) if flags.probe or flags.quick else mapped_capacities(rows_per_token)
+    found = capacities(stand, warm_up, probe)
     best = best_constant(found)
     rates = {share: LOAD * by[best] for share, by in found.items()}
     duration_s = flags.seconds if rows_per_token == 24 else flags.seconds / 3
@@ -371,9 +365,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of traffic a run at 24 rows; a third of it at one")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of traffic a run at 24 rows; a third of it at one")
     parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
-    parser.add_argument("--probe", action="store_true", help="measure what constants bear, instead of reading the map")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
     flags = parser.parse_args()
     if flags.quick:

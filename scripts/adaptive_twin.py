@@ -1,0 +1,332 @@
+"""The live course of `scripts.gpu_adaptive` on a simulated card: the same traffic, node, controller and rebalancer.
+
+    python -m scripts.adaptive_twin           # ten minutes; writes docs/measurements/adaptive-twin.json
+
+Says, before a card is asked, what constants bear, what the controller makes of courses of several lengths, and what the
+best split of every stretch would, moves free. Held against the card first: capacities against the trade-off map, one
+constant against the run that was lost. Not the same as there: items are drawn anew by the same law, and a hot user who
+has come 200 times is followed by another of its length instead of losing its newest events.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.config import EngineConfig
+from helmrec.control.rebalancer import Rebalancer
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.memory.stats import PoolStats
+from helmrec.sim.cost import default_cost
+from helmrec.sim.node import Node
+from helmrec.sim.node_config import NodeConfig, prepare_requests
+from helmrec.sim.node_state import C, make_outcomes
+from helmrec.sim.simulate_curves import CurveFeed
+from helmrec.sim.trace import Catalogue, Epoch, Trace, ZipfLaw, lanes_for
+from helmrec.types import IntArray
+from scripts import gpu_tradeoff
+from scripts.gpu_adaptive import (
+    ALPHAS,
+    DRAIN_S,
+    LOAD,
+    MIXES,
+    PROBE,
+    PROBED,
+    SLO_MS,
+    TABLES,
+    TICK_S,
+    VISITS,
+    WARM_UP,
+    best_constant,
+    plan_times,
+    steer,
+)
+from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES
+from scripts.gpu_traffic import NEW_EVENTS, NUM_CANDIDATES, Mix, serving_config
+from scripts.provenance import write_measurement
+
+OUT = Path("docs/measurements/adaptive-twin.json")
+LENGTHS_S = {24: (15.0, 30.0, 60.0, 120.0), 1: (20.0,)}
+SEEDS = (2, 3, 4)
+MOST_EVENTS = 2 * Mix(0.0, NUM_HOT).mean_events - 2_000
+LOOK_S = TICK_S / 20  # how often the rebalancer is asked whether it wants to look
+
+Floats = NDArray[np.float64]
+
+
+class Asked(NamedTuple):
+    """One request as planned."""
+
+    due_s: float
+    hot_share: float
+    stretch: str
+
+
+class _Visits(NamedTuple):
+    user: IntArray
+    num_new: NDArray[np.int32]
+    backlog: NDArray[np.int32]
+
+
+def _who_asks(asked: Sequence[Asked], rng: np.random.Generator, *, is_young: bool) -> _Visits:
+    """As `gpu_traffic.Traffic`: hot users return with 16 more events, strangers come once; lengths are uniform."""
+    lengths = rng.integers(2_000, MOST_EVENTS, NUM_HOT)
+    visits = np.zeros(NUM_HOT, np.int64) if is_young else rng.integers(VISITS, size=NUM_HOT)
+    numbers = np.full(NUM_HOT, -1)
+    user, num_new, backlog = np.empty(len(asked), np.int64), np.empty(len(asked), np.int32), list[int]()
+    for i, one in enumerate(asked):
+        hot = int(rng.integers(NUM_HOT)) if rng.random() < one.hot_share else None
+        if hot is not None and numbers[hot] >= 0 and visits[hot] % VISITS:
+            user[i], num_new[i] = numbers[hot], NEW_EVENTS
+        else:
+            grown = 0 if hot is None else lengths[hot] + (visits[hot] % VISITS + 1) * NEW_EVENTS
+            user[i], num_new[i] = len(backlog), grown or rng.integers(2_000, MOST_EVENTS)
+            backlog.append(int(num_new[i]))
+        if hot is not None:
+            numbers[hot] = user[i]
+            visits[hot] += 1
+    return _Visits(user, num_new, np.array(backlog, np.int32))
+
+
+def make_trace(asked: Sequence[Asked], num_items: int, seed: int, *, is_young: bool = False) -> Trace:
+    """`is_young`: hot users have not come before, as on the map; else they are in the midst of their visits."""
+    rng = np.random.default_rng(seed)
+    user, num_new, backlog = _who_asks(asked, rng, is_young=is_young)
+    time_s = np.array([one.due_s for one in asked])
+    is_return = np.flatnonzero(num_new == NEW_EVENTS)
+    by_user = is_return[np.argsort(user[is_return], kind="stable")]  # events lie by user, then time
+    stamps = np.repeat(time_s[by_user].astype(np.int64), NEW_EVENTS)
+    items = np.exp(rng.random(stamps.size) * np.log(num_items)).astype(np.int64) - 1
+    names = tuple(dict.fromkeys(one.stretch for one in asked))
+    catalogue = Catalogue(
+        source="the course of scripts.gpu_adaptive",
+        num_items=num_items,
+        num_lanes=lanes_for(num_items),
+        seed=seed,
+        laws=(ZipfLaw(exponent=1.0),),
+        epochs=(Epoch(),),
+    )
+    trace = Trace(
+        catalogue=catalogue,
+        phase_names=names,
+        time_s=time_s,
+        user=user,
+        num_new=num_new,
+        num_candidates=np.full(user.size, NUM_CANDIDATES, np.int32),
+        candidate_seed=rng.integers(0, 2**64, user.size, np.uint64),
+        phase=np.array([names.index(one.stretch) for one in asked], np.int16),
+        epoch=np.zeros(user.size, np.int32),
+        backlog=backlog,
+        item=items,
+        action=(items % catalogue.num_actions).astype(np.uint8),
+        timestamp_s=catalogue.start_time_s + stamps,
+    )
+    trace.check()
+    return trace
+
+
+class Look(NamedTuple):
+    """What the rebalancer sees of a node."""
+
+    pool: PoolStats
+    queue_length: int
+    busy_s: float
+
+
+class SteeredNode:
+    """A simulated node as the rebalancer knows an engine; its answers are handed on."""
+
+    def __init__(self, config: NodeConfig, trace: Trace, *, has_curves: bool) -> None:
+        self.outcomes, self._trace = make_outcomes(trace.num_requests), trace
+        self.node = Node(config, default_cost(), prepare_requests(trace, config), self.outcomes)
+        self._feed = CurveFeed(self.node) if has_curves else None
+        self._num_seen = 0
+
+    def stats(self) -> Look:
+        return Look(self.node.stats(), self.node.num_queued, float(self.node.state.clocks[C.COMPUTE_BUSY_MS]) / 1e3)
+
+    def curves(self) -> JointCurves | None:
+        return None if self._feed is None else self._feed.curves()
+
+    def move_alpha(self, alpha: float) -> None:
+        self.node.aim(alpha)
+
+    def run_until(self, until_s: float, rebalancer: Rebalancer | None = None) -> None:
+        self.node.run_until(until_s)
+        answered = self.node.answered[self._num_seen :].copy()
+        self._num_seen += answered.size
+        if self._feed is not None:
+            self._feed.observe(answered)
+        if rebalancer is not None:
+            for user, ms in zip(self._trace.user[answered], self.outcomes.latency_ms[answered], strict=True):
+                rebalancer.record(int(user), float(ms))
+
+    def serve_all(self, requests: IntArray) -> float:
+        """Everything queued at once; requests a second."""
+        self.node.send(requests, np.full(requests.size, self.node.now_s))
+        while self.node.num_unanswered:
+            self.run_until(self.node.now_s + 0.01)
+        return float(requests.size / self.outcomes.latency_ms[requests].max() * 1e3)
+
+
+@dataclass(frozen=True)
+class Run:
+    latency_ms: Floats  # of the course; infinite: not served
+    alphas: list[tuple[float, float]]  # time, alpha
+
+
+class Twin:
+    """One set-up of the card."""
+
+    def __init__(self, rows_per_token: int) -> None:
+        engine = EngineConfig(
+            pool_bytes=POOL_BYTES,
+            page_tokens=128,
+            overlap=True,
+            max_batch_requests=8,
+            max_batch_tokens=70_016,
+            queue_limit=1 << 20,
+        )
+        model = serving_config(rows_per_token, TABLES[rows_per_token])
+        self._config = NodeConfig(model=model, engine=engine, row_sample=2 / 256, slo_ms=SLO_MS)
+
+    def at(self, alpha: float) -> NodeConfig:
+        return self._config.model_copy(update={"engine": self._config.engine.model_copy(update={"alpha": alpha})})
+
+    def trace(self, asked: Sequence[Asked], seed: int, *, is_young: bool = False) -> Trace:
+        return make_trace(asked, self._config.model.features[0].num_rows, seed, is_young=is_young)
+
+    def capacity(self, hot_share: float, alpha: float, *, is_young: bool = False) -> float:
+        trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + PROBE), seed=1, is_young=is_young)
+        node = SteeredNode(self.at(alpha), trace, has_curves=False)
+        node.serve_all(np.arange(WARM_UP))
+        return round(node.serve_all(np.arange(WARM_UP, WARM_UP + PROBE)), 1)
+
+    def course(self, rates: dict[float, float], seconds: float, seed: int, *, is_young: bool = False) -> Trace:
+        planned = [Asked(*one) for one in plan_times(rates, seconds, seed)]
+        return self.trace([Asked(0.0, MIXES[0], "warm-up")] * WARM_UP + planned, seed, is_young=is_young)
+
+    def serve(self, trace: Trace, alpha: float | None) -> Run:
+        """`alpha`: a constant; None is the controller, from the untuned split."""
+        steered = SteeredNode(self.at(0.5 if alpha is None else alpha), trace, has_curves=alpha is None)
+        steered.serve_all(np.arange(WARM_UP))
+        node, start_s, course = steered.node, steered.node.now_s, np.arange(WARM_UP, trace.num_requests)
+        rebalancer = None
+        if alpha is None:
+            rebalancer = steer(steered, self._config, Mix(0.0, NUM_HOT).mean_events, lambda decision: None)
+            rebalancer.tick(0.0)
+        node.send(course, start_s + trace.time_s[course])
+        alphas = list[tuple[float, float]]()
+        for look in itertools.count(1):
+            now_s = look * LOOK_S
+            steered.run_until(start_s + now_s, rebalancer)
+            if rebalancer is not None:
+                rebalancer.tick(now_s)
+            if look * LOOK_S >= len(alphas):
+                alphas.append((round(now_s, 2), round(node.stats().alpha, 3)))
+            if not node.num_unanswered or now_s >= trace.duration_s + DRAIN_S:
+                break
+        latency_ms = np.full(trace.num_requests, np.inf)
+        latency_ms[node.answered] = steered.outcomes.latency_ms[node.answered]
+        return Run(latency_ms[course], alphas)
+
+
+def figures(latency_ms: Floats) -> dict[str, float]:
+    return {
+        "mean_ms": round(float(latency_ms.mean()), 2),
+        "p99_ms": round(float(np.percentile(latency_ms, 99)), 2),
+        "slo_satisfaction": round(float((latency_ms <= SLO_MS).mean()), 4),
+    }
+
+
+def by_stretch(trace: Trace, latency_ms: Floats) -> list[Floats]:
+    phase = trace.phase[WARM_UP:]
+    return [latency_ms[phase == number] for number in range(1, len(trace.phase_names))]
+
+
+def free_moves(trace: Trace, runs: Sequence[Run]) -> Floats:
+    """Each stretch as the constant served it that was best there by mean latency."""
+    stretches = zip(*(by_stretch(trace, run.latency_ms) for run in runs), strict=True)
+    return np.concatenate([min(ways, key=np.mean) for ways in stretches])
+
+
+def serve_course(twin: Twin, trace: Trace) -> dict[str, Any]:
+    """All policies on one course."""
+    constants = {alpha: twin.serve(trace, alpha) for alpha in ALPHAS}
+    adaptive = twin.serve(trace, None)
+    found: dict[str, Any] = {f"static {alpha:g}": figures(run.latency_ms) for alpha, run in constants.items()}
+    found["best split of each stretch"] = figures(free_moves(trace, list(constants.values())))
+    p99_ms = [round(float(np.percentile(part, 99)), 2) for part in by_stretch(trace, adaptive.latency_ms)]
+    named = dict(zip(trace.phase_names[1:], p99_ms, strict=True))
+    found["adaptive"] = figures(adaptive.latency_ms) | {"p99_ms_by_stretch": named, "alpha_over_time": adaptive.alphas}
+    return found
+
+
+def over_seeds(courses: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {key: round(float(np.mean([one[name][key] for one in courses])), 4) for key in figures(np.ones(1))}
+        for name in courses[0]
+    }
+
+
+def measure(rows_per_token: int) -> dict[str, Any]:
+    twin = Twin(rows_per_token)
+    found = {share: {alpha: twin.capacity(share, alpha) for alpha in PROBED} for share in MIXES}
+    best = best_constant(found)
+    rates = {share: LOAD * by[best] for share, by in found.items()}
+    told: dict[str, Any] = {
+        "capacity": found,
+        "best_constant_by_capacity": best,
+        "arrivals_per_s": rates,
+        "courses": {},
+    }
+    for seconds in LENGTHS_S[rows_per_token]:
+        courses = [serve_course(twin, twin.course(rates, seconds, seed)) for seed in SEEDS]
+        means = over_seeds(courses)
+        told["courses"][f"{seconds:g} s"] = {"means": means, "seeds": dict(zip(SEEDS, courses, strict=True))}
+        for name, one in means.items():
+            print(f"{rows_per_token} rows, {seconds:g} s, {name}: {one}", flush=True)
+    return told
+
+
+def against_the_map() -> list[dict[str, float]]:
+    """Requests/s of every cell of the map at 24 rows without a host tier, there and here."""
+    twin, cells = Twin(24), json.loads(gpu_tradeoff.OUT.read_text())["cells"]
+    return [
+        {
+            "hot_share": cell["hot_share"],
+            "alpha": cell["alpha"],
+            "card": cell["requests_per_s"],
+            "twin": twin.capacity(cell["hot_share"], cell["alpha"], is_young=True),
+        }
+        for cell in cells
+        if cell["rows_per_token"] == 24 and cell["overlap"] and not cell["host_tier"]
+    ]
+
+
+def against_the_lost_run() -> dict[str, float]:
+    """Its course of 7 s at 24 rows and the one constant it had: 0.85 of what that bears at both ends of the mix."""
+    twin = Twin(24)
+    return figures(twin.serve(twin.course({0.35: 410.4, 0.85: 771.0}, 7.0, seed=2, is_young=True), 0.4).latency_ms)
+
+
+def main() -> None:
+    found: dict[str, Any] = {
+        "load": LOAD,
+        "seeds": SEEDS,
+        "calibration": default_cost().name,
+        "against_the_map": against_the_map(),
+        "static 0.4 on the course of the lost run": against_the_lost_run(),
+    }
+    for rows in LENGTHS_S:
+        found[f"{rows} rows"] = measure(rows)
+        write_measurement(OUT, found)
+
+
+if __name__ == "__main__":
+    main()
