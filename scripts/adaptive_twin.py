@@ -44,6 +44,7 @@ from scripts.gpu_adaptive import (
     WARM_UP,
     best_constant,
     plan_times,
+    rates_for,
     steer,
 )
 from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES
@@ -201,11 +202,15 @@ class Twin:
     def trace(self, asked: Sequence[Asked], seed: int, *, is_young: bool = False) -> Trace:
         return make_trace(asked, self._config.model.features[0].num_rows, seed, is_young=is_young)
 
-    def capacity(self, hot_share: float, alpha: float, *, is_young: bool = False) -> float:
-        trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + PROBE), seed=1, is_young=is_young)
-        node = SteeredNode(self.at(alpha), trace, has_curves=False)
-        node.serve_all(np.arange(WARM_UP))
-        return round(node.serve_all(np.arange(WARM_UP, WARM_UP + PROBE)), 1)
+    def capacity(self, hot_share: float, alpha: float, num: int = PROBE, *, is_young: bool = False) -> float:
+        """Requests a second, a mean over seeds."""
+        found = list[float]()
+        for seed in SEEDS:
+            trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + num), seed, is_young=is_young)
+            node = SteeredNode(self.at(alpha), trace, has_curves=False)
+            node.serve_all(np.arange(WARM_UP))
+            found.append(node.serve_all(np.arange(WARM_UP, WARM_UP + num)))
+        return round(float(np.mean(found)), 1)
 
     def course(self, rates: dict[float, float], seconds: float, seed: int, *, is_young: bool = False) -> Trace:
         planned = [Asked(*one) for one in plan_times(rates, seconds, seed)]
@@ -278,7 +283,7 @@ def measure(rows_per_token: int) -> dict[str, Any]:
     twin = Twin(rows_per_token)
     found = {share: {alpha: twin.capacity(share, alpha) for alpha in PROBED} for share in MIXES}
     best = best_constant(found)
-    rates = {share: LOAD * by[best] for share, by in found.items()}
+    rates = rates_for(found)
     told: dict[str, Any] = {
         "capacity": found,
         "best_constant_by_capacity": best,
@@ -302,17 +307,18 @@ def against_the_map() -> list[dict[str, float]]:
             "hot_share": cell["hot_share"],
             "alpha": cell["alpha"],
             "card": cell["requests_per_s"],
-            "twin": twin.capacity(cell["hot_share"], cell["alpha"], is_young=True),
+            "twin": twin.capacity(cell["hot_share"], cell["alpha"], gpu_tradeoff.MEASURED, is_young=True),
         }
         for cell in cells
         if cell["rows_per_token"] == 24 and cell["overlap"] and not cell["host_tier"]
     ]
 
 
-def against_the_lost_run() -> dict[str, float]:
+def against_the_lost_run() -> list[dict[str, float]]:
     """Its course of 7 s at 24 rows and the one constant it had: 0.85 of what that bears at both ends of the mix."""
-    twin = Twin(24)
-    return figures(twin.serve(twin.course({0.35: 410.4, 0.85: 771.0}, 7.0, seed=2, is_young=True), 0.4).latency_ms)
+    twin, rates = Twin(24), {0.35: 410.4, 0.85: 771.0}
+    courses = (twin.course(rates, 7.0, seed, is_young=True) for seed in SEEDS)
+    return [figures(twin.serve(trace, 0.4).latency_ms) for trace in courses]
 
 
 def main() -> None:
