@@ -283,6 +283,34 @@ def test_one_time_users_do_not_displace_returning_ones() -> None:
     assert bench.cache.refused_prefixes >= 50
 
 
+def test_one_time_users_do_not_displace_returning_ones_while_steps_overlap() -> None:
+    """What the step behind still holds will be free, so there is room for strangers: as guests, who go first."""
+    bench = Bench(num_pages=14, reserve=2, admission=SecondVisit())
+    for _ in range(2):
+        for user_id in range(4):
+            bench.serve(user_id, range(8))
+    ahead = bench.plan(99, range(8))
+    for stranger in range(100, 150):
+        behind = bench.plan(stranger, range(8))
+        bench.commit(ahead)
+        ahead = behind
+    bench.commit(ahead)
+    assert [bench.resident(user_id, range(8)) for user_id in range(4)] == [8] * 4
+
+
+def test_a_guest_that_comes_again_has_earned_its_place() -> None:
+    bench = Bench(num_pages=10, reserve=2, admission=SecondVisit(), num_slots=8)
+    bench.serve(1, range(8))
+    assert bench.cache.next_saves(9) == [], "who came once is not worth the bus"
+    assert bench.serve(1, range(8)).num_resident == 8
+    assert len(bench.cache.next_saves(9)) == 2, "all of it is saved"
+    for user_id in (2, 3, 2, 3):
+        bench.serve(user_id, range(8))
+    for stranger in range(100, 120):
+        bench.serve(stranger, range(8))
+    assert bench.resident(1, range(8)) == 8
+
+
 def test_without_an_admission_policy_one_time_users_flush_everyone() -> None:
     bench = Bench(num_pages=10, reserve=2, admission=AdmitAlways())
     for user_id in [0, 1, 2, 3, 0, 1, 2, 3, *range(100, 150)]:

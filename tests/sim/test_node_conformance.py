@@ -29,8 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "expected benefit": {"kv_admission": "benefit", "max_forks": 1},
     "host tier": {"host_kv_bytes": 60 * PAGE_BYTES, "kv_reload": "always", "save_bytes_per_step": 9 * PAGE_BYTES},
     "host tier if worth it": {"host_kv_bytes": 300 * PAGE_BYTES, "kv_admission": "always"},
-    "deadlines": {"deadline_ms": 250.0},
-    "a short queue": {"deadline_ms": 500.0, "queue_limit": 5},
+    "deadlines": {"deadline_ms": 280.0},
+    "a short queue": {"deadline_ms": 520.0, "queue_limit": 5},
     "small batches": {"max_batch_tokens": 150, "max_batch_requests": 3},
     "a pool that hardly suffices": {"pool_bytes": 40 * PAGE_BYTES, "alpha": 0.2},
 }
@@ -94,9 +94,12 @@ def test_the_compiled_node_decides_as_the_engines_classes_do(name: str, seed: in
     assert_same(node, plain)
     assert node.num_unanswered == 0
     assert node.state.counts[N.ENDED] < 0.8 * node.state.counts[N.SERVED], "steps must have been shared"
-    refusals = {"deadlines": {Status.HOPELESS}, "a short queue": {Status.HOPELESS, Status.QUEUE_FULL}}
+    refusals = {
+        "deadlines": {Status.HOPELESS, Status.EXPIRED},
+        "a short queue": {Status.HOPELESS, Status.QUEUE_FULL},
+    }
     if name in refusals:
-        assert set(node.outcomes.status) == {Status.SERVED, Status.EXPIRED} | refusals[name]
+        assert set(node.outcomes.status) >= {Status.SERVED} | refusals[name]
     stats = node.stats()
     assert stats.kv_evicted_pages > 0, "both caches must have been short"
     assert stats.row_evictions > 0, "both caches must have been short"

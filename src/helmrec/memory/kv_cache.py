@@ -5,7 +5,7 @@ and never touches K/V. It does not know layers, heads or devices.
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from helmrec.memory.expander import Expander, PageKey, PageSave
 from helmrec.memory.history import History, RowEpochs, common_tokens
 from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
 from helmrec.memory.ledger import PageLedger
-from helmrec.memory.prefix import KVPlan, Made, Match, PageCopy, PageLoad, Prefix, epoch_per_token
+from helmrec.memory.prefix import NO_HISTORY, KVPlan, Made, Match, PageCopy, PageLoad, Prefix, epoch_per_token
 from helmrec.memory.shared_pages import SharedPages
-
-_NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class KVCache:
         of the same step count as resident: every layer appends before it attends.
         """
         if not history.num_tokens:
-            return _NO_HISTORY
+            return NO_HISTORY
         match = self._match(history, now)
         if match is None:
             plan = self._start(history, now)
@@ -136,27 +134,28 @@ class KVCache:
             return
         prefix.settled = max(prefix.settled, plan.num_tokens)
         prefix.last_use_s = now
-        was_ahead = prefix.is_ahead
-        stays = is_ahead or self._count_visit(plan, prefix, now)
-        if id(prefix) in self._order:
-            self._order.move_to_end(id(prefix), last=stays)
-        elif id(prefix) in self._running and stays:
+        was_guest, is_new = prefix.is_guest, id(prefix) in self._running
+        is_kept = is_ahead or self._count_visit(plan, prefix, now)
+        if is_new and is_kept:
             self._adopt(prefix)
-            prefix.is_ahead = is_ahead
-        if id(prefix) in self._order and not prefix.is_ahead:  # now that it has earned its place, all of it is saved
-            self._note_unsaved(0 if was_ahead else plan.num_resident, plan.num_tokens, prefix)
+            prefix.is_guest |= is_ahead
+        if id(prefix) in self._order:
+            self._order.move_to_end(id(prefix), last=is_ahead or not prefix.is_guest)
+            if not prefix.is_guest:  # now that it has earned its place, all of it is saved
+                self._note_unsaved(0 if was_guest else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
 
     def _count_visit(self, plan: KVPlan, prefix: Prefix, now: float) -> bool:
-        """Whether the prefix has earned its pages, or does so by this visit."""
+        """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
         self.reused_tokens += plan.num_resident
         self.total_tokens += plan.num_tokens
         seen = self._visits.record(prefix.user_id, now)
-        if id(prefix) in self._order and not prefix.is_ahead:
+        if id(prefix) in self._order and not prefix.is_guest:
             return True
-        prefix.is_ahead = not self._admission.admits(self._visit(prefix, seen, now))
-        return not prefix.is_ahead
+        visit = self._visit(prefix, seen, now)
+        prefix.is_guest = not self._admission.admits(replace(visit, room=False))
+        return not prefix.is_guest or self._admission.admits(visit)
 
     def hold(self, user_id: int) -> None:
         """Put what is kept of a user last in line for eviction, for now."""
@@ -166,7 +165,7 @@ class KVCache:
     def release(self, user_id: int) -> None:
         """What was computed ahead for a user and never asked for goes first."""
         for prefix in self._users.get(user_id, ()):
-            if prefix.is_ahead:
+            if prefix.is_guest:
                 self._order.move_to_end(id(prefix), last=False)
 
     def restore_reserve(self) -> None:
@@ -314,13 +313,14 @@ class KVCache:
 
     def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
         coldest = self._coldest_idle()
+        idle_s = 0.0 if coldest is None else np.inf if coldest.is_guest else now - coldest.last_use_s
         others_pages = sum([len(mate.pages) for mate in self._running.values()]) - len(prefix.pages)
         return Visit(
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
             num_tokens=prefix.num_tokens,
             room=self._pages.num_free + others_pages >= self.reserve_pages,
-            coldest_idle_s=0.0 if coldest is None else now - coldest.last_use_s,
+            coldest_idle_s=idle_s,
         )
 
     def _adopt(self, prefix: Prefix) -> None:

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.memory.miss_curves_lru import OUT, Lines, close_gaps, coldest, join, make_lines, with_ids
+from helmrec.memory.miss_curves_lru import OUT, Lines, close_gaps, coldest, join, join_first, make_lines, with_ids
 
 Tokens = NDArray[np.int64]  # (columns,)
 
@@ -115,11 +115,15 @@ def _serve_one(state: KVState, column: int, history: History) -> int:
     needed = -(-history.num_tokens // history.page_tokens) - kept_pages
     _evict(state, column, needed - pages[0, column], history.page_tokens)
     has_room = pages[0, column] - needed >= pages[1, column]
-    if needed <= pages[0, column] and (resident > 0 or history.is_kept or has_room):
+    has_earned = resident > 0 or history.is_kept
+    if needed <= pages[0, column] and (has_earned or has_room):
         pages[0, column] -= needed
         held[user, 0, column] = kept_pages + needed
         held[user, 1, column] = history.num_tokens
-        join(state.queue, state.place, state.ends, column, user)
+        if has_earned:
+            join(state.queue, state.place, state.ends, column, user)
+        else:  # a guest, whose pages nobody else wants yet
+            join_first(Lines(state.queue, state.place, state.ends), column, user)
     else:
         pages[0, column] += kept_pages
         held[user, :, column] = 0

@@ -82,6 +82,23 @@ def join(queue: Queue, place: Place, ends: Ends, column: int, id_: int | np.int6
     ends[1, column] = end + 1
 
 
+@numba.njit(cache=True)
+def join_first(lines: Lines, column: int, id_: int | np.int64) -> None:
+    """This id is now the coldest. Where the line begins at the first place it is moved to the middle of all places."""
+    queue, place, ends = lines
+    if ends[0, column] == 0:
+        close_gaps_of(queue, place, ends, column, queue.shape[1])
+        num = ends[1, column]
+        shift = (queue.shape[1] - num) // 2
+        for at in range(num - 1, -1, -1):
+            queue[column, at + shift] = queue[column, at]
+            place[queue[column, at], column] = at + shift
+        ends[0, column], ends[1, column] = shift, shift + num
+    ends[0, column] -= 1
+    queue[column, ends[0, column]] = id_
+    place[id_, column] = ends[0, column]
+
+
 @numba.njit(cache=True, inline="always")
 def coldest(queue: Queue, place: Place, ends: Ends, column: int) -> np.int64:
     """The id that joined longest ago, or OUT of an empty line; it stays."""

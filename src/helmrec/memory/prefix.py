@@ -26,7 +26,7 @@ class Prefix:
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps before the running one
     pins: int = 0
-    is_ahead: bool = False  # computed before anybody asked: kept until somebody does, and then it must earn its pages
+    is_guest: bool = False  # has not earned its pages: it was computed before anybody asked, or there was room
     last_use_s: float = 0.0
     verified_s: float = 0.0  # when, and
     verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
@@ -63,6 +63,9 @@ class KVPlan(NamedTuple):
     @property
     def num_new(self) -> int:
         return self.num_tokens - self.num_resident
+
+
+NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 
 
 class Match(NamedTuple):

@@ -59,7 +59,7 @@ class P(IntEnum):
     GENERATION = 10  # tells apart prefixes that lived in one slot
     VERIFIED = 11  # row epoch up to which its rows were held against updates
     MADE = 12  # row epoch of its first token
-    AHEAD = 13  # computed before anybody asked, and not asked for since
+    GUEST = 13  # has not earned its pages: it was computed before anybody asked, or there was room
 
 
 SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
@@ -156,48 +156,49 @@ def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
 @inner
 def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> int:
     """The step has ended: unpin, keep or drop the prefix; returns where saving begins. `served`: resident and all."""
-    prefix, user, was_ahead = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.AHEAD]
+    prefix, user, was_guest = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.GUEST]
     prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
     kv.last_use_s[slot] = now_s
-    stays = is_ahead or _count_visit(kv, rules, slot, served, now_s)
-    if prefix[slot, P.KIND] == KEPT:
-        take_out(prefix, slot)
-        _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE] if stays else prefix.shape[0] - 1)
-    elif stays:
+    is_kept = is_ahead or _count_visit(kv, rules, slot, served, now_s)
+    if prefix[slot, P.KIND] == RUNNING and is_kept:
         _adopt(kv, slot)
-        prefix[slot, P.AHEAD] = is_ahead
-    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.AHEAD]
+        prefix[slot, P.GUEST] |= is_ahead
+    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]
+    if prefix[slot, P.KIND] == KEPT:
+        ends = prefix.shape[0] - 1
+        take_out(prefix, slot)
+        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.GUEST] else ends)
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
-    return (0 if was_ahead else served[0]) if is_saved else NONE
+    return (0 if was_guest else served[0]) if is_saved else NONE
 
 
 @inner
 def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
-    """Whether the prefix has earned its pages, or does so by this visit."""
+    """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
     counts, prefix = kv.counts, kv.prefix
     counts[Kv.REUSED] += served[0]
     counts[Kv.TOTAL] += served[1]
     seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
     counts[Kv.VISITED] += 1
     counts[Kv.REVISITS] += seen.num >= 2
-    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.AHEAD]:
+    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]:
         return True
-    prefix[slot, P.AHEAD] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
-    return not prefix[slot, P.AHEAD]
+    prefix[slot, P.GUEST] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    others = counts[Kv.RUNNING] - prefix[slot, P.PAGES]
+    return not prefix[slot, P.GUEST] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
 
 
 @inner
 def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
-    """As `kv_admission` decides; `seen` is how often the user came and how long ago it came before."""
-    counts = kv.counts
-    others = counts[Kv.RUNNING] - kv.prefix[slot, P.PAGES]
-    has_room = counts[Kv.FREE] + others >= counts[Kv.RESERVE]
-    if rules.admission == 0 or has_room:
+    """As `kv_admission` decides without room; `seen` is how often the user came and how long ago it came before."""
+    if rules.admission == 0:
         return True
     if rules.admission == 1 or seen[0] < 2:
         return seen[0] >= 2
     coldest = _coldest_idle(kv)
+    if coldest != NONE and kv.prefix[coldest, P.GUEST]:
+        return True
     coldest_idle_s = 0.0 if coldest == NONE else now_s - kv.last_use_s[coldest]
     saving = 1 + kv.prefix[slot, P.TOKENS] / rules.linear_tokens
     return saving * coldest_idle_s >= seen[1]

@@ -27,7 +27,7 @@ from helmrec.sim.node_state import (
 from helmrec.sim.popularity import Index, draw_event, mix, rules_at, user_word
 from helmrec.types import IntArray
 
-_SMOOTHING, _CAUTION = 0.1, 3  # as Scheduler
+_SMOOTHING, _PROMISED, _CAUTION = 0.1, 0.85, 3  # as Scheduler
 _RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as ReloadCosts
 
 
@@ -63,7 +63,7 @@ def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
     ahead_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms
     slower = clocks[C.STEP_DEVIATION_S] / clocks[C.STEP_S] if clocks[C.STEP_S] else 0.0
     expected_ms = ahead_ms * (1 + slower) + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
-    return expected_ms > setup.deadline_ms
+    return expected_ms > _PROMISED * setup.deadline_ms
 
 
 @inner

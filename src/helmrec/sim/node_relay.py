@@ -227,7 +227,7 @@ def _release(kv: KVState, user: int) -> None:
     """As `KVCache.release`."""
     for mate in range(_num_mates(kv, user) - 1, NONE, -1):
         slot = _mate(kv, user, mate)
-        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.AHEAD]:
+        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.GUEST]:
             take_out(kv.prefix, slot)
             put_first(kv.prefix, slot)
 
