@@ -63,7 +63,7 @@ class Scale:
         return num // self.divisor
 
 
-CARD = Scale("cuda", 1, 2_048, 4 << 30, 8 << 30, 10 << 30, 2_400, 4.0, 128)
+CARD = Scale("cuda", 1, 2_048, 4 << 30, 8 << 30, 10 << 30, 1_600, 2.5, 128)
 QUICK = Scale("cpu", 40, 32, 8 << 20, 32 << 20, 16 << 20, 60, 0.5, 8)
 
 
