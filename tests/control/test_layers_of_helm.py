@@ -348,9 +348,10 @@ class Court:
         self.numbers, self.constants = np.zeros(G.SIZE), np.zeros(NUM_SPLITS)
         begin_guard(self.numbers)
 
-    def hear(self, alpha: float, num_windows: int, move_cost_ms: float = 0.0) -> "Court":
+    def hear(self, alpha: float, num_windows: int, move_cost_ms: float = 0.0, length_s: float = 1.0) -> "Court":
         """So many windows with the boundary, and the adaptive path, at `alpha`."""
-        window = self.window._replace(alpha=alpha, alpha_target=alpha)
+        start_s = self.window.start_s
+        window = self.window._replace(alpha=alpha, alpha_target=alpha, end_s=start_s + length_s)
         for _ in range(num_windows):
             paths = Paths(alpha, alpha, move_cost_ms)
             judge(self.numbers, self.constants, guard_terms(GuardSettings()), self.outlook, window, paths)
@@ -359,12 +360,18 @@ class Court:
 
 def test_the_guardrail_puts_a_loser_aside_for_the_best_constant_and_not_before_its_time() -> None:
     bottom = Bowl(rate=50).bottom()
-    grace = GuardSettings().num_windows
-    assert not Court().hear(0.1, grace + GuardSettings().num_windows - 1).numbers[G.IS_ASIDE]
-    lost = Court().hear(0.1, grace + GuardSettings().num_windows).numbers
+    grace = int(GuardSettings().patience_s)
+    assert not Court().hear(0.1, grace + int(GuardSettings().patience_s) - 1).numbers[G.IS_ASIDE]
+    lost = Court().hear(0.1, grace + int(GuardSettings().patience_s)).numbers
     assert lost[G.IS_ASIDE]
     assert lost[G.STATIC_ALPHA] == pytest.approx(bottom, abs=0.08)
     assert not Court().hear(lost[G.STATIC_ALPHA], 100).numbers[G.IS_ASIDE]
+
+
+def test_short_windows_do_not_shorten_the_guardrail_s_patience() -> None:
+    seconds = 2 * int(GuardSettings().patience_s)
+    assert not Court().hear(0.1, 4 * seconds - 4, length_s=0.25).numbers[G.IS_ASIDE]
+    assert Court().hear(0.1, 4 * seconds, length_s=0.25).numbers[G.IS_ASIDE]
 
 
 def test_moves_that_cost_more_than_they_gain_lose_too() -> None:

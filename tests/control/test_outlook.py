@@ -53,10 +53,12 @@ def test_a_window_is_handed_over_field_by_field() -> None:
     assert window.missed_rows == stats.missed_rows_per_request
 
 
-def test_the_table_is_that_of_a_plain_loop() -> None:
+@pytest.mark.parametrize("is_overlapping", [True, False])
+def test_the_table_is_that_of_a_plain_loop(is_overlapping: bool) -> None:
     stats = Bowl().window(0.5)
     outlook = outlook_for(stats)
-    take(outlook, stats)
+    cost = COST.model_copy(update={"is_overlapping": is_overlapping})
+    take(outlook, stats, Terms.of(cost, Crowding(), 4_096))
     curves = stats.curves
     assert curves is not None
     blend = blend_weights(outlook.splits[Split.ALPHA], curves.alphas)
@@ -66,11 +68,18 @@ def test_the_table_is_that_of_a_plain_loop() -> None:
     lead = missed * COST.missed_row_ms
     np.testing.assert_allclose(outlook.splits[Split.COMPUTE], compute)
     np.testing.assert_allclose(outlook.splits[Split.LEAD], lead)
-    pressure = 20 / 1e3 * np.hypot(compute, lead)
+    pressure = 20 / 1e3 * (np.hypot(compute, lead) if is_overlapping else compute + lead)
     crowding = Crowding()
     growth = (1 + crowding.first * pressure + crowding.second * pressure**2) ** 4
     np.testing.assert_allclose(outlook.splits[Split.LASTING], (compute + lead) * growth)
     assert outlook.numbers[O.LASTING_BEST] == outlook.splits[Split.LASTING].argmin()
+
+
+def test_stages_in_turn_crowd_as_one_stage_of_their_sum() -> None:
+    overlapping = Terms.of(COST.model_copy(update={"is_overlapping": True}), Crowding(), 4_096)
+    assert latency_ms(TERMS, 2.0, 1.0, 300.0) == pytest.approx(latency_ms(TERMS, 3.0, 0.0, 300.0))
+    assert latency_ms(overlapping, 2.0, 1.0, 300.0) < latency_ms(TERMS, 2.0, 1.0, 300.0)
+    assert latency_ms(overlapping, 3.0, 0.0, 300.0) == latency_ms(TERMS, 3.0, 0.0, 300.0)
 
 
 def test_latency_is_a_lone_request_s_without_load_and_grows_with_it() -> None:

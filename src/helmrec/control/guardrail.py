@@ -23,17 +23,17 @@ class GuardSettings(Frozen):
 
     bound: float = Field(0.03, ge=0, description="share by which adapting may cost more than the best constant")
     half_life_s: float = Field(45.0, gt=0, description="seconds after which a window counts half")
-    num_windows: int = Field(20, ge=1, description="windows in a row before adapting is put aside, or taken back")
+    patience_s: float = Field(20.0, gt=0, description="seconds in a row before adapting is put aside, or taken back")
 
 
 class GuardTerms(NamedTuple):
     bound: float
     half_life_s: float
-    num_windows: float
+    patience_s: float
 
 
 def guard_terms(settings: GuardSettings) -> GuardTerms:
-    return GuardTerms(settings.bound, settings.half_life_s, float(settings.num_windows))
+    return GuardTerms(settings.bound, settings.half_life_s, settings.patience_s)
 
 
 class G(IntEnum):
@@ -42,13 +42,13 @@ class G(IntEnum):
     ADAPTIVE = 0  # what adapting cost, moves included: where the boundary was, or would have been if it is put aside
     BASE = 1  # the base alone, moves left out, as the next
     WITH_RESIDUAL = 2
-    LOSING = 3  # windows in a row
+    LOSING = 3  # seconds in a row, as the next
     WINNING = 4
     IS_ASIDE = 5
     WANTED = 6  # alpha that base and residual wanted last
-    RESIDUAL_LOSING = 7
+    RESIDUAL_LOSING = 7  # seconds in a row
     STATIC_ALPHA = 8
-    WINDOWS = 9
+    SEEN_S = 9  # seconds in all
     SIZE = 10
 
 
@@ -68,11 +68,8 @@ def begin_guard(numbers: Floats) -> None:
 @inner
 def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outlook, window: Seen, paths: Paths) -> None:
     """Take a window in. `constants`: cost of each split of the table so far."""
-    keep, splits, requests = (
-        keep_of(window.end_s - window.start_s, terms.half_life_s),
-        outlook.splits,
-        window.num_served,
-    )
+    splits, requests, dt_s = outlook.splits, window.num_served, window.end_s - window.start_s
+    keep = keep_of(dt_s, terms.half_life_s)
     for split in range(constants.size):
         constants[split] = keep * constants[split] + requests * splits[Split.CORRECTED, split]
     adaptive_ms = at_split(splits, Split.CORRECTED, paths.adaptive)
@@ -82,21 +79,21 @@ def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outloo
     numbers[G.BASE] = keep * numbers[G.BASE] + requests * base_ms
     numbers[G.WITH_RESIDUAL] = keep * numbers[G.WITH_RESIDUAL] + requests * adaptive_ms
     best = _best_within(constants, splits, window)
-    numbers[G.WINDOWS] += 1
-    if numbers[G.WINDOWS] <= terms.num_windows:  # on its way from wherever it was put
+    numbers[G.SEEN_S] += dt_s
+    if numbers[G.SEEN_S] <= terms.patience_s:  # on its way from wherever it was put
         numbers[G.ADAPTIVE] = constants[best]
     numbers[G.STATIC_ALPHA] = splits[Split.ALPHA, best]
     is_losing = numbers[G.ADAPTIVE] > (1 + terms.bound) * constants[best]
-    numbers[G.LOSING] = numbers[G.LOSING] + 1 if is_losing else 0.0
+    numbers[G.LOSING] = numbers[G.LOSING] + dt_s if is_losing else 0.0
     is_winning = numbers[G.ADAPTIVE] <= constants[best] * (1 + terms.bound / 3)
-    numbers[G.WINNING] = numbers[G.WINNING] + 1 if is_winning else 0.0
-    if numbers[G.LOSING] >= terms.num_windows and not numbers[G.IS_ASIDE]:
+    numbers[G.WINNING] = numbers[G.WINNING] + dt_s if is_winning else 0.0
+    if numbers[G.LOSING] >= terms.patience_s and not numbers[G.IS_ASIDE]:
         numbers[G.IS_ASIDE], numbers[G.WINNING] = 1.0, 0.0
         numbers[G.ADAPTIVE] = (1 + terms.bound) * constants[best]  # how badly it lost must not keep it out for ever
-    elif numbers[G.WINNING] >= terms.num_windows:
+    elif numbers[G.WINNING] >= terms.patience_s:
         numbers[G.IS_ASIDE] = 0.0
     is_worse = numbers[G.WITH_RESIDUAL] > (1 + terms.bound / 3) * numbers[G.BASE]
-    numbers[G.RESIDUAL_LOSING] = numbers[G.RESIDUAL_LOSING] + 1 if is_worse else 0.0
+    numbers[G.RESIDUAL_LOSING] = numbers[G.RESIDUAL_LOSING] + dt_s if is_worse else 0.0
 
 
 @inner

@@ -174,11 +174,13 @@ _NUM_FIXED = sum(len(part._fields) for part in (Terms, ResidualTerms, BurstTerms
 def _fixed_of(a: Floats) -> _Fixed:
     """From one array: handing each number over by itself takes longer than all that is done with them."""
     return _Fixed(
-        Terms(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]),
-        ResidualTerms(a[16], a[17], a[18]),
-        BurstTerms(a[19], a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27]),
-        GuardTerms(a[28], a[29], a[30]),
-        _Flags(a[31], a[32], a[33], a[34], a[35]),
+        Terms(
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
+        ),
+        ResidualTerms(a[17], a[18], a[19]),
+        BurstTerms(a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28]),
+        GuardTerms(a[29], a[30], a[31]),
+        _Flags(a[32], a[33], a[34], a[35], a[36]),
     )
 
 
@@ -343,7 +345,7 @@ def _base_and_residual(
     kept.guard[G.WANTED] = adaptive
     if flags.has_residual:
         learn(kept.residual, residual_t, outlook, window, adaptive)
-        if flags.has_guardrail and kept.guard[G.RESIDUAL_LOSING] >= guard_t.num_windows:
+        if flags.has_guardrail and kept.guard[G.RESIDUAL_LOSING] >= guard_t.patience_s:
             kept.residual[:] = 0.0
             kept.guard[G.WITH_RESIDUAL] = kept.guard[G.BASE]
     return adaptive

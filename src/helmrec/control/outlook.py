@@ -32,8 +32,9 @@ _SETTLED = 0.02  # distance of alpha from its target within which caches are wha
 class Crowding(Frozen):
     """How latency grows with load: a lone request's time by (1 + first * pressure + second * pressure^2)^4.
 
-    Pressure is the arrival rate times the length of both stages taken at right angles, which lies between the longer
-    stage (stages overlap wholly) and their sum (not at all). Fitted to simulated nodes (`helmrec.train.crowding`).
+    Pressure is the arrival rate times the length of both stages: their sum where they do not overlap; where they do,
+    taken at right angles, which lies between the longer and the sum. Fitted to simulated nodes that overlap them
+    (`helmrec.train.crowding`).
     """
 
     first: float = Field(0.14, ge=0)
@@ -59,6 +60,7 @@ class Terms(NamedTuple):
     in_flight: float  # requests whose KV must be held at once
     host_bytes: float  # of KV that the host keeps
     reload_ms: float  # of a token taken back from it
+    in_turn: float  # 2 where stages do not overlap, else 0: of their product, what counts in the square of both
 
     @classmethod
     def of(cls, cost: ServiceCost, crowding: Crowding, half_life_requests: float | None) -> Self:
@@ -79,6 +81,7 @@ class Terms(NamedTuple):
             in_flight=cost.in_flight_requests,
             host_bytes=cost.host_kv_bytes,
             reload_ms=cost.reload_token_ms,
+            in_turn=0.0 if cost.is_overlapping else 2.0,
         )
 
 
@@ -175,7 +178,8 @@ def keep_of(passed: float, half_life: float) -> float:
 @inner
 def latency_ms(terms: Terms, compute_ms: float, lead_ms: float, rate: float) -> float:
     """Of a request, the queue included; `rate` is in requests per second."""
-    pressure = rate / 1e3 * np.sqrt(compute_ms * compute_ms + lead_ms * lead_ms)
+    both = compute_ms * compute_ms + lead_ms * lead_ms + terms.in_turn * compute_ms * lead_ms
+    pressure = rate / 1e3 * np.sqrt(both)
     growth = 1 + pressure * (terms.first + terms.second * pressure)
     return (terms.step_ms + compute_ms + lead_ms) * growth * growth * growth * growth
 
@@ -318,14 +322,14 @@ def _fill_view(splits: Floats, rows: tuple[int, int, int, int], terms: Terms, nu
         terms.host_token_ms,
     )
     step, first, second, in_flight = terms.step_ms, terms.first, terms.second, numbers[O.IN_FLIGHT]
-    alphas, per_reload = splits[Split.ALPHA], terms.reload_ms * kv * bus_by
+    alphas, per_reload, in_turn = splits[Split.ALPHA], terms.reload_ms * kv * bus_by, terms.in_turn
     for split in range(latency.size):
         shadow, taken = compute[split], reloaded[split]
         tokens = whole - kv * max(0.0, whole - shadow)
         missed = lead[split] * (tokens + others) / (shadow + taken + others)  # more tokens read more rows
         a, b = floor + per_token * tokens, host_floor + host_token * tokens + per_row * missed + per_reload * taken
         lack = max(1.0, in_flight / max(1e-3, 1 - alphas[split]))
-        pressure = rate / 1e3 * np.sqrt((a * a + b * b) * lack)
+        pressure = rate / 1e3 * np.sqrt((a * a + b * b + in_turn * a * b) * lack)
         growth = 1 + pressure * (first + second * pressure)
         growth *= growth
         compute[split], lead[split], latency[split] = a, b, (step + a + b) * growth * growth

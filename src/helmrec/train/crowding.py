@@ -26,7 +26,7 @@ def _observed(lesson: Lesson) -> tuple[np.ndarray, np.ndarray]:
     new, resident, missed, rate, mean_ms = np.array(lesson.steps).T
     compute = cost.floor_ms + new * (cost.token_ms + cost.pair_ms * (new + resident) / 2)
     lead = cost.host_floor_ms + cost.host_token_ms * new + cost.missed_row_ms * missed
-    pressure = rate / 1e3 * np.hypot(compute, lead)
+    pressure = rate / 1e3 * (np.hypot(compute, lead) if cost.is_overlapping else compute + lead)
     is_telling = (mean_ms > 0) & (pressure > 0.05) & (pressure < 1.3) & (mean_ms < 200)
     growth = (mean_ms / (cost.step_ms + compute + lead)) ** 0.25
     return pressure[is_telling], np.maximum(growth[is_telling], 1.0)
