@@ -6,9 +6,9 @@
 
 The set-up is that of the trade-off map (`scripts.gpu_tradeoff`): 24 rows a token, where the caches compete, and one,
 where they do not (with a smaller table, to be ready sooner). One engine serves all runs of a set-up; between runs both
-caches are emptied and the same warm-up is served. Arrivals are open-loop at a share of what constants bear in each of
-three mixes, measured first, so all are equally critical; hot users are in the midst of their visits from the start, so
-that a mix costs at the end what it did at the beginning. Everything is short: windows are a quarter of a
+caches are emptied and the same warm-up is served. Arrivals are open-loop at a share of what the best constant bears in
+each of three mixes, measured first, so all are equally critical; hot users are in the midst of their visits from the
+start, so that a mix costs at the end what it did at the beginning. Everything is short: windows are a quarter of a
 second and the travel allowed per minute four times the usual. `scripts.adaptive_twin` is the same in the simulator.
 """
 
@@ -51,7 +51,7 @@ FIRST = (0.5, 0.8, 0.2, 0.6, 0.4)  # if time is short
 PROBED = (0.2, 0.4, 0.6, 0.8)
 TABLES = {24: TABLE_BYTES, 1: 8 << 30}
 MIXES = (0.35, 0.6, 0.85)  # shares of requests by hot users; what a mix bears is not linear between the ends
-LOAD = 0.7  # of what constants bear in each mix, in the mean
+LOAD = 0.7  # of what the best constant bears in each mix
 SLO_MS = 80.0
 TICK_S, TRAVEL_PER_MINUTE = 0.25, 4.0
 WARM_UP, PROBE = 320, 384  # requests
@@ -267,8 +267,8 @@ def best_constant(found: dict[float, dict[float, float]]) -> float:
 
 
 def rates_for(found: dict[float, dict[float, float]]) -> dict[float, float]:
-    """Arrivals a second by mix. By the mean of all constants: which is the best is a matter of chance."""
-    return {share: LOAD * float(np.mean(list(by.values()))) for share, by in found.items()}
+    """Arrivals a second by mix."""
+    return {share: LOAD * by[best_constant(found)] for share, by in found.items()}
 
 
 def make_course(stand: Stand, rates: dict[float, float], duration_s: float, warm_up: int) -> Course:
