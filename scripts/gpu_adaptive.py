@@ -13,6 +13,7 @@ second and the travel allowed per minute four times the usual. `scripts.adaptive
 """
 
 import argparse
+import gc
 import sys
 import threading
 import time
@@ -341,6 +342,8 @@ def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -
     rates = rates_for(found)
     duration_s = flags.seconds if rows_per_token == 24 else flags.seconds / 3
     course = make_course(stand, rates, duration_s, warm_up)
+    gc.collect()
+    gc.freeze()  # to look through all these requests takes a few hundred milliseconds
     print(f"{len(course.requests)} requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     about = {
         "capacity": {f"{share:g}": {f"{a:g}": rate for a, rate in by.items()} for share, by in found.items()},

@@ -1,4 +1,4 @@
-"""Draws docs/measurements/gpu-adaptive-h200.json: alpha over time, and P99 of constants and controller.
+"""Draws docs/measurements/gpu-adaptive-h200.json: alpha over time, mean and P99 of constants and controller.
 
 python -m scripts.gpu_adaptive_plot
 """
@@ -14,9 +14,9 @@ ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 
 def plot(path: Path) -> None:
     cells = json.loads(path.read_text())["set_ups"]
-    figure, axes = plt.subplots(2, len(cells), figsize=(5.5 * len(cells), 6.5), squeeze=False)
+    figure, axes = plt.subplots(3, len(cells), figsize=(5.5 * len(cells), 9), squeeze=False)
     for column, (rows, cell) in enumerate(cells.items()):
-        above, below, start_s = axes[0][column], axes[1][column], 0.0
+        above, start_s = axes[0][column], 0.0
         for stretch in cell["stretches"]:
             above.text(start_s + 0.1, 0.94, stretch["name"], fontsize=8)
             above.axvline(start_s, color="grey", linewidth=0.5)
@@ -29,12 +29,13 @@ def plot(path: Path) -> None:
         above.set(ylim=(0, 1), xlabel="s", ylabel="alpha", title=f"{rows} row{'s' * (rows != '1')} a token")
         above.legend(fontsize=7, loc="lower left")
         constants = [(a, cell["policies"].get(f"static {a:g}")) for a in ALPHAS]
-        known = [(a, one["p99_ms"]) for a, one in constants if one is not None and one["p99_ms"] is not None]
-        below.plot(*zip(*known, strict=True), "o-", label="constants")
-        if (p99_ms := cell["policies"]["adaptive"]["p99_ms"]) is not None:
-            below.axhline(p99_ms, color="C1", label="adaptive, from 0.5")
-        below.set(xlabel="alpha", ylabel="P99 of the whole run, ms", ylim=(0, None))
-        below.legend(fontsize=7)
+        for axis, key, name in ((axes[1][column], "mean_ms", "mean"), (axes[2][column], "p99_ms", "P99")):
+            known = [(a, one[key]) for a, one in constants if one is not None and one[key] is not None]
+            axis.plot(*zip(*known, strict=True), "o-", label="constants")
+            if (ours_ms := cell["policies"]["adaptive"][key]) is not None:
+                axis.axhline(ours_ms, color="C1", label="adaptive, from 0.5")
+            axis.set(xlabel="alpha", ylabel=f"{name} of the whole run, ms", ylim=(0, None))
+            axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(PLOT, dpi=110)
     print(f"wrote {PLOT}")
