@@ -2,10 +2,10 @@
 
     python -m scripts.adaptive_twin           # ten minutes; writes docs/measurements/adaptive-twin.json
 
-Says, before a card is asked, what constants bear, what the controller makes of courses of several lengths, and what the
-best split of every stretch would, moves free. Held against the card first: capacities against the trade-off map, one
-constant against the run that was lost. Not the same as there: items are drawn anew by the same law, and a hot user who
-has come 200 times is followed by another of its length instead of losing its newest events.
+Says what constants bear, what the controller makes of courses of several lengths, and what the best split of every
+stretch would, moves free. Held against the card first, at the rates and the length that were served there. Not the same
+as there: items are drawn anew by the same law, a hot user who has come 200 times is followed by another of its length
+instead of losing its newest events, and nothing pauses.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from helmrec.sim.node_state import C, make_outcomes
 from helmrec.sim.simulate_curves import CurveFeed
 from helmrec.sim.trace import Catalogue, Epoch, Trace, ZipfLaw, lanes_for
 from helmrec.types import IntArray
-from scripts import gpu_tradeoff
+from scripts import gpu_adaptive
 from scripts.gpu_adaptive import (
     ALPHAS,
     DRAIN_S,
@@ -51,7 +51,7 @@ from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES
 from scripts.gpu_traffic import NEW_EVENTS, NUM_CANDIDATES, Mix, serving_config
 from scripts.provenance import write_measurement
 
-OUT = Path("docs/measurements/adaptive-twin.json")
+OUT, CARD = Path("docs/measurements/adaptive-twin.json"), gpu_adaptive.OUT
 LENGTHS_S = {24: (15.0, 30.0, 60.0, 120.0), 1: (20.0,)}
 SEEDS = (2, 3, 4)
 MOST_EVENTS = 2 * Mix(0.0, NUM_HOT).mean_events - 2_000
@@ -74,11 +74,10 @@ class _Visits(NamedTuple):
     backlog: NDArray[np.int32]
 
 
-def _who_asks(asked: Sequence[Asked], rng: np.random.Generator, *, is_young: bool) -> _Visits:
-    """As `gpu_traffic.Traffic`: hot users return with 16 more events, strangers come once; lengths are uniform."""
+def _who_asks(asked: Sequence[Asked], rng: np.random.Generator) -> _Visits:
+    """Hot users, in the midst of their visits, return with 16 more events, strangers come once; lengths are uniform."""
     lengths = rng.integers(2_000, MOST_EVENTS, NUM_HOT)
-    visits = np.zeros(NUM_HOT, np.int64) if is_young else rng.integers(VISITS, size=NUM_HOT)
-    numbers = np.full(NUM_HOT, -1)
+    visits, numbers = rng.integers(VISITS, size=NUM_HOT), np.full(NUM_HOT, -1)
     user, num_new, backlog = np.empty(len(asked), np.int64), np.empty(len(asked), np.int32), list[int]()
     for i, one in enumerate(asked):
         hot = int(rng.integers(NUM_HOT)) if rng.random() < one.hot_share else None
@@ -94,10 +93,10 @@ def _who_asks(asked: Sequence[Asked], rng: np.random.Generator, *, is_young: boo
     return _Visits(user, num_new, np.array(backlog, np.int32))
 
 
-def make_trace(asked: Sequence[Asked], num_items: int, seed: int, *, is_young: bool = False) -> Trace:
-    """`is_young`: hot users have not come before, as on the map; else they are in the midst of their visits."""
+def make_trace(asked: Sequence[Asked], num_items: int, seed: int) -> Trace:
+    """As `gpu_traffic.Traffic` would ask."""
     rng = np.random.default_rng(seed)
-    user, num_new, backlog = _who_asks(asked, rng, is_young=is_young)
+    user, num_new, backlog = _who_asks(asked, rng)
     time_s = np.array([one.due_s for one in asked])
     is_return = np.flatnonzero(num_new == NEW_EVENTS)
     by_user = is_return[np.argsort(user[is_return], kind="stable")]  # events lie by user, then time
@@ -199,22 +198,22 @@ class Twin:
     def at(self, alpha: float) -> NodeConfig:
         return self._config.model_copy(update={"engine": self._config.engine.model_copy(update={"alpha": alpha})})
 
-    def trace(self, asked: Sequence[Asked], seed: int, *, is_young: bool = False) -> Trace:
-        return make_trace(asked, self._config.model.features[0].num_rows, seed, is_young=is_young)
+    def trace(self, asked: Sequence[Asked], seed: int) -> Trace:
+        return make_trace(asked, self._config.model.features[0].num_rows, seed)
 
-    def capacity(self, hot_share: float, alpha: float, num: int = PROBE, *, is_young: bool = False) -> float:
+    def capacity(self, hot_share: float, alpha: float) -> float:
         """Requests a second, a mean over seeds."""
         found = list[float]()
         for seed in SEEDS:
-            trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + num), seed, is_young=is_young)
+            trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + PROBE), seed)
             node = SteeredNode(self.at(alpha), trace, has_curves=False)
             node.serve_all(np.arange(WARM_UP))
-            found.append(node.serve_all(np.arange(WARM_UP, WARM_UP + num)))
+            found.append(node.serve_all(np.arange(WARM_UP, WARM_UP + PROBE)))
         return round(float(np.mean(found)), 1)
 
-    def course(self, rates: dict[float, float], seconds: float, seed: int, *, is_young: bool = False) -> Trace:
+    def course(self, rates: dict[float, float], seconds: float, seed: int) -> Trace:
         planned = [Asked(*one) for one in plan_times(rates, seconds, seed)]
-        return self.trace([Asked(0.0, MIXES[0], "warm-up")] * WARM_UP + planned, seed, is_young=is_young)
+        return self.trace([Asked(0.0, MIXES[0], "warm-up")] * WARM_UP + planned, seed)
 
     def serve(self, trace: Trace, alpha: float | None) -> Run:
         """`alpha`: a constant; None is the controller, from the untuned split."""
@@ -241,10 +240,12 @@ class Twin:
         return Run(latency_ms[course], alphas)
 
 
-def figures(latency_ms: Floats) -> dict[str, float]:
+def figures(latency_ms: Floats) -> dict[str, float | None]:
+    """Those of who was served; who was not is later than anyone."""
+    p99_ms = float(np.percentile(latency_ms, 99, method="higher"))
     return {
-        "mean_ms": round(float(latency_ms.mean()), 2),
-        "p99_ms": round(float(np.percentile(latency_ms, 99)), 2),
+        "mean_ms": round(float(latency_ms[np.isfinite(latency_ms)].mean()), 2),
+        "p99_ms": round(p99_ms, 2) if np.isfinite(p99_ms) else None,
         "slo_satisfaction": round(float((latency_ms <= SLO_MS).mean()), 4),
     }
 
@@ -272,11 +273,15 @@ def serve_course(twin: Twin, trace: Trace) -> dict[str, Any]:
     return found
 
 
-def over_seeds(courses: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    return {
-        name: {key: round(float(np.mean([one[name][key] for one in courses])), 4) for key in figures(np.ones(1))}
-        for name in courses[0]
-    }
+def over_seeds(courses: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Means; none where one seed has none."""
+
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return round(float(np.mean(known)), 4) if len(known) == len(values) else None
+
+    keys = ("mean_ms", "p99_ms", "slo_satisfaction")
+    return {name: {key: mean([one[name][key] for one in courses]) for key in keys} for name in courses[0]}
 
 
 def measure(rows_per_token: int) -> dict[str, Any]:
@@ -299,26 +304,26 @@ def measure(rows_per_token: int) -> dict[str, Any]:
     return told
 
 
-def against_the_map() -> list[dict[str, float]]:
-    """Requests/s of every cell of the map at 24 rows without a host tier, there and here."""
-    twin, cells = Twin(24), json.loads(gpu_tradeoff.OUT.read_text())["cells"]
-    return [
-        {
-            "hot_share": cell["hot_share"],
-            "alpha": cell["alpha"],
-            "card": cell["requests_per_s"],
-            "twin": twin.capacity(cell["hot_share"], cell["alpha"], gpu_tradeoff.MEASURED, is_young=True),
-        }
-        for cell in cells
-        if cell["rows_per_token"] == 24 and cell["overlap"] and not cell["host_tier"]
-    ]
-
-
-def against_the_lost_run() -> list[dict[str, float]]:
-    """Its course of 7 s at 24 rows and the one constant it had: 0.85 of what that bears at both ends of the mix."""
-    twin, rates = Twin(24), {0.35: 410.4, 0.85: 771.0}
-    courses = (twin.course(rates, 7.0, seed, is_young=True) for seed in SEEDS)
-    return [figures(twin.serve(trace, 0.4).latency_ms) for trace in courses]
+def against_the_card(rows_per_token: int) -> dict[str, Any]:
+    """Capacities by mix and constant there and here; and the course that was served there, here."""
+    cell, twin = json.loads(CARD.read_text())["set_ups"][str(rows_per_token)], Twin(rows_per_token)
+    rates = {float(share): rate for share, rate in cell["arrivals_per_s"].items()}
+    courses = [serve_course(twin, twin.course(rates, cell["duration_s"], seed)) for seed in SEEDS]
+    here, there = over_seeds(courses), cell["policies"]
+    return {
+        "requests_per_s": [
+            {"hot_share": share, "alpha": alpha, "card": rate, "twin": twin.capacity(float(share), float(alpha))}
+            for share, by in cell["capacity"].items()
+            for alpha, rate in by.items()
+        ],
+        "seconds": cell["duration_s"],
+        "mean_ms": {
+            name: {"card": there[name]["mean_ms"], "twin": one["mean_ms"]}
+            for name, one in here.items()
+            if name in there
+        },
+        "twin": here,
+    }
 
 
 def main() -> None:
@@ -326,8 +331,7 @@ def main() -> None:
         "load": LOAD,
         "seeds": SEEDS,
         "calibration": default_cost().name,
-        "against_the_map": against_the_map(),
-        "static 0.4 on the course of the lost run": against_the_lost_run(),
+        "against the card": {f"{rows} rows": against_the_card(rows) for rows in LENGTHS_S},
     }
     for rows in LENGTHS_S:
         found[f"{rows} rows"] = measure(rows)
