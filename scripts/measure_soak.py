@@ -104,7 +104,8 @@ class Server:
     def end(self) -> bool:
         """Whether it ended well, with every check clean."""
         self._process.terminate()
-        told = self._out.read()
+        with self._out:
+            told = self._out.read()
         return self._process.wait(60) == 0 and told.strip().endswith("clean")
 
 
