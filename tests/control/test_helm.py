@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helmrec.control.burst import BurstSettings
 from helmrec.control.by_name import check_policy, make_policy, needs_curves
 from helmrec.control.explain import Explanation, read_explanations
 from helmrec.control.guardrail import G
@@ -25,17 +26,33 @@ from tests.control.test_rebalancer import Pool, Says
 FOLLOWING = BasePolicy(join_layers(following_layers()), Crowding(), {})
 
 
+BOWLS = (Bowl(), Bowl(emb_scale=0.5, kv_scale=0.1), Bowl(emb_scale=0.12, kv_scale=0.5))
+
+
 def following(**flags: bool) -> HelmPolicy:
     return HelmPolicy(COST, HelmSettings(**flags), FOLLOWING)
 
 
-@pytest.mark.parametrize("bowl", [Bowl(), Bowl(emb_scale=0.5, kv_scale=0.1), Bowl(emb_scale=0.12, kv_scale=0.5)])
+def fearless() -> HelmPolicy:
+    """Waits for no burst."""
+    return HelmPolicy(COST, HelmSettings(burst=BurstSettings(caution=0)), FOLLOWING)
+
+
+@pytest.mark.parametrize("bowl", BOWLS)
 @pytest.mark.parametrize("start", [0.1, 0.9])
 def test_it_reaches_the_bottom_and_rests_there(bowl: Bowl, start: float) -> None:
-    path = drive(following(), bowl, start, 60)
+    path = drive(fearless(), bowl, start, 60)
     regret = bowl.latency_ms(path[-1]) / bowl.latency_ms(bowl.bottom()) - 1
     assert regret < 0.02
     assert np.ptp(path[-10:]) < 0.03
+
+
+@pytest.mark.parametrize("bowl", BOWLS)
+def test_what_is_paid_for_a_burst_that_never_comes_fades(bowl: Bowl) -> None:
+    path = drive(following(), bowl, 0.5, 1_200)
+    regrets = [bowl.latency_ms(path[at]) / bowl.latency_ms(bowl.bottom()) - 1 for at in (60, -1)]
+    assert regrets[1] < 0.02
+    assert regrets[1] <= regrets[0] < 0.1
 
 
 def test_nothing_is_decided_without_curves_or_requests() -> None:
@@ -98,7 +115,9 @@ def test_the_guardrail_takes_over_from_a_base_that_wanders() -> None:
     arrays["last.bias"][0] = 1.0
     down = BasePolicy(join_layers(arrays), Crowding(), {})
     bowl = Bowl(rate=50)
-    held, lost = HelmPolicy(COST, base=down), HelmPolicy(COST, HelmSettings(has_guardrail=False), down)
+    waits_not = BurstSettings(caution=0)
+    held = HelmPolicy(COST, HelmSettings(burst=waits_not), down)
+    lost = HelmPolicy(COST, HelmSettings(burst=waits_not, has_guardrail=False), down)
     guarded, free = drive(held, bowl, 0.6, 120)[-1], drive(lost, bowl, 0.6, 120)[-1]
     assert free < 0.2
     assert guarded == pytest.approx(bowl.bottom(), abs=0.1)

@@ -300,8 +300,13 @@ def went_through_a_burst(extra_ms: float) -> tuple[np.ndarray, Outlook, Seen]:
         burst[B.IS_BURST], burst[B.ONSET_S] = float(20 <= second < 30), 20.0
         burst[B.ENDED_S] = 31.0
         is_moving = 20 <= second < 24
-        note_burst(numbers, burst, now._replace(mean_ms=10.0 + extra_ms * is_moving))
+        note_burst(numbers, burst, outlook, now._replace(mean_ms=10.0 + extra_ms * is_moving))
     return numbers, outlook, now
+
+
+def waits(numbers: np.ndarray, caution: float, outlook: Outlook, window: Seen) -> float:
+    """Where calm that wants 0.3 waits."""
+    return float(wait_alpha(numbers, burst_terms(BURST)._replace(caution=caution), TERMS, outlook, window, 0.3))
 
 
 def test_what_a_burst_cost_until_the_boundary_had_followed_is_measured() -> None:
@@ -317,26 +322,60 @@ def test_calm_waits_nearer_to_the_next_burst_the_more_the_last_one_cost(
 ) -> None:
     numbers, outlook, now = went_through_a_burst(extra_ms)
     outlook.splits[Split.FRESH] = 5 + 2 * (outlook.splits[Split.ALPHA] - 0.3) ** 2
-    assert low - 1e-9 <= wait_alpha(numbers, 1.0, outlook, now, 0.3) <= high + 1e-9
-    assert wait_alpha(numbers, 0.0, outlook, now, 0.3) == 0.3, "without caution nobody waits"
+    assert low - 1e-9 <= waits(numbers, 1.0, outlook, now) <= high + 1e-9
+    assert waits(numbers, 0.0, outlook, now) == 0.3, "without caution nobody waits"
 
 
 def test_the_longer_no_burst_comes_the_less_is_waited_for_one() -> None:
     numbers, outlook, now = went_through_a_burst(0.5)
     outlook.splits[Split.FRESH] = 5 + 2 * (outlook.splits[Split.ALPHA] - 0.3) ** 2
-    soon = wait_alpha(numbers.copy(), 1.0, outlook, now, 0.3)
-    late = wait_alpha(numbers.copy(), 1.0, outlook, now._replace(end_s=now.end_s + 600), 0.3)
+    soon = waits(numbers.copy(), 1.0, outlook, now)
+    late = waits(numbers.copy(), 1.0, outlook, now._replace(end_s=now.end_s + 600))
     assert 0.3 <= late < soon
 
 
 def test_a_burst_that_wants_no_other_split_teaches_no_waiting() -> None:
     outlook, window = looked(Bowl(rate=100))
+    best = outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])]
     numbers, burst = np.zeros(len(Q)), np.zeros(B.SIZE)
     for second in range(20):
         burst[B.IS_BURST], burst[B.ENDED_S] = float(5 <= second < 15), 16.0
-        note_burst(numbers, burst, window._replace(start_s=second, end_s=second + 1, mean_ms=10.0 + second))
+        now = window._replace(start_s=second, end_s=second + 1, mean_ms=10.0 + second, alpha=best, alpha_target=best)
+        note_burst(numbers, burst, outlook, now)
     assert numbers[Q.NUM_BURSTS] == 0
-    assert wait_alpha(numbers, 5.0, outlook, window, 0.3) == 0.3
+
+
+def test_bursts_too_short_to_be_followed_are_learned_from_too() -> None:
+    """Two seconds, the boundary goes a third of the way, and all of it was slower than reckoned at the wanted split."""
+    outlook, window = looked(Bowl(rate=100))
+    outlook.splits[Split.FRESH] = 5 + 20 * (outlook.splits[Split.ALPHA] - 0.6) ** 2
+    outlook.numbers[O.FRESH_BEST] = outlook.splits[Split.FRESH].argmin()
+    numbers, burst = np.zeros(len(Q)), np.zeros(B.SIZE)
+    for second, alpha in enumerate([0.3] * 10 + [0.3, 0.4] + [0.4]):
+        now = window._replace(start_s=second, end_s=second + 1, alpha=alpha, alpha_target=alpha, num_served=100.0)
+        burst[B.IS_BURST], burst[B.ONSET_S], burst[B.ENDED_S] = float(10 <= second < 12), 10.0, 13.0
+        note_burst(numbers, burst, outlook, now._replace(mean_ms=15.0))
+    assert numbers[Q.NUM_BURSTS] == 1
+    assert numbers[Q.ALPHA] == pytest.approx(0.6, abs=0.03)
+    assert numbers[Q.LOSS] == pytest.approx(2 * 100 * 10.0, rel=0.02)
+
+
+def test_before_the_first_burst_calm_waits_for_one_that_is_feared_and_less_as_time_passes() -> None:
+    """Strangers want rows; without anything to fear nobody waits."""
+    outlook, window = looked(Bowl(rate=200))
+    calm = float(outlook.splits[Split.ALPHA, int(outlook.numbers[O.FRESH_BEST])])
+    later = window._replace(start_s=99_999.0, end_s=100_000.0)
+
+    def wait(now: Seen, **feared: float) -> float:
+        numbers = np.zeros(len(Q))
+        note_burst(numbers, np.zeros(B.SIZE), outlook, window)
+        found = wait_alpha(numbers, burst_terms(BURST)._replace(**feared), TERMS, outlook, now, calm)
+        assert min(calm, numbers[Q.FEARED_ALPHA]) <= found <= max(calm, numbers[Q.FEARED_ALPHA])
+        return float(found)
+
+    assert wait(window, feared_rate=1.0, feared_reuse=1.0) == calm
+    assert wait(window) > calm + 0.02
+    assert calm <= wait(later) < wait(window)
 
 
 class Court:
@@ -353,7 +392,7 @@ class Court:
         start_s = self.window.start_s
         window = self.window._replace(alpha=alpha, alpha_target=alpha, end_s=start_s + length_s)
         for _ in range(num_windows):
-            paths = Paths(alpha, alpha, move_cost_ms)
+            paths = Paths(alpha, alpha, move_cost_ms, is_elsewhere=False)
             judge(self.numbers, self.constants, guard_terms(GuardSettings()), self.outlook, window, paths)
         return self
 

@@ -38,6 +38,9 @@ class BurstSettings(Frozen):
     caution: float = Field(
         2.0, ge=0, description="what a ms at the onset of the next burst counts against one of calm; 0: wait nowhere"
     )
+    feared_rate: float = Field(1.5, ge=1, description="arrivals of a burst over calm's, before one was seen")
+    feared_reuse: float = Field(0.6, ge=0, le=1, description="share of the reuse that is left in it")
+    feared_calm_s: float = Field(60.0, gt=0, description="seconds of calm that are expected before it")
 
 
 class BurstTerms(NamedTuple):
@@ -52,6 +55,9 @@ class BurstTerms(NamedTuple):
     return_step: float
     return_s: float
     caution: float
+    feared_rate: float
+    feared_reuse: float
+    feared_calm_s: float
 
 
 def burst_terms(settings: BurstSettings) -> BurstTerms:

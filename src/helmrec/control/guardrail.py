@@ -58,6 +58,7 @@ class Paths(NamedTuple):
     base: float
     adaptive: float  # base and residual
     move_cost: float  # of the adaptive path into this window
+    is_elsewhere: bool  # the boundary is not on it, for a reason that is not to be judged here
 
 
 def begin_guard(numbers: Floats) -> None:
@@ -74,7 +75,8 @@ def judge(numbers: Floats, constants: Floats, terms: GuardTerms, outlook: Outloo
         constants[split] = keep * constants[split] + requests * splits[Split.CORRECTED, split]
     adaptive_ms = at_split(splits, Split.CORRECTED, paths.adaptive)
     base_ms = at_split(splits, Split.CORRECTED, paths.base)
-    done_ms = adaptive_ms if numbers[G.IS_ASIDE] else at_split(splits, Split.CORRECTED, window.alpha)
+    is_elsewhere = paths.is_elsewhere or numbers[G.IS_ASIDE] != 0
+    done_ms = adaptive_ms if is_elsewhere else at_split(splits, Split.CORRECTED, window.alpha)
     numbers[G.ADAPTIVE] = keep * numbers[G.ADAPTIVE] + requests * done_ms + paths.move_cost
     numbers[G.BASE] = keep * numbers[G.BASE] + requests * base_ms
     numbers[G.WITH_RESIDUAL] = keep * numbers[G.WITH_RESIDUAL] + requests * adaptive_ms

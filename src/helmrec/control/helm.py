@@ -178,9 +178,9 @@ def _fixed_of(a: Floats) -> _Fixed:
             a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
         ),
         ResidualTerms(a[17], a[18], a[19]),
-        BurstTerms(a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28]),
-        GuardTerms(a[29], a[30], a[31]),
-        _Flags(a[32], a[33], a[34], a[35], a[36]),
+        BurstTerms(a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28], a[29], a[30], a[31]),
+        GuardTerms(a[32], a[33], a[34]),
+        _Flags(a[35], a[36], a[37], a[38], a[39]),
     )
 
 
@@ -274,21 +274,21 @@ def _decide(
     cost, residual, burst, guard, flags = _fixed_of(fixed)
     count_arrivals(kept.outlook, window)
     watch(kept.burst, burst, window, kept.outlook.numbers[O.RATE])
-    note_burst(kept.ready, kept.burst, window)
     look(kept.outlook, cost, window, computed, missed)
+    note_burst(kept.ready, kept.burst, kept.outlook, window)
     correct_by_measured(kept.measured, kept.outlook, window)
     adaptive = _base_and_residual(kept, as_layers(fixed[_NUM_FIXED:]), cost, (residual, guard), flags, window)
     bursting = answer(kept.burst, burst, cost, kept.outlook, window)
+    if not flags.has_guardrail:
+        kept.guard[G.IS_ASIDE] = 0.0
+    is_aside = kept.guard[G.IS_ASIDE] != 0
+    calm = kept.guard[G.STATIC_ALPHA] if is_aside else adaptive
     if not flags.has_burst:
         kept.burst[B.VERDICT] = CALM
     elif kept.burst[B.VERDICT] in (CALM, RETURN):
-        bursting = _wait(kept, burst.caution, window, adaptive, bursting)
-    if not flags.has_guardrail:
-        kept.guard[G.IS_ASIDE] = 0.0
+        bursting = _wait(kept, (burst, cost), window, calm, bursting)
     verdict = kept.burst[B.VERDICT]
-    wanted = adaptive if verdict == CALM else bursting
-    if kept.guard[G.IS_ASIDE]:
-        wanted = kept.guard[G.STATIC_ALPHA]
+    wanted = calm if verdict == CALM or (is_aside and verdict != WAIT) else bursting
     wanted = _bounded(wanted, window, kept.outlook.splits, flags)
     if verdict not in (CALM, WAIT):
         kept.path[0] = wanted - kept.told[T.RESIDUAL]  # the base goes on from where the burst left it
@@ -297,11 +297,11 @@ def _decide(
 
 
 @inner
-def _wait(kept: Kept, caution: float, window: Seen, adaptive: float, returning: float) -> float:
+def _wait(kept: Kept, terms: tuple[BurstTerms, Terms], window: Seen, adaptive: float, returning: float) -> float:
     """In calm, and on the way back to it: no farther from the next burst than pays."""
     here, is_back = window.alpha_target, kept.burst[B.VERDICT] == CALM
     goal = adaptive if is_back else kept.burst[B.SAVED_ALPHA]
-    ready = wait_alpha(kept.ready, caution, kept.outlook, window, goal)
+    ready = wait_alpha(kept.ready, terms[0], terms[1], kept.outlook, window, goal)
     if is_back:
         if abs(ready - adaptive) < 0.01:
             return adaptive
@@ -341,7 +341,8 @@ def _base_and_residual(
     last = kept.guard[G.WANTED]
     moved = 0.0 if np.isnan(last) else adaptive - last
     paid = move_cost(cost, outlook, window.pool_bytes, moved)
-    judge(kept.guard, kept.constants, guard_t, outlook, window, Paths(before, before + offset, paid))
+    is_waiting = flags.has_burst != 0 and kept.burst[B.VERDICT] == WAIT  # a price that is paid on purpose
+    judge(kept.guard, kept.constants, guard_t, outlook, window, Paths(before, before + offset, paid, is_waiting))
     kept.guard[G.WANTED] = adaptive
     if flags.has_residual:
         learn(kept.residual, residual_t, outlook, window, adaptive)
