@@ -120,6 +120,7 @@ class Split(IntEnum):
     CORRECTED = 7  # the fresh latency by what was measured (`control.measured`)
     RELOADED = 8  # tokens that the host tier gives back, of the lasting view
     FRESH_RELOADED = 9
+    FEARED = 10  # latency in a burst that is feared (`control.readiness`)
 
 
 class Knot(IntEnum):

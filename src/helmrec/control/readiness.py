@@ -147,13 +147,15 @@ def _before_the_next(numbers: Floats, caution: float, outlook: Outlook, window: 
 
 
 @inner
-def _feared_ms(burst: BurstTerms, terms: Terms, outlook: Outlook, split: int) -> float:
-    """Latency at a split in a burst that is feared: more requests, fewer of them by users who were here before."""
-    numbers, splits = outlook.numbers, outlook.splits
-    compute, lead, whole = splits[Split.FRESH_COMPUTE, split], splits[Split.FRESH_LEAD, split], numbers[O.TOKENS]
-    strangers = terms.floor_ms + whole * (terms.token_ms + terms.pair_ms * whole / 2)
-    more = max(1.0, burst.feared_reuse + (1 - burst.feared_reuse) * strangers / max(1e-9, compute))
-    return latency_ms(terms, compute * more, lead * more, burst.feared_rate * numbers[O.FRESH_RATE])
+def _reckon_feared(burst: BurstTerms, terms: Terms, outlook: Outlook) -> None:
+    """Latency at every split in a burst that is feared: more requests, fewer of them by users who were here before."""
+    numbers, splits, whole = outlook.numbers, outlook.splits, outlook.numbers[O.TOKENS]
+    strangers = (1 - burst.feared_reuse) * (terms.floor_ms + whole * (terms.token_ms + terms.pair_ms * whole / 2))
+    computes, leads, feared = splits[Split.FRESH_COMPUTE], splits[Split.FRESH_LEAD], splits[Split.FEARED]
+    reuse, rate = burst.feared_reuse, burst.feared_rate * numbers[O.FRESH_RATE]
+    for split in range(feared.size):
+        more = max(1.0, reuse + strangers / max(1e-9, computes[split]))
+        feared[split] = latency_ms(terms, computes[split] * more, leads[split] * more, rate)
 
 
 @inner
@@ -161,11 +163,10 @@ def _before_the_first(
     numbers: Floats, burst: BurstTerms, terms: Terms, outlook: Outlook, window: Seen, calm_alpha: float
 ) -> float:
     """A burst that is feared is added up from the split it would want back to each, as the boundary would follow it."""
-    splits, there, least_ms = outlook.splits, 0, np.inf
-    for split in range(NUM_SPLITS):
-        feared_ms = _feared_ms(burst, terms, outlook, split)
-        if feared_ms < least_ms:
-            there, least_ms = split, feared_ms
+    _reckon_feared(burst, terms, outlook)
+    splits, feared = outlook.splits, outlook.splits[Split.FEARED]
+    there = int(feared.argmin())
+    least_ms = feared[there]
     numbers[Q.FEARED_ALPHA] = splits[Split.ALPHA, there]
     step = 1 if splits[Split.ALPHA, there] < calm_alpha else -1
     per_split = (splits[Split.ALPHA, 1] - splits[Split.ALPHA, 0]) / _STEP  # windows that the boundary takes for one
@@ -176,7 +177,7 @@ def _before_the_first(
     while is_between and 0 <= split < NUM_SPLITS:
         is_between = (calm_alpha - splits[Split.ALPHA, split]) * step > 0
         alpha = splits[Split.ALPHA, split] if is_between else calm_alpha
-        excess_ms = _feared_ms(burst, terms, outlook, split) - least_ms
+        excess_ms = feared[split] - least_ms
         cost = calm_s * max(calm_ms, at_split(splits, Split.FRESH, alpha)) + onset * (on_the_way_ms + excess_ms)
         if cost <= least:
             best, least = alpha, cost
