@@ -19,7 +19,7 @@ from helmrec.experiments.tiers import TIERS, Tier
 bench_app = typer.Typer(help="Every figure and table of the evaluation, one command each.", no_args_is_help=True)
 
 Smoke = Annotated[bool, typer.Option("--smoke", help="Seconds: shows that everything runs, judges nothing.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Minutes, three seeds; the default.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Minutes, one seed; the default.")]
 Full = Annotated[bool, typer.Option("--full", help="Hours, five seeds.")]
 _HERE = Place()
 Scenarios = Annotated[Path, typer.Option(help="Folder of scenarios; change a line there and run again.")]

@@ -39,7 +39,7 @@ TIERS = {
     tier.name: tier
     for tier in (
         Tier("smoke", 1, 0.05, 0.05, 1.0, (0.2, 0.5, 0.8), (0.5, 1.0), 0.01, is_judged=False),
-        Tier("quick", 3, 1.0, 1.0, 10.0, _ALPHAS, _LOADS, 1 / 36, is_judged=True),
+        Tier("quick", 1, 1.0, 1.0, 10.0, _ALPHAS, _LOADS, 1 / 36, is_judged=True),
         Tier("full", 5, 1.0, 1.0, 10.0, (0.03, *_ALPHAS), _FINE_LOADS, 1.0, is_judged=True),
     )
 }
