@@ -192,10 +192,8 @@ def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int]
 @inner
 def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
     """As `kv_admission` decides without room; `seen` is how often the user came and how long ago it came before."""
-    if rules.admission == 0:
-        return True
-    if rules.admission == 1 or seen[0] < 2:
-        return seen[0] >= 2
+    if rules.admission < 2 or seen[0] < 2:
+        return rules.admission == 0 or seen[0] >= 2
     coldest = _coldest_idle(kv)
     if coldest != NONE and kv.prefix[coldest, P.GUEST]:
         return True
