@@ -116,6 +116,9 @@ class EngineConfig(Frozen):
     miss_curves: bool = Field(
         False, description="estimate while serving what other splits of the pool would hit; controllers read it"
     )
+    log_gaps_ms: float = Field(
+        50.0, gt=0, description="log every gap longer than this, in which requests wait and no step runs"
+    )
     audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
     audit_tolerance: float | None = Field(
         None, gt=0, description="largest score difference an audit accepts; by default what the model's dtype allows"

@@ -25,6 +25,7 @@ class Scored:
 
     logits: NDArray[np.float32]  # (candidates, tasks)
     row_misses: IntArray  # (requests,) rows that came from the host
+    ended_ago_s: float = 0.0  # how long the device had been done when the host came to wait for it
 
 
 class Launched(Protocol):

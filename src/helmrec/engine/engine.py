@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler, refuse
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed, Forgotten
+from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
+from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.engine")
@@ -55,6 +58,7 @@ class EngineStats:
     audit_max_error: float
     background_failures: int
     relay: RelayStats
+    pauses: PauseStats
 
 
 class Engine:
@@ -85,7 +89,12 @@ class Engine:
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
         self._is_closed = self._has_warned = False
-        self._pipeline = Pipeline(self._runner, self._scheduler, self._clock, overlaps=_overlaps(config, self._dense))
+        self._gaps = GapMonitor(config.log_gaps_ms)
+        follow_process(self._gaps)
+        follow_compilers()
+        self._pipeline = Pipeline(
+            self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
+        )
         self._served = self._background_failures = 0
         log.info("ready\n%s", self.report())
 
@@ -201,13 +210,18 @@ class Engine:
         for step in ended:
             assert isinstance(step.outcome, StepOutput)
             demand_bytes += step.outcome.missed_bytes
-            self._try(self._follow_up, step.batch, step.outcome, step.took_s)
-        self._try(self._move_boundary)
-        self._try(self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
+            self._follow_up(step.batch, step.outcome, step.took_s)
+        self._try("boundary move", self._move_boundary)
+        self._try("refill", self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
 
-    def _try(self, work: Callable[..., None], *args: Any) -> None:
+    def operation(self, cause: Cause) -> AbstractContextManager[None]:
+        """What is done inside is noted as an operation that may delay the next step."""
+        return self._gaps.operation(cause, self._clock.now)
+
+    def _try(self, cause: Cause, work: Callable[..., None], *args: Any) -> None:
         try:
-            work(*args)
+            with self.operation(cause):
+                work(*args)
         except Exception:
             self._background_failures += 1
             log.exception("background work failed")
@@ -220,17 +234,24 @@ class Engine:
         self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 
     def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
-        self._learn_costs(batch, took_s)
-        self._warn_of_strangers()
-        self._runner.admit(output.running)
-        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
-        self._relay.note_step(batch, took_s, self._clock.now())
+        self._try("other", self._note_step, batch, took_s)
+        self._try("rows", self._runner.admit, output.running)
+        self._try("save", self._save_pages)
         if batch.is_ahead:
             return
+        requests = [member.request for member in batch.members]
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
-            self._auditor.look_at([member.request for member in batch.members], output.scores)
+            self._try("audit", self._auditor.look_at, requests, output.scores)
         if self._curves is not None:
-            self._curves.observe([member.request for member in batch.members])
+            self._try("controller", self._curves.observe, requests)
+
+    def _note_step(self, batch: Batch, took_s: float) -> None:
+        self._learn_costs(batch, took_s)
+        self._warn_of_strangers()
+        self._relay.note_step(batch, took_s, self._clock.now())
+
+    def _save_pages(self) -> None:
+        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
 
     def _make_curves(self) -> CurveFeed:
         shape, pool = self.model_config, self._pool
@@ -313,6 +334,7 @@ class Engine:
                 audit_max_error=self._auditor.max_error,
                 background_failures=self._background_failures,
                 relay=relay,
+                pauses=self._gaps.stats(self._clock.now()),
             )
 
     def hot_rows(self) -> IntArray:

@@ -5,6 +5,7 @@ reads and keep no K/V, so they cost arithmetic only. The dense stage runs on a s
 the next step are read beside it, as soon as this one has taken its own.
 """
 
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,13 +65,32 @@ class GraphLaunch:
     reading: GraphReading
     ended: torch.cuda.Event
     logits: NDArray[np.float32]  # there once `ended`, until the step after the next
+    clock: "DeviceClock"
 
     def wait(self) -> Scored:
-        self.ended.synchronize()
-        return Scored(self.logits.copy(), self.reading.count_misses())
+        ended_ago_s = self.clock.wait(self.ended)
+        return Scored(self.logits.copy(), self.reading.count_misses(), ended_ago_s)
 
     def admit(self) -> None:
         """Done: the device admits what it missed right after it read it."""
+
+
+class DeviceClock:
+    """Tells when events of a device happened, without waiting for the device more often than its user does."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[torch.cuda.Event, float] | None = None  # an event the host waited for, and when it came
+
+    def wait(self, event: torch.cuda.Event) -> float:
+        """Wait for an event that records its time; returns how many seconds ago it happened."""
+        was_over = event.query()
+        event.synchronize()
+        now_s = time.monotonic()
+        if not was_over or self._seen is None:
+            self._seen = (event, now_s)
+            return 0.0
+        before, before_s = self._seen
+        return max(0.0, now_s - before_s - before.elapsed_time(event) / 1e3)
 
 
 class GraphedDense:
@@ -100,6 +120,7 @@ class GraphedDense:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._sent, self._embedded = torch.cuda.Event(), torch.cuda.Event()  # of the latest step
         self._turn = 0
+        self._clock = DeviceClock()
         self.last_step: CapturedStep  # what served the latest step, for those who time it
         self.last_head: CapturedHead
 
@@ -148,9 +169,9 @@ class GraphedDense:
         self._turn ^= 1
         logits = self._scores_host[self._turn, : step.candidates.size]
         logits.copy_(self._scores[: step.candidates.size], non_blocking=True)
-        ended = torch.cuda.Event()
+        ended = torch.cuda.Event(enable_timing=True)
         ended.record(self.stream)
-        return GraphLaunch(reading, ended, logits.numpy())
+        return GraphLaunch(reading, ended, logits.numpy(), self._clock)
 
     def _is_within_limits(self, step: Assembly) -> bool:
         return (

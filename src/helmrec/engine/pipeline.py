@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from helmrec.clock import Clock
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
+from helmrec.pauses import GapMonitor, StepStart
 from helmrec.types import RankResult, Timing
 
 
@@ -46,15 +47,17 @@ class _Launched:
     batch: Batch
     running: Running
     planned_s: float
+    start: StepStart
 
 
 class Pipeline:
     """Runs batches and settles their pages. One caller at a time."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Clock, *, overlaps: bool) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Clock, gaps: GapMonitor, *, overlaps: bool) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._clock = clock
+        self._gaps = gaps
         self._overlaps = overlaps
         self._in_flight: _Launched | None = None
         self.busy_s = 0.0  # that steps took, all together
@@ -78,11 +81,18 @@ class Pipeline:
         if batch is not None:
             self.num_launched += 1
             try:
-                self._in_flight = _Launched(batch, self._runner.launch(batch), planned_s)
+                running = self._runner.launch(batch)
+                self._in_flight = _Launched(batch, running, planned_s, self._started(batch, planned_s))
             except BaseException as error:  # the engine tells the clients, and goes down if it must
                 failed = [self._fail(batch, planned_s, error)]
         ended = [] if before is None else self._finish(before)
         return [*ended, *failed, *([] if self._overlaps else self.flush())]
+
+    def _started(self, batch: Batch, planned_s: float) -> StepStart:
+        """Nobody waits for what is computed ahead of requests, so no gap comes before it."""
+        start_s = self._clock.now() if self._runner.is_asynchronous else planned_s
+        oldest_s = start_s if batch.is_ahead else min(member.waiting.arrived_s for member in batch.members)
+        return self._gaps.starting(start_s, oldest_s)
 
     def flush(self) -> list[Ended]:
         """Finish everything that is on its way."""
@@ -94,6 +104,8 @@ class Pipeline:
         try:
             output = self._runner.finish(launched.running)
             ended_s = self._clock.now()
+            following = None if self._in_flight is None else self._in_flight.start
+            self._gaps.ended(ended_s - output.ended_ago_s, following)
             took_s = self._scheduler.commit(batch, ended_s)
         except BaseException as error:  # as above; what was launched on top of it fails with it
             after, self._in_flight = self._in_flight, None

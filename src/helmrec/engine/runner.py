@@ -41,6 +41,7 @@ class StepOutput:
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
     missed_bytes: int  # that crossed the bus for it
+    ended_ago_s: float  # how long the device had been done when the host came to wait for it
     running: Running
 
 
@@ -54,6 +55,11 @@ class Runner:
         self._master = parts.master
         self._pool = parts.pool
         self._host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """A step that was launched runs on the device while the host goes on."""
+        return self._dense.stream is not None
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
@@ -81,6 +87,7 @@ class Runner:
             row_hits=step.num_rows - scored.row_misses,
             row_misses=scored.row_misses,
             missed_bytes=int(scored.row_misses.sum()) * self._pool.geometry.row_stride,
+            ended_ago_s=scored.ended_ago_s,
             running=running,
         )
 

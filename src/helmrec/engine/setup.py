@@ -48,7 +48,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
     master = _master(model, config, progress)
-    geometry = _geometry(shape, config)
+    geometry = page_geometry(shape, config)
     config = less_the_index(config, geometry, shape.num_rows)
     arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
     rows = _make_rows(shape, config, geometry, arena)
@@ -139,7 +139,8 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
     )
 
 
-def _geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
+def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
+    """How a pool of this model is cut into pages."""
     return PageGeometry(
         page_tokens=config.page_tokens or _PAGE_TOKENS[config.device],
         num_layers=shape.num_layers,

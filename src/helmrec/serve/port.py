@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import ControlView, Steering
@@ -27,7 +27,6 @@ from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
-_CURVE_REQUESTS = 40
 _IDLE_WAIT_S = 0.02  # the boundary goes on moving while nobody asks; a request ends the wait at once
 
 
@@ -309,29 +308,3 @@ class InProcessPort:
         decision = self._rebalancer.tick(time.perf_counter())
         if decision is not None:
             self._control = self._steering.view(decision, self._rebalancer.mode, time.time())
-
-
-def warm_up(engine: Engine) -> None:
-    """Rank made-up requests, so that whatever compiles on first use does so before clients wait for it.
-
-    The user comes back with one event more, because a prefix that is extended takes another path than a new one; and
-    where miss curves are kept, until they say something.
-    """
-    for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
-        engine.rank([made_up_request(engine.model_config, num_events)])
-
-
-def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
-    """A valid request that reads only the first row of each table."""
-    extra = [table.name for table in model.features[1:]]
-    events, candidates = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
-    return RankRequest(
-        user_id=int(np.iinfo(np.int64).max),
-        items=events,
-        actions=events,
-        timestamps=events,
-        candidates=candidates,
-        features=dict.fromkeys(extra, events),
-        candidate_features=dict.fromkeys(extra, candidates),
-        context={table.name: 0 for table in (*model.user_context, *model.request_context)},
-    )

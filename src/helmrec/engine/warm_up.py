@@ -1,0 +1,182 @@
+"""Compile everything that serving may compile, before clients wait for it.
+
+Loops of the host are compiled when they are first called. A scratch engine of the same settings, with a tiny model on
+the CPU, takes every path a request, an update or a move of the boundary may take; then the engine itself ranks made-up
+requests. What a compiler has done before comes from its cache and takes no time.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from helmrec.clock import MonotonicClock
+from helmrec.config import EngineConfig, RelayConfig
+from helmrec.engine.engine import Engine
+from helmrec.engine.setup import page_geometry
+from helmrec.model.config import ModelConfig, TableConfig
+from helmrec.model.weights import LoadedModel, random_dense
+from helmrec.types import IntArray, PrefillRequest, RankRequest
+
+log = logging.getLogger("helmrec.engine")
+Report = Callable[[str], None]  # gets the name of each part as it begins
+
+_SCRATCH_ITEMS = 4_096
+_SCRATCH_WINDOW = 1_100  # one request of so many events has more rows than miss curves have room for at first
+_SCRATCH_EVENTS = 64  # of every other request, about
+_SCRATCH_PAGE_TOKENS = 4
+_SCRATCH_USERS = 24
+_CURVE_REQUESTS = 40  # after which miss curves say something
+
+
+def warm_up(engine: Engine, report: Report = lambda part: None) -> None:
+    """Returns when neither this engine nor what it calls on the host will compile anything more."""
+    report("compiling the host's loops")
+    _use_scratch_engine(engine.model_config, engine.config)
+    report("ranking made-up requests")
+    for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
+        # The user comes back with one event more: a prefix that is extended takes another path than a new one.
+        engine.rank([made_up_request(engine.model_config, num_events)])
+
+
+def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
+    """A valid request that reads only the first row of each table."""
+    extra = [table.name for table in model.features[1:]]
+    events, candidates = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
+    return RankRequest(
+        user_id=int(np.iinfo(np.int64).max),
+        items=events,
+        actions=events,
+        timestamps=events,
+        candidates=candidates,
+        features=dict.fromkeys(extra, events),
+        candidate_features=dict.fromkeys(extra, candidates),
+        context={table.name: 0 for table in (*model.user_context, *model.request_context)},
+    )
+
+
+def scratch_model(model: ModelConfig) -> LoadedModel:
+    """A model of the same tables and form, as small as they come."""
+
+    def small(tables: tuple[TableConfig, ...], num_rows: int) -> tuple[TableConfig, ...]:
+        return tuple(TableConfig(name=table.name, num_rows=num_rows) for table in tables)
+
+    sizes = dict.fromkeys(("num_layers", "num_heads", "num_tasks"), 1) | dict.fromkeys(("qk_dim", "v_dim"), 4)
+    config = ModelConfig(
+        **model.model_dump()
+        | sizes
+        | {"dim": 8, "hidden_dim": 8, "input_hidden_dim": None, "row_dim": 8, "dtype": "float32"}
+        | {"row_dtype": "float32", "normaliser": _SCRATCH_WINDOW, "window": _SCRATCH_WINDOW, "max_candidates": 8}
+        | {"features": small(model.features, _SCRATCH_ITEMS)}
+        | {name: small(getattr(model, name), 4) for name in ("user_context", "request_context")}
+    )
+    generator = torch.Generator().manual_seed(0)
+    tables = {table.name: torch.zeros(table.num_rows, config.row_dim) for table in config.tables}
+    return LoadedModel(config, 1, random_dense(config, generator), tables)
+
+
+def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
+    """An engine of the same settings on the CPU, whose pool is too small for what it is asked."""
+    small = scratch_model(model)
+    on_cpu = config.model_copy(
+        update={
+            "device": "cpu",
+            "kernels": "torch",
+            "row_index": "device" if config.device == "cuda" else config.row_index,
+            "page_tokens": _SCRATCH_PAGE_TOKENS,
+            "alpha": 0.3,
+            "max_batch_requests": 4,
+            "max_batch_tokens": 4 * small.config.max_request_tokens,
+            "kv_reload": "always",
+            "relay": RelayConfig(chunk_tokens=_SCRATCH_EVENTS // 4),
+            "kv_freshness": "exact",
+            "audit_every": 0,
+            "log_gaps_ms": 1e9,
+        }
+    )
+    geometry = page_geometry(small.config, on_cpu)
+    num_pages = 3 * geometry.pages_for(small.config.max_prefix_tokens) // 2
+    host_pages = num_pages if config.host_kv_bytes else 0
+    sizes = {"pool_bytes": num_pages * geometry.page_bytes, "host_kv_bytes": host_pages * geometry.page_bytes}
+    return Engine(small, EngineConfig(**on_cpu.model_dump() | sizes), MonotonicClock())
+
+
+def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
+    started_s = time.perf_counter()
+    level = log.level
+    log.setLevel(logging.ERROR)  # what a scratch engine says would be taken for the engine's own
+    try:
+        with scratch_engine(model, config) as engine:
+            for request in scratch_requests(engine.model_config):
+                engine.rank([request])
+            _change_everything(engine)
+            engine.check()
+    finally:
+        log.setLevel(level)
+    log.info("compiled the host's loops in %.1f s", time.perf_counter() - started_s)
+
+
+def scratch_requests(model: ModelConfig) -> Iterator[RankRequest]:
+    """New, extended, shortened and changed histories of more users than fit, with rows from everywhere."""
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(_SCRATCH_ITEMS, size=2 * _SCRATCH_EVENTS) for _ in range(_SCRATCH_USERS)]
+    for turn in range(4):
+        for user, items in enumerate(histories):
+            end = _SCRATCH_EVENTS + 5 * turn - user % 3
+            if turn == 2 and user % 2:
+                items[end - 7 :] = rng.integers(_SCRATCH_ITEMS, size=items.size - end + 7)
+            if turn == 3 and user % 4 == 0:
+                end //= 2
+            yield _scratch_request(model, user, items[:end])
+    yield _scratch_request(model, _SCRATCH_USERS, rng.integers(_SCRATCH_ITEMS, size=_SCRATCH_WINDOW))
+
+
+def _scratch_request(model: ModelConfig, user: int, items: IntArray) -> RankRequest:
+    extra = [table.name for table in model.features[1:]]
+    candidates = items[:3]
+    context = {table.name: user % 4 for table in (*model.user_context, *model.request_context)}
+    return RankRequest(
+        user_id=user,
+        items=items,
+        actions=items % model.num_actions,
+        timestamps=np.arange(items.size) * 60,
+        candidates=candidates,
+        features={name: (items + i) % _SCRATCH_ITEMS for i, name in enumerate(extra)},
+        candidate_features={name: (candidates + i) % _SCRATCH_ITEMS for i, name in enumerate(extra)},
+        context=context,
+    )
+
+
+def _change_everything(engine: Engine) -> None:
+    """Rows that change, a boundary that moves both ways, histories computed ahead, users that are forgotten."""
+    model = engine.model_config
+    requests = list(scratch_requests(model))[-1 - _SCRATCH_USERS : -1]
+    for num_rows in (1, 7):
+        rows = np.arange(num_rows)
+        engine.update_rows(model.features[0].name, rows, np.zeros((num_rows, model.row_dim), np.float32))
+        engine.rank(requests[:2])
+    for alpha in (0.1, 0.3, 0.2):
+        engine.move_alpha(alpha)
+        engine.settle()
+        engine.rank(requests[2:6])
+    if model.is_append_stable:
+        engine.prefill(_ahead(model, requests[7]))
+    while engine.step():
+        pass
+    engine.warm(engine.hot_rows())
+    engine.forget(requests[3].user_id)
+    engine.curves()
+
+
+def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
+    return PrefillRequest(
+        user_id=request.user_id,
+        items=request.items,
+        actions=request.actions,
+        timestamps=request.timestamps,
+        features=request.features,
+        context={table.name: request.context[table.name] for table in model.user_context},
+        budget_ms=1e-6,
+    )
