@@ -17,7 +17,7 @@ _YOUNG_OBJECTS = 5_000  # new objects between two automatic collections: one tak
 _YOUNG_PER_MIDDLE = 5  # so a middle collection visits 25,000 objects at most
 _NEVER = 1_000_000_000
 _PYTHON_DEFAULT = (700, 10, 10)
-_FIRST_NS_PER_OBJECT = 100.0  # before a full collection was timed
+_FIRST_NS_PER_OBJECT, _LEAST_NS_PER_OBJECT = 100.0, 20.0  # before a full collection was timed, and at any time
 _COUNT_EVERY_S = 10.0
 
 
@@ -118,7 +118,7 @@ class Collector:
         took_s = now_s - self._started_s
         if info["generation"] == 2:
             if self._tracked:
-                self._ns_per_object = took_s * 1e9 / self._tracked
+                self._ns_per_object = max(_LEAST_NS_PER_OBJECT, took_s * 1e9 / self._tracked)
             if self._is_serving:
                 self._full += 1
                 self._longest_full_s = max(self._longest_full_s, took_s)

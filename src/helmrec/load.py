@@ -6,8 +6,9 @@ would have come during it.
 
 import threading
 import time
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -52,17 +53,22 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests so far. Times are from when each was due."""
+    """What became of the requests so far. Times are from when each was due.
 
-    latencies_ms: list[float] = field(default_factory=list)
+    Numbers in arrays: a driver that kept an object for each request would be what the garbage collector looks through.
+    """
+
+    latencies_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    due_s: "array[float]" = field(default_factory=lambda: array("d"))  # of each answered request
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=400))
-    refusals_ms: list[float] = field(default_factory=list)
-    lags_ms: list[float] = field(default_factory=list)
+    refusals_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    lags_ms: "array[float]" = field(default_factory=lambda: array("d"))
     refused: Counter[str] = field(default_factory=Counter)
     failed: int = 0
 
-    def answer(self, latency_ms: float) -> None:
+    def answer(self, due_s: float, latency_ms: float) -> None:
         self.latencies_ms.append(latency_ms)
+        self.due_s.append(due_s)
         self.recent_ms.append(latency_ms)
 
     def refuse(self, cause: str, latency_ms: float) -> None:
@@ -79,7 +85,7 @@ class Tally:
             failed=self.failed,
             p50_ms=p50,
             p99_ms=p99,
-            recent_p99_ms=_percentiles(list(self.recent_ms), 99)[0],
+            recent_p99_ms=_percentiles(tuple(self.recent_ms), 99)[0],
             refused_p99_ms=_percentiles(self.refusals_ms, 99)[0],
             lag_p99_ms=_percentiles(self.lags_ms, 99)[0],
             pool=pool,
@@ -93,7 +99,7 @@ class Load:
         """`rebalancer`, if any, moves the engine's boundary as the load goes on."""
         self._engine = engine
         self._rebalancer = rebalancer
-        self._tally = Tally()
+        self.tally = Tally()
         self._has_work = threading.Event()
         self._is_over = False
         self._started_s = time.perf_counter()
@@ -123,7 +129,7 @@ class Load:
         return self.snapshot()
 
     def snapshot(self) -> Snapshot:
-        return self._tally.snapshot(self._elapsed_s(), self._engine.stats().pool)
+        return self.tally.snapshot(self._elapsed_s(), self._engine.stats().pool)
 
     def _watch(self, watch: Callable[[Snapshot], None], next_s: float, every_s: float) -> float:
         if self._elapsed_s() < next_s:
@@ -132,12 +138,12 @@ class Load:
         return self._elapsed_s() + every_s
 
     def _offer(self, request: RankRequest, due_s: float) -> None:
-        self._tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
+        self.tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
         try:
             future = self._engine.submit(request)
         except tuple(_REFUSALS) as error:
             self._tell(request.user_id, None)
-            self._tally.refuse(_REFUSALS[type(error)], (self._elapsed_s() - due_s) * 1e3)
+            self.tally.refuse(_REFUSALS[type(error)], (self._elapsed_s() - due_s) * 1e3)
             return
         future.add_done_callback(lambda done: self._record(done, request.user_id, due_s))
         self._has_work.set()
@@ -147,11 +153,11 @@ class Load:
         latency_ms = (self._elapsed_s() - due_s) * 1e3
         self._tell(user_id, latency_ms if error is None else None)
         if error is None:
-            self._tally.answer(latency_ms)
+            self.tally.answer(due_s, latency_ms)
         elif type(error) in _REFUSALS:
-            self._tally.refuse(_REFUSALS[type(error)], latency_ms)
+            self.tally.refuse(_REFUSALS[type(error)], latency_ms)
         else:
-            self._tally.failed += 1
+            self.tally.failed += 1
 
     def _tell(self, user_id: int, latency_ms: float | None) -> None:
         if self._rebalancer is not None:
@@ -177,5 +183,5 @@ class Load:
         return time.perf_counter() - self._started_s
 
 
-def _percentiles(values: list[float], *shares: float) -> list[float]:
+def _percentiles(values: Sequence[float], *shares: float) -> list[float]:
     return [float(p) for p in np.percentile(values, shares)] if values else [float("nan")] * len(shares)

@@ -91,11 +91,16 @@ class GapMonitor:
         self._operations: deque[Operation] = deque(maxlen=_KEPT_OPERATIONS)
         self._idle_since_s: float | None = None  # when the device ended its last step; None: it runs one, or ran none
         self._cpu_s = 0.0  # processor time of the process when the loop last went on after a step
-        self._tallies: dict[Cause, _Tally] = {}
-        self._suspended_s = self._longest_suspended_s = 0.0
-        self._recent: deque[tuple[float, float, Cause]] = deque()  # end, milliseconds, cause; falling in length
         self._logged_s, self._num_unlogged = -_LOG_EVERY_S, 0
         self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Count anew from now on."""
+        with self._lock:
+            self._tallies: dict[Cause, _Tally] = {}
+            self._suspended_s = self._longest_suspended_s = 0.0
+            self._recent: deque[tuple[float, float, Cause]] = deque()  # end, milliseconds, cause; falling in length
 
     def note(self, operation: Operation) -> None:
         """An operation has ended."""

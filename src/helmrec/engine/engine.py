@@ -337,6 +337,10 @@ class Engine:
                 pauses=self._gaps.stats(self._clock.now()),
             )
 
+    def reset_pauses(self) -> None:
+        """Count gaps anew from now on."""
+        self._gaps.reset()
+
     def hot_rows(self) -> IntArray:
         """Resident rows, coldest first: what `warm` takes."""
         with self._lock:

@@ -92,6 +92,8 @@ def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
             "kv_reload": "always",
             "relay": RelayConfig(chunk_tokens=_SCRATCH_EVENTS // 4),
             "kv_freshness": "exact",
+            "queue_limit": 1_024,
+            "deadline_ms": None,
             "audit_every": 0,
             "log_gaps_ms": 1e9,
         }
@@ -103,7 +105,19 @@ def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
     return Engine(small, EngineConfig(**on_cpu.model_dump() | sizes), MonotonicClock())
 
 
+_COMPILED: set[tuple[object, ...]] = set()  # kinds of engines whose loops this process has compiled
+
+
+def _kind(model: ModelConfig, config: EngineConfig) -> tuple[object, ...]:
+    """What decides which loops an engine calls, and with which types."""
+    tables = tuple(bool(each) for each in (model.features[1:], model.user_context, model.request_context))
+    rows = (config.device, config.row_index, config.row_order, config.row_admission)
+    return (*tables, model.is_append_stable, *rows, config.kv_admission, config.miss_curves, bool(config.host_kv_bytes))
+
+
 def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
+    if (kind := _kind(model, config)) in _COMPILED:
+        return
     started_s = time.perf_counter()
     level = log.level
     log.setLevel(logging.ERROR)  # what a scratch engine says would be taken for the engine's own
@@ -115,6 +129,7 @@ def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
             engine.check()
     finally:
         log.setLevel(level)
+    _COMPILED.add(kind)
     log.info("compiled the host's loops in %.1f s", time.perf_counter() - started_s)
 
 

@@ -38,7 +38,7 @@ _WORDS = (torch.int32, torch.int16, torch.uint8)
 # fmt: off
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may compile it anew
 def _gather_kernel(arena, master, sources, places, count, out, num_entries, ARENA_STRIDE: tl.constexpr,
                    MASTER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                    ROWS: tl.constexpr, ALIGN: tl.constexpr, SKIPPED: tl.constexpr, HAS_PLACES: tl.constexpr,

@@ -34,7 +34,7 @@ _MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr
 # fmt: off
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may compile it anew
 def _find_kernel(rows, slot_of, heat, control, sources, missed_sources, missed_places, missed_count, num_entries,
                  IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

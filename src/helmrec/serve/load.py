@@ -56,7 +56,7 @@ class HttpLoad:
         self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
         self._idle: list[_Connection] = []
         self._room = asyncio.Semaphore(_MAX_CONNECTIONS)
-        self._tally = Tally()
+        self.tally = Tally()
         self._pool: PoolStats | None = None
         self._started_s = 0.0
         self.statuses: list[tuple[float, int, float]] = []  # when it was due, how it ended, milliseconds
@@ -98,13 +98,13 @@ class HttpLoad:
             message = self._message("POST", path, head, encoded.body)
             if (left_s := due_s - self._elapsed_s()) > 0:
                 await asyncio.sleep(left_s)
-            self._tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
+            self.tally.lags_ms.append((self._elapsed_s() - due_s) * 1e3)
             offer = asyncio.create_task(self._offer(message, due_s))
             offers.add(offer)
             offer.add_done_callback(offers.discard)
         await asyncio.gather(*offers)
         watcher.cancel()
-        end = self._tally.snapshot(self._elapsed_s(), await self._pool_stats())
+        end = self.tally.snapshot(self._elapsed_s(), await self._pool_stats())
         for connection in self._idle:
             connection.writer.close()
         self._idle.clear()
@@ -113,7 +113,7 @@ class HttpLoad:
     async def _watch(self, watch: Callable[[Snapshot], None], every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            watch(self._tally.snapshot(self._elapsed_s(), await self._pool_stats()))
+            watch(self.tally.snapshot(self._elapsed_s(), await self._pool_stats()))
 
     async def _pool_stats(self) -> PoolStats:
         """As last seen, where the server cannot say it now: what was offered is not thrown away for that."""
@@ -134,11 +134,11 @@ class HttpLoad:
         latency_ms = (self._elapsed_s() - due_s) * 1e3
         self.statuses.append((due_s, status, latency_ms))
         if status == 200:
-            self._tally.answer(latency_ms)
+            self.tally.answer(due_s, latency_ms)
         elif status in _REFUSED:
-            self._tally.refuse(_REFUSED[status], latency_ms)
+            self.tally.refuse(_REFUSED[status], latency_ms)
         else:
-            self._tally.failed += 1
+            self.tally.failed += 1
 
     async def _ask(self, message: bytes) -> Reply:
         """Over a connection that is idle, or a new one. A server closes those that were idle for long."""
