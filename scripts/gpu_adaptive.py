@@ -13,7 +13,6 @@ second and the travel allowed per minute four times the usual. `scripts.adaptive
 """
 
 import argparse
-import gc
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from helmrec.collector import PROCESS
 from helmrec.control.helm import HelmPolicy
 from helmrec.control.network import shipped_base
 from helmrec.control.policy import Limited, Limits, WindowStats
@@ -141,7 +141,7 @@ class Driver:
 
     def __init__(self, engine: Engine, course: Course, rebalancer: Rebalancer | None, run: Run) -> None:
         self._engine, self._course, self._rebalancer, self._run = engine, course, rebalancer, run
-        self._futures: list[Future[RankResult]] = []
+        self._running: set[Future[RankResult]] = set()
         self._started_s = 0.0
 
     def go(self) -> None:
@@ -162,16 +162,18 @@ class Driver:
                 if at == num:
                     break
                 time.sleep(max(0.0, min(0.001, float(due_s[at]) - self._elapsed_s())))
-        self._engine._scheduler.withdraw([future for future in self._futures if not future.done()])
+        self._engine._scheduler.withdraw([future for future in self._running if not future.done()])
         while self._engine.step():
             pass
 
     def _offer(self, at: int) -> None:
         future = self._engine._scheduler.submit(self._course.requests[at], self._engine._clock.now())
+        self._running.add(future)
         future.add_done_callback(lambda done: self._note(done, at))
-        self._futures.append(future)
 
     def _note(self, done: "Future[RankResult]", at: int) -> None:
+        """Keep numbers only: objects of all requests would make collections long."""
+        self._running.discard(done)
         if done.cancelled() or done.exception() is not None:
             return
         latency_ms = (self._elapsed_s() - float(self._course.due_s[at])) * 1e3
@@ -342,8 +344,7 @@ def measure(rows_per_token: int, flags: argparse.Namespace, deadline_s: float) -
     rates = rates_for(found)
     duration_s = flags.seconds if rows_per_token == 24 else flags.seconds / 3
     course = make_course(stand, rates, duration_s, warm_up)
-    gc.collect()
-    gc.freeze()  # to look through all these requests takes a few hundred milliseconds
+    PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
     print(f"{len(course.requests)} requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     about = {
         "capacity": {f"{share:g}": {f"{a:g}": rate for a, rate in by.items()} for share, by in found.items()},

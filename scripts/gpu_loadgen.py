@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.loadgen import LoadGenConfig, ServerScenario, Verdict, largest_valid
@@ -115,6 +116,7 @@ def saturate(engine: Engine, requests: Requests, num: int) -> float:
 def judged(engine: Engine, requests: Requests, plan: Plan, qps: float, *, is_prepared: bool) -> Verdict:
     offer = requests.offers(int(SPARE * qps * plan.seconds) + 64, is_prepared=is_prepared)
     config = LoadGenConfig(target_qps=qps, seconds=plan.seconds, latency_ms=plan.latency_ms)
+    PROCESS.settle()
     verdict = ServerScenario(engine, offer, config).run()
     say(
         f"{qps:8.1f}/s {'VALID' if verdict.is_valid else 'INVALID'} p50 {verdict.percentiles_ms['50']:.1f} "

@@ -9,9 +9,9 @@ times as many signals as the card could compute do to ranks.
 """
 
 import argparse
-import gc
 import itertools
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
@@ -114,8 +115,8 @@ def make_engine(scale: Scale, longest: int) -> Engine:
             queue_limit=1 << 20,
         ),
     )
-    gc.collect()
-    gc.freeze()  # as a server does
+    PROCESS.take_over()  # as a server does
+    PROCESS.settle()
     return engine
 
 
@@ -235,21 +236,25 @@ class Replayed(NamedTuple):
 
 def replay(engine: Engine, events: list[Event], budget_ms: float) -> Replayed:
     """Submit each event in its time and step the engine; a queue that only grows is given up."""
-    gc.collect()
-    gc.disable()  # a collection takes longer than a budget
+    PROCESS.settle()
     before = engine.stats()
-    ended: list[tuple[float, Event, Future[RankResult]]] = []
-    futures: list[Future[RankResult]] = []
+    running: set[Future[RankResult]] = set()
+    latencies_s, reused, total = array("d"), 0, 0
     signal = PrefillRequest(0, (), (), (), num_candidates=0)
     num_candidates = max(event.request.num_candidates for event in events)
     start_s, next_event = time.perf_counter(), 0
 
     def note(event: Event, future: "Future[RankResult]") -> None:
-        if not future.cancelled():
-            ended.append((time.perf_counter() - start_s, event, future))
+        """Keep numbers only: objects of all requests would make collections long."""
+        nonlocal reused, total
+        running.discard(future)
+        if not future.cancelled() and not event.is_warm_up:
+            latencies_s.append(time.perf_counter() - start_s - event.at_s)
+            reused += future.result().reused_tokens
+            total += event.request.history.num_tokens
 
     give_up_s = events[-1].at_s + 20 * budget_ms / 1e3
-    while next_event < len(events) or len(ended) < len(futures):
+    while next_event < len(events) or running:
         now_s = time.perf_counter() - start_s
         if now_s > give_up_s or engine._scheduler.queue_length > 2_000:
             break
@@ -258,25 +263,23 @@ def replay(engine: Engine, events: list[Event], budget_ms: float) -> Replayed:
             next_event += 1
             if event.is_rank:
                 future = engine._scheduler.submit(event.request, engine._clock.now())
+                running.add(future)
                 future.add_done_callback(partial(note, event))
-                futures.append(future)
             else:
                 who = replace(signal, user_id=event.request.history.user_id, num_candidates=num_candidates)
                 engine._relay.submit(who, event.request)
         if not engine.step() and next_event < len(events):
             time.sleep(min(1e-4, max(0.0, events[next_event].at_s - (time.perf_counter() - start_s))))
     seconds = time.perf_counter() - start_s
-    gc.enable()
-    num_lost = sum(event.is_rank and not event.is_warm_up for event in events)
-    engine._scheduler.withdraw([future for future in futures if not future.done()])
-    done = [(at_s - event.at_s, event, future.result()) for at_s, event, future in ended if not event.is_warm_up]
+    engine._scheduler.withdraw([future for future in running if not future.done()])
+    num_lost = sum(event.is_rank and not event.is_warm_up for event in events) - len(latencies_s)
     engine.check()
-    latency_ms = [took_s * 1e3 for took_s, _, _ in done] + [np.inf] * (num_lost - len(done))
+    latency_ms = [took_s * 1e3 for took_s in latencies_s] + [np.inf] * num_lost
     after = engine.stats()
     relay = {name: num - before.relay.verdicts[name] for name, num in after.relay.verdicts.items()}
     return Replayed(
         np.array(latency_ms),
-        sum(r.reused_tokens for *_, r in done) / max(1, sum(e.request.history.num_tokens for _, e, _ in done)),
+        reused / max(1, total),
         (after.busy_s - before.busy_s) / seconds,
         seconds,
         {

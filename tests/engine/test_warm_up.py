@@ -89,7 +89,6 @@ def test_the_warm_up_leaves_nothing_of_its_own_behind() -> None:
 
 
 def test_a_made_up_request_is_valid_for_any_model() -> None:
-    for overrides in ({}, {"user_context": (), "request_context": ()}):
-        model = tiny_model(**overrides)
+    for model in (tiny_model(), tiny_model(user_context=(), request_context=())):
         with tiny_engine(model) as engine:
             engine.validate(made_up_request(model.config, 3))

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from helmrec.clock import Clock, MonotonicClock
+from helmrec.collector import PROCESS, CollectorStats
 from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
 from helmrec.engine.curves import CurveFeed
@@ -59,6 +60,7 @@ class EngineStats:
     background_failures: int
     relay: RelayStats
     pauses: PauseStats
+    collector: CollectorStats | None  # of its process; None if that is not there to serve
 
 
 class Engine:
@@ -335,6 +337,7 @@ class Engine:
                 background_failures=self._background_failures,
                 relay=relay,
                 pauses=self._gaps.stats(self._clock.now()),
+                collector=PROCESS.stats() if PROCESS.is_taken_over else None,
             )
 
     def reset_pauses(self) -> None:

@@ -27,7 +27,7 @@ def num_compiled() -> int:
 def follow_compilers() -> None:
     """Note every compilation from now on. May be called again, once Triton has been imported."""
     if not _is_followed["numba"]:
-        event.register("numba:compile", _NumbaListener())
+        event.register("numba:compile", _NumbaListener())  # type: ignore[no-untyped-call]
         _is_followed["numba"] = True
     if not _is_followed["triton"] and "triton" in sys.modules:
         runtime = sys.modules["triton"].knobs.runtime
@@ -35,7 +35,7 @@ def follow_compilers() -> None:
         _is_followed["triton"] = True
 
 
-class _NumbaListener(event.Listener):  # type: ignore[misc] - numba ships no types
+class _NumbaListener(event.Listener):  # type: ignore[misc]
     """A function compiles those it calls: the outermost is one pause."""
 
     def on_start(self, event: Any) -> None:
