@@ -15,6 +15,7 @@ from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.engine.warm_up import warm_up
 from helmrec.kernels.row_table import Tally
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.expander import ReloadCosts, StepCosts
@@ -50,6 +51,7 @@ def serving_engine(config: ModelConfig, **settings: Any) -> Engine:
     model = LoadedModel(config, 1, random_dense(config, generator), tables)
     fixed: dict[str, Any] = {"device": "cuda", "max_batch_requests": 8, "max_batch_tokens": 70_016}
     engine = Engine(model, EngineConfig(**fixed | {"queue_limit": 1 << 20} | settings))
+    warm_up(engine)
     PROCESS.take_over()  # as a server does: a collection that looks at every library took 100 to 200 ms
     PROCESS.settle()
     return engine

@@ -170,14 +170,10 @@ def gaps(pauses: PauseStats) -> dict[str, Any]:
 def in_process(setup: SetUp, minutes: float, share: float) -> dict[str, Any]:
     """Driver and engine in one process, each in its thread."""
     PROCESS.take_over()
-    started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         init_model(Path(folder) / "model", setup.model)
-        model_s = time.perf_counter()
         engine = Engine(load_model(Path(folder) / "model"), EngineConfig(**setup.engine))
-    made_s = time.perf_counter()
     warm_up(engine)
-    parts = {"model": model_s - started_s, "engine": made_s - model_s, "warm_up": time.perf_counter() - made_s}
     with engine:
         requests = iter(setup.traffic())
         for _ in range(2):
@@ -192,7 +188,7 @@ def in_process(setup: SetUp, minutes: float, share: float) -> dict[str, Any]:
         stats = engine.stats()
         engine.check()
     return {
-        "start_s": {name: round(seconds, 2) for name, seconds in parts.items()},
+        "start_s": {part: round(seconds, 2) for part, seconds in engine.start_up.seconds.items()},
         "capacity_per_s": round(capacity, 1),
         "offered_per_s": round(share * capacity, 1),
         **described(load, minutes),

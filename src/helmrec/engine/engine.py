@@ -83,6 +83,7 @@ class Engine:
         parts = build(model, config, progress)
         self._master, self._arena, self._pool, self._dense = parts.master, parts.arena, parts.pool, parts.dense
         self._runner = Runner(parts)
+        self.start_up = parts.start_up
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)

@@ -10,6 +10,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, Limits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
+from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import model_kernels
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
@@ -37,17 +38,27 @@ class Parts(NamedTuple):
     dense: Dense
     row_kernels: RowKernels
     capture: Capture | None  # makes graphs, where steps are graphs
+    start_up: StartUp  # how long each part took
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
     """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses and updates the tables themselves."""
+    start_up = StartUp()
+
+    def follow(done: int, total: int) -> None:
+        progress(done, total)
+        start_up.progress(done, total)
+
     _check_device(config)
     shape = model.config
     if not shape.is_append_stable:
         config = _for_one_request_at_a_time(config)
+    start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
-    master = _master(model, config, progress)
+    start_up.begin("tables")
+    master = _master(model, config, follow)
+    start_up.begin("pool")
     geometry = page_geometry(shape, config)
     config = less_the_index(config, geometry, shape.num_rows)
     arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
@@ -55,9 +66,11 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
     dense = _make_dense(hstu, arena, geometry, _row_stage(rows, arena, master, config), config)
-    dense.warm_up(progress)
+    start_up.begin("kernels and graphs")
+    dense.warm_up(follow)
+    start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture)
+    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture, start_up)
 
 
 def _for_one_request_at_a_time(config: EngineConfig) -> EngineConfig:

@@ -6,8 +6,7 @@ requests. What a compiler has done before comes from its cache and takes no time
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, PrefillRequest, RankRequest
 
 log = logging.getLogger("helmrec.engine")
-Report = Callable[[str], None]  # gets the name of each part as it begins
 
 _SCRATCH_ITEMS = 4_096
 _SCRATCH_WINDOW = 1_100  # one request of so many events has more rows than miss curves have room for at first
@@ -31,14 +29,16 @@ _SCRATCH_USERS = 24
 _CURVE_REQUESTS = 40  # after which miss curves say something
 
 
-def warm_up(engine: Engine, report: Report = lambda part: None) -> None:
+def warm_up(engine: Engine) -> None:
     """Returns when neither this engine nor what it calls on the host will compile anything more."""
-    report("compiling the host's loops")
+    engine.start_up.begin("loops of the host")
     _use_scratch_engine(engine.model_config, engine.config)
-    report("ranking made-up requests")
+    engine.start_up.begin("first requests")
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
         # The user comes back with one event more: a prefix that is extended takes another path than a new one.
         engine.rank([made_up_request(engine.model_config, num_events)])
+    engine.start_up.end()
+    engine.reset_pauses()
 
 
 def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
@@ -118,7 +118,6 @@ def _kind(model: ModelConfig, config: EngineConfig) -> tuple[object, ...]:
 def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
     if (kind := _kind(model, config)) in _COMPILED:
         return
-    started_s = time.perf_counter()
     level = log.level
     log.setLevel(logging.ERROR)  # what a scratch engine says would be taken for the engine's own
     try:
@@ -130,7 +129,6 @@ def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
     finally:
         log.setLevel(level)
     _COMPILED.add(kind)
-    log.info("compiled the host's loops in %.1f s", time.perf_counter() - started_s)
 
 
 def scratch_requests(model: ModelConfig) -> Iterator[RankRequest]:
