@@ -1,14 +1,16 @@
 """What Prometheus may ask: requests as the front saw them, and the engine's own counters at the time of asking."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from helmrec.engine.engine import EngineStats
 from helmrec.history.embedded import HistoryStats
+from helmrec.pauses import BUCKETS_MS
 from helmrec.types import RankResult
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -127,6 +129,7 @@ class _EngineCollector(Collector):
             "helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error
         )
         yield from _of_relay(stats)
+        yield from _of_pauses(stats)
         for name, help_ in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
         for name, help_ in _GAUGES.items():
@@ -152,3 +155,28 @@ def _of_relay(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("helmrec_relay_leases_used", "Leases whose rank came in time.", relay.used)
     yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not.", relay.expired)
     yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time that went into computing ahead.", relay.busy_s)
+
+
+def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
+    """Time in which requests waited and no step ran, and the garbage collector of the engine's process."""
+    gaps = HistogramMetricFamily(
+        "helmrec_gap_seconds", "Gaps in which requests waited and no step ran, by cause.", labels=["cause"]
+    )
+    bounds = [*(f"{bound / 1e3:g}" for bound in BUCKETS_MS), "+Inf"]
+    for cause, gap in stats.pauses.gaps.items():
+        counts = itertools.accumulate(gap.counts)
+        gaps.add_metric([cause], list(zip(bounds, map(float, counts), strict=True)), gap.total_s)
+    yield gaps
+    yield CounterMetricFamily(
+        "helmrec_gap_suspended_seconds",
+        "Time inside gaps in which the operating system did not run the process.",
+        stats.pauses.suspended_s,
+    )
+    if (collector := stats.collector) is not None:
+        yield GaugeMetricFamily(
+            "helmrec_tracked_objects", "Objects a full garbage collection would visit.", collector.tracked_objects
+        )
+        yield CounterMetricFamily("helmrec_full_collections", "Full garbage collections while serving.", collector.full)
+        yield CounterMetricFamily(
+            "helmrec_postponed_collections", "Full collections not run: they would take long.", collector.postponed
+        )
