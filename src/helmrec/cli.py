@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +20,7 @@ from helmrec.console import err, out, told_plainly
 from helmrec.demo.plan import QUICK, DemoPlan
 from helmrec.demo.run import run_demo
 from helmrec.engine.engine import Engine
+from helmrec.engine.warm_up import compile_ahead
 from helmrec.errors import RequestError
 from helmrec.experiments.command import bench_app
 from helmrec.explain_cli import explain
@@ -27,7 +29,7 @@ from helmrec.load_cli import load
 from helmrec.loadgen_cli import loadgen
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
-from helmrec.model.weights import init_model, load_model, total_table_bytes
+from helmrec.model.weights import init_model, load_model, read_manifest, total_table_bytes
 from helmrec.plan_cli import plan
 from helmrec.serve_cli import serve
 from helmrec.simulate_cli import run_simulate
@@ -184,6 +186,25 @@ def _parse(engine: Engine, number: int, text: str) -> _Line:
 
 def _as_json(result: RankResult) -> dict[str, Any]:
     return {**asdict(result), "scores": result.scores.tolist()}
+
+
+@app.command("compile")
+def compile_loops(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="A model folder; else the demo's form.")
+    ] = None,
+) -> None:
+    """Compile the host's loops now, so that servers start quickly: for container images, and after an upgrade.
+
+    Compiled code goes where NUMBA_CACHE_DIR says, or beside the package if that is writable. Kernels of a card are
+    compiled on that card at the first start, and kept where TRITON_CACHE_DIR says.
+    """
+    with told_plainly():
+        form = profile("demo") if model is None else read_manifest(model).model
+        with err.status("compiling"):
+            started_s = time.perf_counter()
+            num_kinds = compile_ahead(form)
+        out.print(f"loops of {num_kinds} kinds of engines in {time.perf_counter() - started_s:.1f} s", highlight=False)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from pydantic import ByteSize
 
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig, RelayConfig
@@ -27,6 +28,25 @@ _SCRATCH_EVENTS = 64  # of every other request, about
 _SCRATCH_PAGE_TOKENS = 4
 _SCRATCH_USERS = 24
 _CURVE_REQUESTS = 40  # after which miss curves say something
+
+
+def compile_ahead(model: ModelConfig) -> int:
+    """Compile the host's loops of every kind of engine that could serve a model of this form; returns how many kinds.
+
+    Needs no device: compilers keep what they made in their caches, and a later start takes it from there.
+    """
+    kinds = [
+        EngineConfig(
+            pool_bytes=ByteSize(1 << 30), device=device, row_order=order, host_kv_bytes=tier, miss_curves=curves
+        )
+        for device in ("cpu", "cuda")
+        for order in ("lru", "frequency")
+        for tier in (ByteSize(0), ByteSize(1 << 30))
+        for curves in ((True, False) if model.is_append_stable else (False,))
+    ]
+    for config in kinds:
+        _use_scratch_engine(model, config)
+    return len(kinds)
 
 
 def warm_up(engine: Engine) -> None:
