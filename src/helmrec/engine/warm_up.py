@@ -15,7 +15,10 @@ from pydantic import ByteSize
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
+from helmrec.engine.padding import EMPTY, NOWHERE, RowLayout, StepArrays, pad_candidates, pad_rows, pad_tokens
 from helmrec.engine.setup import page_geometry
+from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.kernels.row_table import ABSENT
 from helmrec.model.config import ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, PrefillRequest, RankRequest
@@ -46,6 +49,7 @@ def compile_ahead(model: ModelConfig) -> int:
     ]
     for config in kinds:
         _use_scratch_engine(model, config)
+    _compile_loops_of_graphs()
     return len(kinds)
 
 
@@ -213,3 +217,17 @@ def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
         context={table.name: request.context[table.name] for table in model.user_context},
         budget_ms=1e-6,
     )
+
+
+def _compile_loops_of_graphs() -> None:
+    """What only steps on a card call: they pad steps to the sizes of graphs, and plan attention."""
+    events, tokens = (np.zeros(8, np.int64) for _ in range(2))
+    lengths, pages = np.zeros(2, np.int32), np.zeros((2, 4), np.int32)
+    target = StepArrays(
+        *(events.copy() for _ in range(5)), tokens, np.zeros(3, np.int32), lengths.copy(), lengths.copy(), pages
+    )
+    pad_tokens(target, EMPTY, NOWHERE)
+    pad_rows(np.zeros(8, np.int32), NOWHERE, RowLayout(1, 0, 8, NOWHERE), ABSENT)
+    pad_candidates(events, np.zeros((1, 8), np.int64), NOWHERE, NOWHERE, np.zeros(1, np.int64))
+    q = torch.zeros(16, 1, 4)
+    AttentionPlan(q, q, _SCRATCH_PAGE_TOKENS, 2).load(np.array([0, 3], np.int32), lengths[:1], lengths[:1] + 2, 1)
