@@ -46,6 +46,7 @@ _ENGINE_COUNTERS = {
     "audits": "requests scored again without caches",
     "audit_mismatches": "audits whose scores differed: alarm on any",
     "background_failures": "failures of background work",
+    "controller_failures": "failures of the policy, each of which freezes alpha until a mode is set",
 }
 
 
