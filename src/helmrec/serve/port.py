@@ -21,8 +21,8 @@ from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
-from helmrec.model.config import ModelConfig
 from helmrec.failures import FailureLog
+from helmrec.model.config import ModelConfig
 from helmrec.serve.control import Controller, ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
