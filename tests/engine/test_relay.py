@@ -13,6 +13,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import EngineClosed, RequestError
 from helmrec.model.weights import LoadedModel
+from helmrec.relay import trigger
 from helmrec.relay.trigger import Verdict
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import tiny_engine, tiny_geometry, tiny_model
@@ -135,7 +136,7 @@ def test_a_signal_may_come_while_a_step_runs_and_the_next_one_decides() -> None:
 
 
 def test_a_signal_that_cannot_be_decided_fails_alone_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine, _), decide, failures = make_engine(), relay.decide, [RuntimeError("undecided")]
+    (engine, _), decide, failures = make_engine(), trigger.decide, [RuntimeError("undecided")]
 
     def fails_once(*args: Any) -> Verdict:
         if failures:

@@ -279,5 +279,7 @@ def test_a_watch_that_sees_an_unexpected_error_goes_on_watching(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(watch())
-    assert "it did not answer for 0.1 s" in {vars(record).get("reason") for record in caplog.records}, "it is still seen"
+    assert "it did not answer for 0.1 s" in {vars(record).get("reason") for record in caplog.records}, (
+        "it is still seen"
+    )
     assert len([record for record in caplog.records if "watching the engine" in record.message]) == 1
