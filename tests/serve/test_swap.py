@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "first": tiny_model(0),
         "second": tiny_model(1),
         "other": tiny_model(0, num_tasks=3),
-        "deep": tiny_model(2, num_layers=8),
+        "deep": tiny_model(2, num_layers=3),
     }
     for name, model in made.items():
         save_model(folder / name, model.config, model.dense, model.tables)

@@ -79,7 +79,7 @@ class Bodies:
         kept_back = 0 if num_bytes <= _SMALL_BYTES else self._max_bytes // _KEPT_FOR_SMALL
         if self.held_bytes + num_new > self._max_bytes - kept_back:
             told = f"the bodies of all requests in memory may hold {self._max_bytes} bytes (max_bodies_bytes)"
-            raise HTTPException(503, told, {"retry-after": "1", "connection": "close"})
+            raise HTTPException(503, told, {"retry-after": "1"})  # the server drops the rest of it as it comes
         self.held_bytes += num_new
         state = scope.setdefault("state", {})
         state[_HELD] = state.get(_HELD, 0) + num_new
