@@ -125,7 +125,7 @@ def test_a_body_that_does_not_come_in_time_is_408() -> None:
     async def wait() -> None:
         bodies = Bodies(1 << 20, 4 << 20, timeout_s=0.02)
         with pytest.raises(HTTPException) as caught:
-            await Slow(b"beginning").read_by(bodies)
+            await asyncio.wait_for(Slow(b"beginning").read_by(bodies), 5)
         assert (caught.value.status_code, caught.value.headers) == (408, {"connection": "close"})
         assert "within 0.02 s (body_timeout_s)" in caught.value.detail
 

@@ -42,7 +42,7 @@ def test_a_look_that_fails_is_not_the_last_one(
     async def watch() -> None:
         front = Front(port, ServeConfig())
         watching = asyncio.create_task(front.watch())
-        while port.num_looks < 10:
+        while port.num_looks < 10 and not watching.done():
             await asyncio.sleep(0.001)
         for _ in range(50_000):
             front.count_request("/v1/rank", 200, 0.01)
