@@ -72,7 +72,10 @@ def test_a_beginning_that_makes_no_sense_ends_the_process_with_a_reason(payload:
 
 
 def test_positions_that_make_no_sense_end_the_process() -> None:
-    ((kind, _, _),) = asyncio.run(talk(lambda front: [None, front.socket.send(b"\xff" * 40)][0], 1))
+    def speak(front: Link) -> None:
+        front.socket.send(b"\xff" * 40)
+
+    ((kind, _, _),) = asyncio.run(talk(speak, 1))
     assert kind == Kind.FAILED
 
 
