@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,18 +83,27 @@ def test_sigterm_lets_running_requests_end_and_the_process_ends_well(server: Pro
     connection.putheader("content-length", str(len(BODY)))
     connection.endheaders()
     connection.send(BODY[:10])  # the request is running now: its handler waits for the rest
+    slow = server.connection()
+    slow.putrequest("POST", "/v1/rank")
+    slow.putheader("content-length", str(len(BODY)))
+    slow.endheaders()
+    slow.send(BODY[:10])  # the rest of it never comes
     idle = server.connection()
     idle.request("GET", "/readyz")
     assert idle.getresponse().read() == b'{"status":"ready"}'
     server.process.send_signal(signal.SIGTERM)
+    told_s = time.monotonic()
     wait_for(lambda: is_refused(server.port))
     connection.send(BODY[10:])
     answer = connection.getresponse()
     assert answer.status == 200
     assert len(json.loads(answer.read())["scores"]) == 2
-    connection.close()
-    idle.close()
+    refused = slow.getresponse()
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1"), "a body that does not come is not waited for"
+    for each in (connection, slow, idle):
+        each.close()
     assert server.end() == 0
+    assert time.monotonic() - told_s < 20, "before drain_s has passed"
     log = "".join(server.lines)
     assert "event=stopped" in log
     assert 'level=warning logger=helmrec.serve event="not a setting" variable=HELMREC_POLL' in log

@@ -97,4 +97,5 @@ def _serve(model: Path, settings: Settings) -> None:
             port = make_port(model, settings.engine, settings.serve)
             path = settings.serve.history_path
             histories = None if path is None else Histories.open(path, port.model, settings.history)
-        serve_until_told(make_app(port, settings.serve, histories), settings.serve, listener)
+        app = make_app(port, settings.serve, histories)
+        serve_until_told(app, settings.serve, listener, on_stop=app.state.front.bodies.stop)

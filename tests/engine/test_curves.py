@@ -99,6 +99,26 @@ def test_what_goes_wrong_there_fails_no_request_and_is_counted(monkeypatch: pyte
     assert engine.stats().background_failures > 0
 
 
+def test_after_one_failure_the_curves_start_anew_and_it_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sample, failures = tiny_engine(miss_curves=True), JointMissCurves.sample, [ValueError("once")]
+
+    def fails_once(curves: JointMissCurves, request: Whole) -> None:
+        if failures:
+            raise failures.pop()
+        sample(curves, request)
+
+    monkeypatch.setattr(JointMissCurves, "sample", fails_once)
+    serve(engine, 1)
+    with pytest.raises(ValueError, match="once"):
+        engine.curves()
+    serve(engine, 80)
+    curves = engine.curves()
+    assert curves is not None
+    assert curves.num_requests >= 32
+    assert engine.stats().background_failures == 0, "it was raised to who asked"
+    engine.close()
+
+
 def test_who_comes_while_too_many_wait_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmrec.engine.curves._MOST_WAITING", 3)
     engine = tiny_engine(miss_curves=True)

@@ -8,10 +8,13 @@ import pytest
 
 from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
+from helmrec.engine import relay
 from helmrec.engine.engine import Engine
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import EngineClosed, RequestError
 from helmrec.model.weights import LoadedModel
+from helmrec.relay import trigger
+from helmrec.relay.trigger import Verdict
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import tiny_engine, tiny_geometry, tiny_model
 
@@ -130,6 +133,40 @@ def test_a_signal_may_come_while_a_step_runs_and_the_next_one_decides() -> None:
         waiting.result(timeout=0)
     with pytest.raises(EngineClosed):
         engine.submit_prefill(signal_of(rank_of(3, 13)))
+
+
+def test_a_signal_that_cannot_be_decided_fails_alone_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine, _), decide, failures = make_engine(), trigger.decide, [RuntimeError("undecided")]
+
+    def fails_once(*args: Any) -> Verdict:
+        if failures:
+            raise failures.pop()
+        return decide(*args)
+
+    monkeypatch.setattr(relay, "decide", fails_once)
+    first, second = (engine.submit_prefill(signal_of(rank_of(user, 13))) for user in (1, 2))
+    rank = engine.submit(rank_of(3, 5))
+    engine.step()
+    with pytest.raises(RuntimeError, match="undecided"):
+        first.result(timeout=0)
+    assert second.result(timeout=0).verdict is not None
+    assert rank.result(timeout=0).scores.size
+    assert engine.stats().background_failures == 1
+    engine.check()
+
+
+def test_signals_whose_leases_cannot_be_ended_are_refused_and_no_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no end")
+
+    engine, _ = make_engine()
+    monkeypatch.setattr(relay.Relay, "expire", fail)
+    signal, rank = engine.submit_prefill(signal_of(rank_of(1, 13))), engine.submit(rank_of(3, 5))
+    engine.step()
+    with pytest.raises(RuntimeError, match="no end"):
+        signal.result(timeout=0)
+    assert rank.result(timeout=0).scores.size
+    assert engine.stats().background_failures == 1
 
 
 def test_signals_that_come_faster_than_steps_are_not_looked_at() -> None:

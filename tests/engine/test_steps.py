@@ -103,6 +103,25 @@ def test_a_failure_of_background_work_fails_nobodys_request(
     assert "background work failed" in caplog.text
 
 
+def test_background_work_that_fails_keeps_no_other_from_its_turn_and_does_not_flood_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(audit_every=1, miss_curves=True)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(Runner, "admit", fail)
+    rng = np.random.default_rng(0)
+    for user_id in range(40):
+        engine.rank([random_request(rng, engine.model_config, user_id)])
+    stats = engine.stats()
+    assert stats.audits == stats.background_failures == 40
+    assert engine.curves() is not None, "the curves were fed"
+    assert len([record for record in caplog.records if "background work failed" in record.message]) == 1
+    engine.close()
+
+
 def test_one_clients_failing_step_does_not_reach_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run, failures = Runner.launch, [RuntimeError("first batch")]
 

@@ -8,6 +8,7 @@ import pytest
 from helmrec.clock import MonotonicClock
 from helmrec.control.explain import Explanation
 from helmrec.control.policy import Move, WindowStats
+from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
 from helmrec.serve.control import LayerView, Steering, layers_of, seen_by
@@ -72,6 +73,78 @@ def test_a_frozen_policy_leaves_the_boundary_to_the_operator() -> None:
         for wrong in ("off", None, 1):
             assert caller.post("/v1/admin/mode", {"mode": wrong}, ADMIN).status == 400
         assert caller.post("/v1/admin/mode", {"mode": "freeze"}).status == 401
+
+
+class FailsAfter(Wants):
+    """A policy that moves to one split, and fails from then on until it is reset."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__(alpha)
+        self.num_failures = self.num_resets = 0
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        move = super().decide(stats)
+        if move is None and not self.num_resets:
+            self.num_failures += 1
+            raise FloatingPointError("a mistake of the policy")
+        return move
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def test_a_policy_that_fails_freezes_alpha_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FailsAfter(0.2)
+    port = steered(policy)
+    with Caller(make_app(port, ServeConfig(admin_token=TOKEN))) as caller:
+        caller.wait_until_ready()
+        wait_for(lambda: caller.get("/v1/pool").json["controller_failures"] == 1)
+        for _ in range(5):
+            assert caller.post("/v1/rank", rank_body()).status == 200
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        assert caller.get("/readyz").status == 200
+        control = caller.get("/v1/live").json["control"]
+        assert control["mode"] == "freeze"
+        assert "FloatingPointError: a mistake of the policy" in control["reason"]
+        assert "helmrec_controller_failures_total 1.0" in caller.get("/metrics").body.decode()
+        assert policy.num_failures == 1, "it is not asked again"
+        assert port._controller is not None
+        assert not port._controller._rebalancer._answers, "answers do not pile up for a policy that is not asked"
+        (record,) = [record for record in caplog.records if "alpha is frozen" in record.message]
+        assert record.exc_info is not None
+        assert caller.post("/v1/admin/mode", {"mode": "adaptive"}, ADMIN).status == 200
+        before = policy.num_requests
+        assert caller.post("/v1/rank", rank_body()).status == 200
+        wait_for(lambda: policy.num_requests > before)
+        assert policy.num_resets == 1
+        assert caller.get("/v1/live").json["control"]["mode"] == "adaptive"
+
+
+def test_a_policy_that_cannot_even_warm_up_does_not_keep_the_server_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("it does not compile")
+
+    monkeypatch.setattr(Steering, "rehearse", fail)
+    with Caller(make_app(steered(Wants(0.2)), ServeConfig())) as caller:
+        caller.wait_until_ready()
+        assert caller.post("/v1/rank", rank_body()).status == 200
+        assert caller.get("/v1/pool").json["controller_failures"] == 1
+
+
+def test_miss_curves_that_fail_leave_the_policy_without_them_and_unharmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no curve")
+
+    monkeypatch.setattr(Engine, "curves", fail)
+    policy = Wants(0.2)
+    with Caller(make_app(steered(policy), ServeConfig())) as caller:
+        caller.wait_until_ready()
+        wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
+        stats = caller.get("/v1/pool").json
+        assert stats["controller_failures"] == 0
+        assert stats["background_failures"] > 0
 
 
 def test_without_a_policy_there_is_no_mode(caller: Caller) -> None:

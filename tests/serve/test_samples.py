@@ -68,6 +68,19 @@ def test_an_engine_that_was_restarted_begins_anew() -> None:
     assert [sample.time_s for sample in samples.after(0)] == [1.0, 3.0]
 
 
+def test_a_stretch_that_never_ends_takes_no_more_memory_and_its_counts_stay_exact() -> None:
+    samples = Samples(slo_ms=50)
+    samples.add(0.0, look())
+    for i in range(100_000):
+        samples.count(200, 0.01 if i % 4 else 0.06)
+    assert len(samples._now.latencies_ms) == 1 << 14
+    samples.add(10.0, look(1))
+    (sample,) = samples.after(0)
+    assert (sample.answered, sample.slo_share) == (100_000, 0.75)
+    assert sample.p50_ms == pytest.approx(10)
+    assert samples.recent().rate == 10_000
+
+
 def test_late_answers_leave_the_recent_ones() -> None:
     samples = Samples(slo_ms=50)
     samples.add(0.0, look())

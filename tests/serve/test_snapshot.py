@@ -9,9 +9,10 @@ from safetensors.numpy import save_file
 
 from helmrec.clock import MonotonicClock
 from helmrec.control.residual import R
+from helmrec.engine.engine import Engine
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
-from helmrec.serve.port import InProcessPort
+from helmrec.serve.port import Health, InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import Snapshot, SnapshotFile, SnapshotKeeper
 from helmrec.sim.node_config import NodeConfig
@@ -122,6 +123,46 @@ def test_snapshots_are_taken_in_between_and_a_full_disk_stops_nobody(
     file.path.mkdir()  # nothing can take its place
     keeper.keep(engine, None)
     assert "snapshot failed" in caplog.text
+
+
+def test_a_snapshot_that_fails_in_any_way_is_counted_and_leaves_nothing_half_written(
+    file: SnapshotFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(clock=MonotonicClock())
+    keeper = SnapshotKeeper(file, every_s=0.01)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    port = InProcessPort(engine, None, keeper)
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        monkeypatch.setattr(Engine, "hot_rows", fail)
+        wait_for(lambda: caller.get("/v1/pool").json["background_failures"] > 2)
+        assert caller.get("/readyz").status == 200, "serving goes on"
+        monkeypatch.undo()
+        monkeypatch.setattr("os.fsync", fail)
+        before = keeper.failures.count()
+        wait_for(lambda: keeper.failures.count() > before)
+    assert port.health is Health.CLOSED
+    assert [path for path in file.path.parent.iterdir() if path != file.path] == []
+    assert len([record for record in caplog.records if "snapshot failed" in record.message]) == 1, (
+        "at most one a minute"
+    )
+
+
+def test_a_snapshot_that_cannot_be_restored_does_not_keep_the_server_from_starting(
+    file: SnapshotFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    file.write(Snapshot(np.arange(9), 0.4, ()))
+    monkeypatch.setattr(Engine, "warm", fail)
+    port = InProcessPort(tiny_engine(clock=MonotonicClock()), None, SnapshotKeeper(file, 60))
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        assert caller.get("/v1/pool").json["background_failures"] == 1
 
 
 def test_what_was_learned_by_another_policy_is_left_aside(file: SnapshotFile) -> None:

@@ -28,12 +28,13 @@ REQUESTS = rank_requests(6)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders: `first` and `second` differ in weights, `other` in what clients get."""
+    """Folders: `first` and `second` differ in weights, `deep` in size of pages, `other` in what clients get."""
     folder = tmp_path_factory.mktemp("models")
     made: dict[str, LoadedModel] = {
         "first": tiny_model(0),
         "second": tiny_model(1),
         "other": tiny_model(0, num_tasks=3),
+        "deep": tiny_model(2, num_layers=3),
     }
     for name, model in made.items():
         save_model(folder / name, model.config, model.dense, model.tables)
@@ -208,3 +209,28 @@ def test_an_engine_that_is_started_again_serves_the_model_that_was_swapped_in(mo
         port._process.kill()
         wait_for(lambda: port.num_restarts == 1 and caller.get("/readyz").status == 200, 60)
         np.testing.assert_allclose(infer(caller), scores_of(tiny_model(1), REQUESTS), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_survive_a_crash_after_a_swap_to_a_model_that_refuses_the_old_split(
+    models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = port_of(models, is_apart=True)
+    assert isinstance(port, ProcessPort)
+    with Caller(make_app(port, ServeConfig(admin_token=TOKEN, models_path=str(models)))) as caller:
+        caller.wait_until_ready()
+        highest = caller.get("/v1/pool").json["pool"]["alpha_max"]
+        assert caller.post("/v1/admin/alpha", {"alpha": highest}, ADMIN).status == 200
+        assert swap(caller, "deep").status == 200
+        assert caller.get("/v1/pool").json["pool"]["alpha_max"] < highest - 0.01
+        ids = sorted({int(item) for request in REQUESTS for item in request.candidates})
+        before = infer(caller)
+        update = {"table": "item", "ids": ids, "values": [[3.0] * 16] * len(ids)}
+        assert caller.post("/v1/admin/rows", update, ADMIN).status == 200
+        updated = infer(caller)
+        assert np.abs(updated - before).max() > 0.01
+        assert port._process is not None
+        port._process.kill()
+        wait_for(lambda: port.num_restarts == 1 and caller.get("/readyz").status == 200, 60)
+        np.testing.assert_allclose(infer(caller), updated, atol=1e-5)
+    assert "a setting was not set again" in caplog.text

@@ -108,3 +108,8 @@ def test_what_is_no_error_of_ours_is_a_failure() -> None:
 
 def test_calls_have_names_and_arguments() -> None:
     assert unpack_call(joined(pack_call("move_alpha", {"alpha": 0.5}))) == ("move_alpha", {"alpha": 0.5})
+
+
+@pytest.mark.parametrize("error", [OSError("file \udcff"), RequestError("field \ud800", "\udcff", "wrong \udcff")])
+def test_an_error_with_text_that_has_no_bytes_is_packed_all_the_same(error: Exception) -> None:
+    assert "\\ud" in str(unpack_error(joined(pack_error(error))))

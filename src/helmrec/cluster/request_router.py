@@ -4,26 +4,36 @@ Ray makes one for every process that holds a handle to the engines; they agree t
 API is used through `ray.serve.request_router` alone, and `tests/cluster` holds what we rely on.
 """
 
+import logging
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
+from helmrec.failures import FailureLog
 from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware, Policy, RouterSettings
 from helmrec.router.rivals import policies
 from helmrec.router.state import ClusterState, StateSettings
 
+log = logging.getLogger("helmrec.cluster")
+P = ParamSpec("P")
+T = TypeVar("T")
 REPORT = "helmrec"  # key of a replica's report among its routing stats
 _HINT = 0  # place of the hint among the arguments of a call
 
 
 class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
-    """Sends each request to the replica that is expected to answer it first."""
+    """Sends each request to the replica that is expected to answer it first.
+
+    Any replica gives the same scores. So a decision that fails is logged, and the request goes where Ray sends it:
+    raised into Ray, the failure would leave the request waiting for ever.
+    """
 
     def initialize_state(
         self, router: str, cost: dict[str, Any], routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
@@ -32,10 +42,18 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         policy = make_policy(router, cost, routing, seed)
         self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.time)
         self._lock = threading.Lock()  # answers are told from another thread than the one that chooses
+        self._failures = FailureLog(log)
+
+    def _try(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            with self._lock:
+                return work(*args, **kwargs)
+        except Exception as error:
+            self._failures.note(getattr(work, "__qualname__", "routing"), error, "routing failed")
+            return None
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        with self._lock:
-            self._dispatch.meet({_name(r.replica_id): r.routing_stats.get(REPORT) for r in replicas})
+        self._try(self._dispatch.meet, {_name(r.replica_id): r.routing_stats.get(REPORT) for r in replicas})
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -48,8 +66,7 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         hint = _hint(pending_request)
         if hint is None:
             return [candidate_replicas]
-        with self._lock:
-            chosen = self._dispatch.choose(pending_request.metadata.internal_request_id, hint)
+        chosen = self._try(self._dispatch.choose, pending_request.metadata.internal_request_id, hint)
         first = [r for r in candidate_replicas if _name(r.replica_id) == chosen]
         others = [r for r in candidate_replicas if _name(r.replica_id) not in {chosen, hint.avoid}]
         return [rank for rank in (first, others) if rank] or [candidate_replicas]
@@ -57,16 +74,13 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         hint = _hint(pending_request)
         if hint is not None:
-            with self._lock:
-                self._dispatch.sent(pending_request.metadata.internal_request_id, hint, _name(replica_id))
+            self._try(self._dispatch.sent, pending_request.metadata.internal_request_id, hint, _name(replica_id))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        with self._lock:
-            self._dispatch.finished(internal_request_id)
+        self._try(self._dispatch.finished, internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        with self._lock:
-            self._dispatch.lose(_name(replica_id))
+        self._try(self._dispatch.lose, _name(replica_id))
         super().on_replica_actor_died(replica_id)
 
 

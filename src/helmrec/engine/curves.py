@@ -18,15 +18,18 @@ _MOST_WAITING = 512  # requests; who comes while so many wait is not looked at
 class CurveFeed:
     """Hands served requests, in order, to the miss curves. A history whose window moved is a new one.
 
-    One caller's: `observe` returns at once, `curves` tells of all that was observed before.
+    One caller's: `observe` returns at once, `curves` tells of all that was observed before. Either raises what went
+    wrong in the thread since the last call, once; the curves have started anew by then.
     """
 
     def __init__(self, config: MissCurveConfig, num_features: int) -> None:
+        self._config = config
         self._curves = JointMissCurves(config)
         self._num_features = num_features
         self._window: dict[int, int] = {}  # start of each user's, at the last visit
         self._thread = ThreadPoolExecutor(1, "helmrec-curves")
         self._last: Future[None] | None = None
+        self._failure: Exception | None = None  # of the thread, not raised yet
         self._num_asked = self._num_done = 0
         self.num_skipped = 0  # requests that were not looked at
 
@@ -35,15 +38,26 @@ class CurveFeed:
         if self._num_asked - self._num_done >= _MOST_WAITING:
             self.num_skipped += len(requests)
             return
-        if self._last is not None and self._last.done():
-            self._last.result()  # raises what went wrong
+        earlier = self._take_failure()
         self._num_asked += len(requests)
         self._last = self._thread.submit(self._look_at_all, requests)
+        if earlier is not None:
+            raise earlier
 
     def _look_at_all(self, requests: Sequence[Prepared]) -> None:
-        for request in requests:
-            self._num_done += 1  # by this thread alone
-            self._look_at(request)
+        try:
+            for request in requests:
+                self._look_at(request)
+        except Exception as error:  # half a request may be in the curves: they start anew
+            self._failure = error
+            self._curves = JointMissCurves(self._config)
+            self._window.clear()
+        finally:
+            self._num_done += len(requests)  # by this thread alone
+
+    def _take_failure(self) -> Exception | None:
+        failure, self._failure = self._failure, None
+        return failure
 
     def _look_at(self, request: Prepared) -> None:
         history, user = request.history, request.history.user_id
@@ -67,6 +81,9 @@ class CurveFeed:
         """None while too few requests were seen."""
         if self._last is not None:
             self._last.result()
+        failure = self._take_failure()
+        if failure is not None:
+            raise failure
         curves = self._curves.curves()
         return curves if curves.num_requests >= _ENOUGH else None
 

@@ -24,12 +24,13 @@ from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
-from helmrec.engine.relay import Relay, RelayStats
+from helmrec.engine.relay import Decided, Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler, refuse
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed, Forgotten
+from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
@@ -61,6 +62,7 @@ class EngineStats:
     relay: RelayStats
     pauses: PauseStats
     collector: CollectorStats | None  # of its process; None if that is not there to serve
+    controller_failures: int = 0  # of what moves the boundary, where a server has one
 
 
 class Engine:
@@ -98,7 +100,8 @@ class Engine:
         self._pipeline = Pipeline(
             self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
         )
-        self._served = self._background_failures = 0
+        self._served = 0
+        self._failures = FailureLog(log, self._clock)
         log.info("ready\n%s", self.report())
 
     @classmethod
@@ -164,7 +167,7 @@ class Engine:
         """
         with self._lock:
             now = self._now()
-            decided = self._relay.begin_step(self._kv_pages, now)
+            decided = self._decide_signals(now)
             self._pool.expander.costs.begin_step()
             batch = self._scheduler.next_batch(now)
             # One chunk at most is ahead of a rank that comes now: none is launched on top of another.
@@ -175,9 +178,25 @@ class Engine:
         for future, error in expired:
             future.set_exception(error)
         for signal, told in decided:
-            signal.set_result(told)
+            if isinstance(told, Exception):
+                signal.set_exception(told)
+            else:
+                signal.set_result(told)
         self._conclude(ended)
         return batch is not None or bool(ended)
+
+    def _decide_signals(self, now: float) -> list[Decided]:
+        """What signals are told. Computing ahead is an offer: whatever fails here fails those signals and no step."""
+        try:
+            decided = self._relay.begin_step(self._kv_pages, now)
+        except Exception as error:
+            self._failures.note("relay", error)
+            self._relay.refuse_waiting(error)
+            return []
+        for each in decided:
+            if isinstance(each.result, Exception):
+                self._failures.note("relay", each.result)
+        return decided
 
     def _flush(self) -> list[Ended]:
         """End what is running; to be concluded once the lock is released."""
@@ -195,7 +214,8 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
-            self._relay.note_failed([step.batch for step in ended if not isinstance(step.outcome, StepOutput)])
+            failed = [step.batch for step in ended if not isinstance(step.outcome, StepOutput)]
+            self._try("other", self._relay.note_failed, failed)
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
@@ -225,9 +245,8 @@ class Engine:
         try:
             with self.operation(cause):
                 work(*args)
-        except Exception:
-            self._background_failures += 1
-            log.exception("background work failed")
+        except Exception as error:
+            self._failures.note(getattr(work, "__qualname__", repr(work)), error)
 
     def _move_boundary(self) -> None:
         """A page that leaves EMB is free once a step has ended that was launched after it left."""
@@ -237,9 +256,12 @@ class Engine:
         self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 
     def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
-        self._try("other", self._note_step, batch, took_s)
+        """Each part on its own: one that fails keeps no other from its work."""
+        self._try("other", self._learn_costs, batch, took_s)
+        self._try("other", self._warn_of_strangers)
         self._try("rows", self._runner.admit, output.running)
         self._try("save", self._save_pages)
+        self._try("other", self._relay.note_step, batch, took_s, self._clock.now())
         if batch.is_ahead:
             return
         requests = [member.request for member in batch.members]
@@ -247,11 +269,6 @@ class Engine:
             self._try("audit", self._auditor.look_at, requests, output.scores)
         if self._curves is not None:
             self._try("controller", self._curves.observe, requests)
-
-    def _note_step(self, batch: Batch, took_s: float) -> None:
-        self._learn_costs(batch, took_s)
-        self._warn_of_strangers()
-        self._relay.note_step(batch, took_s, self._clock.now())
 
     def _save_pages(self) -> None:
         self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
@@ -335,7 +352,7 @@ class Engine:
                 audits=self._auditor.audits,
                 audit_mismatches=self._auditor.mismatches,
                 audit_max_error=self._auditor.max_error,
-                background_failures=self._background_failures,
+                background_failures=self._failures.count(),
                 relay=relay,
                 pauses=self._gaps.stats(self._clock.now()),
                 collector=PROCESS.stats() if PROCESS.is_taken_over else None,

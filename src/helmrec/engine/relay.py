@@ -13,7 +13,6 @@ from typing import NamedTuple
 from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, Waiting
-from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.relay.leases import ComputeShare, Leases
@@ -46,11 +45,11 @@ class _Signal(NamedTuple):
     future: "Future[PrefillResult]"
 
 
-class _Decided(NamedTuple):
+class Decided(NamedTuple):
     """What a signal is to be told, once no lock is held."""
 
     future: "Future[PrefillResult]"
-    result: PrefillResult
+    result: PrefillResult | Exception
 
 
 class Relay:
@@ -84,13 +83,20 @@ class Relay:
             self._waiting.append(_Signal(request, history, future))
         return future
 
-    def begin_step(self, kv_pages: int, now: float) -> list[_Decided]:
+    def begin_step(self, kv_pages: int, now: float) -> list[Decided]:
         """End leases, and decide about signals submitted since; the caller tells them with no lock held."""
         self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        return [_Decided(each.future, self._take(each.request, each.history, kv_pages, now)) for each in waiting]
+        return [Decided(each.future, self._taken(each, kv_pages, now)) for each in waiting]
 
-    def refuse_waiting(self, error: HelmRecError) -> None:
+    def _taken(self, signal: _Signal, kv_pages: int, now: float) -> PrefillResult | Exception:
+        """The verdict, or what went wrong with this signal: the others are decided all the same."""
+        try:
+            return self._take(signal.request, signal.history, kv_pages, now)
+        except Exception as error:
+            return error
+
+    def refuse_waiting(self, error: Exception) -> None:
         while self._waiting:
             self._waiting.popleft().future.set_exception(error)
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from helmrec.serve.bodies import Bodies
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
 from helmrec.serve.histories import Histories
@@ -55,32 +56,37 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
 
     app = Starlette(
         routes=[
-            *(_route(path, endpoints) for path in dict.fromkeys(each.path for each in endpoints)),
+            *(_route(path, endpoints, front.bodies) for path in dict.fromkeys(each.path for each in endpoints)),
             Route("/openapi.json", show_document, methods=["GET"]),
             Route("/", dashboard(), methods=["GET"]),
         ],
         lifespan=lifespan,
     )
+    app.state.front = front
     app.router.redirect_slashes = False
     app.middleware_stack = Edge(_ByName(app.router), front.count_request)  # errors end there: no other layer is needed
     return app
 
 
-def _route(path: str, endpoints: Sequence[Endpoint]) -> Route:
+def _route(path: str, endpoints: Sequence[Endpoint], bodies: Bodies) -> Route:
     """All methods of a path as one route, so that a wrong one is told of all the right ones."""
     handlers = {each.method: each.handler for each in endpoints if each.path == path}
-    return Route(path, _Path(handlers), methods=list(handlers))
+    return Route(path, _Path(handlers, bodies), methods=list(handlers))
 
 
 class _Path:
     """The handlers of a path, by method. An application: around a function starlette would look for errors again."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], bodies: Bodies) -> None:
         self._handlers = handlers
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        response = await self._handlers[method](Request(scope, receive))
+        try:
+            response = await self._handlers[method](Request(scope, receive))
+        finally:
+            self._bodies.let_go(scope)
         await response(scope, receive, send)
 
 

@@ -14,6 +14,7 @@ from helmrec.control.helm import HelmPolicy
 from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.control.service_cost import ServiceCost
+from helmrec.failures import FailureLog
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.serve.settings import ServeConfig
 from helmrec.sim.cost import default_cost, load_cost
@@ -121,6 +122,15 @@ class Steering:
     def _inner(self) -> Policy:
         return self._policy.policy if isinstance(self._policy, Limited) else self._policy
 
+    def reset(self) -> None:
+        """Have the policy forget what it has seen."""
+        self._policy.reset()
+
+    def failed_view(self, error: Exception) -> ControlView:
+        """What to show of a policy that has failed."""
+        reason = f"the policy failed ({type(error).__name__}: {error}): alpha is frozen until a mode is set"
+        return ControlView(self._name, "freeze", None, reason, None, [], list(self._moves))
+
     def view(self, decision: Decision | None, mode: Mode, now_s: float) -> ControlView:
         """What to show after a decision, or before the first in a mode. `now_s` is the wall clock's."""
         move = None if decision is None else decision.move
@@ -136,6 +146,90 @@ class Steering:
             layers=[] if decision is None or decision.explanation is None else layers_of(decision.explanation),
             moves=list(self._moves),
         )
+
+
+class _CurvesMayFail:
+    """A steered engine whose miss curves are absent for one window when they fail."""
+
+    def __init__(self, engine: Steered, failures: FailureLog) -> None:
+        self._engine = engine
+        self._failures = failures
+
+    def stats(self) -> Look:
+        return self._engine.stats()
+
+    def curves(self) -> JointCurves | None:
+        try:
+            return self._engine.curves()
+        except Exception as error:
+            self._failures.note("miss curves", error)
+            return None
+
+    def move_alpha(self, alpha: float) -> None:
+        self._engine.move_alpha(alpha)
+
+
+class Controller:
+    """Runs a policy on a served engine. No failure of the policy reaches the engine's steps.
+
+    After a failure alpha stays where it is: the policy is not asked again until a mode is set, and then starts anew.
+    `tick` is one thread's; the other calls may come from any.
+    """
+
+    def __init__(self, steering: Steering, engine: Steered, failures: FailureLog, now_s: float) -> None:
+        """`failures` counts under "controller" and "miss curves". `now_s` is the wall clock's."""
+        self._steering = steering
+        self._engine = _CurvesMayFail(engine, failures)
+        self._failures = failures
+        self._rebalancer = steering.rebalancer(self._engine)
+        self._is_failed = False
+        self.view = steering.view(None, "adaptive", now_s)
+
+    def record(self, user_id: int, latency_ms: float | None) -> None:
+        """A request was answered, or refused (None)."""
+        if not self._is_failed:  # else nobody would take it out again
+            self._rebalancer.record(user_id, latency_ms)
+
+    def tick(self, now_s: float, wall_s: float) -> None:
+        """Ask the policy if a window has ended, and move the boundary if it says so."""
+        if self._is_failed:
+            return
+        rebalancer = self._rebalancer
+        try:
+            decision = rebalancer.tick(now_s)
+            if decision is not None:
+                self.view = self._steering.view(decision, rebalancer.mode, wall_s)
+        except Exception as error:
+            self._freeze(error)
+
+    def warm_up(self) -> None:
+        """Compile what the policy compiles on first use, before the first window."""
+        try:
+            self._steering.rehearse(self._engine)
+        except Exception as error:
+            self._freeze(error)
+
+    def set_mode(self, mode: Mode, wall_s: float) -> None:
+        """Follow the policy, a constant, or nobody; a policy that has failed is asked again, from the beginning."""
+        if self._is_failed:
+            self._steering.reset()
+            self._rebalancer = self._steering.rebalancer(self._engine)
+            self._is_failed = False
+        self._rebalancer.mode = mode
+        self.view = self._steering.view(None, mode, wall_s)
+
+    def inherit(self, old: "Controller") -> None:
+        """Begin with the mode of another controller and with what its policy has learned."""
+        self._rebalancer.mode = old._rebalancer.mode
+        try:
+            self._steering.relearn(old._steering.learned)
+        except Exception as error:
+            self._failures.note("controller", error, "what the policy had learned is lost")
+
+    def _freeze(self, error: Exception) -> None:
+        self._is_failed = True
+        self._failures.note("controller", error, "the policy failed and alpha is frozen until a mode is set")
+        self.view = self._steering.failed_view(error)
 
 
 def seen_by(policy: str | None, engine: EngineConfig) -> EngineConfig:

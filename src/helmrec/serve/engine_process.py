@@ -59,15 +59,20 @@ class EngineProcess:
     def _receive(self) -> None:
         try:
             for frame in self._link.receive():
-                self._handle(frame)
+                try:
+                    self._handle(frame)
+                except Exception as error:  # one that cannot be read must not take along those behind it
+                    self._fail(frame.call, error)
                 self._link.done(frame)
         except EngineClosed:
             self._is_over.set()
+        except Exception as error:  # positions that make no sense: nothing that follows can be trusted
+            self._give_up(error)
 
     def _handle(self, frame: Frame) -> None:
         """Whatever outlives this call must not look at the frame: requests are in the engine's own arrays by then."""
         if frame.kind == Kind.BEGIN:
-            self._start(self._begin(msgspec.msgpack.decode(frame.payload, type=Begin)))
+            self._start(self._begin(bytes(frame.payload)))
         elif frame.kind == Kind.END:
             self._is_over.set()
         elif frame.kind == Kind.RANK:
@@ -81,7 +86,14 @@ class EngineProcess:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._conclude)
+
+    def _conclude(self, task: asyncio.Task[None]) -> None:
+        """A task that fails has left someone without an answer: the front fails those and starts another engine."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._give_up(error)
 
     def _rank(self, frame: Frame) -> None:
         assert self._port is not None, "requests come when the engine is ready"
@@ -132,13 +144,21 @@ class EngineProcess:
             self._link.send(kind, call, parts)
         except QueueFull as error:  # the front does not read; it is told so without a payload
             log.warning("an answer did not fit", extra={"reason": str(error)})
-            self._link.send(Kind.ERROR, call)
+            self._answer_without_payload(call)
         except EngineClosed:
             self._is_over.set()
 
-    async def _begin(self, begin: Begin) -> None:
-        log_to_stderr(begin.serve["log_level"])
+    def _answer_without_payload(self, call: int) -> None:
         try:
+            self._link.send(Kind.ERROR, call)
+        except (QueueFull, EngineClosed) as error:  # it has not read for very long, or is gone
+            log.error("the front does not read answers", extra={"reason": str(error)})
+            self._is_over.set()
+
+    async def _begin(self, packed: bytes) -> None:
+        try:
+            begin = msgspec.msgpack.decode(packed, type=Begin)
+            log_to_stderr(begin.serve["log_level"])
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
             port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve)
         except Exception as error:
@@ -155,10 +175,10 @@ class EngineProcess:
         if port.health is Health.FAILED:
             self._give_up(RuntimeError(port.reason))
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         log.error("the engine cannot go on", exc_info=error)
-        self._answer(Kind.FAILED, 0, pack_error(error))
         self._is_over.set()
+        self._answer(Kind.FAILED, 0, pack_error(error))
 
 
 def main(arguments: list[str]) -> None:

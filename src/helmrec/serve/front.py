@@ -2,17 +2,19 @@
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
-from helmrec.serve.bodies import decode, read_body
+from helmrec.failures import FailureLog
+from helmrec.serve.bodies import Bodies, decode
 from helmrec.serve.histories import Histories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
@@ -20,6 +22,7 @@ from helmrec.serve.samples import Samples
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import RankRequest, RankResult
 
+log = logging.getLogger("helmrec.serve")
 RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer"})
 _SAMPLE_EVERY_S = 1.0
 T = TypeVar("T")
@@ -34,9 +37,11 @@ class Front:
         self.histories = histories  # None: clients send them
         self.metrics = Metrics(config.slo_ms)
         self.samples = Samples(config.slo_ms)
+        self.bodies = Bodies(config.max_body_bytes, config.max_bodies_bytes, config.body_timeout_s)
+        self._failures = FailureLog(log)
 
     async def body(self, request: Request) -> bytes:
-        return await read_body(request, self.config.max_body_bytes)
+        return await self.bodies.read(request)
 
     async def admin_body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """The body of an admin call, once its token is known to be right."""
@@ -55,12 +60,30 @@ class Front:
             self.samples.count(status, seconds)
 
     async def watch(self) -> None:
-        """Take a sample every second for as long as the server runs."""
+        """Take a sample every second for as long as the server runs. A look that fails costs one sample."""
         while True:
             if self.is_ready:
-                with suppress(HelmRecError):  # it may end between the question and the look, or be too busy for it
+                try:
                     self.samples.add(time.time(), await self.port.look())
+                except HelmRecError:
+                    pass  # the engine may end between the question and the look, or be too busy for it
+                except Exception as error:
+                    self._note_look(error)
             await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    async def stats(self) -> EngineStats | None:
+        """A look for the metrics; None if there is no engine now, or none that answers."""
+        try:
+            return await self.port.stats()
+        except HelmRecError:
+            return None
+        except Exception as error:
+            self._note_look(error)
+            return None
+
+    def _note_look(self, error: Exception) -> None:
+        self.metrics.count_look_failure()
+        self._failures.note("look at the engine", error)
 
     async def submit(self, request: Request, asked: Sequence[RankRequest]) -> list[RankResult]:
         """Rank, in what is left of the deadlines since the request came in."""

@@ -46,6 +46,7 @@ _ENGINE_COUNTERS = {
     "audits": "requests scored again without caches",
     "audit_mismatches": "audits whose scores differed: alarm on any",
     "background_failures": "failures of background work",
+    "controller_failures": "failures of the policy, each of which freezes alpha until a mode is set",
 }
 
 
@@ -70,6 +71,10 @@ class Metrics:
             "helmrec_history_appends", "Appends to stored histories.", ["outcome"], registry=self._registry
         )
         self._events = Counter("helmrec_history_events", "Events appended and kept.", registry=self._registry)
+        self._look_failures = Counter(
+            "helmrec_look_failures", "Looks at the engine that failed unexpectedly.", registry=self._registry
+        )
+        self._body_bytes = Gauge("helmrec_http_body_bytes", "Bytes of bodies in memory.", registry=self._registry)
 
     def _histogram(self, name: str, help_: str, labels: Iterable[str] = ()) -> Histogram:
         return Histogram(name, help_, labels, buckets=_SECONDS, registry=self._registry)
@@ -92,7 +97,11 @@ class Metrics:
         if outcome == "kept":
             self._events.inc(num_events)
 
+    def count_look_failure(self) -> None:
+        self._look_failures.inc()
+
     def render(self, seen: "Seen") -> bytes:
+        self._body_bytes.set(seen.body_bytes)
         self._engine.seen = seen
         return generate_latest(self._registry)
 
@@ -105,6 +114,7 @@ class Seen:
     history: HistoryStats | None  # None: no histories are kept
     is_ready: bool
     num_restarts: int
+    body_bytes: int = 0  # of requests that are being read or answered
 
 
 class _EngineCollector(Collector):

@@ -21,8 +21,9 @@ from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
+from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
-from helmrec.serve.control import ControlView, Steering
+from helmrec.serve.control import Controller, ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
@@ -127,8 +128,8 @@ class InProcessPort:
         self._engine = engine
         self._steering = steering
         self._snapshots = snapshots
-        self._rebalancer = None if steering is None else steering.rebalancer(engine)
-        self._control = None if steering is None else steering.view(None, "adaptive", time.time())
+        self._failures = FailureLog(log)
+        self._controller = None if steering is None else Controller(steering, engine, self._failures, time.time())
         self._health = Health.STARTING
         self._reason: str | None = None
         self._has_work = threading.Event()
@@ -199,10 +200,10 @@ class InProcessPort:
         self._has_work.set()  # the next step takes the cancelled out of the queue
 
     def _record(self, queued: "Queued", latency_ms: float | None) -> None:
-        """Tell the rebalancer of answers, or of refusals."""
-        if self._rebalancer is not None:
+        """Tell the controller of answers, or of refusals."""
+        if self._controller is not None:
             for user_id in queued.user_ids:
-                self._rebalancer.record(user_id, latency_ms)
+                self._controller.record(user_id, latency_ms)
 
     def _less_spent(self, request: RankRequest, spent_ms: float) -> RankRequest:
         """The request with what is left of its deadline; DeadlineExceeded if nothing is and it is else a good one."""
@@ -220,19 +221,30 @@ class InProcessPort:
             raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
 
     async def stats(self) -> EngineStats:
-        return await asyncio.to_thread(self._engine.stats)  # waits for the running step
+        return await asyncio.to_thread(self._stats)  # waits for the running step
+
+    def _stats(self) -> EngineStats:
+        """Of the engine, with the failures of what runs beside it."""
+        stats, beside = self._engine.stats(), self._failures.count("miss curves")
+        if self._snapshots is not None:
+            beside += self._snapshots.failures.count()
+        return replace(
+            stats,
+            background_failures=stats.background_failures + beside,
+            controller_failures=self._failures.count("controller"),
+        )
 
     async def look(self) -> Look:
         return await asyncio.to_thread(self._look)
 
     def _look(self) -> Look:
-        return Look(self._engine.stats(), self._engine.page_owners(), self._control)
+        view = None if self._controller is None else self._controller.view
+        return Look(self._stats(), self._engine.page_owners(), view)
 
     async def set_mode(self, mode: Mode) -> None:
-        if self._steering is None or self._rebalancer is None:
+        if self._controller is None:
             raise RequestError("mode", mode, "this server was given no policy")
-        self._rebalancer.mode = mode
-        self._control = self._steering.view(None, mode, time.time())
+        self._controller.set_mode(mode, time.time())
 
     async def move_alpha(self, alpha: float) -> None:
         await asyncio.to_thread(self._engine.move_alpha, alpha)
@@ -253,10 +265,8 @@ class InProcessPort:
             self._engine.settle()
         if self.model.tables == old.model.tables:
             self._engine.warm(old._engine.hot_rows())
-        if self._steering is not None and old._steering is not None:
-            self._steering.relearn(old._steering.learned)
-        if self._rebalancer is not None and old._rebalancer is not None:
-            self._rebalancer.mode = old._rebalancer.mode
+        if self._controller is not None and old._controller is not None:
+            self._controller.inherit(old._controller)
 
     async def retire(self) -> None:
         """Answer what was submitted, then close. Nothing may be submitted any more; no snapshot is taken."""
@@ -276,8 +286,8 @@ class InProcessPort:
             if self._snapshots is not None and not self._is_heir:
                 self._snapshots.restore(self._engine, self._steering)
             warm_up(self._engine)
-            if self._steering is not None:
-                self._steering.rehearse(self._engine)
+            if self._controller is not None:
+                self._controller.warm_up()
             self._health = Health.READY
             log.info("ready", extra={"model": self.model.name})
             self._step_until_over()
@@ -297,14 +307,7 @@ class InProcessPort:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
             if not self._engine.step():
                 self._has_work.wait(_IDLE_WAIT_S)
-            self._steer()
-
+            if self._controller is not None:
+                self._controller.tick(time.perf_counter(), time.time())
             if self._snapshots is not None:
                 self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())
-
-    def _steer(self) -> None:
-        if self._steering is None or self._rebalancer is None:
-            return
-        decision = self._rebalancer.tick(time.perf_counter())
-        if decision is not None:
-            self._control = self._steering.view(decision, self._rebalancer.mode, time.time())

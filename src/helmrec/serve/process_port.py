@@ -20,10 +20,11 @@ from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake
 from helmrec.errors import EngineClosed, HelmRecError, QueueFull, RequestError, TooLarge
+from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
 from helmrec.serve.port import Health, Look
-from helmrec.serve.replay import Replay
+from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
 from helmrec.serve.swap import check_fits
 from helmrec.serve.wire import (
@@ -67,7 +68,8 @@ class ProcessPort:
         self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
         self._ring_bytes = limits.ring_bytes
         self._replay = Replay(limits.replay_bytes)
-        self._resuming: asyncio.Task[None] | None = None
+        self._failures = FailureLog(log)
+        self._resuming: asyncio.Task[None] | None = None  # kept: the loop itself would let it go
         self._health = Health.STARTING
         self._reason: str | None = None
         self._failure: str | None = None  # what the engine itself said before it ended
@@ -149,8 +151,11 @@ class ProcessPort:
         self._replay.note_mode(mode)
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        await self._call("update_rows", None, table=table, ids=list(ids), values=values)
-        self._replay.note_rows(table, ids, values)
+        num_swaps = await self._call("place_rows", int, table=table, ids=list(ids), values=values)
+        num_lost = self._replay.num_lost
+        self._replay.note_rows(table, ids, values, num_swaps)
+        if num_lost == 0 and self._replay.num_lost:
+            log.warning("row updates exceed replay_bytes: an engine that is started again will not have all of them")
 
     async def forget(self, user_id: int) -> None:
         await self._call("forget", None, user_id=user_id)
@@ -162,7 +167,7 @@ class ProcessPort:
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self._model = manifest.model
         self._intake = Intake(manifest.model, version=0, max_history=self._max_history)
-        self._replay.forget_rows()
+        self._replay.note_swap()
 
     async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> T:
         try:
@@ -219,8 +224,12 @@ class ProcessPort:
         while not self._is_over:
             try:
                 await self._run_one()
-            except OSError as error:  # of starting it: there may be too many open files, or too little memory
-                self._reason = f"it cannot be started ({error})"
+            except Exception as error:  # too many open files, too little memory, no more threads
+                log.exception("the engine could not be run")
+                self._reason = f"it cannot be run ({type(error).__name__}: {error})"
+                self._link = None
+                self._kill()
+                self._fail_pending(EngineClosed(f"the engine ended: {self._reason}"))
             if self._is_over:
                 return
             was_ever_ready |= self._was_ready
@@ -243,6 +252,8 @@ class ProcessPort:
         """One engine process from start to end; `_reason` says why it ended."""
         self._ended.clear()
         self._failure, self._was_ready = None, False
+        if num_lost := self._replay.note_start():
+            log.error("rows are lost that were set on a model whose swap did not end", extra={"rows": num_lost})
         link, process = self._spawn()
         self._link, self._process = link, process
         link.attach(asyncio.get_running_loop(), self._receive)
@@ -266,10 +277,14 @@ class ProcessPort:
             link.close()
 
     async def _watch(self) -> None:
-        """End an engine that is ready and does not answer any more."""
+        """End an engine that is ready and does not answer any more; warn of one that does not get ready."""
+        waited_s = 0.0
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             if self._health is not Health.READY:
+                waited_s += _LOOK_EVERY_S
+                if waited_s % self.hang_s < _LOOK_EVERY_S:
+                    log.warning("the engine is not ready yet", extra={"seconds": round(waited_s)})
                 continue
             try:
                 await asyncio.wait_for(self.stats(), self.hang_s)
@@ -279,6 +294,8 @@ class ProcessPort:
                 return
             except (EngineClosed, QueueFull):
                 continue
+            except Exception as error:  # the engine answers, if only with an error
+                self._failures.note("watching the engine", error)
 
     def _spawn(self) -> "tuple[Link, subprocess.Popen[bytes]]":
         """A process, and our end of what connects us."""
@@ -311,6 +328,11 @@ class ProcessPort:
         except EngineClosed:
             link.detach()
             self._ended.set()
+        except Exception:  # positions that make no sense: nothing that follows can be trusted
+            log.exception("the engine sent what cannot be read")
+            self._failure = "it sent what cannot be read"
+            link.detach()
+            self._kill()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.READY:
@@ -323,19 +345,39 @@ class ProcessPort:
             self._settle(frame)
 
     async def _resume(self, link: Link) -> None:
-        """Tell a new engine what admin calls have set; then it serves."""
+        """Set again what admin calls had set on the engine before; then this one serves.
+
+        Without its rows an engine would give wrong scores, so one that does not take them all is ended, and the
+        supervisor starts another. Alpha and mode change no score: one that is refused is logged.
+        """
         try:
-            for name, arguments in self._replay.calls(link.max_frame_bytes // 2):
-                await self._ask_over(link, Kind.CALL, pack_call(name, arguments))
-        except EngineClosed:
+            for call in self._replay.row_calls(link.max_frame_bytes // 2):
+                await self._set_again(link, call)
+            for call in self._replay.setting_calls():
+                try:
+                    await self._set_again(link, call)
+                except HelmRecError as error:
+                    if isinstance(error, EngineClosed):
+                        raise
+                    log.error("a setting was not set again", extra={"call": call.name, "reason": str(error)})
+        except Exception as error:
+            if self._link is link:  # else it has ended already, and the supervisor says why
+                log.exception("the engine could not be resumed")
+                self._failure = f"it could not be given what admin calls had set ({type(error).__name__}: {error})"
+                self._kill()
             return
-        except HelmRecError as error:
-            log.exception("what admin calls had set could not be set again", extra={"reason": str(error)})
         if self._replay.num_lost:
             log.error("row updates are lost: send them again", extra={"rows": self._replay.num_lost})
         if self._link is link:
             self._health, self._reason, self._was_ready = Health.READY, None, True
             log.info("serving", extra={"model": self._model.name})
+
+    async def _set_again(self, link: Link, call: AdminCall) -> None:
+        asked = self._ask_over(link, Kind.CALL, pack_call(call.name, call.arguments))
+        try:
+            await asyncio.wait_for(asked, self.hang_s)
+        except TimeoutError:
+            raise EngineClosed(f"{call.name} was not answered for {self.hang_s:g} s") from None
 
     def _settle(self, frame: Frame) -> None:
         answer = self._pending.get(frame.call)

@@ -1,6 +1,7 @@
-"""What admin calls have set, kept by the front so that an engine that is started again can be told.
+"""What admin calls have set, kept by the front so that an engine that is started again can be given it.
 
-Of every row that was replaced, the last values are kept, up to a bound; what is beyond it is counted, and told of.
+Of every row that was replaced, the last values are kept, up to a bound; rows beyond it are counted. Rows belong to the
+model they were set on: each is kept with the number of swaps that came before it.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ class AdminCall(NamedTuple):
     arguments: dict[str, Any]
 
 
+class _Table(NamedTuple):
+    """A table of one of the models an engine serves one after the other."""
+
+    num_swaps: int  # before the model came
+    name: str
+
+
 class Replay:
     """Alpha, mode and rows as they were set last."""
 
@@ -30,7 +38,8 @@ class Replay:
         self._max_bytes = max_bytes
         self._alpha: float | None = None
         self._mode: Mode | None = None
-        self._rows: dict[str, dict[int, NDArray[np.float32]]] = {}
+        self._num_swaps = 0  # of the engine that runs, as far as they have ended
+        self._rows: dict[_Table, dict[int, NDArray[np.float32]]] = {}
         self._num_bytes = 0
         self.num_lost = 0  # rows set that an engine started again would not have
 
@@ -40,31 +49,68 @@ class Replay:
     def note_mode(self, mode: Mode) -> None:
         self._mode = mode
 
-    def note_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Values that an engine has taken."""
-        kept = self._rows.setdefault(table, {})
+    def note_rows(self, table: str, ids: Ids, values: ArrayLike, num_swaps: int = 0) -> None:
+        """Keep values that an engine has taken after so many swaps; not those of a model it has since let go."""
+        if num_swaps < self._num_swaps:
+            return
+        kept = self._rows.get(_Table(num_swaps, table), {})
         for row, new in zip(ids, np.asarray(values, np.float32), strict=True):
-            if row in kept or self._num_bytes + new.nbytes + _ROW_OVERHEAD_BYTES <= self._max_bytes:
-                self._num_bytes += 0 if row in kept else new.nbytes + _ROW_OVERHEAD_BYTES
+            num_bytes = 0 if row in kept else new.nbytes + _ROW_OVERHEAD_BYTES
+            if self._num_bytes + num_bytes <= self._max_bytes:
+                self._num_bytes += num_bytes
                 kept[int(row)] = new.copy()
             else:
                 self.num_lost += 1
+        if kept:
+            self._rows[_Table(num_swaps, table)] = kept
 
-    def forget_rows(self) -> None:
-        """They were of a model that is not served any more."""
-        self._rows.clear()
-        self._num_bytes = self.num_lost = 0
+    def note_swap(self) -> None:
+        """A swap has ended: rows of the model before it are not served any more. Those set since on the new one are."""
+        self._num_swaps += 1
+        self.num_lost = 0
+        self._rows = {table: rows for table, rows in self._rows.items() if table.num_swaps >= self._num_swaps}
+        self._count_bytes()
 
-    def calls(self, max_bytes: int) -> Iterator[AdminCall]:
-        """What to tell an engine, in an order that works, no call much longer than so many bytes."""
-        if self._alpha is not None:
-            yield AdminCall("move_alpha", {"alpha": self._alpha})
-        if self._mode is not None:
-            yield AdminCall("set_mode", {"mode": self._mode})
-        for table, rows in self._rows.items():
+    def note_start(self) -> int:
+        """An engine starts with the model swapped in last, and counts swaps anew.
+
+        Returns how many rows were set on a model whose swap did not end: they are gone with it.
+        """
+        num_before, last = self._num_rows, self._num_swaps
+        self._rows = {_Table(0, table.name): rows for table, rows in self._rows.items() if table.num_swaps == last}
+        self._num_swaps = 0
+        self._count_bytes()
+        return num_before - self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(len(rows) for rows in self._rows.values())
+
+    def _count_bytes(self) -> None:
+        kept = [row for rows in self._rows.values() for row in rows.values()]
+        self._num_bytes = sum(row.nbytes + _ROW_OVERHEAD_BYTES for row in kept)
+
+    def row_calls(self, max_bytes: int) -> Iterator[AdminCall]:
+        """Rows to set on the model swapped in last, no call much longer than so many bytes. Scores depend on them."""
+        for (num_swaps, table), rows in self._rows.items():
+            if num_swaps != self._num_swaps:
+                continue
             ids = list(rows)
             step = max(1, max_bytes // (_NUMBER_BYTES * (1 + rows[ids[0]].size)))
             for start in range(0, len(ids), step):
                 some = ids[start : start + step]
                 values = [rows[row].tolist() for row in some]
                 yield AdminCall("update_rows", {"table": table, "ids": some, "values": values})
+
+    def setting_calls(self) -> Iterator[AdminCall]:
+        """Alpha and mode, where they were set. No score depends on them."""
+        if self._alpha is not None:
+            yield AdminCall("move_alpha", {"alpha": self._alpha})
+        if self._mode is not None:
+            yield AdminCall("set_mode", {"mode": self._mode})
+
+    def check(self) -> None:
+        assert all(self._rows.values()), "a table without rows is kept"
+        assert all(table.num_swaps >= self._num_swaps for table in self._rows), "rows of a model that is gone are kept"
+        kept = [row for rows in self._rows.values() for row in rows.values()]
+        assert self._num_bytes == sum(row.nbytes + _ROW_OVERHEAD_BYTES for row in kept) <= self._max_bytes

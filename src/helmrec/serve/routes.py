@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
+_OF_A_BODY = (408, 413, 415, 503)  # what reading any body may end with
 _USER_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 
@@ -25,7 +26,7 @@ class Endpoint:
     gives: Any = None
     gives_media_type: str = "application/json"
     takes_media_types: tuple[str, ...] = ("application/json",)
-    statuses: tuple[int, ...] = ()  # of problems, beyond 500
+    statuses: tuple[int, ...] = ()  # of problems, beyond 500 and those of reading a body
     is_admin: bool = False
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # optional parameters and their schemas
 
@@ -57,11 +58,12 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
     has_content = endpoint.gives is not None or endpoint.gives_media_type != "application/json"
     content = {endpoint.gives_media_type: {"schema": by_type.get(endpoint.gives, {})}} if has_content else {}
     bad = {"application/problem+json": {"schema": problem}}
+    statuses = sorted({*endpoint.statuses, *(() if endpoint.takes is None else _OF_A_BODY), 500})
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "responses": {
             "200": {"description": "done", "content": content},
-            **{str(status): {"description": "a problem", "content": bad} for status in (*endpoint.statuses, 500)},
+            **{str(status): {"description": "a problem", "content": bad} for status in statuses},
         },
     }
     if endpoint.takes is not None:

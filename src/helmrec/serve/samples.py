@@ -4,6 +4,7 @@ Knows looks and answers; not how either is made. Time comes in from outside.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from helmrec.memory.stats import PoolStats
 from helmrec.serve.port import Look
 
 _KEPT = 600
+_KEPT_LATENCIES = 1 << 14  # of one stretch; percentiles of a longer one are those of its last answers
 _RECENT = 10
 _MAX_CELLS = 2_048
 _ON_PATH = ("row-miss", "kv-reload")  # a request waits for these bytes
@@ -71,9 +73,11 @@ class PageMap(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Stretch:
-    """What became of ranking calls between two looks."""
+    """What became of ranking calls between two looks. Takes no more memory however long that is."""
 
-    latencies_ms: list[float] = field(default_factory=list)
+    latencies_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_LATENCIES))
+    answered: int = 0
+    in_time: int = 0  # of those answered
     refused: int = 0
     failed: int = 0
     span_s: float = 0.0
@@ -93,7 +97,10 @@ class Samples:
     def count(self, status: int, seconds: float) -> None:
         """A ranking call was answered."""
         if status == 200:
-            self._now.latencies_ms.append(seconds * 1e3)
+            latency_ms = seconds * 1e3
+            self._now.latencies_ms.append(latency_ms)
+            self._now.answered += 1
+            self._now.in_time += latency_ms <= self._slo_ms
         elif status in {429, 503}:
             self._now.refused += 1
         elif status >= 500:
@@ -115,12 +122,12 @@ class Samples:
                 number=self._number,
                 time_s=now_s,
                 span_s=span_s,
-                answered=len(stretch.latencies_ms),
+                answered=stretch.answered,
                 refused=stretch.refused,
                 failed=stretch.failed,
                 p50_ms=p50_ms,
                 p99_ms=p99_ms,
-                slo_share=_within([stretch], self._slo_ms),
+                slo_share=_within([stretch]),
                 queue_length=new.queue_length,
                 busy=min(1.0, (new.busy_s - old.busy_s) / span_s),
                 alpha=new.pool.alpha,
@@ -139,11 +146,11 @@ class Samples:
         latencies = [ms for each in late for ms in each.latencies_ms]
         p50_ms, p99_ms = _percentiles(latencies)
         return Recent(
-            rate=len(latencies) / span_s,
+            rate=sum(each.answered for each in late) / span_s,
             refused_rate=sum(each.refused for each in late) / span_s,
             p50_ms=p50_ms,
             p99_ms=p99_ms,
-            slo_share=_within(late, self._slo_ms),
+            slo_share=_within(late),
         )
 
     def after(self, number: int) -> list[Sample]:
@@ -151,18 +158,18 @@ class Samples:
         return [sample for sample in self._ring if sample.number > number]
 
 
-def _percentiles(latencies_ms: list[float]) -> tuple[float, float] | tuple[None, None]:
+def _percentiles(latencies_ms: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
     """P50 and P99."""
     if not latencies_ms:
         return None, None
-    p50, p99 = np.percentile(latencies_ms, (50, 99)).tolist()
+    p50, p99 = np.percentile(list(latencies_ms), (50, 99)).tolist()
     return p50, p99
 
 
-def _within(stretches: list[_Stretch], slo_ms: float) -> float | None:
+def _within(stretches: Sequence[_Stretch]) -> float | None:
     """The share answered in time; what was refused or failed was not."""
-    asked = sum(len(each.latencies_ms) + each.refused + each.failed for each in stretches)
-    in_time = sum(ms <= slo_ms for each in stretches for ms in each.latencies_ms)
+    asked = sum(each.answered + each.refused + each.failed for each in stretches)
+    in_time = sum(each.in_time for each in stretches)
     return in_time / asked if asked else None
 
 

@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,8 +26,25 @@ def listen(config: ServeConfig) -> socket.socket:
         raise ConfigError(f"host, port: cannot listen ({error.strerror}), got {config.host}:{config.port}") from None
 
 
-def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns."""
+class _Server(uvicorn.Server):
+    """Says when it begins to stop."""
+
+    def __init__(self, settings: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._on_stop = on_stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)
+
+
+def serve_until_told(
+    app: ASGIApp, config: ServeConfig, listener: socket.socket, on_stop: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns.
+
+    `on_stop` is called in the event loop when that begins.
+    """
     sys.setswitchinterval(_TURN_S)
     gc.collect()
     gc.freeze()  # model and libraries stay: collections between requests need not look at them again
@@ -39,7 +57,7 @@ def serve_until_told(app: ASGIApp, config: ServeConfig, listener: socket.socket)
         lifespan="on",
         timeout_graceful_shutdown=config.drain_s,
     )
-    server = uvicorn.Server(settings)
+    server = _Server(settings, on_stop)
 
     def stop(*_: object) -> None:  # before the server listens to signals itself, and when it raises them again
         server.should_exit = True

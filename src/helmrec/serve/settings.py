@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ByteSize, Field, SecretStr
+from pydantic import ByteSize, Field, SecretStr, ValidationInfo, field_validator
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
@@ -28,6 +28,12 @@ class ServeConfig(Frozen):
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
     node_name: str = Field("local", min_length=1, description="what this node is called in leases")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
+    max_bodies_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(128 << 20),
+        description="of all requests that are being read or answered, together; at least twice max_body_bytes",
+        validate_default=True,
+    )
+    body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to come")
     admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
     engine_process: bool = Field(False, description="the engine in a process of its own, started again if it ends")
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
@@ -52,6 +58,14 @@ class ServeConfig(Frozen):
     )
     snapshot_every_s: float = Field(60.0, gt=0, description="between two snapshots; one is made at the end too")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
+
+    @field_validator("max_bodies_bytes")
+    @classmethod
+    def _holds_two_bodies(cls, value: ByteSize, given: ValidationInfo) -> ByteSize:
+        of_one = given.data.get("max_body_bytes")  # absent where that is itself wrong
+        if of_one is not None and value < 2 * of_one:
+            raise ValueError(f"at least twice max_body_bytes is needed, which is {of_one}")
+        return value
 
 
 _HISTORY_PREFIX = "history_"

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -18,6 +20,7 @@ from safetensors.numpy import save
 
 from helmrec.engine.engine import Engine
 from helmrec.errors import AlphaOutOfRange
+from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import Steering
 from helmrec.serve.settings import ServeConfig
@@ -50,11 +53,15 @@ class SnapshotFile:
         data = save({"rows": snapshot.rows}, metadata)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self.path)
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path)
+        except BaseException:
+            beside.unlink(missing_ok=True)  # half a file would keep its room on a full disk
+            raise
 
     def read(self) -> Snapshot | None:
         """None, with a line in the log, if there is none that fits."""
@@ -84,7 +91,8 @@ class SnapshotFile:
 class SnapshotKeeper:
     """Takes snapshots of an engine from time to time, and gives the last one back to the next engine.
 
-    The engine's thread only looks; the file is written by another.
+    The engine's thread only looks; the file is written by another. Whatever fails is counted in `failures` and logged:
+    serving goes on without a snapshot.
     """
 
     def __init__(self, file: SnapshotFile, every_s: float) -> None:
@@ -92,6 +100,7 @@ class SnapshotKeeper:
         self._every_s = every_s
         self._last_s: float | None = None
         self._writer: threading.Thread | None = None
+        self.failures = FailureLog(log)
 
     @classmethod
     def of(cls, config: ServeConfig, model: ModelConfig) -> "SnapshotKeeper | None":
@@ -102,6 +111,9 @@ class SnapshotKeeper:
 
     def restore(self, engine: Engine, steering: Steering | None) -> None:
         """Warm the engine up as it was. A boundary nobody steers stays where the settings put it."""
+        self._try(self._restore, engine, steering)
+
+    def _restore(self, engine: Engine, steering: Steering | None) -> None:
         found = self._file.read()
         if found is None:
             return
@@ -122,20 +134,28 @@ class SnapshotKeeper:
         if now_s - self._last_s < self._every_s or is_writing:
             return
         self._last_s = now_s
-        self._writer = threading.Thread(target=self._write, args=(_look(engine, steering),), name="helmrec-snapshot")
-        self._writer.start()
+        self._try(self._write_beside, engine, steering)
+
+    def _write_beside(self, engine: Engine, steering: Steering | None) -> None:
+        look = _look(engine, steering)
+        writer = threading.Thread(target=self._try, args=(self._file.write, look), name="helmrec-snapshot")
+        writer.start()
+        self._writer = writer  # one that could not be started cannot be joined
 
     def keep(self, engine: Engine, steering: Steering | None) -> None:
         """Take a snapshot now, and wait until it is on the disk."""
         if self._writer is not None:
             self._writer.join()
-        self._write(_look(engine, steering))
+        self._try(self._write, engine, steering)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, engine: Engine, steering: Steering | None) -> None:
+        self._file.write(_look(engine, steering))
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
         try:
-            self._file.write(snapshot)
-        except OSError as error:  # serving goes on without
-            log.warning("snapshot failed", extra={"path": str(self._file.path), "reason": str(error)})
+            work(*args)
+        except Exception as error:
+            self.failures.note(str(self._file.path), error, "snapshot failed")
 
 
 def _look(engine: Engine, steering: Steering | None) -> Snapshot:

@@ -35,6 +35,7 @@ class SwappingPort:
         self._retiring: list[InProcessPort] = []
         self._one_at_a_time = asyncio.Lock()
         self._is_over = False
+        self.num_swaps = 0  # that have taken over
 
     @property
     def current(self) -> InProcessPort:
@@ -76,7 +77,13 @@ class SwappingPort:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Of the model that serves; the rows of one that is about to follow are its own."""
-        await self._current.update_rows(table, ids, values)
+        await self.place_rows(table, ids, values)
+
+    async def place_rows(self, table: str, ids: Ids, values: ArrayLike) -> int:
+        """Update rows; returns how many swaps came before the model that took them."""
+        port, num_swaps = self._current, self.num_swaps
+        await port.update_rows(table, ids, values)
+        return num_swaps
 
     async def forget(self, user_id: int) -> None:
         for port in (self._current, *self._retiring):
@@ -85,7 +92,8 @@ class SwappingPort:
     async def swap(self, model: str) -> None:
         """Serve the model in this folder from now on; returns when the old one has answered what it took.
 
-        Whatever goes wrong with the new model is raised, and the old one goes on as if nothing had happened.
+        Whatever goes wrong with the new model is raised, and the old one goes on as if nothing had happened. Once the
+        new one has taken over, nothing is raised any more.
         """
         async with self._one_at_a_time:
             if self._is_over:
@@ -100,10 +108,15 @@ class SwappingPort:
                 await new.retire()
                 raise
             self._current = new
+            self.num_swaps += 1
             self._retiring.append(old)
             ready_s = time.perf_counter()
-            await old.retire()
-            self._retiring.remove(old)
+            try:
+                await old.retire()
+            except Exception:
+                log.exception("the engine of the model before did not end as it should")
+            finally:
+                self._retiring.remove(old)
             seconds = {"ready_s": ready_s - started_s, "drained_s": time.perf_counter() - ready_s}
             log.info("model swapped", extra={name: round(value, 3) for name, value in seconds.items()})
 

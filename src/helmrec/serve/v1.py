@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from helmrec.engine.engine import EngineStats
-from helmrec.errors import EngineClosed
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
@@ -78,15 +77,12 @@ class FriendlyRoutes:
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
-        try:
-            stats = await self._port.stats()
-        except EngineClosed:  # what the front counts is to be seen meanwhile
-            stats = None
         seen = Seen(
-            stats=stats,
+            stats=await self._front.stats(),  # without one, what the front counts is still shown
             history=None if histories is None else histories.stats(),
             is_ready=self._front.is_ready,
             num_restarts=self._port.num_restarts,
+            body_bytes=self._front.bodies.held_bytes,
         )
         return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
 

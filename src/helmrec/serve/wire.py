@@ -289,15 +289,22 @@ def unpack_call(payload: memoryview) -> tuple[str, dict[str, Any]]:
     return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
 
 
-def pack_error(error: Exception) -> list[bytes | memoryview]:
+def pack_error(error: BaseException) -> list[bytes | memoryview]:
+    """Any error can be packed: whoever waits for an answer must get one."""
     if isinstance(error, RequestError):
         value = error.value.item() if isinstance(error.value, np.generic) else error.value
+        problem, field = _encodable(error.problem), _encodable(error.field)
         try:
-            return [_ENCODER.encode(WireError("RequestError", error.problem, error.field, value))]
-        except (OverflowError, TypeError):
-            return [_ENCODER.encode(WireError("RequestError", error.problem, error.field, repr(value)))]
+            return [_ENCODER.encode(WireError("RequestError", problem, field, value))]
+        except (OverflowError, TypeError, ValueError):
+            return [_ENCODER.encode(WireError("RequestError", problem, field, _encodable(repr(value))))]
     kind = type(error).__name__ if isinstance(error, HelmRecError) else ""
-    return [_ENCODER.encode(WireError(kind, str(error) or type(error).__name__))]
+    return [_ENCODER.encode(WireError(kind, _encodable(str(error)) or type(error).__name__))]
+
+
+def _encodable(text: str) -> str:
+    """Text without what UTF-8 has no bytes for, as names of files may have."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unpack_error(payload: memoryview) -> Exception:
