@@ -3,6 +3,7 @@
 Knows transactions, sizes and locks; what is in them is the business of `users.py`.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
 
-from helmrec.errors import HistoryError, HistoryFull
+from helmrec.errors import DiskFull, HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
@@ -27,6 +28,8 @@ _DESCRIPTION = b"helmrec-history"
 _DATA = "data.mdb"
 _LOCK = "writer.lock"
 _HEADROOM_BYTES = 16 << 20
+_TRIED_BYTES = 1 << 16
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Tables(NamedTuple):
@@ -175,7 +178,32 @@ class HistoryFile:
         except lmdb.MapFullError:
             raise
         except (lmdb.Error, OSError) as error:
-            raise HistoryError(f"{self.path}: {error}") from error
+            kind = DiskFull if not self.readonly and _is_disk_full(error, self.path / _DATA) else HistoryError
+            raise kind(f"{self.path}: {error}") from error
+
+
+def _is_disk_full(error: Exception, data: Path) -> bool:
+    """Whether LMDB failed for want of room. It calls a write that stopped half way an I/O error: then we try one."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _NO_ROOM):
+        return True
+    return os.strerror(errno.EIO) in str(error) and not _has_room_at_end(data)
+
+
+def _has_room_at_end(data: Path) -> bool:
+    """Write a little behind the end of the file, and take it back. Only the process that writes the store may."""
+    try:
+        with data.open("r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                written = file.write(bytes(_TRIED_BYTES)) or 0
+                os.fsync(file.fileno())
+            finally:
+                file.truncate(end)
+    except OSError as error:
+        return error.errno not in _NO_ROOM
+    return written == _TRIED_BYTES
 
 
 def _check_place(path: Path, *, readonly: bool) -> None:

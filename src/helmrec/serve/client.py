@@ -14,21 +14,25 @@ import numpy as np
 from helmrec.errors import (
     ConfigError,
     DeadlineExceeded,
+    DiskFull,
     EngineClosed,
     Forgotten,
     HelmRecError,
     HistoryFull,
+    HistoryUnavailable,
     QueueFull,
     RequestError,
     ServerError,
     StaleVersion,
+    TablesTooSmall,
 )
 from helmrec.history.store import Appended, UserState
 from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
-_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, QueueFull)
+_OF_HISTORIES = (DiskFull, HistoryFull, HistoryUnavailable, TablesTooSmall)
+_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, QueueFull, *_OF_HISTORIES)
 _BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
 
 
