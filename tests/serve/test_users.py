@@ -255,10 +255,10 @@ def test_a_full_disk_is_told_as_such_and_the_events_are_kept_when_there_is_room(
 def test_a_failing_store_is_our_failure_and_stays_in_the_log(
     keeper: Caller, histories: Histories, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(user_id: int) -> None:
+    def fail(user_id: int, num_events: int) -> None:
         raise HistoryError("/secret/path is damaged")
 
-    monkeypatch.setattr(histories, "read", fail)
+    monkeypatch.setattr(histories._store, "read_last", fail)
     reply = keeper.post("/v1/rank", stored_body())
     assert reply.status == 500
     assert b"secret" not in reply.body

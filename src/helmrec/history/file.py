@@ -19,6 +19,7 @@ from helmrec.errors import DiskFull, HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
+from helmrec.history.sizes import Sizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -27,6 +28,7 @@ _FORMAT = 1
 _DESCRIPTION = b"helmrec-history"
 _DATA = "data.mdb"
 _LOCK = "writer.lock"
+_SIZES = b"helmrec-history-sizes"
 _HEADROOM_BYTES = 16 << 20
 _TRIED_BYTES = 1 << 16
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -90,6 +92,21 @@ class HistoryFile:
         if bytes(found).decode(errors="replace") != wanted:
             raise HistoryError(f"{self.path} was made for {bytes(found)!r}; this model and release need {wanted!r}")
         return Tables(self.env.open_db(b"users", create=False), self.env.open_db(b"pages", create=False))
+
+    def taken_sizes(self, txn: Txn) -> Sizes | None:
+        """The largest tables under which events were taken; None in a store of a release that did not note them."""
+        value = txn.get(_SIZES)
+        return None if value is None else unpack_sizes(value, str(self.path))
+
+    def note_sizes(self, txn: Txn, schema: EventSchema) -> None:
+        """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
+
+        A store without users forgets what it noted before.
+        """
+        taken = (self.taken_sizes(txn) or {}) if txn.stat(self.tables.users)["entries"] else {}
+        check_sizes(taken, schema, str(self.path))
+        if taken != sizes_of(schema):
+            txn.put(_SIZES, pack_sizes(sizes_of(schema)))
 
     @property
     def env(self) -> lmdb.Environment:

@@ -27,6 +27,7 @@ from helmrec.errors import (
     TablesTooSmall,
 )
 from helmrec.history.store import Appended, UserState
+from helmrec.redaction import redact
 from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
@@ -42,9 +43,9 @@ class Client:
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"url must look like http://127.0.0.1:8000, got {url!r}")
+            raise ConfigError(f"url must look like http://127.0.0.1:8000, got {redact(url)!r}")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._url = url
+        self._url = redact(url)
         self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
         self._encoder = msgspec.json.Encoder(enc_hook=_as_plain)
         self._answer = msgspec.json.Decoder(RankAnswer)

@@ -24,6 +24,7 @@ from helmrec.errors import (
     TablesTooSmall,
     TooLarge,
 )
+from helmrec.redaction import redact
 from helmrec.serve.schema import Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -49,7 +50,7 @@ _HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first that fits
     DiskFull: "the disk of the history store is full; nothing of this call was kept",
     HistoryFull: "the history store has no room for more events",
     HistoryUnavailable: "the history store does not answer; requests that carry their history are served",
-    TablesTooSmall: "the stored history has ids that the model of this node lacks: a larger model has written to the store",
+    TablesTooSmall: "stored events may have ids that this node's model lacks: a larger model has written to the store",
 }
 TOLD_OF_HISTORIES = tuple(_HISTORY_DETAILS)  # other errors of a store are ours to mend, and stay in the log
 
@@ -92,6 +93,7 @@ def _title(status: int) -> str:
 
 
 def _cut(text: str) -> str:
+    text = redact(text[: 4 * _MAX_DETAIL])
     return text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
 
 
