@@ -8,20 +8,18 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from helmrec.errors import HelmRecError, HistoryError, HistoryFull, HistoryUnavailable, QueueFull, RequestError
+from helmrec.errors import HelmRecError, HistoryError, QueueFull, RequestError
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import HistoryStats
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
 from helmrec.history.file import Tables, Txn
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
+from helmrec.history.redis_client import connect, told
 from helmrec.history.sizes import Sizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
@@ -33,16 +31,6 @@ _FORMAT = 1
 _RECORD = b"record"
 _THREADS = 8
 _USERS_AT_ONCE = 1_024
-_GONE = (  # the server is away, or says that it cannot serve now
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.InvalidResponse,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
-    OSError,
-)
-_CANNOT_PERSIST = "MISCONF"  # how a server begins that cannot write to its own disk
 # Record and pages of one user as they are at one moment. KEYS: the user; ARGV: events wanted from the end, or, with a
 # minus, the first event wanted, plus one; events a page holds. Lua reckons in doubles: exact up to 2^53 events.
 _READ = """
@@ -136,9 +124,9 @@ class RedisHistory:
         self._closing = threading.Lock()
         self._is_closed = False
         self._num_waiting = 0
-        with self._told():
-            self._client = _connect(url, self._config.read_timeout_ms)
-            self._write_client = _connect(url, self._config.write_timeout_ms)
+        with told(self._place):
+            self._client = connect(url, self._config.read_timeout_ms)
+            self._write_client = connect(url, self._config.write_timeout_ms)
             self._read_script = self._client.register_script(_READ)
             self._describe()
             self._note_sizes(schema)
@@ -173,20 +161,20 @@ class RedisHistory:
 
     def sizes(self) -> Sizes:
         """The largest tables, by field, under which events were taken, by any node."""
-        with self._told():
+        with told(self._place):
             value = self._client.get(self._keys.sizes)
         return sizes_of(self._schema) if value is None else unpack_sizes(value, self._place)
 
     def follow(self, schema: EventSchema) -> None:
         if schema.feature_names != self._schema.feature_names:
             raise HistoryError(f"{self._place} keeps {self._schema.field_names}, not {schema.field_names}")
-        with self._told():
+        with told(self._place):
             self._note_sizes(schema)
         self._schema = schema  # what was checked before it is within the larger limits, too
 
     def ping(self) -> None:
         """Raise HistoryUnavailable if the server does not answer; a server that lost everything gets described anew."""
-        with self._told():
+        with told(self._place):
             if self._client.exists(self._keys.description, self._keys.sizes) < 2:
                 self._describe()
                 self._note_sizes(self._schema)
@@ -217,7 +205,7 @@ class RedisHistory:
 
     def _append(self, new: Append) -> Appended:
         key = self._keys.user(new.user_id)
-        with self._told(), self._write_client.pipeline() as pipe:
+        with told(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
                 txn = _Watched(pipe, key)
@@ -275,7 +263,7 @@ class RedisHistory:
         """The user's record, and those of its pages that are wanted, in one round trip."""
         with self._closing:
             self._need_open()
-        with self._told():
+        with told(self._place):
             values = self._read_script(keys=[self._keys.user(user_id)], args=[wanted, PAGE_EVENTS])
         if not values:
             return None, cast("Txn", _Found({}))
@@ -301,7 +289,7 @@ class RedisHistory:
 
     def _delete(self, user_id: int) -> bool:
         key = self._keys.user(user_id)
-        with self._told(), self._write_client.pipeline() as pipe:
+        with told(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
                 num_fields = pipe.hlen(key)
@@ -318,7 +306,7 @@ class RedisHistory:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""
         after = b"-"
         while True:
-            with self._told():
+            with told(self._place):
                 some = self._client.zrangebylex(self._keys.users, after, b"+", start=0, num=_USERS_AT_ONCE)
             yield from map(user_of_key, some)
             if len(some) < _USERS_AT_ONCE:
@@ -327,7 +315,7 @@ class RedisHistory:
 
     def stats(self) -> HistoryStats:
         """Bytes are the whole server's."""
-        with self._told():
+        with told(self._place):
             memory = self._client.info("memory")
             num_pages = int(self._client.get(self._keys.num_pages) or 0)
             num_users = self._client.zcard(self._keys.users)
@@ -359,37 +347,11 @@ class RedisHistory:
         if self._is_closed:
             raise HistoryError(f"{self._place} is closed")
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors of Redis as ours, with the address but without its password."""
-        try:
-            yield
-        except RequestError:  # a ValueError, too
-            raise
-        except redis.OutOfMemoryError as error:
-            raise HistoryFull(f"{self._place}: {error}") from error
-        except _GONE as error:
-            raise HistoryUnavailable(f"{self._place}: {error}") from error
-        except (redis.RedisError, ValueError) as error:
-            kind = HistoryFull if str(error).startswith(_CANNOT_PERSIST) else HistoryError
-            raise kind(f"{self._place}: {error}") from error
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _connect(url: str, timeout_ms: float) -> "redis.Redis":
-    """A client that waits so long for an answer, and no longer; a connection that was lost meanwhile is made anew."""
-    retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-    timeout_s = timeout_ms / 1e3
-    try:
-        return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry)
-    except ValueError:  # its message quotes parts of the address, perhaps of the password
-        problem = "is not an address of Redis, such as redis://:PASSWORD@HOST:6379/0 (write special characters as %40)"
-        raise HistoryError(f"{redact(url)} {problem}") from None
 
 
 def _check_whole(field: str, value: object) -> None:

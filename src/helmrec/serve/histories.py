@@ -7,12 +7,13 @@ answer is left alone by a circuit breaker, and tried again in the background.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.errors import (
@@ -52,6 +53,22 @@ class _Read:
     def __init__(self, user_ids: Sequence[int]) -> None:
         self.user_ids = frozenset(user_ids)
         self.forgotten: int | None = None  # a user of it who was forgotten meanwhile
+
+
+class _Job(Generic[T]):
+    """A call of the store, which knows how long it has been running."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._started_s: float | None = None
+
+    def run(self) -> T:
+        self._started_s = time.perf_counter()
+        return self._work()
+
+    @property
+    def ran_ms(self) -> float:
+        return 0.0 if self._started_s is None else (time.perf_counter() - self._started_s) * 1e3
 
 
 class Histories:
@@ -204,13 +221,14 @@ class Histories:
             self._breaker.dropped()
             raise QueueFull(f"{self._config.queue_limit} reads wait for the history store")
         timeout_ms = timeout_ms or self._config.read_timeout_ms
-        future = self._threads.submit(work)
+        job = _Job(work)
+        future = self._threads.submit(job.run)
         self._num_waiting += 1
         try:
             async with asyncio.timeout(timeout_ms / 1e3):
                 done = await asyncio.wrap_future(future)
         except TimeoutError:
-            raise self._too_slow(future, timeout_ms) from None
+            raise self._too_slow(job.ran_ms, timeout_ms) from None
         except HistoryUnavailable as error:
             self._note_failure("it cannot be reached", str(error))
             raise
@@ -225,16 +243,19 @@ class Histories:
         self._note_success()
         return done
 
-    def _too_slow(self, future: "Future[T]", timeout_ms: float) -> HelmRecError:
-        """A read that began and did not end is the store's failure; one that never began had too many before it."""
-        if future.cancelled() and self._breaker.is_closed:
+    def _too_slow(self, ran_ms: float, timeout_ms: float) -> HelmRecError:
+        """A read that runs for long is the store's failure; one that has hardly begun had too many before it."""
+        if ran_ms < timeout_ms / 2 and self._breaker.is_closed:
             return QueueFull(f"no thread was free to read the history store for {timeout_ms:g} ms")
         reason = f"no answer for {timeout_ms:g} ms"
         self._note_failure(reason, reason)
         return HistoryUnavailable(f"the history store: {reason}")
 
     async def _written(self, submit: Callable[[], "Future[T]"]) -> T:
-        """What the store's writer gives. It does not try a store that is left alone: reads do."""
+        """What the store's writer gives. Whether the store is to be left alone is for reads to find out.
+
+        One that is read but not written, such as a replica of a Redis, goes on being read.
+        """
         if self.problem is not None:
             raise HistoryUnavailable(self.problem)
         timeout_ms = self._config.write_timeout_ms
@@ -243,9 +264,6 @@ class Histories:
                 return await asyncio.wrap_future(submit())
         except TimeoutError:
             raise HistoryUnavailable(f"the history store did not write within {timeout_ms:g} ms") from None
-        except HistoryUnavailable as error:
-            self._note_failure("it cannot be reached", str(error))
-            raise
 
     def _note_failure(self, kind: str, reason: str) -> None:
         """`kind` is for everyone to read, `reason` for the log: it may name addresses and files."""
@@ -263,15 +281,17 @@ class Histories:
 
     async def _ping_for_ever(self) -> None:
         while True:
+            pause_s = self._config.breaker_pause_s
             try:
                 await self._call(self._store.ping)
-            except HistoryUnavailable:  # noted
+                pause_s = _PING_EVERY_S
+            except (HistoryUnavailable, QueueFull):  # noted, or too busy with others
                 pass
             except HistoryError as error:
                 log.error("the history store is not as it should be", extra={"reason": str(error)})
             except Exception:
                 log.exception("the history store could not be looked at")
-            await asyncio.sleep(_PING_EVERY_S if self._breaker.is_closed else self._config.breaker_pause_s)
+            await asyncio.sleep(pause_s)
 
 
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:

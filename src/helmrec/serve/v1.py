@@ -76,7 +76,8 @@ class FriendlyRoutes:
     async def readyz(self, _: Request) -> Response:
         health, histories = self._port.health, self._front.store_problem
         is_ready = self._front.is_ready and histories is None
-        return json_answer(HealthAnswer(health.value, self._port.reason, histories), 200 if is_ready else 503)
+        status = "degraded" if self._front.is_ready and not is_ready else health.value
+        return json_answer(HealthAnswer(status, self._port.reason, histories), 200 if is_ready else 503)
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
