@@ -112,12 +112,12 @@ def test_no_error_shows_the_password_of_the_address(url: str) -> None:
 
 
 def test_a_wrong_password_is_not_shown_either() -> None:
-    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
-        with running_redis(Path(folder), "--requirepass", "right") as url:
-            with pytest.raises(HistoryUnavailable) as caught:
-                redis.RedisHistory(f"{url}?password={PASSWORD}", SCHEMA)
-            assert PASSWORD not in "".join(traceback.format_exception(caught.value))
-            redis.RedisHistory(f"{url}?password=right", SCHEMA).close()
+    folder = tempfile.TemporaryDirectory(prefix="redis-")
+    with folder, running_redis(Path(folder.name), "--requirepass", "right") as url:
+        with pytest.raises(HistoryUnavailable) as caught:
+            redis.RedisHistory(f"{url}?password={PASSWORD}", SCHEMA)
+        assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+        redis.RedisHistory(f"{url}?password=right", SCHEMA).close()
 
 
 def test_a_server_that_hangs_is_waited_for_as_long_as_was_said_and_a_lost_connection_is_made_anew() -> None:

@@ -148,7 +148,7 @@ class ClusterPort:
         return unpack_results(memoryview(reply.payload))
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        """On the replica the user's rank will be sent to. What came in before its user was forgotten is refused there."""
+        """On the replica the user's rank will be sent to, which refuses what came in before its user was forgotten."""
         try:
             payload = b"".join(pack_prefill(request))
         except NotForTheWire as unfit:

@@ -29,7 +29,7 @@ from helmrec.errors import (
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory, HistoryStats
 from helmrec.history.events import Events, EventSchema, NewEvents, find_beyond
-from helmrec.history.sizes import check_sizes
+from helmrec.history.sizes import check_sizes, sizes_of
 from helmrec.history.store import Appended, HistoryStore, UserState
 from helmrec.model.config import ModelConfig
 from helmrec.redaction import redact
@@ -171,11 +171,12 @@ class Histories:
     def _schema_of(self, model: ModelConfig) -> EventSchema:
         return self._schema if model is self._model else EventSchema.of_model(model)
 
-    async def check_swap(self, model: ModelConfig) -> None:
-        """Raise ModelError if the kept events may have ids that this model has no rows for."""
+    async def check_swap(self, model: ModelConfig, served: ModelConfig) -> None:
+        """Raise ModelError if kept events, or some that are appended during the swap, may have ids beyond its tables."""
         schema = EventSchema.of_model(model)
         try:
-            check_sizes(await self._call(self._store.sizes), schema, "the history store")
+            for sizes in (sizes_of(EventSchema.of_model(served)), await self._call(self._store.sizes)):
+                check_sizes(sizes, schema, "the history store")
         except TablesTooSmall as error:
             raise ModelError(f"the model cannot be swapped in while histories are kept: {error}") from None
 

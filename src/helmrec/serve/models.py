@@ -54,7 +54,7 @@ class ModelRoutes:
         try:
             manifest = await asyncio.to_thread(read_manifest, folder)
             if self._front.histories is not None:
-                await self._front.histories.check_swap(manifest.model)
+                await self._front.histories.check_swap(manifest.model, port.model)
             await port.swap(str(folder))
         finally:
             self._is_busy = False
