@@ -42,7 +42,9 @@ class ServeConfig(Frozen):
         None, min_length=1, description="folder of models that an admin call may swap in by name; none, none may"
     )
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
-    history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
+    history_path: str | None = Field(
+        None, min_length=1, repr=False, description="folder of stored histories, or a Redis; none, none are kept"
+    )
     policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")
     policy_cost: str | None = Field(
         None, min_length=1, description="calibration file for policies that reckon with costs; else that of an H200"
