@@ -118,7 +118,9 @@ def test_an_engine_is_told_no_secret_of_the_front_and_fronts_are_told_all() -> N
     assert not {"admin_token", "history_path"} & for_engine(serve).keys()
     assert ServeConfig(**for_engine(serve)).slo_ms == serve.slo_ms
     assert revealed(serve)["admin_token"] == "open sesame"
-    assert resolve({name: Given(v, "x") for name, v in revealed(serve).items() if v is not None}, {}, None).serve == serve
+    assert (
+        resolve({name: Given(v, "x") for name, v in revealed(serve).items() if v is not None}, {}, None).serve == serve
+    )
 
 
 def test_variables_that_look_like_settings_are_told_of() -> None:
