@@ -15,7 +15,7 @@ from helmrec.engine.engine import Engine
 from helmrec.errors import QueueFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
-from helmrec.history.events import EventSchema
+from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.file import Txn
 from helmrec.history.users import Append
 from helmrec.serve.app import make_app
@@ -30,6 +30,7 @@ EVENTS, USER = "/v1/events", "/v1/users/7"
 CONFIG = HistoryConfig(
     sync="os", map_bytes=1 << 20, read_timeout_ms=100, write_timeout_ms=200, breaker_failures=3, breaker_pause_s=0.05
 )
+MODEL = tiny_config()
 LEAN = {name: v for name, v in tensors_of(rank_requests(4)).items() if name in {"USER_IDS", "NUM_CANDIDATES"}}
 LEAN |= {name: v for name, v in tensors_of(rank_requests(4)).items() if name.startswith(("CAND", "cand", "context"))}
 
@@ -142,6 +143,20 @@ def test_too_many_reads_at_once_are_not_taken_for_a_store_that_is_gone(histories
     assert kinds == {type(None), QueueFull}
     assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) > 20
     assert histories.problem is None
+    store.close()
+
+
+def test_an_event_loop_that_is_late_does_not_make_the_store_late(histories: Histories, store: Slow) -> None:
+    async def read() -> int:
+        reading = asyncio.create_task(histories.read([7], MODEL))
+        appending = asyncio.create_task(histories.append(8, 0, NewEvents([1], [1], [1], {"category": [1]}), MODEL))
+        await asyncio.sleep(0.01)
+        time.sleep(2 * CONFIG.write_timeout_ms / 1e3)
+        assert (await appending).version == 1
+        return (await reading)[0].version
+
+    assert asyncio.run(read()) == 0
+    assert histories.num_failures == 0
     store.close()
 
 

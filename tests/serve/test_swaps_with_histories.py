@@ -41,7 +41,7 @@ from tests.serve.conftest import TOKEN
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
 EVENTS = "/v1/events"
 TOLERANCE = 1e-5
-CONFIG = HistoryConfig(sync="os", map_bytes=1 << 20)
+CONFIG = HistoryConfig(sync="os", map_bytes=1 << 20, read_timeout_ms=60_000, write_timeout_ms=60_000)
 NUM_USERS = 3
 seen: Counter[str] = Counter()
 

@@ -226,8 +226,7 @@ class Histories:
         future = self._threads.submit(job.run)
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(timeout_ms / 1e3):
-                done = await asyncio.wrap_future(future)
+            done = await _within(timeout_ms, future)
         except TimeoutError:
             raise self._too_slow(job.ran_ms, timeout_ms) from None
         except HistoryUnavailable as error:
@@ -261,8 +260,7 @@ class Histories:
             raise HistoryUnavailable(self.problem)
         timeout_ms = self._config.write_timeout_ms
         try:
-            async with asyncio.timeout(timeout_ms / 1e3):
-                return await asyncio.wrap_future(submit())
+            return await _within(timeout_ms, submit())
         except TimeoutError:
             raise HistoryUnavailable(f"the history store did not write within {timeout_ms:g} ms") from None
 
@@ -293,6 +291,17 @@ class Histories:
             except Exception:
                 log.exception("the history store could not be looked at")
             await asyncio.sleep(pause_s)
+
+
+async def _within(timeout_ms: float, future: "Future[T]") -> T:
+    """What the future gives. On TimeoutError it was cancelled: if it had not begun, it never will."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1e3):
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        if future.done() and not future.cancelled():  # the event loop was late, not the store
+            return future.result()
+        raise
 
 
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
