@@ -247,7 +247,7 @@ class SwapsWithHistories(RuleBasedStateMachine):
 
     def _event(self, user: int, sizes: tuple[int, ...]) -> Event:
         last = self.kept[user][-1][3] if self.kept[user] else 10
-        at = [int(self.rng.choice([size - 1, self.rng.integers(size)])) for size in sizes]
+        at = [size - 1 if self.rng.random() < 0.5 else int(self.rng.integers(size)) for size in sizes]
         return at[0], at[1], at[2], last
 
     def _body(self, user: int, new: list[Event]) -> dict[str, Any]:
