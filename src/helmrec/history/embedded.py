@@ -19,7 +19,7 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
 from helmrec.history.file import HistoryFile
 from helmrec.history.pages import PAGE_EVENTS
-from helmrec.history.sizes import Sizes, sizes_of
+from helmrec.history.sizes import TableSizes, sizes_of
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
 from helmrec.history.words import event_words
@@ -97,7 +97,7 @@ class EmbeddedReader:
             sizes = self._users.sizes(txn)
         return HistoryStats(sizes.num_users, sizes.num_pages, self._file.used_bytes, self._file.map_bytes)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> TableSizes:
         """The largest tables, by field, under which events were taken."""
         with self._file.reading() as txn:
             return self._file.taken_sizes(txn) or sizes_of(self._schema)

@@ -19,7 +19,7 @@ from helmrec.errors import DiskFull, HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
-from helmrec.history.sizes import Sizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
+from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -93,7 +93,7 @@ class HistoryFile:
             raise HistoryError(f"{self.path} was made for {bytes(found)!r}; this model and release need {wanted!r}")
         return Tables(self.env.open_db(b"users", create=False), self.env.open_db(b"pages", create=False))
 
-    def taken_sizes(self, txn: Txn) -> Sizes | None:
+    def taken_sizes(self, txn: Txn) -> TableSizes | None:
         """The largest tables under which events were taken; None in a store of a release that did not note them."""
         value = txn.get(_SIZES)
         return None if value is None else unpack_sizes(value, str(self.path))

@@ -20,7 +20,7 @@ from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_co
 from helmrec.history.file import Tables, Txn
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
 from helmrec.history.redis_client import connect, told
-from helmrec.history.sizes import Sizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
+from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
 from helmrec.history.words import event_words
@@ -159,7 +159,7 @@ class RedisHistory:
                 except redis.WatchError:
                     continue
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> TableSizes:
         """The largest tables, by field, under which events were taken, by any node."""
         with told(self._place):
             value = self._client.get(self._keys.sizes)

@@ -1,6 +1,6 @@
 """How large the tables were under which a store took its events: no model that serves them may have smaller ones.
 
-Sizes go by the name of the event's field. Knows their bytes and how they compare; not where they are kept.
+TableSizes go by the name of the event's field. Knows their bytes and how they compare; not where they are kept.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from helmrec.errors import HistoryError, TablesTooSmall
 from helmrec.history.events import EventSchema
 
-Sizes = Mapping[str, int]
+TableSizes = Mapping[str, int]
 
 
 def sizes_of(schema: EventSchema) -> dict[str, int]:
@@ -18,7 +18,7 @@ def sizes_of(schema: EventSchema) -> dict[str, int]:
     return dict(zip(schema.field_names[:-1], limits, strict=True))
 
 
-def check_sizes(taken: Sizes, schema: EventSchema, place: str) -> None:
+def check_sizes(taken: TableSizes, schema: EventSchema, place: str) -> None:
     """Raise TablesTooSmall, naming table and both sizes, if events that were taken may have ids beyond a table."""
     for table, (field, num_rows) in zip(schema.table_names, sizes_of(schema).items(), strict=True):
         if num_rows < taken.get(field, 0):
@@ -27,7 +27,7 @@ def check_sizes(taken: Sizes, schema: EventSchema, place: str) -> None:
             )
 
 
-def pack_sizes(sizes: Sizes) -> bytes:
+def pack_sizes(sizes: TableSizes) -> bytes:
     return json.dumps(dict(sizes)).encode()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from helmrec.history.events import Events, EventSchema, NewEvents
-from helmrec.history.sizes import Sizes
+from helmrec.history.sizes import TableSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class HistoryStore(Protocol):
     def delete(self, user_id: int) -> bool:
         """`submit_delete`, and wait."""
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> TableSizes:
         """The largest tables, by field, under which events were taken, by any process that writes the store."""
 
     def follow(self, schema: EventSchema) -> None:

@@ -55,7 +55,7 @@ class _Read:
         self.forgotten: int | None = None  # a user of it who was forgotten meanwhile
 
 
-class _Job(Generic[T]):
+class _TimedCall(Generic[T]):
     """A call of the store, which knows how long it has been running."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -172,7 +172,7 @@ class Histories:
         return self._schema if model is self._model else EventSchema.of_model(model)
 
     async def check_swap(self, model: ModelConfig, served: ModelConfig) -> None:
-        """Raise ModelError if kept events, or some that are appended during the swap, may have ids beyond its tables."""
+        """Raise ModelError if events that are kept, or appended during the swap, may have ids beyond its tables."""
         schema = EventSchema.of_model(model)
         try:
             for sizes in (sizes_of(EventSchema.of_model(served)), await self._call(self._store.sizes)):
@@ -222,7 +222,7 @@ class Histories:
             self._breaker.dropped()
             raise QueueFull(f"{self._config.queue_limit} reads wait for the history store")
         timeout_ms = timeout_ms or self._config.read_timeout_ms
-        job = _Job(work)
+        job = _TimedCall(work)
         future = self._threads.submit(job.run)
         self._num_waiting += 1
         try:
