@@ -65,7 +65,7 @@ class NullPort:
         scores = np.full((num_candidates, self.model.num_tasks), 0.25, np.float32)
         return RankResult(scores, 0, 0, 0, 0, 0, 0, Timing(0.0, 0.0, 0.0))
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         raise NotImplementedError
 
     async def stats(self) -> EngineStats:

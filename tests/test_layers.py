@@ -8,7 +8,7 @@ import pytest
 import helmrec
 
 SOURCE = Path(helmrec.__file__).parent
-BASE = ("types", "config", "errors", "clock", "failures", "pauses", "collector")
+BASE = ("types", "config", "errors", "clock", "failures", "pauses", "collector", "redaction")
 RANKS = {
     **dict.fromkeys(BASE, 0),
     "console": 1,

@@ -157,3 +157,24 @@ def test_a_wrong_flag_is_one_clear_line(folder: Path, flags: list[str], message:
     done = CliRunner().invoke(app, ["serve", str(folder), *flags])
     assert done.exit_code == 2
     assert message in done.output
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "redis://:hunter2secret@127.0.0.1:1/0",
+        "unix:///nowhere/redis.sock?password=hunter2secret",
+        "redis://:hunter2/secret@127.0.0.1:1/0",
+    ],
+)
+def test_neither_the_settings_shown_nor_a_failed_start_show_the_password_of_a_redis(folder: Path, address: str) -> None:
+    pytest.importorskip("redis", reason="helmrec[cluster] is not installed")
+    environment = {"HELMREC_ADMIN_TOKEN": "open-sesame"}
+    for history in (["--history", address], ["--set", f"history_path={address}"], ["--set", f"historypath={address}"]):
+        shown = CliRunner().invoke(app, ["serve", str(folder), *history, "--print-config"], env=environment)
+        failed = CliRunner().invoke(app, ["serve", str(folder), *history, "--port", "0"], env=environment)
+        assert failed.exit_code == 2
+        for text in (shown.output, failed.output, str(failed.exception), str(shown.exception)):
+            assert "hunter2" not in text
+            assert "sesame" not in text
+        assert "***" in failed.output

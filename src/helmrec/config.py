@@ -9,6 +9,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from helmrec.errors import ConfigError
+from helmrec.redaction import redact
 
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
@@ -27,7 +28,7 @@ class Frozen(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+            raise ConfigError(redact("; ".join(_explain(e) for e in error.errors()))) from None
 
 
 def _explain(error: ErrorDetails) -> str:

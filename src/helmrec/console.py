@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from helmrec.errors import HelmRecError
+from helmrec.redaction import redact
 
 out, err = Console(), Console(stderr=True)
 
@@ -17,5 +18,5 @@ def told_plainly() -> Iterator[None]:
     try:
         yield
     except HelmRecError as error:
-        err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        err.print(f"[red]error:[/red] {redact(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None

@@ -7,7 +7,10 @@ HelmRecError
 ├── ModelError           a model folder is missing, corrupt, truncated, mismatched or pickled
 ├── TraceError           a trace, or a file a trace is made from, is not what it should be
 ├── HistoryError         a history store is foreign, damaged, closed, or held by another writer
-│   └── HistoryFull      it has no room for more events
+│   ├── HistoryFull      it has no room for more events
+│   │   └── DiskFull     its disk has none
+│   ├── HistoryUnavailable  it does not answer in time, or cannot be reached
+│   └── TablesTooSmall   it may hold ids that the model has no rows for
 ├── StaleVersion         events were appended to a version that is not the latest; carries `current`
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
 │   └── TooLarge         it is longer than this server can ever take
@@ -50,6 +53,18 @@ class HistoryError(HelmRecError):
 
 class HistoryFull(HistoryError):
     """The history store has no room for more events."""
+
+
+class DiskFull(HistoryFull):
+    """The disk of the history store is full. What could not be written was not acknowledged."""
+
+
+class HistoryUnavailable(HistoryError):
+    """The history store does not answer in time, or cannot be reached. The call may be tried again."""
+
+
+class TablesTooSmall(HistoryError):
+    """The model has fewer rows in a table than the ids of stored events may need."""
 
 
 class StaleVersion(HelmRecError):

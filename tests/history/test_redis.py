@@ -1,20 +1,24 @@
 """What only a store that several nodes share can get wrong."""
 
+import signal
 import tempfile
+import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from helmrec.errors import HistoryError, StaleVersion
+from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable, StaleVersion
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.store import Appended
 from tests.history.helpers import SCHEMA, events_of, same
-from tests.history.places import Store, running_redis
+from tests.history.places import Store, redis_process, running_redis
 
 redis = pytest.importorskip("helmrec.history.redis", reason="helmrec[cluster] is not installed")
+PASSWORD = "hunter2secret"
 
 
 def open_at(url: str, prefix: str, config: HistoryConfig | None = None) -> Store:
@@ -86,3 +90,69 @@ def test_damage_is_told_and_never_served(redis_url: str) -> None:
         with pytest.raises(HistoryError, match="damaged"):
             store.check()
         assert same(store.read_last(1, 40), events_of(1, 260, 40)), "the last page is sound"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{PASSWORD}@127.0.0.1:1/0",
+        f"redis://me:{PASSWORD}@127.0.0.1:1/0",
+        f"unix:///nowhere/redis.sock?password={PASSWORD}",
+        f"redis://:{PASSWORD}/with#special@127.0.0.1:1/0",
+        f"redis://:{PASSWORD}@127.0.0.1:port/0",
+        f"reddis://:{PASSWORD}@127.0.0.1:1/0",
+    ],
+)
+def test_no_error_shows_the_password_of_the_address(url: str) -> None:
+    with pytest.raises(HistoryError) as caught:
+        redis.RedisHistory(url, SCHEMA)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert PASSWORD not in shown
+    assert "***" in str(caught.value)
+
+
+def test_a_wrong_password_is_not_shown_either() -> None:
+    folder = tempfile.TemporaryDirectory(prefix="redis-")
+    with folder, running_redis(Path(folder.name), "--requirepass", "right") as url:
+        with pytest.raises(HistoryUnavailable) as caught:
+            redis.RedisHistory(f"{url}?password={PASSWORD}", SCHEMA)
+        assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+        redis.RedisHistory(f"{url}?password=right", SCHEMA).close()
+
+
+def test_a_server_that_hangs_is_waited_for_as_long_as_was_said_and_a_lost_connection_is_made_anew() -> None:
+    config = HistoryConfig(read_timeout_ms=50, write_timeout_ms=100)
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder, redis_process(Path(folder)) as process:
+        store = open_at(f"unix://{folder}/redis.sock", "hangs", config)
+        store.append(1, 0, events_of(1, 0, 3))
+        process.send_signal(signal.SIGSTOP)
+        for call in (
+            lambda: store.read_last(1, 3),
+            store.ping,
+            store.stats,
+            lambda: store.append(1, 3, events_of(1, 3, 3)),
+        ):
+            started_s = time.perf_counter()
+            with pytest.raises(HistoryUnavailable, match=r"redis\.sock: Timeout"):
+                call()
+            assert time.perf_counter() - started_s < 1
+        process.send_signal(signal.SIGCONT)
+        assert same(store.read_last(1, 3), events_of(1, 0, 3))
+        admin = store._client  # type: ignore[attr-defined]
+        admin.client_kill_filter(skipme=False)
+        assert same(store.read_last(1, 3), events_of(1, 0, 3)), "on a new connection"
+        store.append(1, store.read_last(1, 9).version, events_of(1, 6, 1))
+        store.close()
+
+
+def test_an_error_of_a_write_does_not_show_what_was_written(redis_url: str) -> None:
+    with open_at(redis_url, "unseen") as store:
+        client = store._client  # type: ignore[attr-defined]
+        client.config_set("maxmemory", "1")
+        try:
+            with pytest.raises(HistoryFull) as caught:
+                store.append(1, 0, events_of(1, 0, 3))
+        finally:
+            client.config_set("maxmemory", "0")
+        assert "HSET" not in str(caught.value)
+        assert store.append(1, 0, events_of(1, 0, 3)).version == 3

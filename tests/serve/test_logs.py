@@ -31,3 +31,20 @@ def test_a_traceback_stays_on_the_line_of_its_event() -> None:
 
 def test_marks_of_libraries_are_left_out() -> None:
     assert "_mark" not in line("request", _mark=1)
+
+
+def test_passwords_and_known_secrets_are_hidden_in_every_part_of_a_line() -> None:
+    address = "redis://:hunter2secret@127.0.0.1:6379/0"
+    try:
+        try:
+            raise ConnectionError(f"cannot reach {address}")
+        except ConnectionError as cause:
+            raise ValueError("open sesame") from cause
+    except ValueError:
+        fields = {"exc_info": sys.exc_info(), "reason": address, "admin_token": "abc", "value": "open sesame"}
+    record = logging.makeLogRecord({"name": "x", "msg": "at %s", "args": (address,), "levelname": "INFO", **fields})
+    seen = Logfmt(["open sesame"]).format(record)
+    assert "hunter2secret" not in seen
+    assert "sesame" not in seen
+    assert "admin_token=***" in seen
+    assert seen.count("redis://***@127.0.0.1:6379/0") == 3

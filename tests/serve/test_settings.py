@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec.serve.settings import Given, resolve
+from helmrec.serve.settings import Given, ServeConfig, for_engine, resolve, revealed
 
 
 @pytest.fixture
@@ -81,6 +81,46 @@ def test_a_token_that_is_refused_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve({}, {"HELMREC_ADMIN_TOKEN": "short"}, None)
     assert "short'" not in str(caught.value)
+
+
+def test_the_password_of_a_redis_is_not_shown_and_its_line_is_not_read_back() -> None:
+    address = "redis://:hunter2secret@127.0.0.1:6379/0"
+    settings = resolve({"history_path": Given(address, "flag --history")}, {"HELMREC_ADMIN_TOKEN": "open sesame"}, None)
+    text = "\n".join(settings.lines())
+    assert "hunter2" not in text
+    assert '# history_path = "redis://***@127.0.0.1:6379/0"  # flag --history; a password is hidden' in text
+    assert "history_path" not in tomllib.loads(text)
+    assert settings.secrets == ("open sesame", "hunter2secret")
+    assert "hunter2" not in repr(settings)
+    assert "sesame" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"admin_tokn": "open sesame"},
+        {"admin_token": 12345678},
+        {"history_pth": "redis://:open sesame@a/0".replace(" ", "")},
+        {"history_sync": "redis://:opensesame@a/0"},
+        {"port": "redis://:opensesame@a/0"},
+    ],
+)
+def test_a_refused_setting_does_not_show_a_secret(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({name: Given(value, "flag --set") for name, value in given.items()}, {}, None)
+    assert "sesame" not in str(caught.value)
+    assert "12345678" not in str(caught.value)
+
+
+def test_an_engine_is_told_no_secret_of_the_front_and_fronts_are_told_all() -> None:
+    given = {"HELMREC_ADMIN_TOKEN": "open sesame", "HELMREC_HISTORY_PATH": "redis://:hunter2secret@a/0"}
+    serve = resolve({}, given, None).serve
+    assert not {"admin_token", "history_path"} & for_engine(serve).keys()
+    assert ServeConfig(**for_engine(serve)).slo_ms == serve.slo_ms
+    assert revealed(serve)["admin_token"] == "open sesame"
+    assert (
+        resolve({name: Given(v, "x") for name, v in revealed(serve).items() if v is not None}, {}, None).serve == serve
+    )
 
 
 def test_variables_that_look_like_settings_are_told_of() -> None:

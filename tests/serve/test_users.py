@@ -18,6 +18,7 @@ from helmrec.serve.histories import Histories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import random_request, tiny_config, tiny_engine
+from tests.history.limits import full_disk
 from tests.serve.asgi import Caller, Reply, send
 from tests.serve.cases import events_body, infer_json, rank_body, rank_requests, stored_body, tensors_of
 
@@ -238,13 +239,26 @@ def test_a_full_store_refuses_without_naming_our_files(served: Engine, tmp_path:
         assert keeper.get("/v1/users/0").json["version"] == 20_000
 
 
+def test_a_full_disk_is_told_as_such_and_the_events_are_kept_when_there_is_room(served: Engine, tmp_path: Path) -> None:
+    histories = Histories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
+    body = events_body(0, **{name: [1] * 9_000 for name in ("items", "actions", "timestamps")})
+    body["features"] = {"category": [1] * 9_000}
+    with Caller(make_app(InProcessPort(served), ServeConfig(), histories)) as keeper:
+        with full_disk((tmp_path / "kept" / "data.mdb").stat().st_size + 4_096):
+            reply = keeper.post(EVENTS, body)
+        assert (reply.status, reply.json["type"]) == (507, "urn:helmrec:error:DiskFull")
+        assert reply.json["detail"] == "the disk of the history store is full; nothing of this call was kept"
+        assert keeper.get(USER).status == 404
+        assert keeper.post(EVENTS, body).json["version"] == 9_000
+
+
 def test_a_failing_store_is_our_failure_and_stays_in_the_log(
     keeper: Caller, histories: Histories, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(user_id: int) -> None:
+    def fail(user_id: int, num_events: int) -> None:
         raise HistoryError("/secret/path is damaged")
 
-    monkeypatch.setattr(histories, "read", fail)
+    monkeypatch.setattr(histories._store, "read_last", fail)
     reply = keeper.post("/v1/rank", stored_body())
     assert reply.status == 500
     assert b"secret" not in reply.body

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -24,12 +23,13 @@ from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_polic
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
+from helmrec.redaction import redact
 from helmrec.router.cost import RouterCost, TokenShape, read_router_cost
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.histories import Histories
 from helmrec.serve.logs import log_to_stderr
-from helmrec.serve.settings import Given, Settings, resolve
+from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node_config import NodeConfig
@@ -59,7 +59,7 @@ class _Ingress:
         self, engines: DeploymentHandle, model: str, settings: dict[str, Any], cluster: dict[str, Any]
     ) -> None:
         told, chosen = _settings(settings), cluster_config(cluster)
-        log_to_stderr(told.serve.log_level)
+        log_to_stderr(told.serve.log_level, told.secrets)
         shape = read_manifest(Path(model)).model
         policy = make_policy(chosen.router, router_cost(chosen, told, shape).model_dump(), chosen.routing.model_dump())
         warm_up(policy, chosen.memory)  # the router itself is Ray's to make, in this process
@@ -75,7 +75,7 @@ class _Ingress:
 def build(arguments: dict[str, Any]) -> Application:
     """From plain values: `model`, a folder every machine sees; `settings` of a server; `cluster`."""
     if unknown := arguments.keys() - {"model", "settings", "cluster"}:
-        raise ConfigError(f"{min(unknown)} is not a known argument, got {arguments[min(unknown)]!r}")
+        raise ConfigError(redact(f"{min(unknown)} is not a known argument, got {arguments[min(unknown)]!r}"))
     if "model" not in arguments:
         raise ConfigError("model is required")
     cluster = cluster_config(dict(arguments.get("cluster") or {}))
@@ -87,11 +87,7 @@ def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Appl
     shape = read_manifest(model).model
     Steering.of(settings.serve, NodeConfig(model=shape, engine=settings.engine))
     _check_histories(settings.serve.history_path)
-    begin = Begin(
-        str(model),
-        settings.engine.model_dump(mode="json"),
-        settings.serve.model_dump(mode="json", exclude={"admin_token"}),
-    )
+    begin = Begin(str(model), revealed(settings.engine), for_engine(settings.serve))
     told = {
         "report_every_s": cluster.report_every_s,
         "sketch_bits": cluster.memory.sketch_bits,
@@ -157,18 +153,17 @@ def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) 
 
 def _check_histories(path: str | None) -> None:
     if path is not None and not path.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError(f"history_path must be the address of a Redis that all nodes share, got {path!r}")
+        raise ConfigError(f"history_path must be the address of a Redis that all nodes share, got {redact(path)!r}")
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """All settings by name, as `_settings` takes them; the token goes to the fronts and nowhere else."""
+    """All settings by name, as `_settings` takes them, secrets in clear: they go to the fronts and nowhere else."""
     values: dict[str, Any] = {
-        **settings.serve.model_dump(mode="json", exclude={"admin_token"}, exclude_none=True),
-        **settings.engine.model_dump(mode="json", exclude_none=True),
-        **{f"history_{name}": value for name, value in settings.history.model_dump(mode="json").items()},
+        **revealed(settings.serve),
+        **revealed(settings.engine),
+        **{f"history_{name}": value for name, value in revealed(settings.history).items()},
     }
-    token: SecretStr | None = settings.serve.admin_token
-    return values if token is None else values | {"admin_token": token.get_secret_value()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _settings(values: dict[str, Any]) -> Settings:

@@ -147,15 +147,15 @@ class ClusterPort:
         reply = await self._sent(_Call("rank", requests[0], came_s, payload, until_s))
         return unpack_results(memoryview(reply.payload))
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
-        """On the replica the user's rank will be sent to."""
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
+        """On the replica the user's rank will be sent to, which refuses what came in before its user was forgotten."""
         try:
             payload = b"".join(pack_prefill(request))
         except NotForTheWire as unfit:
             self._intake.prepare_ahead(request)
             raise QueueFull(f"the signal does not fit the way to a replica: {unfit}") from None
-        now_s = time.time()
-        reply = await self._sent(_Call("prefill", request, now_s, payload, now_s + self._patience_s))
+        came_s = time.time() - spent_ms / 1e3
+        reply = await self._sent(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
         return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
 
     async def _sent(self, call: _Call) -> Reply:

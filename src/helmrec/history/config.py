@@ -31,4 +31,11 @@ class HistoryConfig(Frozen):
     )
     max_append_events: int = Field(100_000, ge=1, description="most events one append may bring")
     max_commit_appends: int = Field(1_024, ge=1, description="most appends that share a transaction")
-    queue_limit: int = Field(8_192, ge=1, description="appends that may wait for the writer")
+    queue_limit: int = Field(8_192, ge=1, description="appends that may wait for the writer, and reads for a thread")
+    read_threads: int = Field(8, ge=1, description="threads of a server that read")
+    read_timeout_ms: float = Field(500.0, gt=0, description="most a read may take before the store counts as gone")
+    write_timeout_ms: float = Field(5_000.0, gt=0, description="most an append may take before its client is refused")
+    breaker_failures: int = Field(
+        5, ge=1, description="reads that fail one after another before the store is left alone"
+    )
+    breaker_pause_s: float = Field(0.25, gt=0, description="until a store that was left alone is tried again")

@@ -13,12 +13,13 @@ from typing import Self
 import numpy as np
 
 from helmrec.clock import Clock, MonotonicClock
-from helmrec.errors import RequestError
+from helmrec.errors import HistoryError, RequestError
 from helmrec.history.commit import GroupCommit
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
 from helmrec.history.file import HistoryFile
 from helmrec.history.pages import PAGE_EVENTS
+from helmrec.history.sizes import TableSizes, sizes_of
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
 from helmrec.history.words import event_words
@@ -96,6 +97,16 @@ class EmbeddedReader:
             sizes = self._users.sizes(txn)
         return HistoryStats(sizes.num_users, sizes.num_pages, self._file.used_bytes, self._file.map_bytes)
 
+    def sizes(self) -> TableSizes:
+        """The largest tables, by field, under which events were taken."""
+        with self._file.reading() as txn:
+            return self._file.taken_sizes(txn) or sizes_of(self._schema)
+
+    def ping(self) -> None:
+        """Raise HistoryError if the store cannot be read now."""
+        with self._file.reading() as txn:
+            self._users.sizes(txn)
+
     def check(self) -> None:
         """Read everything; raise HistoryError if any history, or the way to it, is damaged."""
         self._file.check_index()
@@ -124,9 +135,17 @@ class EmbeddedHistory(EmbeddedReader):
         config: HistoryConfig | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Open the store at `path`, or make one. Raise HistoryError if it is foreign, damaged or in use."""
+        """Open the store at `path`, or make one. Raise HistoryError if it is foreign, damaged or in use.
+
+        TablesTooSmall if it took events for larger tables than these.
+        """
         self._config = config or HistoryConfig()
         self._view(HistoryFile(Path(path), schema, self._config, readonly=False), schema, self._config)
+        try:
+            self._file.write(lambda txn: self._file.note_sizes(txn, schema))
+        except BaseException:
+            self._file.close()
+            raise
         self._writer = GroupCommit(self._file, self._config, clock or MonotonicClock())
 
     def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
@@ -139,10 +158,19 @@ class EmbeddedHistory(EmbeddedReader):
     def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
         return self.submit(user_id, base_version, events).result()
 
-    def delete(self, user_id: int) -> bool:
+    def submit_delete(self, user_id: int) -> Future[bool]:
         """Forget a user; False if there was none. Its bytes stay in unused parts of the file until reused."""
         _check_whole("user_id", user_id)
-        return self._writer.submit(lambda txn: self._users.delete(txn, user_id), frees=True).result()
+        return self._writer.submit(lambda txn: self._users.delete(txn, user_id), frees=True)
+
+    def delete(self, user_id: int) -> bool:
+        return self.submit_delete(user_id).result()
+
+    def follow(self, schema: EventSchema) -> None:
+        if schema.feature_names != self._schema.feature_names:
+            raise HistoryError(f"{self._file.path} keeps {self._schema.field_names}, not {schema.field_names}")
+        self._writer.submit(lambda txn: self._file.note_sizes(txn, schema)).result()
+        self._schema = schema  # what was checked before it is within the larger limits, too
 
     @property
     def num_commits(self) -> int:

@@ -31,17 +31,19 @@ class FeatureTable(Frozen):
 class EventSchema(Frozen):
     """The fields of an event and how far their ids run.
 
-    A store remembers the names; limits are held against new events only, so tables may grow.
+    A store remembers the names, and the largest limits under which it took events: tables may grow, never shrink.
     """
 
     num_items: int = Field(ge=1)
     num_actions: int = Field(ge=1)
     features: tuple[FeatureTable, ...] = ()
+    item_table: str = Field("item", description="what the model calls the table of items")
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> "EventSchema":
         features = tuple(FeatureTable(name=t.name, num_rows=t.num_rows) for t in model.features[1:])
-        return cls(num_items=model.features[0].num_rows, num_actions=model.num_actions, features=features)
+        items = model.features[0]
+        return cls(num_items=items.num_rows, num_actions=model.num_actions, features=features, item_table=items.name)
 
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
@@ -55,6 +57,11 @@ class EventSchema(Frozen):
     def field_names(self) -> tuple[str, ...]:
         """In the order of columns, as messages name them."""
         return ("items", *(f"features[{name!r}]" for name in self.feature_names), "actions", "timestamps")
+
+    @cached_property
+    def table_names(self) -> tuple[str, ...]:
+        """In the order of columns; timestamps have no table."""
+        return (self.item_table, *self.feature_names, "actions")
 
     @cached_property
     def limits(self) -> NDArray[np.uint64]:  # (fields, 1) ids are smaller
@@ -95,6 +102,17 @@ class Events:
     def version(self) -> int:
         """What the next append must name as its base."""
         return self.first_event + self.items.size
+
+
+def find_beyond(schema: EventSchema, events: Events) -> tuple[str, int] | None:
+    """A field whose ids reach beyond its table, and the largest of them; None if all are within."""
+    if not events.num_events:
+        return None
+    lines = (events.items, *(events.features[name] for name in schema.feature_names), events.actions)
+    for name, line, limit in zip(schema.field_names, lines, schema.limits[:, 0].tolist(), strict=False):
+        if (largest := int(line.max())) >= limit:
+            return name, largest
+    return None
 
 
 def to_columns(schema: EventSchema, events: NewEvents, max_events: int) -> IntArray:  # (fields, events)

@@ -3,6 +3,7 @@
 Knows transactions, sizes and locks; what is in them is the business of `users.py`.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -14,10 +15,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
 
-from helmrec.errors import HistoryError, HistoryFull
+from helmrec.errors import DiskFull, HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
+from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -26,7 +28,10 @@ _FORMAT = 1
 _DESCRIPTION = b"helmrec-history"
 _DATA = "data.mdb"
 _LOCK = "writer.lock"
+_SIZES = b"helmrec-history-sizes"
 _HEADROOM_BYTES = 16 << 20
+_TRIED_BYTES = 1 << 16
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Tables(NamedTuple):
@@ -87,6 +92,21 @@ class HistoryFile:
         if bytes(found).decode(errors="replace") != wanted:
             raise HistoryError(f"{self.path} was made for {bytes(found)!r}; this model and release need {wanted!r}")
         return Tables(self.env.open_db(b"users", create=False), self.env.open_db(b"pages", create=False))
+
+    def taken_sizes(self, txn: Txn) -> TableSizes | None:
+        """The largest tables under which events were taken; None in a store of a release that did not note them."""
+        value = txn.get(_SIZES)
+        return None if value is None else unpack_sizes(value, str(self.path))
+
+    def note_sizes(self, txn: Txn, schema: EventSchema) -> None:
+        """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
+
+        A store without users forgets what it noted before.
+        """
+        taken = (self.taken_sizes(txn) or {}) if txn.stat(self.tables.users)["entries"] else {}
+        check_sizes(taken, schema, str(self.path))
+        if taken != sizes_of(schema):
+            txn.put(_SIZES, pack_sizes(sizes_of(schema)))
 
     @property
     def env(self) -> lmdb.Environment:
@@ -175,7 +195,32 @@ class HistoryFile:
         except lmdb.MapFullError:
             raise
         except (lmdb.Error, OSError) as error:
-            raise HistoryError(f"{self.path}: {error}") from error
+            kind = DiskFull if not self.readonly and _is_disk_full(error, self.path / _DATA) else HistoryError
+            raise kind(f"{self.path}: {error}") from error
+
+
+def _is_disk_full(error: Exception, data: Path) -> bool:
+    """Whether LMDB failed for want of room. It calls a write that stopped half way an I/O error: then we try one."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _NO_ROOM):
+        return True
+    return os.strerror(errno.EIO) in str(error) and not _has_room_at_end(data)
+
+
+def _has_room_at_end(data: Path) -> bool:
+    """Write a little behind the end of the file, and take it back. Only the process that writes the store may."""
+    try:
+        with data.open("r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                written = file.write(bytes(_TRIED_BYTES)) or 0
+                os.fsync(file.fileno())
+            finally:
+                file.truncate(end)
+    except OSError as error:
+        return error.errno not in _NO_ROOM
+    return written == _TRIED_BYTES
 
 
 def _check_place(path: Path, *, readonly: bool) -> None:

@@ -8,21 +8,23 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import redis
 
-from helmrec.errors import HelmRecError, HistoryError, HistoryFull, QueueFull, RequestError
+from helmrec.errors import HelmRecError, HistoryError, QueueFull, RequestError
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import HistoryStats
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
 from helmrec.history.file import Tables, Txn
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
+from helmrec.history.redis_client import connect, told
+from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
 from helmrec.history.words import event_words
+from helmrec.redaction import redact
 
 T = TypeVar("T")
 _FORMAT = 1
@@ -52,6 +54,7 @@ class _Keys:
 
     def __init__(self, prefix: str) -> None:
         self.description = f"{prefix}:history".encode()
+        self.sizes = f"{prefix}:sizes".encode()
         self.users = f"{prefix}:users".encode()  # sorted: ids, big-endian
         self.num_pages = f"{prefix}:pages".encode()
         self._user = f"{prefix}:user:".encode()
@@ -107,20 +110,26 @@ class RedisHistory:
     def __init__(
         self, url: str, schema: EventSchema, config: HistoryConfig | None = None, prefix: str = "helmrec"
     ) -> None:
-        """Open the store at `url`, or make one. HistoryError if there is no server, or a store of other fields."""
+        """Open the store at `url`, or make one.
+
+        HistoryUnavailable if there is no server, HistoryError for a store of other fields, TablesTooSmall for one that
+        took events for larger tables.
+        """
         self._config = config or HistoryConfig()
         self._schema = schema
-        self._url = url
+        self._place = redact(url)  # as errors may name it
         self._keys = _Keys(prefix)
         tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both parts
         self._users = UserTable(tables, schema.num_fields, self._config.max_events_per_user)
         self._closing = threading.Lock()
         self._is_closed = False
         self._num_waiting = 0
-        with self._told():
-            self._client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+        with told(self._place):
+            self._client = connect(url, self._config.read_timeout_ms)
+            self._write_client = connect(url, self._config.write_timeout_ms)
             self._read_script = self._client.register_script(_READ)
             self._describe()
+            self._note_sizes(schema)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="history-redis")
 
     def _describe(self) -> None:
@@ -128,7 +137,47 @@ class RedisHistory:
         self._client.set(self._keys.description, wanted, nx=True)
         found = self._client.get(self._keys.description)
         if found != wanted:
-            raise HistoryError(f"{self._url} was made for {found!r}; this model and release need {wanted!r}")
+            raise HistoryError(f"{self._place} was made for {found!r}; this model and release need {wanted!r}")
+
+    def _note_sizes(self, schema: EventSchema) -> None:
+        """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
+
+        A store without users forgets what it noted before.
+        """
+        with self._client.pipeline() as pipe:
+            while True:
+                pipe.watch(self._keys.sizes, self._keys.users)
+                value = pipe.get(self._keys.sizes) if pipe.zcard(self._keys.users) else None
+                taken = {} if value is None else unpack_sizes(value, self._place)
+                check_sizes(taken, schema, self._place)
+                pipe.multi()
+                if taken != sizes_of(schema):
+                    pipe.set(self._keys.sizes, pack_sizes(sizes_of(schema)))
+                try:
+                    pipe.execute()
+                    return
+                except redis.WatchError:
+                    continue
+
+    def sizes(self) -> TableSizes:
+        """The largest tables, by field, under which events were taken, by any node."""
+        with told(self._place):
+            value = self._client.get(self._keys.sizes)
+        return sizes_of(self._schema) if value is None else unpack_sizes(value, self._place)
+
+    def follow(self, schema: EventSchema) -> None:
+        if schema.feature_names != self._schema.feature_names:
+            raise HistoryError(f"{self._place} keeps {self._schema.field_names}, not {schema.field_names}")
+        with told(self._place):
+            self._note_sizes(schema)
+        self._schema = schema  # what was checked before it is within the larger limits, too
+
+    def ping(self) -> None:
+        """Raise HistoryUnavailable if the server does not answer; a server that lost everything gets described anew."""
+        with told(self._place):
+            if self._client.exists(self._keys.description, self._keys.sizes) < 2:
+                self._describe()
+                self._note_sizes(self._schema)
 
     def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
         _check_whole("user_id", user_id)
@@ -156,7 +205,7 @@ class RedisHistory:
 
     def _append(self, new: Append) -> Appended:
         key = self._keys.user(new.user_id)
-        with self._told(), self._client.pipeline() as pipe:
+        with told(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
                 txn = _Watched(pipe, key)
@@ -214,7 +263,7 @@ class RedisHistory:
         """The user's record, and those of its pages that are wanted, in one round trip."""
         with self._closing:
             self._need_open()
-        with self._told():
+        with told(self._place):
             values = self._read_script(keys=[self._keys.user(user_id)], args=[wanted, PAGE_EVENTS])
         if not values:
             return None, cast("Txn", _Found({}))
@@ -230,14 +279,17 @@ class RedisHistory:
         record, _ = self._fetch(int(user_id), 0, lambda version: version)
         return None if record is None else UserState(*record)
 
-    def delete(self, user_id: int) -> bool:
+    def submit_delete(self, user_id: int) -> Future[bool]:
         """Forget a user; False if there was none."""
         _check_whole("user_id", user_id)
-        return self._start(lambda: self._delete(int(user_id))).result()
+        return self._start(lambda: self._delete(int(user_id)))
+
+    def delete(self, user_id: int) -> bool:
+        return self.submit_delete(user_id).result()
 
     def _delete(self, user_id: int) -> bool:
         key = self._keys.user(user_id)
-        with self._told(), self._client.pipeline() as pipe:
+        with told(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
                 num_fields = pipe.hlen(key)
@@ -254,7 +306,7 @@ class RedisHistory:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""
         after = b"-"
         while True:
-            with self._told():
+            with told(self._place):
                 some = self._client.zrangebylex(self._keys.users, after, b"+", start=0, num=_USERS_AT_ONCE)
             yield from map(user_of_key, some)
             if len(some) < _USERS_AT_ONCE:
@@ -263,7 +315,7 @@ class RedisHistory:
 
     def stats(self) -> HistoryStats:
         """Bytes are the whole server's."""
-        with self._told():
+        with told(self._place):
             memory = self._client.info("memory")
             num_pages = int(self._client.get(self._keys.num_pages) or 0)
             num_users = self._client.zcard(self._keys.users)
@@ -289,22 +341,11 @@ class RedisHistory:
             self._is_closed = True
         self._pool.shutdown()
         self._client.close()
+        self._write_client.close()
 
     def _need_open(self) -> None:
         if self._is_closed:
-            raise HistoryError(f"{self._url} is closed")
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors of Redis as ours, with the address."""
-        try:
-            yield
-        except redis.OutOfMemoryError as error:
-            raise HistoryFull(f"{self._url}: {error}") from error
-        except (redis.RedisError, ValueError, OSError) as error:
-            if isinstance(error, RequestError):
-                raise
-            raise HistoryError(f"{self._url}: {error}") from error
+            raise HistoryError(f"{self._place} is closed")
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from helmrec.history.events import Events, NewEvents
+from helmrec.history.events import Events, EventSchema, NewEvents
+from helmrec.history.sizes import TableSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class HistoryStore(Protocol):
     def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
         """`submit`, and wait."""
 
+    def submit_delete(self, user_id: int) -> Future[bool]:
+        """Forget a user; False if there was none. A later append starts again at version 0."""
+
     def read_last(self, user_id: int, num_events: int) -> Events:
         """The last events, at most this many; none, at version 0, of an unknown user."""
 
@@ -55,7 +59,20 @@ class HistoryStore(Protocol):
         """None if the user is unknown."""
 
     def delete(self, user_id: int) -> bool:
-        """Forget a user; False if there was none. A later append starts again at version 0."""
+        """`submit_delete`, and wait."""
+
+    def sizes(self) -> TableSizes:
+        """The largest tables, by field, under which events were taken, by any process that writes the store."""
+
+    def follow(self, schema: EventSchema) -> None:
+        """Hold the limits of another model's tables against events from now on.
+
+        Raise TablesTooSmall, and change nothing, if a table is smaller than `sizes()` says; HistoryError if the fields
+        are others.
+        """
+
+    def ping(self) -> None:
+        """Raise HistoryUnavailable, or another HistoryError, if the store cannot be read now."""
 
     def user_ids(self) -> Iterator[int]:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""

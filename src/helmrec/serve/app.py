@@ -45,6 +45,8 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         port.start()
+        if histories is not None:
+            histories.start()
         watch = asyncio.create_task(front.watch())
         try:
             yield

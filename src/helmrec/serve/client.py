@@ -14,21 +14,26 @@ import numpy as np
 from helmrec.errors import (
     ConfigError,
     DeadlineExceeded,
+    DiskFull,
     EngineClosed,
     Forgotten,
     HelmRecError,
     HistoryFull,
+    HistoryUnavailable,
     QueueFull,
     RequestError,
     ServerError,
     StaleVersion,
+    TablesTooSmall,
 )
 from helmrec.history.store import Appended, UserState
+from helmrec.redaction import redact
 from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
-_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, QueueFull)
+_OF_HISTORIES = (DiskFull, HistoryFull, HistoryUnavailable, TablesTooSmall)
+_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, QueueFull, *_OF_HISTORIES)
 _BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -38,9 +43,9 @@ class Client:
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"url must look like http://127.0.0.1:8000, got {url!r}")
+            raise ConfigError(f"url must look like http://127.0.0.1:8000, got {redact(url)!r}")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._url = url
+        self._url = redact(url)
         self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
         self._encoder = msgspec.json.Encoder(enc_hook=_as_plain)
         self._answer = msgspec.json.Decoder(RankAnswer)

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from helmrec.errors import HelmRecError, HistoryError, HistoryFull
+from helmrec.errors import HelmRecError, HistoryError, HistoryUnavailable
 from helmrec.serve import problems
 from helmrec.serve.bodies import header
 
@@ -78,7 +78,9 @@ class Edge:
 
 def _told(error: Exception, request_id: str, path: str) -> Response:
     """What the client hears of it. What is ours to mend is told to the log instead."""
-    is_ours = isinstance(error, HistoryError) and not isinstance(error, HistoryFull)  # it names our files
+    is_ours = isinstance(error, HistoryError) and not isinstance(error, problems.TOLD_OF_HISTORIES)
+    if isinstance(error, HistoryError) and not is_ours and not isinstance(error, HistoryUnavailable):
+        log.warning("the history store refused", extra={"id": request_id, "path": path, "reason": str(error)})
     if isinstance(error, HelmRecError | HTTPException) and not is_ours:
         return problems.of_error(error, request_id, path)
     log.error("request failed", exc_info=error, extra={"id": request_id, "path": path})

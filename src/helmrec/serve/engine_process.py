@@ -19,6 +19,7 @@ import msgspec
 
 from helmrec.config import EngineConfig
 from helmrec.errors import EngineClosed, HelmRecError, QueueFull
+from helmrec.redaction import is_secret_name
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import swapping
 from helmrec.serve.port import Health, InProcessPort, Queued
@@ -158,7 +159,9 @@ class EngineProcess:
     async def _begin(self, packed: bytes) -> None:
         try:
             begin = msgspec.msgpack.decode(packed, type=Begin)
-            log_to_stderr(begin.serve["log_level"])
+            told = {**begin.engine, **begin.serve}
+            secrets = [value for name, value in told.items() if is_secret_name(name) and isinstance(value, str)]
+            log_to_stderr(begin.serve["log_level"], secrets)
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
             port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve)
         except Exception as error:

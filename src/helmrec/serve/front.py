@@ -87,14 +87,24 @@ class Front:
 
     async def submit(self, request: Request, asked: Sequence[RankRequest]) -> list[RankResult]:
         """Rank, in what is left of the deadlines since the request came in."""
-        spent_ms = (time.perf_counter() - request.scope["state"]["started_s"]) * 1e3
-        results = await self.port.submit(asked, spent_ms)
+        results = await self.port.submit(asked, self.spent_ms(request))
         for result in results:
             self.metrics.count_result(result)
         return results
 
+    def spent_ms(self, request: Request) -> float:
+        """Since the request came in."""
+        started_s: float = request.scope["state"]["started_s"]
+        return (time.perf_counter() - started_s) * 1e3
+
+    @property
+    def store_problem(self) -> str | None:
+        """Why stored histories cannot be used now; None if they can, or if none are kept."""
+        return None if self.histories is None else self.histories.problem
+
     @property
     def is_ready(self) -> bool:
+        """Whether the engine takes requests; those that carry their history need nothing else."""
         return self.port.health is Health.READY
 
     def need_ready(self) -> None:

@@ -1,17 +1,44 @@
-"""Histories the node keeps: opened for a model, read for ranking, and appended to without blocking the event loop."""
+"""Histories the node keeps: opened for a model, read and appended to without ever blocking the event loop.
+
+Reads run in a few threads rather than through an asynchronous client: a folder's file can block on its disk as a
+server can on its network, nothing but a thread waits for a disk, and one store serves both. A store that does not
+answer is left alone by a circuit breaker, and tried again in the background.
+"""
 
 import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from helmrec.errors import ConfigError
+from helmrec.clock import Clock, MonotonicClock
+from helmrec.errors import (
+    ConfigError,
+    Forgotten,
+    HelmRecError,
+    HistoryError,
+    HistoryUnavailable,
+    ModelError,
+    QueueFull,
+    TablesTooSmall,
+)
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory, HistoryStats
-from helmrec.history.events import Events, EventSchema, NewEvents
+from helmrec.history.events import Events, EventSchema, NewEvents, find_beyond
+from helmrec.history.sizes import check_sizes, sizes_of
 from helmrec.history.store import Appended, HistoryStore, UserState
 from helmrec.model.config import ModelConfig
+from helmrec.redaction import redact
+from helmrec.serve.breaker import Breaker
 
+log = logging.getLogger("helmrec.serve")
+T = TypeVar("T")
 _SHARED = ("redis://", "rediss://", "unix://")
+_PING_EVERY_S = 1.0  # while the store answers: /readyz is to be right where nobody ranks
 
 
 class Store(HistoryStore, Protocol):
@@ -20,12 +47,48 @@ class Store(HistoryStore, Protocol):
     def stats(self) -> HistoryStats: ...
 
 
-class Histories:
-    """The events of all users, as the handlers of one server need them. Owns the store and closes it."""
+class _Read:
+    """A read under way, of some users."""
 
-    def __init__(self, store: Store, window: int) -> None:
+    def __init__(self, user_ids: Sequence[int]) -> None:
+        self.user_ids = frozenset(user_ids)
+        self.forgotten: int | None = None  # a user of it who was forgotten meanwhile
+
+
+class _TimedCall(Generic[T]):
+    """A call of the store, which knows how long it has been running."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._started_s: float | None = None
+
+    def run(self) -> T:
+        self._started_s = time.perf_counter()
+        return self._work()
+
+    @property
+    def ran_ms(self) -> float:
+        return 0.0 if self._started_s is None else (time.perf_counter() - self._started_s) * 1e3
+
+
+class Histories:
+    """The events of all users, as the handlers of one server need them. Owns the store and closes it.
+
+    Lives in one event loop.
+    """
+
+    def __init__(self, store: Store, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None) -> None:
         self._store = store
-        self._window = window
+        self._config = config
+        self._model, self._schema = model, EventSchema.of_model(model)
+        self._breaker = Breaker(config.breaker_failures, config.breaker_pause_s, clock or MonotonicClock())
+        self._threads = ThreadPoolExecutor(config.read_threads, thread_name_prefix="history-read")
+        self._num_waiting = 0
+        self._reads: set[_Read] = set()
+        self._being_forgotten: Counter[int] = Counter()
+        self._following = asyncio.Lock()
+        self._last_failure = ""
+        self._pings: asyncio.Task[None] | None = None
 
     @classmethod
     def open(cls, path: Path | str, model: ModelConfig, config: HistoryConfig) -> "Histories":
@@ -37,38 +100,224 @@ class Histories:
             )
         schema = EventSchema.of_model(model)
         if str(path).startswith(_SHARED):
-            return cls(_shared(str(path), schema, config), model.window)
-        return cls(EmbeddedHistory(path, schema, config), model.window)
+            return cls(_shared(str(path), schema, config), model, config)
+        return cls(EmbeddedHistory(path, schema, config), model, config)
 
-    def read(self, user_id: int) -> Events:
-        """As much of a history as the model looks at; nothing, at version 0, of an unknown user.
+    def start(self) -> None:
+        """Look at the store from time to time, so that `problem` is right although nobody asks for a history."""
+        self._pings = asyncio.get_running_loop().create_task(self._ping_for_ever())
 
-        Read at once, not in a thread: a few hundred microseconds at most, and whoever reads and submits without
-        awaiting in between cannot bring back a user who is forgotten meanwhile.
+    @property
+    def problem(self) -> str | None:
+        """Why stored histories cannot be used now; None if they can."""
+        return None if self._breaker.is_closed else f"the history store does not answer ({self._last_failure})"
+
+    @property
+    def num_failures(self) -> int:
+        """Calls that the store did not answer, or not in time."""
+        return self._breaker.num_failures
+
+    async def read(self, user_ids: Sequence[int], model: ModelConfig) -> list[Events]:
+        """As much of each history as the model looks at; nothing, at version 0, of an unknown user.
+
+        Raise Forgotten if one of the users was forgotten meanwhile: whoever submits what this returns without awaiting
+        anything in between cannot bring back a forgotten user. HistoryUnavailable if the store does not answer in time,
+        TablesTooSmall if it holds ids that the model lacks.
         """
-        return self._store.read_last(user_id, self._window)
+        schema, read = self._schema_of(model), _Read(user_ids)
+        read.forgotten = next((user for user in user_ids if self._being_forgotten[user]), None)
+        self._reads.add(read)
+        try:
+            found: list[Events] = []
+            step = self._config.read_threads  # no more at once: a call of many users leaves room for others
+            for start in range(0, len(user_ids), step):
+                some = user_ids[start : start + step]
+                found += await _all([self._call(self._reading(user_id, schema, model.window)) for user_id in some])
+        finally:
+            self._reads.remove(read)
+        if read.forgotten is not None:
+            raise Forgotten(f"user {read.forgotten} was forgotten while the history was read")
+        return found
 
-    async def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
-        """Returns when the events are kept; raises what the store raises."""
-        return await asyncio.wrap_future(self._store.submit(user_id, base_version, events))
+    def _reading(self, user_id: int, schema: EventSchema, window: int) -> Callable[[], Events]:
+        def work() -> Events:
+            events = self._store.read_last(user_id, window)
+            if (beyond := find_beyond(schema, events)) is not None:
+                field, largest = beyond
+                raise TablesTooSmall(f"{field} of user {user_id} reach up to {largest}: the model's table is smaller")
+            return events
 
-    def state(self, user_id: int) -> UserState | None:
-        return self._store.state(user_id)
+        return work
+
+    async def append(self, user_id: int, base_version: int, events: NewEvents, model: ModelConfig) -> Appended:
+        """Returns when the events are kept; raises what the store raises.
+
+        The served model's tables limit their ids. After HistoryUnavailable they may have been kept, or not: the same
+        append sent again is acknowledged either way, and kept once.
+        """
+        await self._follow(model)
+        return await self._written(lambda: self._store.submit(user_id, base_version, events))
+
+    async def _follow(self, model: ModelConfig) -> None:
+        """Once another model serves, its tables are the limits of what is appended."""
+        async with self._following:
+            if self._model is model:
+                return
+            schema = self._schema_of(model)
+            if schema != self._schema:
+                await self._call(lambda: self._store.follow(schema), self._config.write_timeout_ms)
+            self._model, self._schema = model, schema
+
+    def _schema_of(self, model: ModelConfig) -> EventSchema:
+        return self._schema if model is self._model else EventSchema.of_model(model)
+
+    async def check_swap(self, model: ModelConfig, served: ModelConfig) -> None:
+        """Raise ModelError if events that are kept, or appended during the swap, may have ids beyond its tables."""
+        schema = EventSchema.of_model(model)
+        try:
+            for sizes in (sizes_of(EventSchema.of_model(served)), await self._call(self._store.sizes)):
+                check_sizes(sizes, schema, "the history store")
+        except TablesTooSmall as error:
+            raise ModelError(f"the model cannot be swapped in while histories are kept: {error}") from None
+
+    async def state(self, user_id: int) -> UserState | None:
+        return await self._call(lambda: self._store.state(user_id))
 
     async def delete(self, user_id: int) -> bool:
-        """False if nothing was kept of the user."""
-        return await asyncio.to_thread(self._store.delete, user_id)
+        """False if nothing was kept of the user. Within `forgetting`, or reads under way bring it back."""
+        assert self._being_forgotten[user_id], "reads under way must be told"
+        return await self._written(lambda: self._store.submit_delete(user_id))
 
-    def stats(self) -> HistoryStats:
-        return self._store.stats()
+    @contextmanager
+    def forgetting(self, user_id: int) -> Iterator[None]:
+        """While the user is forgotten, here and by the engine: its reads, those under way included, are refused."""
+        for read in self._reads:
+            if user_id in read.user_ids:
+                read.forgotten = user_id
+        self._being_forgotten[user_id] += 1
+        try:
+            yield
+        finally:
+            self._being_forgotten[user_id] -= 1
+            self._being_forgotten += Counter()  # drops those at zero
+
+    async def stats(self) -> HistoryStats | None:
+        """None while the store does not answer, or cannot say."""
+        try:
+            return await self._call(self._store.stats)
+        except (HistoryError, QueueFull):
+            return None
 
     async def close(self) -> None:
+        if self._pings is not None:
+            self._pings.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._store.close)
+
+    async def _call(self, work: Callable[[], T], timeout_ms: float | None = None) -> T:
+        """What `work` gives, in a thread. HistoryUnavailable if that takes too long, or at once if it is known to."""
+        if not self._breaker.admit():
+            raise HistoryUnavailable(self.problem or "the history store is tried again")
+        if self._num_waiting >= self._config.queue_limit:
+            self._breaker.dropped()
+            raise QueueFull(f"{self._config.queue_limit} reads wait for the history store")
+        timeout_ms = timeout_ms or self._config.read_timeout_ms
+        job = _TimedCall(work)
+        future = self._threads.submit(job.run)
+        self._num_waiting += 1
+        try:
+            done = await _within(timeout_ms, future)
+        except TimeoutError:
+            raise self._too_slow(job.ran_ms, timeout_ms) from None
+        except HistoryUnavailable as error:
+            self._note_failure("it cannot be reached", str(error))
+            raise
+        except HelmRecError:  # it did answer
+            self._note_success()
+            raise
+        except BaseException:
+            self._breaker.dropped()
+            raise
+        finally:
+            self._num_waiting -= 1
+        self._note_success()
+        return done
+
+    def _too_slow(self, ran_ms: float, timeout_ms: float) -> HelmRecError:
+        """A read that runs for long is the store's failure; one that has hardly begun had too many before it."""
+        if ran_ms < timeout_ms / 2 and self._breaker.is_closed:
+            return QueueFull(f"no thread was free to read the history store for {timeout_ms:g} ms")
+        reason = f"no answer for {timeout_ms:g} ms"
+        self._note_failure(reason, reason)
+        return HistoryUnavailable(f"the history store: {reason}")
+
+    async def _written(self, submit: Callable[[], "Future[T]"]) -> T:
+        """What the store's writer gives. Whether the store is to be left alone is for reads to find out.
+
+        One that is read but not written, such as a replica of a Redis, goes on being read.
+        """
+        if self.problem is not None:
+            raise HistoryUnavailable(self.problem)
+        timeout_ms = self._config.write_timeout_ms
+        try:
+            return await _within(timeout_ms, submit())
+        except TimeoutError:
+            raise HistoryUnavailable(f"the history store did not write within {timeout_ms:g} ms") from None
+
+    def _note_failure(self, kind: str, reason: str) -> None:
+        """`kind` is for everyone to read, `reason` for the log: it may name addresses and files."""
+        was_closed = self._breaker.is_closed
+        self._breaker.failed()
+        self._last_failure = kind
+        if was_closed and not self._breaker.is_closed:
+            log.error("the history store does not answer", extra={"reason": reason})
+
+    def _note_success(self) -> None:
+        was_closed = self._breaker.is_closed
+        self._breaker.succeeded()
+        if not was_closed:
+            log.info("the history store answers again")
+
+    async def _ping_for_ever(self) -> None:
+        while True:
+            pause_s = self._config.breaker_pause_s
+            try:
+                await self._call(self._store.ping)
+                pause_s = _PING_EVERY_S
+            except (HistoryUnavailable, QueueFull):  # noted, or too busy with others
+                pass
+            except HistoryError as error:
+                log.error("the history store is not as it should be", extra={"reason": str(error)})
+            except Exception:
+                log.exception("the history store could not be looked at")
+            await asyncio.sleep(pause_s)
+
+
+async def _within(timeout_ms: float, future: "Future[T]") -> T:
+    """What the future gives. On TimeoutError it was cancelled: if it had not begun, it never will."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1e3):
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        if future.done() and not future.cancelled():  # the event loop was late, not the store
+            return future.result()
+        raise
+
+
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """What all give; the first error, once none is under way any more."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
 def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> Store:
     try:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"history_path: {url} needs helmrec[cluster] to be installed ({error})") from None
+        raise ConfigError(f"history_path: {redact(url)} needs helmrec[cluster] to be installed ({error})") from None
     return RedisHistory(url, schema, config)

@@ -111,10 +111,19 @@ class Seen:
     """One look at what stands behind the front."""
 
     stats: EngineStats | None  # None: there is no engine now
-    history: HistoryStats | None  # None: no histories are kept
+    history: HistoryStats | None  # None: no histories are kept, or their store does not answer
     is_ready: bool
     num_restarts: int
     body_bytes: int = 0  # of requests that are being read or answered
+    store: "StoreHealth | None" = None  # None: no histories are kept
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """Whether stored histories can be used, and how often they could not be read."""
+
+    is_ready: bool
+    num_failures: int
 
 
 class _EngineCollector(Collector):
@@ -129,6 +138,11 @@ class _EngineCollector(Collector):
         stats, history = self.seen.stats, self.seen.history
         yield GaugeMetricFamily("helmrec_engine_ready", "Whether requests may be sent.", float(self.seen.is_ready))
         yield CounterMetricFamily("helmrec_engine_restarts", "Times it was started again.", self.seen.num_restarts)
+        if (store := self.seen.store) is not None:
+            yield GaugeMetricFamily("helmrec_history_ready", "Whether the history store answers.", store.is_ready)
+            yield CounterMetricFamily(
+                "helmrec_history_failures", "Calls the history store did not answer.", store.num_failures
+            )
         if history is not None:
             yield GaugeMetricFamily("helmrec_history_users", "Users whose events are kept.", history.num_users)
             yield GaugeMetricFamily("helmrec_history_file_bytes", "Size of the history store.", history.used_bytes)

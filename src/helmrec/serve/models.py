@@ -52,11 +52,13 @@ class ModelRoutes:
             raise HTTPException(409, "another model is on its way in")
         self._is_busy = True
         try:
-            version = (await asyncio.to_thread(read_manifest, folder)).version
+            manifest = await asyncio.to_thread(read_manifest, folder)
+            if self._front.histories is not None:
+                await self._front.histories.check_swap(manifest.model, port.model)
             await port.swap(str(folder))
         finally:
             self._is_busy = False
-        return json_answer(ModelAnswer(asked.name, f"{version:016x}"))
+        return json_answer(ModelAnswer(asked.name, f"{manifest.version:016x}"))
 
     def endpoints(self) -> list[Endpoint]:
         return [

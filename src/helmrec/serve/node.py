@@ -8,7 +8,7 @@ from helmrec.model.weights import read_manifest
 from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.port import EnginePort, InProcessPort
 from helmrec.serve.process_port import Limits, ProcessPort
-from helmrec.serve.settings import ServeConfig
+from helmrec.serve.settings import ServeConfig, for_engine, revealed
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import Begin
@@ -21,7 +21,7 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
         return swapping(model, engine, serve)
     manifest = read_manifest(model)
     Steering.of(serve, NodeConfig(model=manifest.model, engine=engine))  # a wrong policy is told before anything starts
-    begin = Begin(str(model), engine.model_dump(mode="json"), serve.model_dump(mode="json", exclude={"admin_token"}))
+    begin = Begin(str(model), revealed(engine), for_engine(serve))
     return ProcessPort(begin, manifest.model, engine.max_history, Limits(serve.ring_bytes, serve.replay_bytes))
 
 

@@ -75,8 +75,8 @@ class EnginePort(Protocol):
         `spent_ms` of their deadlines went by before.
         """
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
-        """Have a history computed ahead of its rank, or hear why not."""
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
+        """Have a history computed ahead of its rank, or hear why not. The signal came in `spent_ms` before."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -185,7 +185,7 @@ class InProcessPort:
         finally:
             self._withdraw(queued)  # of a call that was refused half way; what is done stays as it is
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         return await asyncio.wrap_future(self.signal(request))
 
     def signal(self, request: PrefillRequest) -> "Future[PrefillResult]":

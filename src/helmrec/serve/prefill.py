@@ -94,10 +94,11 @@ class PrefillRoutes:
         front = self._front
         front.need_ready()
         body = decode(self._body, await front.body(request))
-        histories = front.histories
-        stored = histories.read(body.user_id) if histories is not None and body.is_without_events else None
+        histories, stored = front.histories, None
+        if histories is not None and body.is_without_events:
+            (stored,) = await histories.read([body.user_id], front.port.model)
         asked = body.request(stored)  # nothing is awaited between the read and the engine's queue
-        result = await front.port.prefill(asked)
+        result = await front.port.prefill(asked, front.spent_ms(request))
         version = None if stored is None else stored.version
         return json_answer(PrefillAnswer.of(result, front.config.node_name, version))
 
@@ -105,6 +106,6 @@ class PrefillRoutes:
         return [
             Endpoint(
                 "POST", "/v1/prefill", "Compute a history ahead of its rank", self.prefill, PrefillBody, PrefillAnswer,
-                statuses=(400, 413, 415, 429, 503),
+                statuses=(400, 409, 413, 415, 429, 503),
             )
         ]  # fmt: skip

@@ -10,16 +10,21 @@ from starlette.responses import Response
 from helmrec.errors import (
     ConfigError,
     DeadlineExceeded,
+    DiskFull,
     EngineClosed,
     Forgotten,
     HelmRecError,
+    HistoryError,
     HistoryFull,
+    HistoryUnavailable,
     ModelError,
     QueueFull,
     RequestError,
     StaleVersion,
+    TablesTooSmall,
     TooLarge,
 )
+from helmrec.redaction import redact
 from helmrec.serve.schema import Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -38,7 +43,16 @@ _STATUS: dict[type[HelmRecError], int] = {
     StaleVersion: 409,
     Forgotten: 409,
     HistoryFull: 507,
+    HistoryUnavailable: 503,
+    TablesTooSmall: 503,
 }
+_HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first that fits
+    DiskFull: "the disk of the history store is full; nothing of this call was kept",
+    HistoryFull: "the history store has no room for more events",
+    HistoryUnavailable: "the history store does not answer; requests that carry their history are served",
+    TablesTooSmall: "stored events may have ids that this node's model lacks: a larger model has written to the store",
+}
+TOLD_OF_HISTORIES = tuple(_HISTORY_DETAILS)  # other errors of a store are ours to mend, and stay in the log
 
 
 def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) -> Response:
@@ -53,9 +67,13 @@ def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) ->
         problem = msgspec.structs.replace(problem, field=error.field, value=_plain(error.value))
     elif isinstance(error, StaleVersion):
         problem = msgspec.structs.replace(problem, current_version=error.current)
-    elif isinstance(error, HistoryFull):
-        problem = msgspec.structs.replace(problem, detail="the history store has no room for more events")
+    elif isinstance(error, HistoryError):  # its own words name our files
+        problem = msgspec.structs.replace(problem, detail=_of_history(error))
     return _answer(problem, path)
+
+
+def _of_history(error: HistoryError) -> str:
+    return next(text for kind, text in _HISTORY_DETAILS.items() if isinstance(error, kind))
 
 
 def of_failure(request_id: str, path: str) -> Response:
@@ -75,6 +93,7 @@ def _title(status: int) -> str:
 
 
 def _cut(text: str) -> str:
+    text = redact(text[: 4 * _MAX_DETAIL])
     return text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
 
 

@@ -113,7 +113,7 @@ class ProcessPort:
         results: list[RankResult] = await self._ask(Kind.RANK, parts)
         return results
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         link = self._need_link()
         try:
             parts = pack_prefill(request)

@@ -174,6 +174,7 @@ class RowsAnswer(Struct, frozen=True):
 class HealthAnswer(Struct, frozen=True, omit_defaults=True):
     status: str
     reason: Annotated[str | None, Meta(description="why it is not ready, where something went wrong")] = None
+    histories: Annotated[str | None, Meta(description="why stored histories cannot be used, if so")] = None
 
 
 class Problem(Struct, frozen=True, omit_defaults=True):

@@ -7,14 +7,16 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import ByteSize, Field, SecretStr, ValidationInfo, field_validator
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
 from helmrec.history.config import HistoryConfig
+from helmrec.redaction import HIDDEN, redact, secrets_in_url
 
 T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
@@ -46,7 +48,9 @@ class ServeConfig(Frozen):
         None, min_length=1, description="folder of models that an admin call may swap in by name; none, none may"
     )
     drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
-    history_path: str | None = Field(None, min_length=1, description="folder of stored histories; none, none are kept")
+    history_path: str | None = Field(
+        None, min_length=1, repr=False, description="folder of stored histories, or a Redis; none, none are kept"
+    )
     policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")
     policy_cost: str | None = Field(
         None, min_length=1, description="calibration file for policies that reckon with costs; else that of an H200"
@@ -76,6 +80,13 @@ _FIELDS: dict[type[Frozen], dict[str, str]] = {  # setting -> field of the confi
 }
 _NAMES = [name for fields in _FIELDS.values() for name in fields]
 assert len(set(_NAMES)) == len(_NAMES), "one name, one setting"
+_SECRETS = frozenset(
+    name
+    for kind, fields in _FIELDS.items()
+    for name, field in fields.items()
+    if SecretStr in (annotation := kind.model_fields[field].annotation, *get_args(annotation))
+)
+_FRONT_ONLY = frozenset({"admin_token", "history_path"})  # an engine needs neither
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +114,21 @@ class Settings:
             source = self.sources.get(name, "default")
             if value is None or isinstance(value, SecretStr):
                 yield f"# {name} is {'unset' if value is None else 'set'}  # {source}"
+            elif (shown := redact(_toml(value))) != _toml(value):
+                yield f"# {name} = {shown}  # {source}; a password is hidden"
             else:
                 yield f"{name} = {_toml(value)}  # {source}"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no log may show."""
+        values = [getattr(config, name) for config in self._configs for name in type(config).model_fields]
+        told = [value.get_secret_value() for value in values if isinstance(value, SecretStr)]
+        return (*told, *secrets_in_url(self.serve.history_path or ""))
+
+    @property
+    def _configs(self) -> tuple[Frozen, ...]:
+        return self.engine, self.serve, self.history
 
 
 def _toml(value: Any) -> str:
@@ -126,7 +150,9 @@ def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Pa
     }
     if unknown := given.keys() - variables.keys():
         name = min(unknown)
-        raise ConfigError(f"{name} is not a known setting ({given[name].source}), got {given[name].value!r}")
+        is_misspelt_secret = bool(get_close_matches(name, _SECRETS))
+        seen = HIDDEN if is_misspelt_secret else repr(given[name].value)
+        raise ConfigError(redact(f"{name} is not a known setting ({given[name].source}), got {seen}"))
     return Settings(
         engine=_made(EngineConfig, given),
         serve=_made(ServeConfig, given),
@@ -147,7 +173,23 @@ def _made(kind: type[T], given: Mapping[str, Given]) -> T:
 
 def _hidden(name: str, value: Any) -> Any:
     """A secret is wrapped before it is checked, or the message that refuses it would show it."""
-    return SecretStr(value) if name == "admin_token" and isinstance(value, str) else value
+    if name not in _SECRETS or isinstance(value, SecretStr):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}: text is needed, got a value of type {type(value).__name__}")
+    return SecretStr(value)
+
+
+def revealed(config: Frozen) -> dict[str, Any]:
+    """The settings as plain values, secrets in clear: for another process of this server, never to be shown."""
+    values = config.model_dump(mode="json")
+    given = {name: getattr(config, name) for name in values}
+    return values | {name: each.get_secret_value() for name, each in given.items() if isinstance(each, SecretStr)}
+
+
+def for_engine(serve: ServeConfig) -> dict[str, Any]:
+    """What the process of an engine is told of the server's settings: nothing that only the front needs to know."""
+    return {name: value for name, value in revealed(serve).items() if name not in _FRONT_ONLY}
 
 
 def _read(file: Path) -> dict[str, Given]:

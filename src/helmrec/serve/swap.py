@@ -60,8 +60,8 @@ class SwappingPort:
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         return await self._current.submit(requests, spent_ms)
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
-        return await self._current.prefill(request)
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
+        return await self._current.prefill(request, spent_ms)
 
     async def stats(self) -> EngineStats:
         return await self._current.stats()
@@ -140,7 +140,10 @@ def check_fits(new: ModelConfig, old: ModelConfig) -> None:
 
 
 def _contract(model: ModelConfig) -> dict[str, object]:
-    """What clients and stored histories rely on; depth, widths and the number of rows may differ."""
+    """What clients and stored histories rely on; depth and widths may differ.
+
+    So may the number of rows, as far as this can tell: a front that keeps histories asks for no fewer.
+    """
     return {
         "name": model.name,
         "features": [table.name for table in model.features],

@@ -3,7 +3,7 @@
 Pure: bytes in, values out. Ids that come as binary tensors are read where they lie in the body.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
@@ -181,20 +181,31 @@ class TensorNames:
         self.per_request = ("USER_IDS", "LENGTHS", "NUM_CANDIDATES", *self.context)
         self.required = (*self.per_request, *self.per_event, *self.per_candidate)
 
+    def users_without_events(self, tensors: dict[str, Tensor]) -> list[int] | None:
+        """The users of a call without any tensor of events, whose histories are the stored ones; None for others.
+
+        Raise RequestError for a call that is wrong whatever is stored, before anything is read for it.
+        """
+        if tensors.keys() & {"LENGTHS", "FIRST_EVENTS", *self.per_event}:
+            return None
+        return self._users(tensors, is_stored=True)
+
+    def _users(self, tensors: dict[str, Tensor], *, is_stored: bool) -> list[int]:
+        self._check(tensors, is_stored=is_stored)
+        users: list[int] = tensors["USER_IDS"].tolist()
+        if len(users) > MAX_USERS:
+            raise RequestError("USER_IDS", len(users), f"at most {MAX_USERS} users may be asked for in one call")
+        return users
+
     def requests(
-        self, tensors: dict[str, Tensor], deadline_ms: float | None, read: Callable[[int], Events] | None = None
+        self, tensors: dict[str, Tensor], deadline_ms: float | None, stored: Sequence[Events] | None = None
     ) -> list[RankRequest]:
         """One request per user; their ids are views of the tensors.
 
-        `read` gives the stored history of a user, for calls without any tensor of events.
+        `stored` are the histories of `users_without_events`.
         """
-        is_stored = read is not None and not tensors.keys() & {"LENGTHS", "FIRST_EVENTS", *self.per_event}
-        self._check(tensors, is_stored=is_stored)
-        users = tensors["USER_IDS"].tolist()
-        if len(users) > MAX_USERS:  # before anything is read for them
-            raise RequestError("USER_IDS", len(users), f"at most {MAX_USERS} users may be asked for in one call")
-        histories: Sequence[Events | _SentEvents]
-        histories = [read(user_id) for user_id in users] if read is not None and is_stored else self._sent(tensors)
+        users = self._users(tensors, is_stored=stored is not None)
+        histories: Sequence[Events | _SentEvents] = self._sent(tensors) if stored is None else stored
         candidates = _bounds("NUM_CANDIDATES", tensors["NUM_CANDIDATES"], "CANDIDATES", tensors["CANDIDATES"].size)
         request_times = tensors["REQUEST_TIMES"].tolist() if "REQUEST_TIMES" in tensors else [None] * len(users)
         contexts = {name: tensors[tensor].tolist() for tensor, name in self.context.items()}

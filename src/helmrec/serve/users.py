@@ -25,7 +25,7 @@ class UserRoutes:
         histories = self._need_histories()
         body = decode(self._body, await self._front.body(request))
         try:
-            done = await histories.append(body.user_id, body.base_version, body.events())
+            done = await histories.append(body.user_id, body.base_version, body.events(), self._front.port.model)
         except StaleVersion:
             self._front.metrics.count_append("stale", 0)
             raise
@@ -34,7 +34,7 @@ class UserRoutes:
 
     async def show(self, request: Request) -> Response:
         user_id = _user_id(request)
-        state = self._need_histories().state(user_id)
+        state = await self._need_histories().state(user_id)
         if state is None:
             raise HTTPException(404, f"no events are kept of user {user_id}")
         return json_answer(
@@ -45,8 +45,12 @@ class UserRoutes:
         """The history goes first: a rank that comes after it starts from nothing, one that came before is dropped."""
         user_id, histories = _user_id(request), self._front.histories
         self._front.need_ready()
-        had_events = await histories.delete(user_id) if histories is not None else False
-        await self._front.port.forget(user_id)
+        if histories is None:
+            await self._front.port.forget(user_id)
+            return json_answer(ForgetAnswer(user_id, had_events=False))
+        with histories.forgetting(user_id):  # reads under way must not bring it back
+            had_events = await histories.delete(user_id)
+            await self._front.port.forget(user_id)
         return json_answer(ForgetAnswer(user_id, had_events))
 
     def _need_histories(self) -> Histories:
@@ -59,10 +63,12 @@ class UserRoutes:
         return [
             Endpoint(
                 "POST", "/v1/events", "Append to a user's history", self.append, EventsBody, EventsAnswer,
-                statuses=(400, 404, 409, 413, 415, 429, 507),
+                statuses=(400, 404, 409, 413, 415, 429, 503, 507),
             ),
-            Endpoint("GET", user, "Where a user's history stands", self.show, gives=UserAnswer, statuses=(400, 404)),
-            Endpoint("DELETE", user, "Forget a user", self.forget, gives=ForgetAnswer, statuses=(400, 503)),
+            Endpoint(
+                "GET", user, "Where a user's history stands", self.show, gives=UserAnswer, statuses=(400, 404, 429, 503)
+            ),
+            Endpoint("DELETE", user, "Forget a user", self.forget, gives=ForgetAnswer, statuses=(400, 429, 503, 507)),
         ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
-from helmrec.serve.metrics import Seen
+from helmrec.serve.metrics import Seen, StoreHealth
 from helmrec.serve.port import Health
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import (
@@ -39,8 +39,9 @@ class FriendlyRoutes:
     async def rank(self, request: Request) -> Response:
         self._front.need_ready()
         body = decode(self._rank_body, await self._front.body(request))
-        histories, allowed_ms = self._front.histories, deadline_ms(request)
-        stored = histories.read(body.user_id) if histories is not None and body.is_without_events else None
+        histories, allowed_ms, stored = self._front.histories, deadline_ms(request), None
+        if histories is not None and body.is_without_events:
+            (stored,) = await histories.read([body.user_id], self._port.model)
         asked = body.request(allowed_ms, stored)  # nothing is awaited between the read and the engine's queue
         (result,) = await self._front.submit(request, [asked])
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
@@ -72,14 +73,17 @@ class FriendlyRoutes:
         return json_answer(HealthAnswer(health.value, self._port.reason), 503 if health is Health.FAILED else 200)
 
     async def readyz(self, _: Request) -> Response:
-        health = self._port.health
-        return json_answer(HealthAnswer(health.value, self._port.reason), 200 if self._front.is_ready else 503)
+        health, histories = self._port.health, self._front.store_problem
+        is_ready = self._front.is_ready and histories is None
+        status = "degraded" if self._front.is_ready and not is_ready else health.value
+        return json_answer(HealthAnswer(status, self._port.reason, histories), 200 if is_ready else 503)
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
         seen = Seen(
             stats=await self._front.stats(),  # without one, what the front counts is still shown
-            history=None if histories is None else histories.stats(),
+            history=None if histories is None else await histories.stats(),
+            store=None if histories is None else StoreHealth(histories.problem is None, histories.num_failures),
             is_ready=self._front.is_ready,
             num_restarts=self._port.num_restarts,
             body_bytes=self._front.bodies.held_bytes,

@@ -58,8 +58,11 @@ class InferenceRoutes:
         self._front.need_ready()
         inference = read_inference(await self._front.body(request), request.headers.get(_HEADER_LENGTH))
         allowed_ms = tighter(inference.body.deadline_ms, deadline_ms(request))
-        read = None if self._front.histories is None else self._front.histories.read
-        results = await self._front.submit(request, self._names.requests(inference.tensors, allowed_ms, read))
+        histories, stored = self._front.histories, None
+        if histories is not None and (users := self._names.users_without_events(inference.tensors)) is not None:
+            stored = await histories.read(users, self._port.model)
+        asked = self._names.requests(inference.tensors, allowed_ms, stored)  # nothing is awaited after the read
+        results = await self._front.submit(request, asked)
         answer = encode_answer(inference.body, self._model.name, results)
         if answer.json_bytes is None:
             return Response(answer.body, media_type="application/json")
@@ -72,7 +75,7 @@ class InferenceRoutes:
         return Response(status_code=503 if self._port.health is Health.FAILED else 200)
 
     async def ready(self, _: Request) -> Response:
-        return Response(status_code=200 if self._front.is_ready else 503)
+        return Response(status_code=200 if self._front.is_ready and self._front.store_problem is None else 503)
 
     async def model(self, request: Request) -> Response:
         self._need_model(request)

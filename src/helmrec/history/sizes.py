@@ -1,0 +1,39 @@
+"""How large the tables were under which a store took its events: no model that serves them may have smaller ones.
+
+TableSizes go by the name of the event's field. Knows their bytes and how they compare; not where they are kept.
+"""
+
+import json
+from collections.abc import Mapping
+
+from helmrec.errors import HistoryError, TablesTooSmall
+from helmrec.history.events import EventSchema
+
+TableSizes = Mapping[str, int]
+
+
+def sizes_of(schema: EventSchema) -> dict[str, int]:
+    """Rows by field; timestamps have no table."""
+    limits = schema.limits[:-1, 0].tolist()
+    return dict(zip(schema.field_names[:-1], limits, strict=True))
+
+
+def check_sizes(taken: TableSizes, schema: EventSchema, place: str) -> None:
+    """Raise TablesTooSmall, naming table and both sizes, if events that were taken may have ids beyond a table."""
+    for table, (field, num_rows) in zip(schema.table_names, sizes_of(schema).items(), strict=True):
+        if num_rows < taken.get(field, 0):
+            raise TablesTooSmall(
+                f"table {table!r} has {num_rows} rows, the events kept in {place} were taken for {taken[field]}"
+            )
+
+
+def pack_sizes(sizes: TableSizes) -> bytes:
+    return json.dumps(dict(sizes)).encode()
+
+
+def unpack_sizes(value: bytes | memoryview, place: str) -> dict[str, int]:
+    try:
+        found = json.loads(bytes(value))
+        return {str(field): int(num_rows) for field, num_rows in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise HistoryError(f"{place}: the sizes of its tables are damaged, got {bytes(value)[:100]!r}") from None
