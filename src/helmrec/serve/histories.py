@@ -31,6 +31,7 @@ from helmrec.history.embedded import EmbeddedHistory, HistoryStats
 from helmrec.history.events import Events, EventSchema, NewEvents, find_beyond
 from helmrec.history.sizes import check_sizes, sizes_of
 from helmrec.history.store import Appended, HistoryStore, UserState
+from helmrec.history.warm_up import compile_loops
 from helmrec.model.config import ModelConfig
 from helmrec.redaction import redact
 from helmrec.serve.breaker import Breaker
@@ -98,6 +99,7 @@ class Histories:
                 f"history_max_events_per_user must be at least the model's window, {model.window}, "
                 f"got {config.max_events_per_user}"
             )
+        compile_loops()  # else the first read would wait for them, and be taken for one that the store does not answer
         schema = EventSchema.of_model(model)
         if str(path).startswith(_SHARED):
             return cls(_shared(str(path), schema, config), model, config)
