@@ -78,6 +78,12 @@ def test_long_values_are_cut_and_values_beyond_many_brackets_are_not_looked_for(
     assert value_at("a[40000]", b'{"a": [' + b"1," * 50_000 + b"1]}", 10) == 1, "numbers cost no looks"
 
 
+def test_bytes_that_are_no_text_are_shown_as_far_as_they_can_be() -> None:
+    assert value_at("a", b'{"a": "x\xab"}', 100) == '"x\N{REPLACEMENT CHARACTER}"'
+    assert value_at("a", b'{"a": \xab}', 100) == "\N{REPLACEMENT CHARACTER}"
+    assert value_at("a", b'{"a": [\xab]}', 100) == "[\N{REPLACEMENT CHARACTER}]"
+
+
 def test_no_text_takes_more_looks_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_place, "_MOST_LOOKS", 50)
     for text in (b"[" * 1_000, b'{"a": "' + b'\\"' * 1_000 + b'"}', b'{"b": ' + b'["x"],' * 1_000):

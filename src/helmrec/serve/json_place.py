@@ -180,7 +180,7 @@ class _Place:
 def _decoded(text: bytes) -> str | int | float | bool | None:
     try:
         value: str | int | float | bool | None = msgspec.json.decode(text)
-    except msgspec.DecodeError:  # a number that fits no type, say
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a number that fits no type, or bytes that are no text
         return _plain(text)
     return value
 
