@@ -1,9 +1,12 @@
 """The port in front of three real engines, without Ray: what routing, losing and forgetting must not change."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,6 +158,30 @@ def test_a_signal_that_came_before_its_user_was_forgotten_is_refused(fleet: Loca
         assert await port.prefill(ahead_of(request))
 
     with_port(fleet, work)
+
+
+def test_clocks_of_replicas_need_not_agree_with_that_of_the_front(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request,) = rank_requests(1)
+    for skew_s in (-3_600.0, 3_600.0):
+        skewed = SimpleNamespace(
+            time=partial(skewed_s, time.time, skew_s), monotonic=partial(skewed_s, time.monotonic, skew_s)
+        )
+        monkeypatch.setattr("helmrec.cluster.replica.time", skewed)
+
+        async def work(port: ClusterPort) -> None:
+            await port.submit([replace(request, deadline_ms=2_000)])
+            await port.forget(request.user_id)
+            with pytest.raises(Forgotten):
+                await port.submit([request], spent_ms=10_000.0)
+            await port.submit([request])
+
+        with_port(fleet, work)
+
+
+def skewed_s(clock: Callable[[], float], skew_s: float) -> float:
+    return clock() + skew_s
 
 
 def test_knobs_reach_every_engine(fleet: LocalFleet) -> None:

@@ -5,6 +5,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from helmrec.cluster.port import ReplicaLost
+from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import Reply
 from helmrec.errors import QueueFull
 
@@ -15,9 +16,9 @@ class RayFleet:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
         try:
-            return Reply(*await getattr(self._handle, method).remote(hint, came_s, payload))
+            return Reply(*await getattr(self._handle, method).remote(hint, tuple(stamp), payload))
         except BackPressureError as error:
             raise QueueFull(str(error)) from None
         except (RayActorError, DeploymentUnavailableError) as error:
@@ -27,9 +28,9 @@ class RayFleet:
                 raise ReplicaLost(_line(error.cause)) from None
             raise
 
-    async def call_all(self, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
         try:
-            answers = await self._handle.broadcast("call", payload).results_async(return_exceptions=True)
+            answers = await self._handle.broadcast("call", tuple(stamp), payload).results_async(return_exceptions=True)
         except DeploymentUnavailableError:
             return []
         for answer in answers:

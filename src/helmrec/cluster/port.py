@@ -6,6 +6,7 @@ the same scores, so what it had not answered is sent once more, within the deadl
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.cluster.hint import Describer, pack_hint
 from helmrec.cluster.merge import merge_looks, merge_stats
+from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import Reply
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
@@ -52,15 +54,15 @@ class ReplicaLost(Exception):
 class Fleet(Protocol):
     """The replicas, however they are reached."""
 
-    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
         """Have a replica of the router's choice `rank` or `prefill`. ReplicaLost if it went away."""
 
-    async def call_all(self, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
         """Have every replica do something; those that go away meanwhile are left out."""
 
 
 class _Call(NamedTuple):
-    """Something for one replica to do."""
+    """Something for one replica to do. Times are of this process's monotonic clock."""
 
     method: str
     request: RankRequest | PrefillRequest
@@ -76,6 +78,7 @@ class ClusterPort:
         self._fleet = fleet
         self._model = model
         self._patience_s = patience_s
+        self._front = secrets.token_hex(8)  # the name of this process's clock
         self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
         self._describer = Describer(model)
         self._health = Health.STARTING
@@ -114,7 +117,7 @@ class ClusterPort:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        came_s = time.time() - spent_ms / 1e3
+        came_s = time.monotonic() - spent_ms / 1e3
         if len(requests) == 1:
             return await self._rank(requests, came_s)
         self._refuse_wrong(requests)
@@ -154,7 +157,7 @@ class ClusterPort:
         except NotForTheWire as unfit:
             self._intake.prepare_ahead(request)
             raise QueueFull(f"the signal does not fit the way to a replica: {unfit}") from None
-        came_s = time.time() - spent_ms / 1e3
+        came_s = time.monotonic() - spent_ms / 1e3
         reply = await self._sent(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
         return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
 
@@ -172,9 +175,10 @@ class ClusterPort:
 
     async def _sent_once(self, call: _Call, *, avoid: str) -> Reply:
         hint = pack_hint(self._describer.hint(call.request, avoid))
-        left_s = max(0.0, call.until_s - time.time())
+        now_s = time.monotonic()
+        left_s = max(0.0, call.until_s - now_s)
         try:
-            sent = self._fleet.send(call.method, hint, call.came_s, call.payload)
+            sent = self._fleet.send(call.method, hint, Stamp(self._front, call.came_s, now_s), call.payload)
             reply = await asyncio.wait_for(sent, left_s + _GRACE_S)
         except TimeoutError:
             raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
@@ -217,8 +221,11 @@ class ClusterPort:
             payload = b"".join(pack_call(name, arguments))
         except OverflowError as error:
             raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
+        now_s = time.monotonic()
         try:
-            replies = await asyncio.wait_for(self._fleet.call_all(payload), _CALL_PATIENCE_S)
+            replies = await asyncio.wait_for(
+                self._fleet.call_all(Stamp(self._front, now_s, now_s), payload), _CALL_PATIENCE_S
+            )
         except TimeoutError:
             raise EngineClosed(f"a replica did not answer within {_CALL_PATIENCE_S:g} s") from None
         if not replies:
