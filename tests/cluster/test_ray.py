@@ -10,12 +10,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.cases import plain_settings, write_model
 from tests.helpers import tiny_engine
@@ -50,6 +52,15 @@ class Cluster:
             return Answer(answer.status, json.loads(answer.read()))
         finally:
             connection.close()
+
+    def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Labels and values of every metric."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
 
     def rank(self, body: Any) -> Answer:
         return self.call("POST", "/v1/rank", body)
@@ -181,6 +192,9 @@ def test_a_killed_replica_costs_no_client_an_error_and_another_takes_its_place(c
     assert len(statuses) > num_before + 10
     assert set(statuses) == {200}
     assert victims[0].pid not in {each.pid for each in cluster.replicas()}
+    metrics = cluster.metrics()
+    assert metrics["helmrec_engine_restarts_total"] == [({}, 1.0)]
+    assert len({labels["replica"] for labels, _ in metrics["helmrec_pool_alpha"]}) == REPLICAS
 
 
 def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their_history_are_served(

@@ -1,6 +1,6 @@
 """The replicas through a handle of Ray Serve: errors of Ray become ours."""
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -21,12 +21,10 @@ class RayFleet:
             return Reply(*await getattr(self._handle, method).remote(hint, tuple(stamp), payload))
         except BackPressureError as error:
             raise QueueFull(str(error)) from None
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except (RayError, DeploymentUnavailableError) as error:
+            if _is_failure(error):
+                raise
             raise ReplicaLost(_line(error)) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RayActorError):
-                raise ReplicaLost(_line(error.cause)) from None
-            raise
 
     async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
         try:
@@ -34,9 +32,16 @@ class RayFleet:
         except DeploymentUnavailableError:
             return []
         for answer in answers:
-            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
+            if isinstance(answer, Exception) and _is_failure(answer):
                 raise answer
         return [Reply(*answer) for answer in answers if not isinstance(answer, Exception)]
+
+
+def _is_failure(error: Exception) -> bool:
+    """Our code in the replica raised; any other error of Ray means that the replica, its node or its answer is lost."""
+    if isinstance(error, RayTaskError):
+        return not isinstance(error.cause, RayError)
+    return not isinstance(error, RayError | DeploymentUnavailableError)
 
 
 def _line(error: RayError | Exception) -> str:
