@@ -1,6 +1,7 @@
 """Bytes that routers and replicas exchange."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from helmrec.cluster.hint import Describer, pack_hint, unpack_hint
 from helmrec.cluster.merge import merge_stats
 from helmrec.cluster.report import Served, unpack_report
+from helmrec.pauses import GapHistogram, PauseStats
 from helmrec.serve.wire import pack_prefill, pack_requests
 from tests.cluster.cases import ahead_of, make_replica, stamp_now, write_model
 from tests.helpers import random_request, tiny_config, tiny_engine
@@ -114,3 +116,16 @@ def test_many_engines_add_up_to_one() -> None:
     assert merged.pool.alpha == pytest.approx(0.3)
     assert merged.pool.page_bytes == engines[0].stats().pool.page_bytes
     assert merge_stats([engines[0].stats()]) == engines[0].stats()
+
+
+def test_gaps_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
+    stats = tiny_engine().stats()
+    gaps = [
+        PauseStats({"save": GapHistogram((1, 2), 0.5, 30.0)}, 0.1, 5.0, 20.0, "save"),
+        PauseStats(
+            {"save": GapHistogram((0, 1), 0.2, 40.0), "rows": GapHistogram((3, 0), 0.1, 2.0)}, 0.2, 4.0, 35.0, "rows"
+        ),
+    ]
+    merged = merge_stats([replace(stats, pauses=each) for each in gaps]).pauses
+    assert merged.gaps == {"save": GapHistogram((1, 3), 0.7, 40.0), "rows": GapHistogram((3, 0), 0.1, 2.0)}
+    assert (merged.longest_suspended_ms, merged.recent_ms, merged.recent_cause) == (5.0, 35.0, "rows")

@@ -122,7 +122,7 @@ class ClusterPort:
         """Ready while some replica answers. One that is slow does not make the others unready."""
         while True:
             try:
-                await self._look_at_stats(_LOOK_PATIENCE_S)
+                self._replica_stats = await self._answers("stats", EngineStats, _LOOK_PATIENCE_S)
                 self._health, self._reason = Health.READY, None
             except ReplicaSlow as error:
                 self._reason = str(error)
@@ -221,10 +221,7 @@ class ClusterPort:
         return came_s + max(float(each) for each in allowed_ms if each is not None) / 1e3
 
     async def stats(self) -> EngineStats:
-        return await self._look_at_stats(_CALL_PATIENCE_S)
-
-    async def _look_at_stats(self, patience_s: float) -> EngineStats:
-        self._replica_stats = await self._answers("stats", EngineStats, patience_s)
+        self._replica_stats = await self._answers("stats", EngineStats)
         return merge_stats(list(self._replica_stats.values()))
 
     async def look(self) -> Look:
