@@ -215,6 +215,19 @@ def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their
     assert cluster.call("DELETE", "/v1/users/7").body["had_events"]
 
 
+def test_a_redis_that_is_gone_is_told_by_rank_and_readiness_until_it_is_back(cluster: Cluster) -> None:
+    assert cluster.call("POST", "/v1/events", events_body(0)).status == 200
+    folder = Path(psutil.Process(cluster.redis.pid).cwd())
+    cluster.redis.kill()
+    wait_for(lambda: cluster.rank(stored_body()).status == 503, 10)
+    wait_for(lambda: cluster.call("GET", "/readyz").status == 503, 10)
+    assert cluster.call("POST", "/v1/events", events_body(3)).status == 503
+    assert cluster.rank(rank_body()).status == 200, "a request that carries its history needs no store"
+    with redis_process(folder, "--requirepass", PASSWORD):
+        wait_for(lambda: cluster.call("GET", "/readyz").status == 200, 30)
+        assert cluster.rank(stored_body()).body["history_version"] == 0, "this Redis keeps nothing on disk"
+
+
 def test_no_log_and_no_command_line_of_the_cluster_shows_a_secret(cluster: Cluster) -> None:
     """After all that was asked and refused above, in everything Ray wrote for this cluster."""
     commands = [" ".join(_command(each)) for each in psutil.Process(cluster.process.pid).children(recursive=True)]
