@@ -111,7 +111,7 @@ class LocalFleet:
             self.dispatch.finished(request)
 
     async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
-        return [Reply(*await replica.call(tuple(stamp), payload)) for replica in self.replicas.values()]
+        return [Reply(*await replica.call(stamp, payload)) for replica in self.replicas.values()]
 
 
 def spread(names: list[str]) -> dict[str, int]:

@@ -286,10 +286,10 @@ def test_replicas_that_cannot_be_looked_at_make_the_port_unready_and_are_logged_
         monkeypatch.setattr(fleet, "call_all", broken)
         await reason_is(port, "the replicas could not be looked at (RuntimeError)")
         await asyncio.sleep(0.1)
-        assert port.health is Health.RESTARTING
+        assert port.health.value == "restarting"
         monkeypatch.undo()
         await reason_is(port, None)
-        assert port.health is Health.READY
+        assert port.health.value == "ready"
 
     with_port(fleet, work)
     assert [record.message for record in caplog.records].count("the replicas could not be looked at") == 1

@@ -1,4 +1,4 @@
-"""Real Ray on this machine: three replicas behind the command line, in processes of their own; about half a minute."""
+"""Real Ray on this machine: three replicas behind the command line, in processes of their own; about a minute."""
 
 import http.client
 import json
@@ -35,6 +35,7 @@ REPLICAS = 3
 class Answer(NamedTuple):
     status: int
     body: Any
+    retry_after: str | None = None
 
 
 class Cluster:
@@ -49,7 +50,7 @@ class Cluster:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"content-type": "application/json", **headers})
             answer = connection.getresponse()
-            return Answer(answer.status, json.loads(answer.read()))
+            return Answer(answer.status, json.loads(answer.read()), answer.headers["retry-after"])
         finally:
             connection.close()
 
@@ -221,7 +222,8 @@ def test_a_redis_that_is_gone_is_told_by_rank_and_readiness_until_it_is_back(clu
     cluster.redis.kill()
     wait_for(lambda: cluster.rank(stored_body()).status == 503, 10)
     wait_for(lambda: cluster.call("GET", "/readyz").status == 503, 10)
-    assert cluster.call("POST", "/v1/events", events_body(3)).status == 503
+    appended = cluster.call("POST", "/v1/events", events_body(3))
+    assert (appended.status, appended.retry_after) == (503, "1")
     assert cluster.rank(rank_body()).status == 200, "a request that carries its history needs no store"
     with redis_process(folder, "--requirepass", PASSWORD):
         wait_for(lambda: cluster.call("GET", "/readyz").status == 200, 30)

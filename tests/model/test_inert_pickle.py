@@ -216,10 +216,14 @@ def changed_index(folder: Path, tmp_path: Path, change: Callable[[bytes], bytes]
 def test_shards_that_lie_in_one_another_or_beyond_their_file_are_refused(published: Path, tmp_path: Path) -> None:
     lengths = sorted(shard.length for table in read_index(published / "sparse").values() for shard in table.shards)
     longest = b"M" + struct.pack("<H", lengths[-1])
-    for length, told in ((1 << 50, "go beyond the end of the file"), (lengths[-1] + 64, "in part another shard's")):
-        folder = changed_index(published, tmp_path, lambda data, to=length: data.replace(longest, number(to)))
+
+    def refuse(length: int, told: str) -> None:
+        folder = changed_index(published, tmp_path, lambda data: data.replace(longest, number(length)))
         with refused_within_a_second(told):
             read_index(folder)
+
+    refuse(1 << 50, "go beyond the end of the file")
+    refuse(lengths[-1] + 64, "in part another shard's")
 
 
 def test_more_rows_than_a_shard_has_bytes_for_are_refused(published: Path, tmp_path: Path) -> None:
