@@ -11,6 +11,7 @@ import pytest
 from helmrec.cluster.hint import Describer, pack_hint, unpack_hint
 from helmrec.cluster.merge import merge_stats
 from helmrec.cluster.report import Served, unpack_report
+from helmrec.collector import CollectorStats
 from helmrec.pauses import GapHistogram, PauseStats
 from helmrec.serve.wire import pack_prefill, pack_requests
 from tests.cluster.cases import ahead_of, make_replica, stamp_now, write_model
@@ -118,7 +119,7 @@ def test_many_engines_add_up_to_one() -> None:
     assert merge_stats([engines[0].stats()]) == engines[0].stats()
 
 
-def test_gaps_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
+def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
     stats = tiny_engine().stats()
     gaps = [
         PauseStats({"save": GapHistogram((1, 2), 0.5, 30.0)}, 0.1, 5.0, 20.0, "save"),
@@ -127,5 +128,9 @@ def test_gaps_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() ->
         ),
     ]
     merged = merge_stats([replace(stats, pauses=each) for each in gaps]).pauses
+    collected = [None, CollectorStats(5, 1, 2.0, 9.0, 70, 0), CollectorStats(6, 1, 3.0, 8.0, 80, 1)]
+    assert merge_stats([replace(stats, collector=each) for each in collected]).collector == CollectorStats(
+        11, 2, 3.0, 9.0, 150, 1
+    )
     assert merged.gaps == {"save": GapHistogram((1, 3), 0.7, 40.0), "rows": GapHistogram((3, 0), 0.1, 2.0)}
     assert (merged.longest_suspended_ms, merged.recent_ms, merged.recent_cause) == (5.0, 35.0, "rows")

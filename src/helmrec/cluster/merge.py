@@ -11,7 +11,7 @@ from helmrec.pauses import PauseStats
 from helmrec.serve.port import Look
 
 T = TypeVar("T")
-_LARGEST = frozenset({"audit_max_error", "longest_ms", "longest_suspended_ms", "recent_ms"})
+_LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all whose names begin with "longest_"
 _BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
 _SAME = frozenset({"page_bytes", "recent_cause"})
 _MEAN = frozenset({"compute_share"})
@@ -38,7 +38,13 @@ def _merged(parts: Sequence[T]) -> T:
     return kind(**{name: _one(name, of_all, weights) for name, of_all in values.items()})
 
 
-def _one(name: str, values: list[Any], num_pages: list[int]) -> Any:
+def _one(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
+    """One value of many; None counts for nothing."""
+    there = [(value, num) for value, num in zip(values, num_pages, strict=True) if value is not None]
+    return _of_some(name, *zip(*there, strict=True)) if there else None
+
+
+def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
     first = values[0]
     if is_dataclass(first):
         return _merged(values)
@@ -48,7 +54,7 @@ def _one(name: str, values: list[Any], num_pages: list[int]) -> Any:
         return sum(value * num for value, num in zip(values, num_pages, strict=True)) / max(1, sum(num_pages))
     if name in _MEAN:
         return sum(values) / len(values)
-    if name in _LARGEST:
+    if name in _LARGEST or name.startswith("longest_"):
         return max(values)
     return first if name in _SAME else sum(values)
 
