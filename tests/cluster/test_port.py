@@ -315,3 +315,17 @@ def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFlee
         await port.close()
 
     asyncio.run(run())
+
+
+def test_a_port_closes_at_whatever_moment_it_is_asked_to() -> None:
+    async def run() -> None:
+        for num_turns in range(12):
+            port = ClusterPort(LocalFleet(), tiny_config(), max_history=100, patience_s=5.0)
+            port.start()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(1.0):
+                await port.close()
+            assert port.health is Health.CLOSED
+
+    asyncio.run(run())

@@ -202,8 +202,9 @@ class ClusterPort:
         now_s = time.monotonic()
         left_s = max(0.0, call.until_s - now_s)
         try:
-            sent = self._fleet.send(call.method, hint, Stamp(self._front, call.came_s, now_s), call.payload)
-            reply = await asyncio.wait_for(sent, left_s + _GRACE_S)
+            async with asyncio.timeout(left_s + _GRACE_S):
+                stamp = Stamp(self._front, call.came_s, now_s)
+                reply = await self._fleet.send(call.method, hint, stamp, call.payload)
         except TimeoutError:
             raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
         if reply.kind != Kind.ERROR:
@@ -256,9 +257,8 @@ class ClusterPort:
     async def _replies(self, payload: bytes, patience_s: float) -> list[Reply]:
         now_s = time.monotonic()
         try:
-            replies = await asyncio.wait_for(
-                self._fleet.call_all(Stamp(self._front, now_s, now_s), payload), patience_s
-            )
+            async with asyncio.timeout(patience_s):  # `wait_for` may lose the cancellation of its caller
+                replies = await self._fleet.call_all(Stamp(self._front, now_s, now_s), payload)
         except TimeoutError:
             raise ReplicaSlow(f"a replica did not answer within {patience_s:g} s") from None
         self._roster.note({reply.replica for reply in replies})
@@ -273,4 +273,5 @@ class ClusterPort:
         """The replicas stay: they are the cluster's."""
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.wait([self._watch])
         self._health = Health.CLOSED
