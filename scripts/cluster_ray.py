@@ -127,9 +127,11 @@ async def replica_stats() -> dict[str, EngineStats]:
     from ray import serve  # noqa: PLC0415
 
     from helmrec.cluster.fleet import RayFleet  # noqa: PLC0415
+    from helmrec.cluster.remote_clock import Stamp  # noqa: PLC0415
 
     handle = serve.get_deployment_handle("engines", "helmrec")
-    replies = await RayFleet(handle).call_all(b"".join(pack_call("stats", {})))
+    stamp = Stamp("script", time.monotonic(), time.monotonic())
+    replies = await RayFleet(handle).call_all(stamp, b"".join(pack_call("stats", {})))
     return {reply.replica: msgspec.msgpack.decode(reply.payload, type=EngineStats) for reply in replies}
 
 

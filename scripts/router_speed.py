@@ -41,16 +41,17 @@ class Bench:
         self.policy, self.sketches, self.requests = policy, sketches, requests
         self.state, self.open = ClusterState(), list[Sent]()
         self.rng = np.random.default_rng(1)
+        self.num_reports = 0
         for node in range(len(sketches)):
             self.state.join(node)
             self.report(node, 0.0)
 
     def report(self, node: int, now_s: float) -> None:
         waiting = sum(sent.node == node for sent in self.open)
-        self.state.report(
-            NodeReport(node, now_s, 1.5 * waiting, waiting, 6_700 * waiting, 0.4, 4_000_000, 0.7, self.sketches[node]),
-            now_s,
-        )
+        self.num_reports += 1
+        load = (1.5 * waiting, waiting, 6_700 * waiting)
+        report = NodeReport(node, self.num_reports, now_s, *load, 0.4, 4_000_000, 0.7, self.sketches[node])
+        self.state.report(report, now_s)
 
     def run(self, count: int, clock: Callable[[], int]) -> dict[str, NDArray[np.int64]]:
         """Nanoseconds of every decision, of noting it, and of every report."""

@@ -10,6 +10,7 @@ import numpy as np
 from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.cluster.port import ReplicaLost
+from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import EngineReplica, Reply, replica_settings
 from helmrec.cluster.report import ReplicaReport, pack_report
 from helmrec.model.weights import save_model
@@ -49,13 +50,18 @@ def make_replica(folder: Path, name: str, **overrides: Any) -> EngineReplica:
     return EngineReplica(msgspec.msgpack.encode(begin), told, name)
 
 
+def stamp_now() -> tuple[str, float, float]:
+    """Of a request that came just now to a front on this machine."""
+    return ("front", time.monotonic(), time.monotonic())
+
+
 def hint_of(user: int, num_tokens: int = 500, avoid: str = "") -> Hint:
     return Hint(user, num_tokens, 8, 2, 0, b"", b"", avoid)
 
 
-def report_of(as_of_s: float, **changes: Any) -> bytes:
+def report_of(taken_s: float, **changes: Any) -> bytes:
     values: dict[str, Any] = {
-        "as_of_s": as_of_s,
+        "taken_s": taken_s,
         "queue_ms": 0.0,
         "num_waiting": 0,
         "waiting_tokens": 0,
@@ -68,7 +74,7 @@ def report_of(as_of_s: float, **changes: Any) -> bytes:
 
 
 def make_dispatch(now_s: list[float] | None = None) -> Dispatch:
-    clock = time.time if now_s is None else lambda: now_s[0]
+    clock = time.monotonic if now_s is None else lambda: now_s[0]
     return Dispatch(EmbKVAware(COST), ClusterState(MEMORY), clock)
 
 
@@ -85,7 +91,7 @@ class LocalFleet:
     async def report(self) -> None:
         self.dispatch.meet({name: await replica.report() for name, replica in self.replicas.items()})
 
-    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
         told = unpack_hint(hint)
         assert told is not None
         self._num_sent += 1
@@ -100,12 +106,12 @@ class LocalFleet:
             self.replicas.pop(name)
             raise ReplicaLost("it died", name)
         try:
-            return Reply(*await getattr(self.replicas[name], method)(hint, came_s, payload))
+            return Reply(*await getattr(self.replicas[name], method)(hint, tuple(stamp), payload))
         finally:
             self.dispatch.finished(request)
 
-    async def call_all(self, payload: bytes) -> list[Reply]:
-        return [Reply(*await replica.call(payload)) for replica in self.replicas.values()]
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
+        return [Reply(*await replica.call(stamp, payload)) for replica in self.replicas.values()]
 
 
 def spread(names: list[str]) -> dict[str, int]:

@@ -1,10 +1,24 @@
 """Named replicas under the router's decisions, with a clock that stands still unless told."""
 
+import math
+from typing import Any
+
 from helmrec.cluster.dispatch import Dispatch, node_of
 from helmrec.cluster.hint import Hint
 from tests.cluster.cases import hint_of, make_dispatch, report_of, spread
 
 NAMES = ["a", "b", "c"]
+WRONG: list[dict[str, Any]] = [
+    {"queue_ms": math.nan},
+    {"queue_ms": math.inf},
+    {"num_waiting": -1},
+    {"alpha": 1.5},
+    {"pool_tokens": -4},
+    {"threshold": 5, "words": b"odd"},
+    {"threshold": -5},
+    {"fill": math.nan},
+    {"users": [(-1, 5)]},
+]
 
 
 def three(now_s: list[float]) -> Dispatch:
@@ -73,8 +87,12 @@ def test_lost_replicas_get_nothing_and_new_ones_get_their_share_of_new_users() -
 
 def test_reports_that_make_no_sense_or_are_missing_are_done_without() -> None:
     dispatch = make_dispatch([100.0])
-    dispatch.meet({"a": b"nonsense", "b": None, "c": 5, "d": report_of(1e9)})
-    assert dispatch.choose("1", hint_of(1)) in {"a", "b", "c", "d"}
+    odd = [report_of(1.0, **wrong) for wrong in WRONG]
+    dispatch.meet(
+        {"a": b"nonsense", "b": None, "c": 5, "d": report_of(1e9), **dict(zip("efghijklm", odd, strict=True))}
+    )
+    assert dispatch.choose("1", hint_of(1)) is not None
+    assert dispatch.state.look(0, 100.0).is_fresh.sum() == 1
     dispatch.state.check()
 
 
@@ -83,6 +101,62 @@ def test_stale_reports_leave_load_and_hash() -> None:
     dispatch = three(now_s)
     now_s[0] = 200.0
     assert min(spread([str(dispatch.choose(str(u), hint_of(u))) for u in range(300)]).values()) > 60
+
+
+def test_a_clock_that_steps_back_freezes_no_belief() -> None:
+    now_s = [1e9]
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({"a": report_of(now_s[0]), "b": report_of(now_s[0], queue_ms=500.0, num_waiting=100)})
+    now_s[0] -= 3_600
+    dispatch.meet({"a": report_of(now_s[0], queue_ms=5_000.0, num_waiting=500), "b": report_of(now_s[0])})
+    assert spread([send(dispatch, str(u), hint_of(u)) for u in range(50)]) == {"b": 50}
+
+
+def numbered(taken_s: float, sequence: int, num_waiting: int, incarnation: int = 1) -> bytes:
+    return report_of(taken_s, sequence=sequence, incarnation=incarnation, num_waiting=num_waiting)
+
+
+def waiting(dispatch: Dispatch, now_s: float) -> int:
+    (num,) = dispatch.state.look(0, now_s).num_waiting.tolist()
+    return int(num)
+
+
+def test_reports_are_ordered_by_their_number_whatever_their_clock_shows() -> None:
+    now_s = [50.0]
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({"a": numbered(9_000.0, 5, 10)})
+    dispatch.meet({"a": numbered(9_900.0, 4, 99)})
+    assert waiting(dispatch, 50.0) == 10
+    dispatch.meet({"a": numbered(8_999.5, 6, 20)})
+    assert waiting(dispatch, 50.0) == 20
+
+
+def test_a_replica_that_starts_again_may_count_from_one_and_late_reports_of_its_former_life_are_passed_over() -> None:
+    now_s = [50.0]
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({"a": numbered(9_000.0, 5, 10)})
+    dispatch.sent("1", hint_of(7), "a")
+    dispatch.sent("2", hint_of(7), "a")
+    assert dispatch.state.look(7, 50.0).resident_tokens.tolist() == [500]
+    dispatch.meet({"a": numbered(3.0, 1, 20, incarnation=2)})
+    assert dispatch.state.look(7, 50.0).resident_tokens.tolist() == [0], "it came back empty"
+    dispatch.meet({"a": numbered(9_001.0, 6, 30)})
+    assert waiting(dispatch, 50.0) == 20
+    dispatch.meet({"a": numbered(3.5, 2, 40, incarnation=2)})
+    assert waiting(dispatch, 50.0) == 40
+    dispatch.state.check()
+
+
+def test_a_report_that_was_long_on_its_way_is_as_old_as_that_and_knows_no_later_send() -> None:
+    now_s = [50.0]
+    dispatch = make_dispatch(now_s)
+    dispatch.meet({"a": numbered(9_000.0, 1, 0)})
+    now_s[0] = 51.0
+    dispatch.sent("1", hint_of(7), "a")
+    now_s[0] = 51.9
+    dispatch.meet({"a": numbered(9_000.5, 2, 10)})
+    assert waiting(dispatch, 51.9) == 11, "the send is younger than the report"
+    assert dispatch.state.look(0, 52.6).is_fresh.tolist() == [False]
 
 
 def test_what_is_never_answered_is_forgotten_in_the_end() -> None:

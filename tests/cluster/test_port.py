@@ -1,19 +1,27 @@
 """The port in front of three real engines, without Ray: what routing, losing and forgetting must not change."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from helmrec.cluster.port import ClusterPort
+from helmrec.cluster.replica import Reply
 from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, RequestError
+from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
+from helmrec.serve.settings import ServeConfig
 from tests.cluster.cases import LocalFleet, ahead_of, make_replica, spread, write_model
 from tests.helpers import tiny_config, tiny_engine
-from tests.serve.cases import rank_requests
+from tests.serve.asgi import Caller
+from tests.serve.cases import rank_body, rank_requests
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +165,30 @@ def test_a_signal_that_came_before_its_user_was_forgotten_is_refused(fleet: Loca
     with_port(fleet, work)
 
 
+def test_clocks_of_replicas_need_not_agree_with_that_of_the_front(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request,) = rank_requests(1)
+    for skew_s in (-3_600.0, 3_600.0):
+        skewed = SimpleNamespace(
+            time=partial(skewed_s, time.time, skew_s), monotonic=partial(skewed_s, time.monotonic, skew_s)
+        )
+        monkeypatch.setattr("helmrec.cluster.replica.time", skewed)
+
+        async def work(port: ClusterPort) -> None:
+            await port.submit([replace(request, deadline_ms=2_000)])
+            await port.forget(request.user_id)
+            with pytest.raises(Forgotten):
+                await port.submit([request], spent_ms=10_000.0)
+            await port.submit([request])
+
+        with_port(fleet, work)
+
+
+def skewed_s(clock: Callable[[], float], skew_s: float) -> float:
+    return clock() + skew_s
+
+
 def test_knobs_reach_every_engine(fleet: LocalFleet) -> None:
     model = tiny_config()
 
@@ -192,6 +224,85 @@ def test_a_signal_goes_where_its_rank_will_go(fleet: LocalFleet) -> None:
     with_port(fleet, work)
 
 
+def test_metrics_name_the_replica_and_count_replicas_that_were_started_again(folder: Path, fleet: LocalFleet) -> None:
+    port = ClusterPort(fleet, tiny_config(), max_history=100, patience_s=5.0)
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        for user in range(6):
+            assert caller.post("/v1/rank", rank_body(user_id=user)).status == 200
+        before = samples(caller)
+        assert {labels["replica"] for labels, _ in before["helmrec_pool_alpha"]} == {"a", "b", "c"}
+        assert sum(value for _, value in before["helmrec_served_total"]) >= 6
+        assert {(each["replica"], each["cause"]) for each, _ in before["helmrec_pool_bytes_total"]} >= {
+            ("a", "row-miss")
+        }
+        assert before["helmrec_engine_restarts_total"] == [({}, 0.0)]
+        assert before["helmrec_replicas"] == [({}, 3.0)]
+        asyncio.run(fleet.replicas.pop("b").close())
+        assert samples(caller)["helmrec_replicas"] == [({}, 2.0)]
+        fleet.replicas["d"] = make_replica(folder, "d")
+        after = samples(caller)
+        asyncio.run(fleet.replicas.pop("d").close())
+    assert {labels["replica"] for labels, _ in after["helmrec_pool_alpha"]} == {"a", "c", "d"}
+    assert after["helmrec_engine_restarts_total"] == [({}, 1.0)]
+
+
+def samples(caller: Caller) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and values of every metric."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(caller.get("/metrics").body.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_a_replica_that_does_not_answer_leaves_the_others_ready(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helmrec.cluster.port._LOOK_PATIENCE_S", 0.05)
+
+    async def stuck(*_: object) -> list[Reply]:
+        await asyncio.sleep(60)
+        return []
+
+    async def work(port: ClusterPort) -> None:
+        monkeypatch.setattr(fleet, "call_all", stuck)
+        await reason_is(port, "a replica did not answer within 0.05 s")
+        assert port.health is Health.READY
+        assert len(await port.submit(rank_requests(1))) == 1
+
+    with_port(fleet, work)
+
+
+def test_replicas_that_cannot_be_looked_at_make_the_port_unready_and_are_logged_once(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("helmrec.cluster.port._LOOK_EVERY_S", 0.01)
+
+    async def broken(*_: object) -> list[Reply]:
+        raise RuntimeError("planted")
+
+    async def work(port: ClusterPort) -> None:
+        monkeypatch.setattr(fleet, "call_all", broken)
+        await reason_is(port, "the replicas could not be looked at (RuntimeError)")
+        await asyncio.sleep(0.1)
+        assert port.health.value == "restarting"
+        monkeypatch.undo()
+        await reason_is(port, None)
+        assert port.health.value == "ready"
+
+    with_port(fleet, work)
+    assert [record.message for record in caplog.records].count("the replicas could not be looked at") == 1
+
+
+async def reason_is(port: ClusterPort, reason: str | None) -> None:
+    for _ in range(300):
+        if port.reason == reason:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{reason!r} is wanted, got {port.reason!r}")
+
+
 def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFleet) -> None:
     fleet.replicas = {}
 
@@ -202,5 +313,19 @@ def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFlee
         assert port.health is Health.STARTING
         assert port.reason == "no replica is there"
         await port.close()
+
+    asyncio.run(run())
+
+
+def test_a_port_closes_at_whatever_moment_it_is_asked_to() -> None:
+    async def run() -> None:
+        for num_turns in range(12):
+            port = ClusterPort(LocalFleet(), tiny_config(), max_history=100, patience_s=5.0)
+            port.start()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(1.0):
+                await port.close()
+            assert port.health is Health.CLOSED
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Real Ray on this machine: three replicas behind the command line, in processes of their own; about half a minute."""
+"""Real Ray on this machine: three replicas behind the command line, in processes of their own; about a minute."""
 
 import http.client
 import json
@@ -10,12 +10,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.cases import plain_settings, write_model
 from tests.helpers import tiny_engine
@@ -33,6 +35,7 @@ REPLICAS = 3
 class Answer(NamedTuple):
     status: int
     body: Any
+    retry_after: str | None = None
 
 
 class Cluster:
@@ -47,9 +50,18 @@ class Cluster:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"content-type": "application/json", **headers})
             answer = connection.getresponse()
-            return Answer(answer.status, json.loads(answer.read()))
+            return Answer(answer.status, json.loads(answer.read()), answer.headers["retry-after"])
         finally:
             connection.close()
+
+    def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Labels and values of every metric."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
 
     def rank(self, body: Any) -> Answer:
         return self.call("POST", "/v1/rank", body)
@@ -181,6 +193,9 @@ def test_a_killed_replica_costs_no_client_an_error_and_another_takes_its_place(c
     assert len(statuses) > num_before + 10
     assert set(statuses) == {200}
     assert victims[0].pid not in {each.pid for each in cluster.replicas()}
+    metrics = cluster.metrics()
+    assert metrics["helmrec_engine_restarts_total"] == [({}, 1.0)]
+    assert len({labels["replica"] for labels, _ in metrics["helmrec_pool_alpha"]}) == REPLICAS
 
 
 def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their_history_are_served(
@@ -199,6 +214,20 @@ def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their
     wait_for(lambda: cluster.call("GET", "/readyz").status == 200, 30)
     assert cluster.rank(stored_body()).body["history_version"] == 3
     assert cluster.call("DELETE", "/v1/users/7").body["had_events"]
+
+
+def test_a_redis_that_is_gone_is_told_by_rank_and_readiness_until_it_is_back(cluster: Cluster) -> None:
+    assert cluster.call("POST", "/v1/events", events_body(0)).status == 200
+    folder = Path(psutil.Process(cluster.redis.pid).cwd())
+    cluster.redis.kill()
+    wait_for(lambda: cluster.rank(stored_body()).status == 503, 10)
+    wait_for(lambda: cluster.call("GET", "/readyz").status == 503, 10)
+    appended = cluster.call("POST", "/v1/events", events_body(3))
+    assert (appended.status, appended.retry_after) == (503, "1")
+    assert cluster.rank(rank_body()).status == 200, "a request that carries its history needs no store"
+    with redis_process(folder, "--requirepass", PASSWORD):
+        wait_for(lambda: cluster.call("GET", "/readyz").status == 200, 30)
+        assert cluster.rank(stored_body()).body["history_version"] == 0, "this Redis keeps nothing on disk"
 
 
 def test_no_log_and_no_command_line_of_the_cluster_shows_a_secret(cluster: Cluster) -> None:

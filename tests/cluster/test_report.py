@@ -1,6 +1,7 @@
 """Bytes that routers and replicas exchange."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from helmrec.cluster.hint import Describer, pack_hint, unpack_hint
 from helmrec.cluster.merge import merge_stats
 from helmrec.cluster.report import Served, unpack_report
+from helmrec.collector import CollectorStats
+from helmrec.pauses import GapHistogram, PauseStats
 from helmrec.serve.wire import pack_prefill, pack_requests
-from tests.cluster.cases import ahead_of, make_replica, report_of, write_model
+from tests.cluster.cases import ahead_of, make_replica, stamp_now, write_model
 from tests.helpers import random_request, tiny_config, tiny_engine
 from tests.serve.cases import rank_requests
 
@@ -45,12 +48,6 @@ def test_anything_else_is_no_hint_and_no_report() -> None:
         assert unpack_report(value) is None
 
 
-def test_a_clock_that_runs_ahead_makes_no_report_from_the_future() -> None:
-    report = unpack_report(report_of(500.0))
-    assert report is not None
-    assert report.node_report(1, now_s=100.0).as_of_s == 100.0
-
-
 def test_only_users_whose_prefix_is_kept_are_reported_newest_first() -> None:
     served = Served(kept_from_visit=2, max_users=3)
     for user in (1, 2, 1, 3, 2, 4):
@@ -78,7 +75,7 @@ def test_a_replica_reports_whom_it_holds_a_history_for(tmp_path: Path, risk: flo
     replica = make_replica(write_model(tmp_path / "tiny"), "a", relay=relay)
 
     async def run() -> bytes:
-        await replica.prefill(b"", 1e12, b"".join(pack_prefill(ahead_of(rank_requests(4)[3]))))
+        await replica.prefill(b"", stamp_now(), b"".join(pack_prefill(ahead_of(rank_requests(4)[3]))))
         report = await replica.report()
         await replica.close()
         return report
@@ -94,7 +91,7 @@ def test_a_replica_reports_its_rows_its_users_and_its_split(tmp_path: Path) -> N
     async def run() -> bytes:
         for request in rank_requests(6) * 2:
             payload = b"".join(pack_requests([request], 0.0))
-            await replica.rank(b"", 1e12, payload)
+            await replica.rank(b"", stamp_now(), payload)
         report = await replica.report()
         await replica.close()
         return report
@@ -104,7 +101,7 @@ def test_a_replica_reports_its_rows_its_users_and_its_split(tmp_path: Path) -> N
     assert sorted(user for user, _ in report.users) == list(range(6))
     assert report.alpha == 0.4
     assert report.pool_tokens == 30 * 4
-    sketch = report.node_report(0, report.as_of_s).sketch
+    sketch = report.node_report(0, report.sequence, 0.0).sketch
     assert sketch is not None
     assert 0 < sketch.fill < 1
     assert sketch.num_bytes == 1_024 // 8 + 16
@@ -120,3 +117,20 @@ def test_many_engines_add_up_to_one() -> None:
     assert merged.pool.alpha == pytest.approx(0.3)
     assert merged.pool.page_bytes == engines[0].stats().pool.page_bytes
     assert merge_stats([engines[0].stats()]) == engines[0].stats()
+
+
+def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
+    stats = tiny_engine().stats()
+    gaps = [
+        PauseStats({"save": GapHistogram((1, 2), 0.5, 30.0)}, 0.1, 5.0, 20.0, "save"),
+        PauseStats(
+            {"save": GapHistogram((0, 1), 0.2, 40.0), "rows": GapHistogram((3, 0), 0.1, 2.0)}, 0.2, 4.0, 35.0, "rows"
+        ),
+    ]
+    merged = merge_stats([replace(stats, pauses=each) for each in gaps]).pauses
+    collected = [None, CollectorStats(5, 1, 2.0, 9.0, 70, 0), CollectorStats(6, 1, 3.0, 8.0, 80, 1)]
+    assert merge_stats([replace(stats, collector=each) for each in collected]).collector == CollectorStats(
+        11, 2, 3.0, 9.0, 150, 1
+    )
+    assert merged.gaps == {"save": GapHistogram((1, 3), 0.7, 40.0), "rows": GapHistogram((3, 0), 0.1, 2.0)}
+    assert (merged.longest_suspended_ms, merged.recent_ms, merged.recent_cause) == (5.0, 35.0, "rows")

@@ -277,3 +277,13 @@ def test_a_save_that_broke_off_is_no_model(folder: Path, tmp_path: Path) -> None
     with pytest.raises(AttributeError):
         save_model(tmp_path / "broken", model.config, model.dense, {"item": None})  # type: ignore[dict-item]
     fails(tmp_path / "broken", "no config.json")
+
+
+def test_a_config_made_to_hang_the_loader_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": ' + "[" * 200_000)
+    with pytest.raises(ModelError, match="nested too deeply"):
+        read_manifest(tmp_path)
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match="bytes are read, got 1099511627776"):
+        read_manifest(tmp_path)

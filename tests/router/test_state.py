@@ -1,3 +1,5 @@
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,11 +23,16 @@ def cluster(*nodes: int, **settings: float) -> ClusterState:
     return state
 
 
+NUMBERS = count(1)
+
+
 def report(
     node: int, as_of_s: float = 0.0, alpha: float = 0.4, sketch: RowSketch | None = None, **more: object
 ) -> NodeReport:
-    settings = {"queue_ms": 0.0, "num_waiting": 0, "waiting_tokens": 0, "pool_tokens": 20_000, "row_hit_rate": 0.7}
-    return NodeReport(node, as_of_s, alpha=alpha, sketch=sketch, **settings | more)  # type: ignore[arg-type]
+    """Newer than all made before it, unless it is given another `sequence`."""
+    settings: dict[str, object] = {"queue_ms": 0.0, "num_waiting": 0, "waiting_tokens": 0, "row_hit_rate": 0.7}
+    settings |= {"sequence": next(NUMBERS), "pool_tokens": 20_000}
+    return NodeReport(node, as_of_s=as_of_s, alpha=alpha, sketch=sketch, **settings | more)  # type: ignore[arg-type]
 
 
 def test_a_user_is_believed_to_be_where_the_last_request_went() -> None:
@@ -121,11 +128,31 @@ def test_a_send_nobody_hears_of_again_does_not_count_for_ever() -> None:
 
 def test_reports_go_stale_and_old_ones_do_not_undo_new_ones() -> None:
     state = cluster(1)
-    state.report(report(1, 5.0, alpha=0.3), now_s=5.1)
-    state.report(report(1, 4.0, alpha=0.9), now_s=5.2)
+    state.report(report(1, 5.0, alpha=0.3, sequence=8), now_s=5.1)
+    state.report(report(1, 5.2, alpha=0.9, sequence=7), now_s=5.2)
+    state.report(report(1, 5.2, alpha=0.9, sequence=8), now_s=5.2)
     assert state.look(0, 7.0).alpha.tolist() == [0.3]
     assert state.look(0, 7.0).is_fresh.tolist() == [True]
     assert state.look(0, 7.1).is_fresh.tolist() == [False]
+
+
+def test_the_newer_report_counts_even_if_the_clock_went_back() -> None:
+    state = cluster(1)
+    state.report(report(1, 5_000.0, alpha=0.3, queue_ms=80.0, sequence=1), now_s=5_000.0)
+    state.report(report(1, 10.0, alpha=0.9, sequence=2), now_s=10.0)
+    seen = state.look(0, 10.0)
+    assert (seen.alpha.tolist(), seen.queue_ms.tolist(), seen.is_fresh.tolist()) == ([0.9], [0.0], [True])
+    assert state.look(0, 12.1).is_fresh.tolist() == [False]
+    state.check()
+
+
+def test_a_request_of_a_former_life_does_not_lighten_the_node_that_came_back() -> None:
+    state = cluster(1)
+    before = state.sent(request(), 1, 2.0, now_s=0.0)
+    state.join(1)
+    state.report(report(1, 1.0, queue_ms=9.0, num_waiting=3, sequence=1), now_s=1.0)
+    state.finished(before)
+    assert state.look(0, 1.0).num_waiting.tolist() == [3]
 
 
 def test_nodes_come_and_go_with_what_they_held() -> None:

@@ -1,25 +1,62 @@
-"""The router's decisions over replicas that have names instead of numbers. Pure: whoever runs it brings the clock.
+"""The router's decisions over replicas that have names instead of numbers. Pure: whoever runs it brings the clock,
+which must be monotonic.
 
 Holds one policy and what is believed of the replicas; Ray's part (`request_router`) only translates.
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from helmrec.cluster.hint import Hint
+from helmrec.cluster.remote_clock import RemoteClock
 from helmrec.cluster.report import ReplicaReport, pack_report, unpack_report
 from helmrec.router.policy import Policy
 from helmrec.router.sketch import build_sketch, sample_rows
-from helmrec.router.state import ClusterState, Sent, StateSettings
+from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
 
 _MOST_OPEN = 100_000  # requests kept account of; beyond it the oldest are dropped
+_EARLIER_INCARNATIONS = 8  # of a replica, whose late reports are recognised
 
 
 def node_of(replica: str) -> int:
     """A replica's number: the same in every process, so that hashes agree."""
     return int.from_bytes(hashlib.blake2b(replica.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class _Inbox:
+    """Reports of one replica as they arrive."""
+
+    def __init__(self) -> None:
+        self.latest: object = None  # as it came
+        self._incarnation: int | None = None
+        self._earlier: deque[int] = deque(maxlen=_EARLIER_INCARNATIONS)
+        self._clock = RemoteClock()
+        self._sequence = 0
+
+    def is_outdated(self, report: ReplicaReport) -> bool:
+        """It was written before one that was taken, or before the replica started again."""
+        is_older = report.is_numbered and report.sequence <= self._sequence
+        return report.incarnation in self._earlier or (report.incarnation == self._incarnation and is_older)
+
+    def is_restart(self, report: ReplicaReport) -> bool:
+        """It is the first of an incarnation that follows another. Numbers and clock then begin anew."""
+        before, self._incarnation = self._incarnation, report.incarnation
+        if before is None or before == report.incarnation:
+            return False
+        self._earlier.append(before)
+        self._clock, self._sequence = RemoteClock(), 0
+        return True
+
+    def node_report(self, report: ReplicaReport, node: int, now_s: float) -> NodeReport:
+        """One that is not numbered counts as newer than those before, and as taken when it arrives."""
+        if not report.is_numbered:
+            self._sequence += 1
+            return report.node_report(node, self._sequence, now_s)
+        self._sequence = report.sequence
+        return report.node_report(node, report.sequence, self._clock.local_s(report.taken_s, now_s))
 
 
 class Dispatch:
@@ -29,7 +66,7 @@ class Dispatch:
         self.state = state
         self._policy, self._clock = policy, clock
         self._node: dict[str, int] = {}
-        self._taken: dict[str, object] = {}  # report of each replica that was taken last
+        self._inboxes: dict[str, _Inbox] = {}
         self._name: dict[int, str] = {}
         self._price_ms: dict[str, float] = {}  # of requests that are not sent yet
         self._open: dict[str, Sent] = {}  # by request
@@ -45,20 +82,26 @@ class Dispatch:
         for replica in sorted(reports.keys() - self._node.keys()):
             node = self._node[replica] = node_of(replica)
             self._name[node] = replica
+            self._inboxes[replica] = _Inbox()
             self.state.join(node)
         now_s = self._clock()
         for replica, value in reports.items():
-            if value == self._taken.get(replica):
-                continue
-            self._taken[replica] = value
-            report = unpack_report(value)
-            if report is not None:
-                self.state.report(report.node_report(self._node[replica], now_s), now_s)
+            if value != self._inboxes[replica].latest:
+                self._inboxes[replica].latest = value
+                self._take(replica, value, now_s)
+
+    def _take(self, replica: str, value: object, now_s: float) -> None:
+        node, inbox, report = self._node[replica], self._inboxes[replica], unpack_report(value)
+        if report is None or inbox.is_outdated(report):
+            return
+        if inbox.is_restart(report):
+            self.state.join(node)  # it holds nothing any more
+        self.state.report(inbox.node_report(report, node, now_s), now_s)
 
     def lose(self, replica: str) -> None:
         """A replica is gone. Unknown ones may go, too."""
         node = self._node.pop(replica, None)
-        self._taken.pop(replica, None)
+        self._inboxes.pop(replica, None)
         if node is not None:
             del self._name[node]
             self.state.leave(node)

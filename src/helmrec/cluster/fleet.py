@@ -1,10 +1,11 @@
 """The replicas through a handle of Ray Serve: errors of Ray become ours."""
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from helmrec.cluster.port import ReplicaLost
+from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import Reply
 from helmrec.errors import QueueFull
 
@@ -15,27 +16,32 @@ class RayFleet:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
         try:
-            return Reply(*await getattr(self._handle, method).remote(hint, came_s, payload))
+            return Reply(*await getattr(self._handle, method).remote(hint, tuple(stamp), payload))
         except BackPressureError as error:
             raise QueueFull(str(error)) from None
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except (RayError, DeploymentUnavailableError) as error:
+            if _is_failure(error):
+                raise
             raise ReplicaLost(_line(error)) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RayActorError):
-                raise ReplicaLost(_line(error.cause)) from None
-            raise
 
-    async def call_all(self, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
         try:
-            answers = await self._handle.broadcast("call", payload).results_async(return_exceptions=True)
+            answers = await self._handle.broadcast("call", tuple(stamp), payload).results_async(return_exceptions=True)
         except DeploymentUnavailableError:
             return []
         for answer in answers:
-            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
+            if isinstance(answer, Exception) and _is_failure(answer):
                 raise answer
         return [Reply(*answer) for answer in answers if not isinstance(answer, Exception)]
+
+
+def _is_failure(error: Exception) -> bool:
+    """Our code in the replica raised; any other error of Ray means that the replica, its node or its answer is lost."""
+    if isinstance(error, RayTaskError):
+        return not isinstance(error.cause, RayError)
+    return not isinstance(error, RayError | DeploymentUnavailableError)
 
 
 def _line(error: RayError | Exception) -> str:

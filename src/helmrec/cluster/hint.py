@@ -45,9 +45,11 @@ def unpack_hint(value: object) -> Hint | None:
     if not isinstance(value, bytes):
         return None
     try:
-        return _DECODER.decode(value)
+        hint = _DECODER.decode(value)
     except msgspec.DecodeError:
         return None
+    is_sampled_right = len(hint.hashes) == len(hint.position) and len(hint.hashes) % 8 == 0
+    return hint if is_sampled_right and 0 <= hint.threshold < 1 << 64 else None
 
 
 class Describer:

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.stats import PoolStats
+from helmrec.pauses import PauseStats
 from helmrec.serve.port import Look
 
 T = TypeVar("T")
-_LARGEST = frozenset({"audit_max_error"})
+_LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all whose names begin with "longest_"
 _BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
-_SAME = frozenset({"page_bytes"})
+_SAME = frozenset({"page_bytes", "recent_cause"})
 _MEAN = frozenset({"compute_share"})
 
 
@@ -30,21 +31,37 @@ def merge_looks(looks: Sequence[Look]) -> Look:
 def _merged(parts: Sequence[T]) -> T:
     """Values of one class, field by field."""
     kind: Any = type(parts[0])
+    if kind is PauseStats:  # the cause is that of the longest
+        parts = sorted(parts, key=lambda part: -part.recent_ms)  # type: ignore[attr-defined]
     values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(kind)}
     weights = values["num_pages"] if kind is PoolStats else [1] * len(parts)
     return kind(**{name: _one(name, of_all, weights) for name, of_all in values.items()})
 
 
-def _one(name: str, values: list[Any], num_pages: list[int]) -> Any:
+def _one(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
+    """One value of many; None counts for nothing."""
+    there = [(value, num) for value, num in zip(values, num_pages, strict=True) if value is not None]
+    return _of_some(name, *zip(*there, strict=True)) if there else None
+
+
+def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
     first = values[0]
     if is_dataclass(first):
         return _merged(values)
-    if isinstance(first, dict):
-        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(chain(*values))}
+    if isinstance(first, dict | tuple):
+        return _collected(name, values)
     if name in _BY_PAGES:
         return sum(value * num for value, num in zip(values, num_pages, strict=True)) / max(1, sum(num_pages))
     if name in _MEAN:
         return sum(values) / len(values)
-    if name in _LARGEST:
+    if name in _LARGEST or name.startswith("longest_"):
         return max(values)
     return first if name in _SAME else sum(values)
+
+
+def _collected(name: str, values: Sequence[Any]) -> Any:
+    """Dictionaries key by key, of those that have it; tuples place by place."""
+    if isinstance(values[0], tuple):
+        return tuple(map(sum, zip(*values, strict=True)))
+    found = {key: [value[key] for value in values if key in value] for key in dict.fromkeys(chain(*values))}
+    return {key: _one(name, parts, [1] * len(parts)) for key, parts in found.items()}

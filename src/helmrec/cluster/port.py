@@ -6,8 +6,9 @@ the same scores, so what it had not answered is sent once more, within the deadl
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,7 +17,9 @@ from numpy.typing import ArrayLike
 
 from helmrec.cluster.hint import Describer, pack_hint
 from helmrec.cluster.merge import merge_looks, merge_stats
+from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import Reply
+from helmrec.cluster.roster import Roster
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake
@@ -37,6 +40,7 @@ from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankR
 log = logging.getLogger("helmrec.cluster")
 T = TypeVar("T")
 _LOOK_EVERY_S = 0.5
+_LOOK_PATIENCE_S = 5.0
 _CALL_PATIENCE_S = 30.0
 _GRACE_S = 0.25  # for an answer that was made in time and is on its way
 
@@ -49,18 +53,22 @@ class ReplicaLost(Exception):
         self.replica = replica
 
 
+class ReplicaSlow(EngineClosed):
+    """Not all replicas answered a call in time; others may still serve."""
+
+
 class Fleet(Protocol):
     """The replicas, however they are reached."""
 
-    async def send(self, method: str, hint: bytes, came_s: float, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
         """Have a replica of the router's choice `rank` or `prefill`. ReplicaLost if it went away."""
 
-    async def call_all(self, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
         """Have every replica do something; those that go away meanwhile are left out."""
 
 
 class _Call(NamedTuple):
-    """Something for one replica to do."""
+    """Something for one replica to do. Times are of this process's monotonic clock."""
 
     method: str
     request: RankRequest | PrefillRequest
@@ -76,13 +84,15 @@ class ClusterPort:
         self._fleet = fleet
         self._model = model
         self._patience_s = patience_s
+        self._front = secrets.token_hex(8)  # the name of this process's clock
         self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
         self._describer = Describer(model)
         self._health = Health.STARTING
         self._reason: str | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._roster = Roster()
+        self._replica_stats: dict[str, EngineStats] = {}
         self.num_retries = 0
-        self.num_restarts = 0  # replicas are the cluster's to start again
 
     @property
     def model(self) -> ModelConfig:
@@ -96,25 +106,42 @@ class ClusterPort:
     def reason(self) -> str | None:
         return self._reason
 
+    @property
+    def num_restarts(self) -> int:
+        """Replicas that came in place of one that went away. Starting them is the cluster's task."""
+        return self._roster.num_restarts
+
+    @property
+    def replica_stats(self) -> Mapping[str, EngineStats]:
+        return self._replica_stats
+
     def start(self) -> None:
         self._watch = asyncio.get_running_loop().create_task(self._look_for_replicas())
 
     async def _look_for_replicas(self) -> None:
-        """Ready while some replica answers."""
+        """Ready while some replica answers. One that is slow does not make the others unready."""
         while True:
             try:
-                await self.stats()
+                self._replica_stats = await self._answers("stats", EngineStats, _LOOK_PATIENCE_S)
                 self._health, self._reason = Health.READY, None
-            except EngineClosed as error:
-                if self._health is Health.READY:
-                    self._health = Health.RESTARTING
+            except ReplicaSlow as error:
                 self._reason = str(error)
-            except Exception:
-                log.exception("the replicas could not be looked at")
+            except EngineClosed as error:
+                self._lose_readiness(str(error))
+            except Exception as error:
+                reason = f"the replicas could not be looked at ({type(error).__name__})"
+                if self._reason != reason:
+                    log.exception("the replicas could not be looked at")
+                self._lose_readiness(reason)
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    def _lose_readiness(self, reason: str) -> None:
+        if self._health is Health.READY:
+            self._health = Health.RESTARTING
+        self._reason = reason
+
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        came_s = time.time() - spent_ms / 1e3
+        came_s = time.monotonic() - spent_ms / 1e3
         if len(requests) == 1:
             return await self._rank(requests, came_s)
         self._refuse_wrong(requests)
@@ -154,7 +181,7 @@ class ClusterPort:
         except NotForTheWire as unfit:
             self._intake.prepare_ahead(request)
             raise QueueFull(f"the signal does not fit the way to a replica: {unfit}") from None
-        came_s = time.time() - spent_ms / 1e3
+        came_s = time.monotonic() - spent_ms / 1e3
         reply = await self._sent(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
         return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
 
@@ -172,10 +199,12 @@ class ClusterPort:
 
     async def _sent_once(self, call: _Call, *, avoid: str) -> Reply:
         hint = pack_hint(self._describer.hint(call.request, avoid))
-        left_s = max(0.0, call.until_s - time.time())
+        now_s = time.monotonic()
+        left_s = max(0.0, call.until_s - now_s)
         try:
-            sent = self._fleet.send(call.method, hint, call.came_s, call.payload)
-            reply = await asyncio.wait_for(sent, left_s + _GRACE_S)
+            async with asyncio.timeout(left_s + _GRACE_S):
+                stamp = Stamp(self._front, call.came_s, now_s)
+                reply = await self._fleet.send(call.method, hint, stamp, call.payload)
         except TimeoutError:
             raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
         if reply.kind != Kind.ERROR:
@@ -193,43 +222,56 @@ class ClusterPort:
         return came_s + max(float(each) for each in allowed_ms if each is not None) / 1e3
 
     async def stats(self) -> EngineStats:
-        return merge_stats(await self._call("stats", EngineStats))
+        self._replica_stats = await self._answers("stats", EngineStats)
+        return merge_stats(list(self._replica_stats.values()))
 
     async def look(self) -> Look:
-        return merge_looks(await self._call("look", Look))
+        return merge_looks(list((await self._answers("look", Look)).values()))
 
     async def move_alpha(self, alpha: float) -> None:
-        await self._call("move_alpha", None, alpha=alpha)
+        await self._call("move_alpha", alpha=alpha)
 
     async def set_mode(self, mode: Mode) -> None:
-        await self._call("set_mode", None, mode=mode)
+        await self._call("set_mode", mode=mode)
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """On every replica that is there; one that starts later has what the model's folder has."""
-        await self._call("update_rows", None, table=table, ids=list(ids), values=values)
+        await self._call("update_rows", table=table, ids=list(ids), values=values)
 
     async def forget(self, user_id: int) -> None:
-        await self._call("forget", None, user_id=user_id)
+        await self._call("forget", user_id=user_id)
 
-    async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> list[T]:
-        """The answers of all replicas; EngineClosed if there is none, and whatever one of them raised."""
+    async def _call(self, name: str, **arguments: Any) -> None:
+        """Have all replicas do something; EngineClosed if there is none, and whatever one of them raised."""
         try:
             payload = b"".join(pack_call(name, arguments))
         except OverflowError as error:
             raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
+        await self._replies(payload, _CALL_PATIENCE_S)
+
+    async def _answers(self, name: str, kind: type[T], patience_s: float = _CALL_PATIENCE_S) -> dict[str, T]:
+        """What each replica says, by its name, in order of names; EngineClosed if there is none."""
+        replies = await self._replies(b"".join(pack_call(name, {})), patience_s)
+        return {reply.replica: msgspec.msgpack.decode(reply.payload, type=kind) for reply in replies}
+
+    async def _replies(self, payload: bytes, patience_s: float) -> list[Reply]:
+        now_s = time.monotonic()
         try:
-            replies = await asyncio.wait_for(self._fleet.call_all(payload), _CALL_PATIENCE_S)
+            async with asyncio.timeout(patience_s):  # `wait_for` may lose the cancellation of its caller
+                replies = await self._fleet.call_all(Stamp(self._front, now_s, now_s), payload)
         except TimeoutError:
-            raise EngineClosed(f"a replica did not answer within {_CALL_PATIENCE_S:g} s") from None
+            raise ReplicaSlow(f"a replica did not answer within {patience_s:g} s") from None
+        self._roster.note({reply.replica for reply in replies})
         if not replies:
             raise EngineClosed("no replica is there")
         for reply in replies:
             if reply.kind == Kind.ERROR:
                 raise unpack_error(memoryview(reply.payload))
-        return [msgspec.msgpack.decode(reply.payload, type=kind) for reply in replies]
+        return sorted(replies, key=lambda reply: reply.replica)
 
     async def close(self) -> None:
         """The replicas stay: they are the cluster's."""
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.wait([self._watch])
         self._health = Health.CLOSED

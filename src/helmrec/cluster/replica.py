@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from helmrec.cluster.remote_clock import RemoteClocks, Stamp
 from helmrec.cluster.report import ReplicaReport, Served, pack_report
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine, EngineStats
@@ -66,7 +68,10 @@ class EngineReplica:
         engine, serve = EngineConfig(**told.engine), ServeConfig(**told.serve)
         self._engine, self._port = _make(Path(told.model), engine, serve)
         self._served = Served(self._settings.kept_from_visit)
-        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # when, by the wall clock
+        self._fronts = RemoteClocks()
+        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # when
+        self._incarnation = secrets.randbits(62)
+        self._num_reports = 0
         self._waiting: dict[int, int] = {}  # tokens of requests that are here, by number
         self._num_calls = 0
         self._mean_ms = 0.0
@@ -79,15 +84,16 @@ class EngineReplica:
         self._sketch = self._look_at_rows()  # and compiled, before anybody waits
         self.check_health()
 
-    async def rank(self, hint: bytes, came_s: float, payload: bytes) -> tuple[int, str, bytes]:
-        """Rank packed requests that came in then, by the wall clock. `hint` was the router's."""
+    async def rank(self, hint: bytes, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
+        """Rank packed requests; `stamp` has the fields of `Stamp`, `hint` was the router's."""
+        came_s = self._came_s(stamp)
         self._num_calls += 1
         call = self._num_calls
         try:
             requests, _ = unpack_requests(memoryview(payload))
             self._waiting[call] = sum(len(request.items) for request in requests)
             self._refuse_forgotten([request.user_id for request in requests], came_s)
-            results = await self._port.submit(requests, max(0.0, (time.time() - came_s) * 1e3))
+            results = await self._port.submit(requests, max(0.0, (time.monotonic() - came_s) * 1e3))
             for request in requests:
                 self._served.note(request.user_id, self._num_tokens(request))
             return Reply(Kind.RESULTS, self._name, b"".join(pack_results(results)))
@@ -96,8 +102,9 @@ class EngineReplica:
         finally:
             self._waiting.pop(call, None)
 
-    async def prefill(self, hint: bytes, came_s: float, payload: bytes) -> tuple[int, str, bytes]:
+    async def prefill(self, hint: bytes, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
         """Compute a history ahead of its rank, which the router will send here as well."""
+        came_s = self._came_s(stamp)
         try:
             request = unpack_prefill(memoryview(payload))
             self._refuse_forgotten([request.user_id], came_s)
@@ -108,8 +115,9 @@ class EngineReplica:
         except Exception as error:
             return self._failed(error)
 
-    async def call(self, payload: bytes) -> tuple[int, str, bytes]:
-        """Any other method of the port, by name."""
+    async def call(self, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
+        """Any other method of the port, by name. Every call tells what the front's clock shows."""
+        self._came_s(stamp)
         try:
             name, arguments = unpack_call(memoryview(payload))
             if name == "forget":
@@ -124,6 +132,10 @@ class EngineReplica:
             log.error("a call failed", exc_info=error)
         return Reply(Kind.ERROR, self._name, b"".join(pack_error(error)))
 
+    def _came_s(self, stamp: tuple[str, float, float]) -> float:
+        """When a request came to its front, by our clock."""
+        return self._fronts.came_s(Stamp(*stamp), time.monotonic())
+
     def _num_tokens(self, request: RankRequest | PrefillRequest) -> int:
         model: ModelConfig = self._port.model
         return len(model.user_context) + min(len(request.items), model.window)
@@ -131,7 +143,7 @@ class EngineReplica:
     def _forget(self, user_id: int) -> None:
         self._served.forget(user_id)
         self._forgotten_s.pop(user_id, None)
-        self._forgotten_s[user_id] = time.time()
+        self._forgotten_s[user_id] = time.monotonic()
         if len(self._forgotten_s) > _MOST_FORGOTTEN:
             self._forgotten_s.popitem(last=False)
 
@@ -144,15 +156,16 @@ class EngineReplica:
     async def report(self) -> bytes:
         """What routers should know now."""
         stats = await self._port.stats()
-        pool, now_s = stats.pool, time.time()
-        if now_s - self._sketch_s >= _SKETCH_EVERY_S:
-            self._sketch_s = now_s
+        if time.monotonic() - self._sketch_s >= _SKETCH_EVERY_S:
+            self._sketch_s = time.monotonic()
             self._sketch = await asyncio.to_thread(self._look_at_rows)
+        pool = stats.pool
+        self._num_reports += 1
         tokens_per_page = self._engine.config.page_tokens or _page_tokens(self._engine)
         sketch = self._sketch
         return pack_report(
             ReplicaReport(
-                as_of_s=now_s,
+                taken_s=time.monotonic(),
                 queue_ms=len(self._waiting) * self._service_ms(stats),
                 num_waiting=len(self._waiting),
                 waiting_tokens=sum(self._waiting.values()),
@@ -163,6 +176,8 @@ class EngineReplica:
                 threshold=0 if sketch is None else int(sketch.threshold),
                 fill=0.0 if sketch is None else sketch.fill,
                 words=b"" if sketch is None else sketch.words.tobytes(),
+                incarnation=self._incarnation,
+                sequence=self._num_reports,
             )
         )
 

@@ -1,9 +1,10 @@
 """What a replica tells of itself a few times a second, in a few kilobytes; and whom it served lately.
 
-The words of `router.state.NodeReport` as bytes, for any number of routers that never met. Times are of the wall clock:
-machines of a cluster must agree on it within a fraction of a second.
+The fields of `router.state.NodeReport` as bytes, for any number of routers that never met. A report is ordered by its
+number and by the run of the replica that wrote it; its time is a reading of the replica's own monotonic clock.
 """
 
+import math
 from collections import OrderedDict
 
 import msgspec
@@ -17,7 +18,7 @@ from helmrec.router.state import NodeReport, UserTokens
 class ReplicaReport(Struct, frozen=True, array_like=True):
     """One look at a replica."""
 
-    as_of_s: float
+    taken_s: float  # by the replica's monotonic clock
     queue_ms: float
     num_waiting: int
     waiting_tokens: int
@@ -28,15 +29,22 @@ class ReplicaReport(Struct, frozen=True, array_like=True):
     threshold: int = 0  # of the sketch; 0: there is none
     fill: float = 0.0
     words: bytes = b""
+    incarnation: int = 0  # chosen at random when the replica starts
+    sequence: int = 0  # 1, 2, ... within an incarnation; 0: not numbered, as earlier releases write it
 
-    def node_report(self, node: int, now_s: float) -> NodeReport:
-        """As routing state takes it. A clock that runs ahead must not make a report younger than now."""
+    @property
+    def is_numbered(self) -> bool:
+        return self.sequence > 0
+
+    def node_report(self, node: int, sequence: int, as_of_s: float) -> NodeReport:
+        """As routing state takes it, with a time of the router's clock."""
         sketch = None
         if self.threshold:
             sketch = RowSketch(np.frombuffer(self.words, np.uint64), np.uint64(self.threshold), self.fill)
         return NodeReport(
             node=node,
-            as_of_s=min(self.as_of_s, now_s),
+            sequence=sequence,
+            as_of_s=as_of_s,
             queue_ms=self.queue_ms,
             num_waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
@@ -60,9 +68,25 @@ def unpack_report(value: object) -> ReplicaReport | None:
     if not isinstance(value, bytes):
         return None
     try:
-        return _DECODER.decode(value)
+        report = _DECODER.decode(value)
     except msgspec.DecodeError:
         return None
+    return report if _is_sound(report) else None
+
+
+def _is_sound(report: ReplicaReport) -> bool:
+    """Numbers are finite and in their ranges; a hit rate may be missing (NaN)."""
+    counts = (report.queue_ms, report.num_waiting, report.waiting_tokens, report.pool_tokens, report.sequence)
+    return (
+        all(math.isfinite(each) and each >= 0 for each in counts)
+        and math.isfinite(report.taken_s)
+        and 0 <= report.alpha <= 1
+        and not math.isinf(report.row_hit_rate)
+        and math.isfinite(report.fill)
+        and 0 <= report.threshold < 1 << 64
+        and len(report.words) % 8 == 0
+        and all(0 <= user < 1 << 63 and 0 <= tokens < 1 << 63 for user, tokens in report.users)
+    )
 
 
 class Served:

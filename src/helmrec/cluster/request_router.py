@@ -40,7 +40,7 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     ) -> None:
         """Settings as plain values, as `ClusterConfig` has them."""
         policy = make_policy(router, cost, routing, seed)
-        self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.time)
+        self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.monotonic)
         self._lock = threading.Lock()  # answers are told from another thread than the one that chooses
         self._failures = FailureLog(log)
 

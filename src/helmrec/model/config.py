@@ -62,7 +62,7 @@ class ModelConfig(Frozen):
     format: Literal[1] = 1
     name: str = Field(min_length=1)
     form: Literal["gated", "concat"] = Field("concat", description="which published layer form the weights are for")
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=1_000)
     num_heads: int = Field(ge=1)
     qk_dim: int = Field(ge=1, description="per head")
     v_dim: int = Field(ge=1, description="per head")

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from helmrec.config import Frozen
-from helmrec.errors import ModelError
+from helmrec.errors import ConfigError, ModelError
 from helmrec.model import dlrmv3_names as theirs
 from helmrec.model.config import ITEM, Cycle, Dtype, EncoderConfig, ModelConfig, QueryFrame, TableConfig
 from helmrec.model.dlrmv3_names import Sizes, Weights, check_names, check_shapes
@@ -27,6 +27,8 @@ CHECKPOINT = "non_sparse.ckpt"
 TABLES = {ITEM: "item_id", "category": "item_category_id", "user": "user_id"}  # ours, and theirs
 _NORM_EPS = 1e-5
 _MOST_ACTIONS = 1 << 16
+_MOST_BITS = 16  # kinds of action whose combinations stay below that
+_MOST_ACTION_NUMBERS = 1 << 26  # in a layer of what is computed once for all actions
 
 
 class ImportOptions(Frozen):
@@ -48,7 +50,10 @@ def import_dlrmv3(
     sizes = Sizes.of(weights, check_names(weights, str(path)))
     check_shapes(weights, sizes, str(path))
     found = find_tables(tables, sizes.row_dim)
-    config = _config(weights, sizes, found, options)
+    try:
+        config = _config(weights, sizes, found, options)
+    except ConfigError as error:
+        raise ModelError(f"{path}: with these options it makes no model: {error}") from None
     dense = {name: value.to(getattr(torch, config.dtype)) for name, value in convert(weights, sizes).items()}
     if wrong := [name for name, value in dense.items() if not bool(torch.isfinite(value).all())]:
         raise ModelError(f"{path}: weight {wrong[0]!r} holds values that are not finite in {config.dtype}")
@@ -62,10 +67,12 @@ def read_dense(path: Path) -> dict[str, Tensor]:
         saved = archive.saved("dense_dict")
         if not isinstance(saved, dict):
             raise ModelError(f"{path}: 'dense_dict' is no dictionary of weights")
-        stored = {str(name): value for name, value in saved.items() if "embedding_collection" not in str(name)}
+        if not all(isinstance(name, str) for name in saved):
+            raise ModelError(f"{path}: 'dense_dict' has a key that is no name of a weight")
+        stored = {name: value for name, value in saved.items() if "embedding_collection" not in name}
         if wrong := sorted(name for name, value in stored.items() if not isinstance(value, StoredTensor)):
-            raise ModelError(f"{path}: weight {wrong[0]!r} is no tensor")
-        return {name: archive.read(value) for name, value in stored.items()}
+            raise ModelError(f"{path}: weight {wrong[0][:200]!r} is no tensor")
+        return archive.read_all(stored)
 
 
 def find_tables(folder: Path, row_dim: int) -> dict[str, ShardedTable]:
@@ -91,7 +98,7 @@ def _config(weights: Weights, sizes: Sizes, tables: Mapping[str, ShardedTable], 
     heads = options.num_heads
     if sizes.width % heads or sizes.qk_width <= 0 or sizes.qk_width % heads:
         raise ModelError(f"{heads} heads do not divide widths of {sizes.width} (v) and {sizes.qk_width} (qk)")
-    unit_s, num_units = (weights[name].flatten().tolist() for name in (theirs.UNIT_S, theirs.NUM_UNITS))
+    unit_s, num_units = (_whole_numbers(weights[name], name) for name in (theirs.UNIT_S, theirs.NUM_UNITS))
     own = weights[f"{theirs.LAYERS}0._uvqk_weight"].dtype
     configs = {name: TableConfig(name=name, num_rows=table.shape[0]) for name, table in tables.items()}
     return ModelConfig(
@@ -120,9 +127,16 @@ def _config(weights: Weights, sizes: Sizes, tables: Mapping[str, ShardedTable], 
         query_frame=QueryFrame(
             num_positions=sizes.num_positions,
             min_context_events=options.min_context_events,
-            cycles=tuple(Cycle(unit_s=int(s), num_units=int(n)) for s, n in zip(unit_s, num_units, strict=True)),
+            cycles=tuple(Cycle(unit_s=s, num_units=n) for s, n in zip(unit_s, num_units, strict=True)),
         ),
     )
+
+
+def _whole_numbers(tensor: Tensor, name: str) -> list[int]:
+    values = tensor.flatten().tolist()
+    if not all(math.isfinite(value) for value in values):
+        raise ModelError(f"weight {name!r} must be finite, got {values[:8]}")
+    return [int(value) for value in values]
 
 
 def _name_of(dtype: torch.dtype) -> Dtype:
@@ -138,9 +152,11 @@ def _name_of(dtype: torch.dtype) -> Dtype:
 
 def _num_actions(bits: Tensor) -> int:
     """Actions are sets of bits: every combination gets a row, computed once and for all."""
+    if bits.numel() > _MOST_BITS:
+        raise ModelError(f"actions must be sets of at most {_MOST_BITS} bits, got {bits.numel()}")
     most = 0
-    for bit in bits.tolist():
-        most |= int(bit)
+    for bit in _whole_numbers(bits, theirs.BITS):
+        most |= bit
     if not 0 < most < _MOST_ACTIONS:
         raise ModelError(f"actions must fit {_MOST_ACTIONS - 1}, the checkpoint's weights {bits.tolist()} do not")
     return most + 1
@@ -178,6 +194,9 @@ def convert(weights: Weights, sizes: Sizes) -> dict[str, Tensor]:
 def _actions(w: Weights, bits: Tensor) -> Tensor:  # (actions + 1, dim)
     """What the published model computes of every set of bits, and of none being known yet."""
     actions = torch.arange(_num_actions(bits))
+    widest = max(*w[f"{theirs.ACTION}.0.weight"].shape, *w[f"{theirs.ACTION}.2.weight"].shape)
+    if len(actions) * widest > _MOST_ACTION_NUMBERS:
+        raise ModelError(f"{len(actions)} actions in layers of {widest} are more than {_MOST_ACTION_NUMBERS} numbers")
     has = (actions[:, None] & bits.long()[None, :]) > 0
     known = (has[:, :, None] * w[theirs.BIT_ROWS][None]).flatten(1)
     x = torch.cat([known, w[theirs.NO_ACTION]])

@@ -28,6 +28,7 @@ NUM_UNITS = f"{POST}_units_per_period"
 ITEM_MLP = "_item_embedding_mlp"
 HEAD = "_multitask_module._prediction_module"
 
+_MAX_LAYER_DIGITS = 6
 Weights = Mapping[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -56,18 +57,25 @@ class Sizes:
         return cls(
             num_layers=num_layers,
             dim=weights[f"{LAYERS}0._input_norm_weight"].numel(),
-            row_dim=weights[f"{CONTENT}.0.weight"].shape[-1],
+            row_dim=_width(weights, f"{CONTENT}.0.weight"),
             width=width,
             qk_width=weights[f"{LAYERS}0._uvqk_beta"].numel() // 2 - width,
             input_hidden=weights[f"{CONTENT}.0.bias"].numel(),
             hidden=weights[f"{ITEM_MLP}.0.bias"].numel(),
             num_tasks=weights[f"{HEAD}.2.bias"].numel(),
             num_bits=weights[BITS].numel(),
-            bit_dim=weights[BIT_ROWS].shape[-1],
-            num_positions=len(weights[POSITIONS]),
-            num_times=len(weights[TIMES]),
+            bit_dim=_width(weights, BIT_ROWS),
+            num_positions=weights[POSITIONS].numel() // max(1, _width(weights, POSITIONS)),
+            num_times=weights[TIMES].numel() // max(1, _width(weights, TIMES)),
             num_cycles=weights[UNIT_S].numel(),
         )
+
+
+def _width(weights: Weights, name: str) -> int:
+    """Of the last dimension."""
+    if not weights[name].ndim:
+        raise ModelError(f"{name!r} must have two dimensions, got a single number")
+    return weights[name].shape[-1]
 
 
 def published_shapes(s: Sizes) -> Shapes:
@@ -126,7 +134,10 @@ def _norm(name: str, dim: int) -> Shapes:
 def check_names(weights: Weights, source: str) -> int:
     """How many layers the checkpoint has, once it is known to have every weight of a DLRMv3 and no other."""
     parts = [name.removeprefix(LAYERS).split(".")[0] for name in weights if name.startswith(LAYERS)]
-    num_layers = max((int(part) + 1 for part in parts if part.isdecimal()), default=1)
+    numbers = {part for part in parts if part.isdecimal() and len(part) <= _MAX_LAYER_DIGITS}
+    num_layers = max((int(part) + 1 for part in numbers), default=1)
+    if num_layers > max(1, len(numbers)):
+        raise ModelError(f"{source}: a layer {num_layers - 1} is there, but only {len(numbers)} layers in all")
     expected = published_shapes(Sizes(num_layers, *[1] * 12)).keys()
     if missing := sorted(expected - weights.keys()):
         raise ModelError(f"{source}: {_few(missing)} of {len(expected)} weights of a DLRMv3 checkpoint are missing")
@@ -143,4 +154,4 @@ def check_shapes(weights: Weights, sizes: Sizes, source: str) -> None:
 
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + more
+    return ", ".join(repr(name[:200]) for name in names[:3]) + more

@@ -4,7 +4,7 @@ The folder has a pickle, `.metadata`, which says which rows of which tensor lie 
 each shard is an archive of torch.save. Nothing pickled is run. A table is streamed: it may be larger than memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from helmrec.errors import ModelError
-from helmrec.model.inert_pickle import Made, Named, read_pickle
+from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, read_pickle
 from helmrec.model.torch_zip import StoredTensor, TorchZip, Window
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SIZE = Named("torch", "Size")
+_MAX_SHARDS = 100_000  # of all tables together
+_MAX_DIMENSIONS = 16
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _EXPECTED = {
     *(
         Named(_METADATA, name)
@@ -64,7 +67,7 @@ class ShardedTable:
     def parts(self) -> Iterator[bytes]:
         """Its rows, from the first to the last, as bytes."""
         for shard in self.shards:
-            source = f"{shard.path} (rows {shard.first_row} on of {self.name!r})"
+            source = _source(shard, self)
             window = BufferedReader(Window(shard.path, shard.start, shard.length))
             with TorchZip(window, source) as archive:
                 yield from archive.stream(_checked(archive.saved(), shard, self, source))
@@ -75,24 +78,76 @@ def read_index(folder: Path) -> dict[str, ShardedTable]:
     path = folder / ".metadata"
     if not path.is_file():
         raise ModelError(f"{folder} is not a folder that torch.distributed.checkpoint wrote: no .metadata")
-    tree = read_pickle(path.read_bytes(), str(path), _EXPECTED.__contains__)
+    tree = read_pickle(_bytes_of(path), str(path), _EXPECTED.__contains__)
     try:
-        where = {(each.state["fqn"], _size(each.state["offset"])): info.state for each, info in _items(tree)}
-        tensors = tree.state["state_dict_metadata"]
-        return {name: _table(folder, name, made.state, where) for name, made in tensors.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise ModelError(f"{path}: not understood ({type(error).__name__}: {error})") from None
+        where = {
+            (_text(each.state["fqn"]), _size(each.state["offset"])): info.state
+            for each, info in tree.state["storage_data"].items()
+        }
+        tensors = {_text(name): made.state for name, made in tree.state["state_dict_metadata"].items()}
+        if (num_shards := sum(len(state["chunks"]) for state in tensors.values())) > _MAX_SHARDS:
+            raise ModelError(f"{path}: at most {_MAX_SHARDS} shards are read, got {num_shards}")
+        tables = {name: _table(folder, name, state, where) for name, state in tensors.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OSError) as error:
+        raise ModelError(f"{path}: not understood ({type(error).__name__}: {str(error)[:200]})") from None
+    _check_sizes(tables)
+    return tables
 
 
-def _items(tree: Made) -> list[tuple[Made, Made]]:
-    return list(tree.state["storage_data"].items())
+def _bytes_of(path: Path) -> bytes:
+    """Of a pickle; one that is too large for `read_pickle` is not read to its end."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _check_sizes(tables: Mapping[str, ShardedTable]) -> None:
+    """Raise ModelError unless every shard has room for its rows in its file, and no byte is in two shards."""
+    windows: dict[Path, list[tuple[Shard, str]]] = {}
+    for table in tables.values():
+        row_bytes = table.shape[1] * table.dtype.itemsize
+        for shard in table.shards:
+            source = _source(shard, table)
+            windows.setdefault(shard.path, []).append((shard, source))
+            if shard.num_rows * row_bytes > shard.length:
+                raise ModelError(
+                    f"{source}: {shard.num_rows} rows of {row_bytes} bytes do not fit {shard.length} bytes"
+                )
+    for path, shards in windows.items():
+        end, num_bytes = 0, path.stat().st_size
+        for shard, source in sorted(shards, key=lambda each: each[0].start):
+            place = f"{shard.length} bytes from {shard.start} on"
+            if shard.start + shard.length > num_bytes:
+                raise ModelError(f"{source}: {place} go beyond the end of the file, {num_bytes}")
+            if shard.start < end:
+                raise ModelError(f"{source}: {place} are in part another shard's")
+            end = shard.start + shard.length
+
+
+def _source(shard: Shard, table: ShardedTable) -> str:
+    return f"{shard.path} (rows {shard.first_row} on of {table.name[:200]!r})"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a name is none")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError("a size, or a place in a file, is no whole number from 0 on")
+    return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
     """A torch.Size, as the pickle has it."""
-    if not (isinstance(value, Made) and value.maker == _SIZE and all(isinstance(n, int) for n in value.args[0])):
-        raise TypeError("a size is none")
-    return tuple(value.args[0])
+    match value:
+        case Made(maker, (list(numbers) | tuple(numbers),)) if maker == _SIZE and len(numbers) <= _MAX_DIMENSIONS:
+            return tuple(_whole(number) for number in numbers)
+    raise TypeError("a size is none")
 
 
 def _table(folder: Path, name: str, state: dict[str, Any], where: dict[Any, dict[str, Any]]) -> ShardedTable:
@@ -107,7 +162,8 @@ def _table(folder: Path, name: str, state: dict[str, Any], where: dict[Any, dict
         if first != next_row:
             raise ModelError(f"{folder}: {name!r}: rows {next_row} to {first} are in no shard, or in two")
         info = where[name, (first, column)]
-        shards.append(Shard(first, num, _inside(folder, info["relative_path"]), info["offset"], info["length"]))
+        path = _inside(folder, _text(info["relative_path"]))
+        shards.append(Shard(first, num, path, _whole(info["offset"]), _whole(info["length"])))
         next_row = first + num
     if next_row != shape[0]:
         raise ModelError(f"{folder}: {name!r}: {shape[0]} rows expected, got {next_row}")
@@ -115,14 +171,14 @@ def _table(folder: Path, name: str, state: dict[str, Any], where: dict[Any, dict
 
 
 def _dtype(properties: Made) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[properties.state[0].name]
+    return _DTYPES[_text(properties.state[0].name)]
 
 
 def _inside(folder: Path, name: str) -> Path:
     """A file of the folder: a name that leads out of it is refused."""
     path = folder / name
     if Path(name).name != name or not path.is_file():
-        raise ModelError(f"{folder}: shard file {name!r} is missing")
+        raise ModelError(f"{folder}: shard file {name[:200]!r} is missing")
     return path
 
 

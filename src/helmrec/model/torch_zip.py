@@ -7,8 +7,10 @@ Knows nothing of models. Bytes are read when a tensor is asked for, so what is l
 import io
 import math
 import os
+import struct
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from helmrec.errors import ModelError
-from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, Outside, read_pickle
+from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, Outside, is_hashed_fast, read_pickle
 
 _STORAGES = {
     Named("torch", "FloatStorage"): torch.float32,
@@ -34,7 +36,13 @@ _ORDERED = Named("collections", "OrderedDict")
 _SETS = {Named("__builtin__", "set"), Named("builtins", "set")}
 _OTHERS = {"torch", "torchrec"}  # what beside weights is saved, such as an optimiser's state, may name theirs
 _CHUNK_BYTES = 16 << 20
-_DAMAGED = (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError, ValueError)
+_MAX_DIRECTORY_BYTES = 4 << 20  # of an archive: some 40,000 storages
+_MAX_DIMENSIONS = 16
+_MAX_COPIES = 4  # of a storage in the tensors that share it, on average
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, NotImplementedError, RuntimeError),
+    *(ValueError, KeyError, IndexError, OverflowError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,10 @@ class StoredTensor:
     first: int  # element of the storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
@@ -65,16 +77,29 @@ class TorchZip:
     def __init__(self, file: BinaryIO, source: str) -> None:
         self._source = source
         self._file = file
+        opening = _Opening(file)
         try:
-            self._zip = zipfile.ZipFile(file)
+            self._num_bytes = file.seek(0, os.SEEK_END)
+            self._zip = zipfile.ZipFile(opening)
         except _DAMAGED as error:
             file.close()
             raise ModelError(f"{source} is not an archive that torch.save wrote ({error})") from None
+        opening.max_bytes = None
         try:
+            self._check_members()
             self._saved = self._open()
         except ModelError:
             self.close()
             raise
+
+    def _check_members(self) -> None:
+        """All members are plain bytes, and together no more than the file: none is packed, none lies in another."""
+        members = self._zip.infolist()
+        if packed := [each for each in members if each.compress_type != zipfile.ZIP_STORED]:
+            raise ModelError(f"{self._source}: {packed[0].filename[:100]!r} must be plain bytes, got a packed member")
+        total = sum(max(each.file_size, each.compress_size) for each in members)
+        if total > self._num_bytes:
+            raise ModelError(f"{self._source}: a file of {self._num_bytes} bytes claims to hold {total}")
 
     def _open(self) -> Any:
         source = self._source
@@ -116,9 +141,32 @@ class TorchZip:
         return self._understand(value)
 
     def read(self, tensor: StoredTensor) -> Tensor:
+        return self._view(self._storage(tensor), tensor).clone()
+
+    def read_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Each storage is read once. ModelError if tensors that share storages make far more of them than there is."""
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        if total > _MAX_COPIES * self._num_bytes:
+            raise ModelError(f"{self._source}: a file of {self._num_bytes} bytes claims tensors of {total}")
+        by_storage: dict[tuple[str, torch.dtype, int], list[str]] = {}
+        for name, tensor in tensors.items():
+            by_storage.setdefault((tensor.key, tensor.dtype, tensor.storage_size), []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in by_storage.values():
+            storage = self._storage(tensors[names[0]])
+            found |= {name: self._view(storage, tensors[name]).clone() for name in names}
+        return {name: found[name] for name in tensors}
+
+    def _storage(self, tensor: StoredTensor) -> Tensor:
         data = bytearray(b"".join(self.stream(tensor)))
-        storage = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
-        return storage.as_strided(tensor.shape, tensor.stride, tensor.first).clone()
+        return torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+
+    def _view(self, storage: Tensor, tensor: StoredTensor) -> Tensor:
+        try:
+            return storage.as_strided(tensor.shape, tensor.stride, tensor.first)
+        except (RuntimeError, OverflowError, TypeError) as error:
+            reason = str(error).splitlines()[0][:200]
+            raise ModelError(f"{self._source}: a tensor of storage {tensor.key!r} cannot be made ({reason})") from None
 
     def stream(self, tensor: StoredTensor) -> Iterator[bytes]:
         """The bytes of its whole storage, a part at a time."""
@@ -128,7 +176,7 @@ class TorchZip:
             member = self._zip.getinfo(name)
         except KeyError:
             raise ModelError(f"{self._source}: storage {tensor.key!r} is missing") from None
-        if member.file_size != expected or member.compress_type != zipfile.ZIP_STORED:
+        if member.file_size != expected:
             raise ModelError(
                 f"{self._source}: storage {tensor.key!r} must be {expected} plain bytes, got {member.file_size}"
             )
@@ -140,16 +188,18 @@ class TorchZip:
             raise ModelError(f"{self._source}: storage {tensor.key!r} is damaged ({error})") from None
 
     def _read(self, name: str) -> bytes:
-        """A small member; one that would unfold to more than any checkpoint's is not unfolded."""
-        member = self._zip.getinfo(name)
-        if member.file_size > MAX_BYTES or member.compress_type != zipfile.ZIP_STORED:
-            raise ModelError(f"{self._source}: {name!r} must be plain bytes, at most {MAX_BYTES}")
+        """A small member."""
+        if self._zip.getinfo(name).file_size > MAX_BYTES:
+            raise ModelError(f"{self._source}: {name!r} must be at most {MAX_BYTES} bytes")
         try:
             return self._zip.read(name)
         except _DAMAGED as error:
             raise ModelError(f"{self._source}: {name!r} is damaged ({error})") from None
 
     def _understand(self, value: Any) -> Any:
+        """`read_pickle` has bounded the depth of what it returns, and how much it unfolds to."""
+        if isinstance(value, Named):
+            return value
         if isinstance(value, dict):
             return {key: self._understand(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -159,13 +209,14 @@ class TorchZip:
     def _made(self, made: Made) -> Any:
         if made.maker == _ORDERED:
             return self._understand(made.state or {})
-        if made.maker in _SETS:
-            return set(*made.args)
-        if made.maker == _PARAMETER:
-            return self._understand(made.args[0])
         if made.maker == _TENSOR:
             return self._tensor(made.args)
-        raise ModelError(f"{self._source}: {made.maker} stands where a value should")
+        match made.args:
+            case (first, *_) if made.maker == _PARAMETER:
+                return self._understand(first)
+            case (list(members),) if made.maker in _SETS and all(map(is_hashed_fast, members)):
+                return set(members)
+        raise ModelError(f"{self._source}: {made.maker} with {len(made.args)} arguments stands where a value should")
 
     def _tensor(self, args: tuple[Any, ...]) -> StoredTensor:
         """Its parts are whatever the file says, so each is looked at before it is believed."""
@@ -178,11 +229,47 @@ class TorchZip:
                 *_,
             ):
                 numbers = (size, first, *shape, *stride)
-                if kind in _STORAGES and all(isinstance(each, int) and each >= 0 for each in numbers):
-                    stored = StoredTensor(key, _STORAGES[kind], size, first, shape, stride)
-                    if len(shape) == len(stride) and _end(stored) <= size:
-                        return stored
+                is_sound = kind in _STORAGES and all(isinstance(each, int) and each >= 0 for each in numbers)
+                if is_sound and len(shape) == len(stride) <= _MAX_DIMENSIONS:
+                    return self._within(StoredTensor(key, _STORAGES[kind], size, first, shape, stride))
         raise ModelError(f"{self._source}: a tensor is described in a way that makes no sense")
+
+    def _within(self, tensor: StoredTensor) -> StoredTensor:
+        """A tensor that has its elements in its storage, and none of them twice over: strides of 0 would let four bytes
+        be a tensor of any size.
+        """
+        most, num = tensor.storage_size, math.prod(tensor.shape)
+        if max(num, _end(tensor)) > most:
+            raise ModelError(
+                f"{self._source}: a tensor of {num} elements, {tensor.shape} with strides {tensor.stride}, "
+                f"does not fit its storage {tensor.key[:100]!r} of {most}"
+            )
+        return tensor
+
+
+class _Opening:
+    """A file whose reads are bounded for as long as the directory of an archive is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.max_bytes: int | None = _MAX_DIRECTORY_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        if self.max_bytes is None:
+            return self._file.read(size)
+        data = self._file.read(self.max_bytes + 1 if size < 0 else min(size, self.max_bytes + 1))
+        if len(data) > self.max_bytes:
+            raise ValueError(f"its directory is larger than {self.max_bytes} bytes")
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
 
 
 def _end(tensor: StoredTensor) -> int:

@@ -25,6 +25,7 @@ from helmrec.model.hstu import dense_shapes
 DENSE = "dense.safetensors"
 VERIFY_BYTES = 256 << 20  # larger files are checksummed only when asked: reading them takes minutes
 _CHUNK_BYTES = 16 << 20
+_MAX_MANIFEST_BYTES = 16 << 20
 _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 Progress = Callable[[int], None]  # told how many more bytes are done
 
@@ -146,8 +147,12 @@ def read_manifest(folder: Path) -> Manifest:
         pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
         hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
         raise ModelError(f"{folder} is not a model folder: no config.json{hint}")
+    if path.stat().st_size > _MAX_MANIFEST_BYTES:
+        raise ModelError(f"{path}: at most {_MAX_MANIFEST_BYTES} bytes are read, got {path.stat().st_size}")
     try:
         manifest = Manifest(**json.loads(path.read_text()))
+    except RecursionError:
+        raise ModelError(f"{path}: nested too deeply") from None
     except (ConfigError, ValueError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from error
     wanted = {DENSE, *(table_file(table.name) for table in manifest.model.tables)}

@@ -34,11 +34,13 @@ class SliceRouter:
         self._policy, self._describe, self._fixed = policy, describe, fixed
         self._alive: set[int] = set()
         self._now_s = 0.0
+        self._num_slices = 0
         self._num_routed, self._service_ms = 0, 0.0
 
     def route(self, users: IntArray, loads: Floats) -> IntArray:
         """A node for each request, in order. `loads`: open requests by node, infinite for dead ones; not for all."""
         self._now_s += self._fixed.slice_s
+        self._num_slices += 1
         self._meet(set(np.flatnonzero(np.isfinite(loads)).tolist()))
         for node in self._alive:
             self.state.report(self._report(node, loads[node]), self._now_s)
@@ -56,6 +58,7 @@ class SliceRouter:
         mean_ms = self._service_ms / max(1, self._num_routed)
         return NodeReport(
             node=node,
+            sequence=self._num_slices,
             as_of_s=self._now_s,
             queue_ms=num_open * mean_ms,
             num_waiting=int(num_open),

@@ -43,9 +43,10 @@ class UserTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeReport:
-    """What a node says of itself. Everything before `as_of_s` is in it."""
+    """What a node says of itself. Everything before `as_of_s`, by the router's clock, is in it."""
 
     node: int
+    sequence: int  # grows with every report of a node, from its join on
     as_of_s: float
     queue_ms: float
     num_waiting: int
@@ -65,6 +66,7 @@ class Sent(NamedTuple):
     sent_s: float
     service_ms: float
     num_tokens: int
+    life: int  # of the node
 
 
 class _Guess(NamedTuple):
@@ -130,6 +132,7 @@ class ClusterState:
         self._nodes = self._blank([])
         self._ledgers: list[_Ledger] = []
         self._reported_s = np.empty(0)
+        self._sequence: list[float] = []  # of the report taken last
         self._loads = np.zeros((6, 0))  # reported, then unreported; a _Load each
         self._queue = np.zeros((2, 0))  # milliseconds of work, and when it was that much; it shrinks as time goes by
         self._room_tokens: list[float] = []  # KV tokens that fit at the node's alpha; infinite if it never said
@@ -149,6 +152,7 @@ class ClusterState:
         self._nodes = _mapped(lambda a, b: np.concatenate([a, b], axis=-1), self._nodes, self._blank([node]))
         self._ledgers.append(_Ledger())
         self._reported_s = np.append(self._reported_s, -np.inf)
+        self._sequence.append(-np.inf)
         self._loads = np.hstack([self._loads, np.zeros((6, 1))])
         self._queue = np.hstack([self._queue, np.zeros((2, 1))])
         self._room_tokens.append(np.inf)
@@ -166,7 +170,8 @@ class ClusterState:
         self._reported_s = np.delete(self._reported_s, place)
         self._loads = np.delete(self._loads, place, axis=1)
         self._queue = np.delete(self._queue, place, axis=1)
-        del self._ledgers[place], self._room_tokens[place], self._written_tokens[place], self._life[place]
+        for column in (self._ledgers, self._sequence, self._room_tokens, self._written_tokens, self._life):
+            del column[place]
 
     def set_alive(self, node: int, is_alive: bool) -> None:
         """A node that drains, or does not answer for now, keeps what is believed of it."""
@@ -215,7 +220,7 @@ class ClusterState:
         """A request is on its way: its node is busier, and will hold the user's prefix."""
         place = self._place[node]
         self._num_sent += 1
-        sent = Sent(self._num_sent, node, now_s, service_ms, request.num_tokens)
+        sent = Sent(self._num_sent, node, now_s, service_ms, request.num_tokens, self._life[place])
         self._ledgers[place].forget_before(now_s - self.settings.open_ttl_s)
         self._ledgers[place].add(sent)
         self._publish(place)
@@ -248,17 +253,21 @@ class ClusterState:
             self._guesses.popitem(last=False)
 
     def finished(self, sent: Sent) -> None:
-        """A request was answered, refused or lost. Its node may be gone."""
+        """A request was answered, refused or lost. Its node may be gone, or have started again."""
         place = self._place.get(sent.node)
-        if place is not None:
+        if place is not None and self._life[place] == sent.life:
             self._ledgers[place].remove(sent)
             self._publish(place)
 
     def report(self, report: NodeReport, now_s: float) -> None:
-        """Take a node's word over guesses. Those of unknown nodes, or older than the last one, are passed over."""
+        """Take a node's word over guesses. Those of unknown nodes, or not newer than the last one, are passed over.
+
+        The sequence alone says which is newer: times may be estimates, or go back.
+        """
         place = self._place.get(report.node)
-        if place is None or report.as_of_s < self._reported_s[place]:
+        if place is None or report.sequence <= self._sequence[place]:
             return
+        self._sequence[place] = report.sequence
         ledger = self._ledgers[place]
         ledger.forget_before(report.as_of_s)
         ledger.reported = _Load(report.queue_ms, report.num_waiting, report.waiting_tokens)
@@ -313,7 +322,8 @@ class ClusterState:
         count = len(self._place)
         assert sorted(self._place.values()) == list(range(count))
         assert all(column.shape[-1] == count for column in (*self._nodes, self._loads, self._queue, self._reported_s))
-        assert all(len(c) == count for c in (self._ledgers, self._room_tokens, self._written_tokens, self._life))
+        lists = (self._ledgers, self._sequence, self._room_tokens, self._written_tokens, self._life)
+        assert all(len(column) == count for column in lists)
         assert all(self._nodes.ids[place] == node for node, place in self._place.items())
         for place, ledger in enumerate(self._ledgers):
             assert abs(sum(s.service_ms for s in ledger.open.values()) - ledger.unreported.queue_ms) < 1e-6

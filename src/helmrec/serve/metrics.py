@@ -1,7 +1,7 @@
 """What Prometheus may ask: requests as the front saw them, and the engine's own counters at the time of asking."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -114,6 +114,7 @@ class Seen:
     history: HistoryStats | None  # None: no histories are kept, or their store does not answer
     is_ready: bool
     num_restarts: int
+    replicas: Mapping[str, EngineStats] | None = None  # of a cluster, by name
     body_bytes: int = 0  # of requests that are being read or answered
     store: "StoreHealth | None" = None  # None: no histories are kept
 
@@ -146,24 +147,40 @@ class _EngineCollector(Collector):
         if history is not None:
             yield GaugeMetricFamily("helmrec_history_users", "Users whose events are kept.", history.num_users)
             yield GaugeMetricFamily("helmrec_history_file_bytes", "Size of the history store.", history.used_bytes)
+        if self.seen.replicas is not None:
+            num_replicas = 0 if stats is None else len(self.seen.replicas)
+            yield GaugeMetricFamily("helmrec_replicas", "Replicas that answer.", num_replicas)
         if stats is None:
             return
-        yield GaugeMetricFamily("helmrec_queue_length", "Requests that wait.", stats.queue_length)
-        yield GaugeMetricFamily(
-            "helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error
-        )
-        yield from _of_relay(stats)
-        yield from _of_pauses(stats)
-        for name, help_ in _ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
-        for name, help_ in _GAUGES.items():
-            yield GaugeMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
-        for name, help_ in _COUNTERS.items():
-            yield CounterMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
-        moved = CounterMetricFamily("helmrec_pool_bytes", "Bytes moved, by cause.", labels=["cause"])
-        for cause, num_bytes in stats.pool.bytes_by_cause.items():
-            moved.add_metric([cause], num_bytes)
-        yield moved
+        yield from _of_engine(stats) if self.seen.replicas is None else _of_replicas(self.seen.replicas)
+
+
+def _of_engine(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("helmrec_queue_length", "Requests that wait.", stats.queue_length)
+    yield GaugeMetricFamily("helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error)
+    yield from _of_relay(stats)
+    yield from _of_pauses(stats)
+    for name, help_ in _ENGINE_COUNTERS.items():
+        yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
+    for name, help_ in _GAUGES.items():
+        yield GaugeMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
+    for name, help_ in _COUNTERS.items():
+        yield CounterMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
+    moved = CounterMetricFamily("helmrec_pool_bytes", "Bytes moved, by cause.", labels=["cause"])
+    for cause, num_bytes in stats.pool.bytes_by_cause.items():
+        moved.add_metric([cause], num_bytes)
+    yield moved
+
+
+def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:
+    """The same metrics for every replica, with its name as a label: sums over replicas are the reader's."""
+    found: dict[str, Metric] = {}
+    for replica, stats in replicas.items():
+        for metric in _of_engine(stats):
+            same = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
+                same.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    yield from found.values()
 
 
 def _of_relay(stats: EngineStats) -> Iterator[Metric]:

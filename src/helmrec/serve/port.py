@@ -9,7 +9,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,6 +94,15 @@ class EnginePort(Protocol):
 
     async def close(self) -> None:
         """Stop serving; what still waits is refused."""
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """A port with several engines behind it."""
+
+    @property
+    def replica_stats(self) -> Mapping[str, EngineStats]:
+        """What the last call of `stats` found, by the name of each replica."""
 
 
 @runtime_checkable

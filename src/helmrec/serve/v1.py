@@ -11,7 +11,7 @@ from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
 from helmrec.serve.metrics import Seen, StoreHealth
-from helmrec.serve.port import Health
+from helmrec.serve.port import HasReplicas, Health
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import (
     AlphaAnswer,
@@ -87,6 +87,7 @@ class FriendlyRoutes:
             is_ready=self._front.is_ready,
             num_restarts=self._port.num_restarts,
             body_bytes=self._front.bodies.held_bytes,
+            replicas=self._port.replica_stats if isinstance(self._port, HasReplicas) else None,
         )
         return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
 

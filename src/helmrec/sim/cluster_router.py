@@ -62,6 +62,7 @@ class ReportingRouter:
         self._on_their_way: deque[_Told] = deque()
         self._sketches: dict[int, RowSketch] = {}
         self._reported_s = self._sketched_s = -np.inf
+        self._num_rounds = 0  # of reports
         self._row_reads: dict[int, tuple[int, int]] = {}  # hits and misses at the last report
 
     def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
@@ -89,6 +90,7 @@ class ReportingRouter:
         self._num_seen[index] = answered.size
 
     def _report(self, nodes: Mapping[int, Node], now_s: float) -> None:
+        self._num_rounds += 1
         has_new_rows = now_s >= self._sketched_s + self._reporting.sketch_every_s
         if has_new_rows:
             self._sketched_s = now_s
@@ -103,6 +105,7 @@ class ReportingRouter:
         new_hits, new_misses = max(0, stats.row_hits - hits), max(0, stats.row_misses - misses)
         return NodeReport(
             node=index,
+            sequence=self._num_rounds,
             as_of_s=now_s,
             queue_ms=waiting * float(node.state.clocks[C.MS_PER_REQUEST]),
             num_waiting=waiting,
