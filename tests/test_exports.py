@@ -19,6 +19,7 @@ EXPORTS = [
     "HistoryFull",
     "Lease",
     "ModelError",
+    "NonFiniteScores",
     "PoolStats",
     "PoolTooSmall",
     "PrefillRequest",

@@ -49,6 +49,7 @@ class EngineStats:
     steps: int
     busy_s: float  # that they took
     served: int
+    non_finite: int  # requests that failed because their scores were not numbers
     refused: int
     audits: int
     audit_mismatches: int
@@ -86,7 +87,7 @@ class Engine:
         self._lock = threading.RLock()
         self._is_closed = self._has_warned = False
         self._pipeline = Pipeline(self._runner, self._scheduler, self._clock, overlaps=_overlaps(config, self._dense))
-        self._served = self._background_failures = 0
+        self._served = self._non_finite = self._background_failures = 0
         log.info("ready\n%s", self.report())
 
     @classmethod
@@ -172,8 +173,10 @@ class Engine:
         return self._count(self._pipeline.flush())
 
     def _count(self, ended: list[Ended]) -> list[Ended]:
-        served = [step.batch for step in ended if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead]
-        self._served += sum(len(batch.members) for batch in served)
+        for step in ended:
+            if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead:
+                self._served += len(step.batch.members) - len(step.outcome.non_finite)
+                self._non_finite += len(step.outcome.non_finite)
         return ended
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
@@ -190,10 +193,12 @@ class Engine:
 
     def _hand_out(self, step: Ended) -> None:
         for i, member in enumerate(step.batch.members):
-            if isinstance(step.outcome, StepOutput):
-                member.waiting.future.set_result(step.result(step.outcome, i))
+            try:
+                result = step.result(i)
+            except BaseException as error:
+                member.waiting.future.set_exception(error)
             else:
-                member.waiting.future.set_exception(step.outcome)
+                member.waiting.future.set_result(result)
 
     def _work_in_background(self, ended: Sequence[Ended]) -> None:
         """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
@@ -228,7 +233,8 @@ class Engine:
         if batch.is_ahead:
             return
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
-            self._auditor.look_at([member.request for member in batch.members], output.scores)
+            served = [i for i in range(len(batch.members)) if i not in output.non_finite]
+            self._auditor.look_at([batch.members[i].request for i in served], [output.scores[i] for i in served])
         if self._curves is not None:
             self._curves.observe([member.request for member in batch.members])
 
@@ -307,6 +313,7 @@ class Engine:
                 steps=self._pipeline.num_ended,
                 busy_s=self._pipeline.busy_s,
                 served=self._served,
+                non_finite=self._non_finite,
                 refused=self._scheduler.refused,
                 audits=self._auditor.audits,
                 audit_mismatches=self._auditor.mismatches,

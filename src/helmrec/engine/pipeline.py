@@ -6,9 +6,13 @@ While one computes, the rows of the next are read. Where steps do not overlap, e
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from helmrec.clock import Clock
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
+from helmrec.errors import NonFiniteScores
 from helmrec.types import RankResult, Timing
 
 
@@ -22,9 +26,13 @@ class Ended:
     ended_s: float
     took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
 
-    def result(self, output: StepOutput, i: int) -> RankResult:
-        """What its i-th request is told."""
-        member = self.batch.members[i]
+    def result(self, i: int) -> RankResult:
+        """What its i-th request gets, or raise why it gets none: NonFiniteScores if its scores are not numbers."""
+        member, output = self.batch.members[i], self.outcome
+        if not isinstance(output, StepOutput):
+            raise output
+        if i in output.non_finite:
+            raise _non_finite(output.scores[i], member.request.history.user_id)
         return RankResult(
             scores=output.scores[i],
             reused_tokens=member.plan.num_resident,
@@ -39,6 +47,14 @@ class Ended:
                 compute_ms=(self.ended_s - self.planned_s) * 1e3,
             ),
         )
+
+
+def _non_finite(scores: NDArray[np.float32], user_id: int) -> NonFiniteScores:
+    wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    return NonFiniteScores(
+        f"the model gave non-finite scores to {wrong.size} of {len(scores)} candidates of user {user_id}, "
+        f"the first at candidates[{wrong[0]}]: an embedding row it reads is not finite, or too large for the model"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +110,7 @@ class Pipeline:
         try:
             output = self._runner.finish(launched.running)
             ended_s = self._clock.now()
-            took_s = self._scheduler.commit(batch, ended_s)
+            took_s = self._scheduler.commit(batch, ended_s, output.non_finite)
         except BaseException as error:  # as above; what was launched on top of it fails with it
             after, self._in_flight = self._in_flight, None
             followers = [] if after is None else [after]

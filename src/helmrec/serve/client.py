@@ -18,6 +18,7 @@ from helmrec.errors import (
     Forgotten,
     HelmRecError,
     HistoryFull,
+    NonFiniteScores,
     QueueFull,
     RequestError,
     ServerError,
@@ -28,7 +29,7 @@ from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
-_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, QueueFull)
+_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, HistoryFull, NonFiniteScores, QueueFull)
 _BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
 
 

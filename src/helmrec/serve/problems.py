@@ -15,6 +15,7 @@ from helmrec.errors import (
     HelmRecError,
     HistoryFull,
     ModelError,
+    NonFiniteScores,
     QueueFull,
     RequestError,
     StaleVersion,
@@ -38,6 +39,7 @@ _STATUS: dict[type[HelmRecError], int] = {
     StaleVersion: 409,
     Forgotten: 409,
     HistoryFull: 507,
+    NonFiniteScores: 500,
 }
 
 
