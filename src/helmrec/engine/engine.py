@@ -182,7 +182,7 @@ class Engine:
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
         for step in ended:
-            self._hand_out(step)
+            step.hand_out()
         with self._lock:
             if not self._is_closed:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
@@ -190,15 +190,6 @@ class Engine:
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
-
-    def _hand_out(self, step: Ended) -> None:
-        for i, member in enumerate(step.batch.members):
-            try:
-                result = step.result(i)
-            except BaseException as error:
-                member.waiting.future.set_exception(error)
-            else:
-                member.waiting.future.set_result(result)
 
     def _work_in_background(self, ended: Sequence[Ended]) -> None:
         """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
@@ -233,8 +224,7 @@ class Engine:
         if batch.is_ahead:
             return
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
-            served = [i for i in range(len(batch.members)) if i not in output.non_finite]
-            self._auditor.look_at([batch.members[i].request for i in served], [output.scores[i] for i in served])
+            self._auditor.look_at([member.request for member in batch.members], output.scores)
         if self._curves is not None:
             self._curves.observe([member.request for member in batch.members])
 

@@ -26,13 +26,19 @@ class Ended:
     ended_s: float
     took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
 
-    def result(self, i: int) -> RankResult:
-        """What its i-th request gets, or raise why it gets none: NonFiniteScores if its scores are not numbers."""
-        member, output = self.batch.members[i], self.outcome
-        if not isinstance(output, StepOutput):
-            raise output
-        if i in output.non_finite:
-            raise _non_finite(output.scores[i], member.request.history.user_id)
+    def hand_out(self) -> None:
+        """Give every request its result, or the reason why it has none."""
+        for i, member in enumerate(self.batch.members):
+            future, output = member.waiting.future, self.outcome
+            if not isinstance(output, StepOutput):
+                future.set_exception(output)
+            elif i in output.non_finite:
+                future.set_exception(_non_finite(output.scores[i], member.request.history.user_id))
+            else:
+                future.set_result(self._result(output, i))
+
+    def _result(self, output: StepOutput, i: int) -> RankResult:
+        member = self.batch.members[i]
         return RankResult(
             scores=output.scores[i],
             reused_tokens=member.plan.num_resident,
