@@ -125,7 +125,10 @@ class Streams(RuleBasedStateMachine):
 
     @rule(user=st.integers(0, NUM_USERS - 1), where=st.floats(0, 1), value=st.sampled_from([np.nan, np.inf]))
     def spoil_or_repair_a_row(self, user: int, where: float, value: float) -> None:
-        """A row that is not finite, as if it had passed every check; the next time it gets a new value."""
+        """A row that is not finite, as if it had passed every check; the next time it gets a new value.
+
+        All that is kept of the user is computed again, by a request that reads the row and one that does not.
+        """
         ids, row_dim = self.spoiled, self.config.row_dim
         if ids:
             self.spoiled, values = [], self.rng.standard_normal((len(ids), row_dim)).astype(np.float32)
@@ -139,6 +142,8 @@ class Streams(RuleBasedStateMachine):
             values[:] = np.nan
         if ids:
             self.reference.update_rows("item", ids, values.astype(np.float64))
+            self.engine._pool.kv.evict(20)
+            self.rank([(user, "whole", 0.0), (user, "older", where)])
 
     @rule(
         user=st.integers(0, NUM_USERS - 1),
