@@ -30,7 +30,8 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     url, prefix = request.getfixturevalue("redis_url"), f"place-{next(_PLACES)}"
 
     def open_redis(config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> Store:
-        return RedisHistory(url, schema, config, prefix)
+        patient = {"read_timeout_ms": 30_000, "write_timeout_ms": 30_000}  # however busy the machine is
+        return RedisHistory(url, schema, (config or HistoryConfig()).model_copy(update=patient), prefix)
 
     return open_redis
 

@@ -19,10 +19,11 @@ from tests.history.places import Store, redis_process, running_redis
 
 redis = pytest.importorskip("helmrec.history.redis", reason="helmrec[cluster] is not installed")
 PASSWORD = "hunter2secret"
+PATIENT = HistoryConfig(read_timeout_ms=30_000, write_timeout_ms=30_000)  # however busy the machine is
 
 
 def open_at(url: str, prefix: str, config: HistoryConfig | None = None) -> Store:
-    store: Store = redis.RedisHistory(url, SCHEMA, config, prefix)
+    store: Store = redis.RedisHistory(url, SCHEMA, config or PATIENT, prefix)
     return store
 
 

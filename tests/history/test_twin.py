@@ -21,7 +21,7 @@ from tests.history.places import Store, running_redis
 KEEP = 300
 users = st.integers(0, 3)
 lengths = st.one_of(st.integers(1, 5), st.sampled_from([PAGE_EVENTS - 1, PAGE_EVENTS, PAGE_EVENTS + 1, 400]))
-CONFIG = HistoryConfig(sync="os", max_events_per_user=KEEP, map_bytes=1 << 20)
+CONFIG = HistoryConfig(sync="os", max_events_per_user=KEEP, map_bytes=1 << 20, read_timeout_ms=30_000)
 
 
 class Event(NamedTuple):
