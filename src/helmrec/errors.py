@@ -18,6 +18,7 @@ HelmRecError
 │   ├── QueueFull
 │   ├── DeadlineExceeded
 │   └── Forgotten        its user was forgotten while it waited
+├── NonFiniteScores      the model's scores for a request are not numbers
 ├── EngineClosed
 └── ServerError          a server failed or could not be reached; raised by the client
 """
@@ -105,6 +106,10 @@ class DeadlineExceeded(Refused):
 
 class Forgotten(Refused):
     """The user was forgotten while the request waited."""
+
+
+class NonFiniteScores(HelmRecError):
+    """The model's scores for the request are not numbers. Nothing computed for it is kept."""
 
 
 class EngineClosed(HelmRecError):

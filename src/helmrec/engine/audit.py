@@ -26,8 +26,10 @@ class Auditor:
         self.max_error = 0.0
 
     def look_at(self, requests: Sequence[Prepared], scores: Sequence[Scores]) -> None:
-        """Audit those of the served requests whose turn it is."""
+        """Audit those of the served requests whose turn it is. One whose scores are not finite was not served."""
         for request, served in zip(requests, scores, strict=True) if self._every else ():
+            if not np.isfinite(served).all():
+                continue
             self._since_last += 1
             if self._since_last == self._every:
                 self._since_last = 0

@@ -54,6 +54,7 @@ class EngineStats:
     steps: int
     busy_s: float  # that they took
     served: int
+    non_finite: int  # requests that failed because their scores were not numbers
     refused: int
     audits: int
     audit_mismatches: int
@@ -100,7 +101,7 @@ class Engine:
         self._pipeline = Pipeline(
             self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
         )
-        self._served = 0
+        self._served = self._non_finite = 0
         self._failures = FailureLog(log, self._clock)
         log.info("ready\n%s", self.report())
 
@@ -203,14 +204,16 @@ class Engine:
         return self._count(self._pipeline.flush())
 
     def _count(self, ended: list[Ended]) -> list[Ended]:
-        served = [step.batch for step in ended if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead]
-        self._served += sum(len(batch.members) for batch in served)
+        for step in ended:
+            if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead:
+                self._served += len(step.batch.members) - len(step.outcome.non_finite)
+                self._non_finite += len(step.outcome.non_finite)
         return ended
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
         for step in ended:
-            self._hand_out(step)
+            step.hand_out()
         with self._lock:
             if not self._is_closed:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
@@ -219,13 +222,6 @@ class Engine:
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
-
-    def _hand_out(self, step: Ended) -> None:
-        for i, member in enumerate(step.batch.members):
-            if isinstance(step.outcome, StepOutput):
-                member.waiting.future.set_result(step.result(step.outcome, i))
-            else:
-                member.waiting.future.set_exception(step.outcome)
 
     def _work_in_background(self, ended: Sequence[Ended]) -> None:
         """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
@@ -348,6 +344,7 @@ class Engine:
                 steps=self._pipeline.num_ended,
                 busy_s=self._pipeline.busy_s,
                 served=self._served,
+                non_finite=self._non_finite,
                 refused=self._scheduler.refused,
                 audits=self._auditor.audits,
                 audit_mismatches=self._auditor.mismatches,

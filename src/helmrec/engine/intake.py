@@ -20,6 +20,8 @@ from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
 _NO_ROWS = np.empty(0, np.int64)
+# The least float32 that becomes infinite where a row is stored: half a step above the type's largest number.
+_INFINITE_FROM = {"float32": np.inf, "bfloat16": (2 - 2**-8) * 2.0**127, "float16": (2 - 2**-11) * 2.0**15}
 
 
 class _Lines(NamedTuple):
@@ -208,14 +210,13 @@ def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -
 
 def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArray[np.float32]:
     try:
-        array = np.asarray(values, np.float32)
-    except (ValueError, TypeError) as error:
+        with np.errstate(over="ignore"):
+            array = np.asarray(values, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
         raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
     if array.shape != shape:
         raise RequestError("values", array.shape, f"shape {shape} is needed")
-    with np.errstate(over="ignore"):  # bfloat16 reaches as far as float32; float16 does not
-        stored = array.astype(np.float16) if dtype == "float16" else array
-    if (wrong := np.argwhere(~np.isfinite(stored))).size:
+    if (wrong := np.argwhere(~(np.abs(array) < _INFINITE_FROM[dtype]))).size:
         at = wrong[0]
         raise RequestError(f"values[{at[0]}, {at[1]}]", float(array[*at]), f"numbers finite in {dtype} are needed")
     return array
@@ -236,7 +237,9 @@ def _ids(field: str, values: Ids) -> NDArray[np.integer]:
     if values.dtype == np.int64 or values.size == 0:
         return values
     if values.dtype.kind not in "iu":
-        raise RequestError(field, values[0].item(), f"integers of 64 bits are needed, not {values.dtype}")
+        first = values[0]
+        shown = first.item() if isinstance(first, np.generic) else first  # an array of objects holds them as they are
+        raise RequestError(field, shown, f"integers of 64 bits are needed, not {values.dtype}")
     if values.dtype == np.uint64 and values.max() > _MAX_ID:
         raise RequestError(field, int(values.max()), "integers of 64 bits are needed")
     return values
@@ -336,6 +339,6 @@ def _scalar(field: str, value: object, limit: int) -> int:
 
 
 def _deadline(field: str, ms: float | None) -> float | None:
-    if ms is not None and not (isinstance(ms, int | float) and ms > 0):
+    if ms is not None and (isinstance(ms, bool) or not (isinstance(ms, int | float) and ms > 0)):
         raise RequestError(field, ms, "a positive number is needed")
     return ms

@@ -6,9 +6,13 @@ While one computes, the rows of the next are read. Where steps do not overlap, e
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from helmrec.clock import Clock
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
+from helmrec.errors import NonFiniteScores
 from helmrec.pauses import GapMonitor, StepStart
 from helmrec.types import RankResult, Timing
 
@@ -23,8 +27,18 @@ class Ended:
     ended_s: float
     took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
 
-    def result(self, output: StepOutput, i: int) -> RankResult:
-        """What its i-th request is told."""
+    def hand_out(self) -> None:
+        """Give every request its result, or the reason why it has none."""
+        for i, member in enumerate(self.batch.members):
+            future, output = member.waiting.future, self.outcome
+            if not isinstance(output, StepOutput):
+                future.set_exception(output)
+            elif i in output.non_finite:
+                future.set_exception(_non_finite(output.scores[i], member.request.history.user_id))
+            else:
+                future.set_result(self._result(output, i))
+
+    def _result(self, output: StepOutput, i: int) -> RankResult:
         member = self.batch.members[i]
         return RankResult(
             scores=output.scores[i],
@@ -40,6 +54,14 @@ class Ended:
                 compute_ms=(self.ended_s - self.planned_s) * 1e3,
             ),
         )
+
+
+def _non_finite(scores: NDArray[np.float32], user_id: int) -> NonFiniteScores:
+    wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    return NonFiniteScores(
+        f"the model gave non-finite scores to {wrong.size} of {len(scores)} candidates of user {user_id}, "
+        f"the first at candidates[{wrong[0]}]: an embedding row it reads is not finite, or too large for the model"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +128,7 @@ class Pipeline:
             ended_s = self._clock.now()
             following = None if self._in_flight is None else self._in_flight.start
             self._gaps.ended(ended_s - output.ended_ago_s, following)
-            took_s = self._scheduler.commit(batch, ended_s)
+            took_s = self._scheduler.commit(batch, ended_s, output.non_finite)
         except BaseException as error:  # as above; what was launched on top of it fails with it
             after, self._in_flight = self._in_flight, None
             followers = [] if after is None else [after]

@@ -38,6 +38,7 @@ class StepOutput:
     """What a step produced, request by request."""
 
     scores: list[NDArray[np.float32]]
+    non_finite: frozenset[int]  # requests that got scores which are not numbers
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
     missed_bytes: int  # that crossed the bus for it
@@ -82,8 +83,10 @@ class Runner:
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
+        scores = np.split(scored.logits, np.cumsum(step.num_candidates[:-1]))
         return StepOutput(
-            scores=np.split(scored.logits, np.cumsum(step.num_candidates[:-1])),
+            scores=scores,
+            non_finite=_non_finite(scored.logits, scores),
             row_hits=step.num_rows - scored.row_misses,
             row_misses=scored.row_misses,
             missed_bytes=int(scored.row_misses.sum()) * self._pool.geometry.row_stride,
@@ -149,6 +152,12 @@ class Runner:
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
         return plain.launch(step, _nothing).wait().logits
+
+
+def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
+    if np.isfinite(logits).all():  # one look at all of them, since they nearly always are
+        return frozenset()
+    return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ for a fuller batch.
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -209,10 +209,16 @@ class Scheduler:
             return None
         return Scheduled(waiting, plan, num_tokens)
 
-    def commit(self, batch: Batch, now: float) -> float:
-        """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended."""
-        for member in batch.members:
-            self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
+    def commit(self, batch: Batch, now: float, non_finite: Collection[int] = ()) -> float:
+        """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended.
+
+        non_finite: members whose scores are not numbers; what theirs were computed from is not kept.
+        """
+        for i, member in enumerate(batch.members):
+            if i in non_finite:
+                self._kv.reject(member.plan)
+            else:
+                self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
         self._kv.restore_reserve()
         with self._lock:
             took_s = now - max(batch.started_s, self._last_ended_s)

@@ -14,15 +14,27 @@ from helmrec.kernels.ragged import RaggedBatch
 
 
 def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
-    """Write the K/V of tokens that are kept into their pages.
+    """Write the K/V of tokens that are kept into their pages, after non-finite tokens are isolated in k and v.
 
     k: (tokens, heads, qk), v: (tokens, heads, v); pages: (pages, page_tokens, heads, dim), any strides.
     """
+    isolate_non_finite(k, v)
     kept = batch.write_slots >= 0
     slots = batch.write_slots[kept]
     page, offset = slots // batch.page_tokens, slots % batch.page_tokens
     k_pages[page, offset] = k[kept].to(k_pages.dtype)
     v_pages[page, offset] = v[kept].to(v_pages.dtype)
+
+
+def isolate_non_finite(k: Tensor, v: Tensor) -> None:
+    """Let a token with a non-finite key or value reach those that see it, and nobody else.
+
+    Its whole key becomes NaN and its whole value zero. A query that sees the key gets a weight of NaN, so its output
+    is NaN. For a query that does not, the mask replaces the weight by zero, and zero times the value is zero; zero
+    times a value of NaN would be NaN.
+    """
+    is_wrong = ~(k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1))
+    k[is_wrong], v[is_wrong] = torch.nan, 0.0
 
 
 def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
@@ -39,7 +51,8 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     """Attention of every new token, context token and candidate of the batch.
 
     A history token sees the history up to itself; a context token all history and the context up
-    to itself; a candidate all history, all context and itself, never another candidate.
+    to itself; a candidate all history, all context and itself, never another candidate. k and v are as `append_kv`
+    leaves them: values are finite.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     bounds = batch.cu_tokens.tolist()

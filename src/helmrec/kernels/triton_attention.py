@@ -205,34 +205,50 @@ def _attention_kernel(
 
 
 @triton.jit
-def _copy_rows(source, strides, pages, page_strides, rows, page, offset, kept, DIM: tl.constexpr, WIDTH: tl.constexpr,
-               PADDED: tl.constexpr):
-    """Copy whole token rows, all heads, to their slots."""
+def _load_rows(source, strides, rows, live, DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Whole token rows, all heads; and which of them hold a value that is not finite."""
     columns = tl.arange(0, PADDED)
-    head, dim = columns // DIM, columns % DIM
-    mask = kept[:, None] & (columns < WIDTH)[None, :]
-    taken = tl.load(source + (rows * strides[0])[:, None] + (head * strides[1] + dim)[None, :], mask=mask)
-    to = page * page_strides[0] + offset * page_strides[1]
-    tl.store(pages + to[:, None] + (head * page_strides[2] + dim)[None, :], taken, mask=mask)
+    at = (rows * strides[0])[:, None] + (columns // DIM * strides[1] + columns % DIM)[None, :]
+    taken = tl.load(source + at, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    is_finite = tl.abs(taken.to(tl.float32)) < float("inf")  # false of NaN
+    return taken, tl.min(is_finite.to(tl.int32), axis=1) == 0
+
+
+@triton.jit
+def _store_rows_in(target, row_starts, head_stride, values, mask, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                   PADDED: tl.constexpr):
+    columns = tl.arange(0, PADDED)
+    at = row_starts[:, None] + (columns // DIM * head_stride + columns % DIM)[None, :]
+    tl.store(target + at, values, mask=mask[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
 def _append_kernel(k, v, k_pages, v_pages, write_slots, k_strides, v_strides, k_page_strides, v_page_strides,
                    num_tokens, PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
                    QK_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Copy ROWS tokens to their slots; a slot below zero is not kept."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(write_slots + rows, mask=rows < num_tokens, other=-1)
-    page, offset, rows = slot // PAGE_TOKENS, slot % PAGE_TOKENS, rows.to(tl.int64)
-    _copy_rows(k, k_strides, k_pages, k_page_strides, rows, page, offset, slot >= 0, QK, NUM_HEADS * QK, QK_WIDTH)
-    _copy_rows(v, v_strides, v_pages, v_page_strides, rows, page, offset, slot >= 0, V, NUM_HEADS * V, V_WIDTH)
+    """Isolate tokens that are not finite, as the twin does, and copy ROWS tokens to their slots; below zero is none."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live = rows < num_tokens
+    slot = tl.load(write_slots + rows, mask=live, other=-1)
+    page, offset, kept = slot // PAGE_TOKENS, slot % PAGE_TOKENS, slot >= 0
+    keys, wrong_key = _load_rows(k, k_strides, rows, live, QK, NUM_HEADS * QK, QK_WIDTH)
+    values, wrong_value = _load_rows(v, v_strides, rows, live, V, NUM_HEADS * V, V_WIDTH)
+    is_wrong = wrong_key | wrong_value
+    keys = tl.where(is_wrong[:, None], float("nan"), keys).to(k.dtype.element_ty)
+    values = tl.where(is_wrong[:, None], 0.0, values).to(v.dtype.element_ty)
+    _store_rows_in(k_pages, page * k_page_strides[0] + offset * k_page_strides[1], k_page_strides[2], keys, kept, QK,
+                   NUM_HEADS * QK, QK_WIDTH)
+    _store_rows_in(v_pages, page * v_page_strides[0] + offset * v_page_strides[1], v_page_strides[2], values, kept, V,
+                   NUM_HEADS * V, V_WIDTH)
+    _store_rows_in(k, rows * k_strides[0], k_strides[1], keys, live & is_wrong, QK, NUM_HEADS * QK, QK_WIDTH)
+    _store_rows_in(v, rows * v_strides[0], v_strides[1], values, live & is_wrong, V, NUM_HEADS * V, V_WIDTH)
 
 
 # fmt: on
 
 
 def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
-    """Write the K/V of tokens that are kept into their pages. Shapes as in the twin; heads and dims contiguous."""
+    """As the twin: isolate non-finite tokens, and write those that are kept into their pages. Dims contiguous."""
     tokens, heads, qk = k.shape
     qk_width, v_width = (triton.next_power_of_2(heads * dim) for dim in (qk, v.shape[2]))
     rows = max(1, 4096 // max(qk_width, v_width))
@@ -273,8 +289,8 @@ def attend(
 ) -> Tensor:
     """Attention of every new token, context token and candidate of the batch, as the twin defines it.
 
-    New tokens are read from k and v, resident ones from pages. Rows of no sequence are left as they are in
-    out. Without a plan one is made, which waits for the device.
+    New tokens are read from k and v, resident ones from pages; values of tokens are finite, as `append_kv` leaves
+    them. Rows of no sequence are left as they are in out. Without a plan one is made, which waits for the device.
     """
     plan = plan_for(q, v, batch) if plan is None else plan
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out

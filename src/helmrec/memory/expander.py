@@ -6,7 +6,7 @@ beats computing it again. It does not know users, tensors or devices.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -166,6 +166,12 @@ class Expander:
         self._pages.move_to_end(key.state)
         self.saved_pages += 1
         return PageSave(key.page, slot)
+
+    def discard(self, states: Iterable[int]) -> None:
+        """Pages that end in these states are not to be used again."""
+        for state in states:
+            if (page := self._pages.pop(state, None)) is not None:
+                self._free.append(page.slot)
 
     def withdraw(self, saves: Sequence[PageSave]) -> None:
         """These pages were not copied after all."""

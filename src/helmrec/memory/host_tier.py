@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from helmrec.errors import ConfigError
+from helmrec.errors import ConfigError, ModelError
 from helmrec.kernels.row_gather import MAX_ROWS
 
 Progress = Callable[[int, int], None]  # told how many bytes of how many are done
@@ -148,8 +148,30 @@ class RowMaster:
 def _copy(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
     done, total = 0, sum(table.nbytes for table in tables.values())
     for name, table in tables.items():
-        chunk_rows = max(1, _CHUNK_BYTES // (table.shape[1] * table.itemsize))
+        chunk_rows, first = max(1, _CHUNK_BYTES // (table.shape[1] * table.itemsize)), 0
         for source, target in zip(table.split(chunk_rows), copies[name].split(chunk_rows), strict=True):
             target.copy_(source)
+            if (row := first_non_finite(source)) is not None:
+                raise non_finite_row(f"table {name!r}", first + row)
+            first += len(source)
             done += source.nbytes
             progress(done, total)
+
+
+def first_non_finite(rows: Tensor) -> int | None:
+    """The first row that holds a value which is not finite; if there is none, one pass that allocates nothing."""
+    if not rows.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(rows)):  # NaN wins either way
+        return None
+    middle = len(rows) // 2
+    if not middle:
+        return 0
+    before = first_non_finite(rows[:middle])
+    if before is not None:
+        return before
+    after = first_non_finite(rows[middle:])
+    assert after is not None
+    return middle + after
+
+
+def non_finite_row(table: str, row: int) -> ModelError:
+    return ModelError(f"{table}: row {row} holds values that are not finite")

@@ -107,7 +107,7 @@ class KVCache:
         while self._unsaved and len(saves) < limit:
             prefix, i = self._unsaved.popleft()
             end = (i + 1) * page_tokens
-            if end > prefix.settled:  # evicted or cut since
+            if end > (prefix.sound if prefix.is_suspect else prefix.settled):  # evicted or cut since, or not kept
                 continue
             epoch = int(epoch_per_token(prefix.made_at, end).min())  # of all that the page was computed from
             save = self._expander.save(PageKey(int(prefix.states[end - 1]), prefix.pages[i], epoch))
@@ -132,9 +132,11 @@ class KVCache:
         prefix = plan.prefix
         if prefix is None:
             return
-        prefix.settled = max(prefix.settled, plan.num_tokens)
+        self._settle(prefix, plan)
         prefix.last_use_s = now
         was_guest, is_new = prefix.is_guest, id(prefix) in self._running
+        if not is_ahead:  # what is computed ahead has no scores yet that would vouch for it
+            prefix.sound = max(prefix.sound, min(plan.num_tokens, prefix.settled))
         is_kept = is_ahead or self._count_visit(plan, prefix, now)
         if is_new and is_kept:
             self._adopt(prefix)
@@ -145,6 +147,23 @@ class KVCache:
                 self._note_unsaved(0 if was_guest else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
+
+    def reject(self, plan: KVPlan) -> None:
+        """The step has ended, but its scores for this plan are not finite: keep only tokens known to be sound.
+
+        The rest goes once nobody has it pinned; finite scores of another plan may prove it sound until then.
+        """
+        if plan.prefix is None:
+            return
+        self._settle(plan.prefix, plan)
+        plan.prefix.is_suspect |= plan.num_tokens > plan.prefix.sound
+        if plan.donor is not None:
+            plan.donor.is_suspect |= plan.num_resident > plan.donor.sound
+        self._unpin(plan)
+
+    def _settle(self, prefix: Prefix, plan: KVPlan) -> None:
+        """The plan's tokens are written, except those that the abort of a later step has cut off again."""
+        prefix.settled = max(prefix.settled, min(plan.num_tokens, prefix.num_tokens))
 
     def _count_visit(self, plan: KVPlan, prefix: Prefix, now: float) -> bool:
         """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
@@ -223,7 +242,8 @@ class KVCache:
         user_id, best, most = history.user_id, None, 0
         running = [prefix for prefix in self._running.values() if prefix.user_id == user_id]
         for prefix in (*self._users.get(user_id, ()), *running):
-            shared = min(common_tokens(prefix.states, history.states), prefix.num_tokens)
+            offered = prefix.sound if prefix.is_suspect else prefix.num_tokens
+            shared = min(common_tokens(prefix.states, history.states), offered)
             if shared > most:
                 best, most = prefix, shared
         return None if best is None else Match(best, most)
@@ -271,7 +291,7 @@ class KVCache:
             resident = max(resident - resident % page_tokens, donor.settled)
         shared = donor.pages[: resident // page_tokens]
         prefix = Prefix(history.user_id, history.states, list(donor.made_at), list(shared), resident, pins=1)
-        prefix.settled = min(resident, donor.settled)
+        prefix.settled, prefix.sound = min(resident, donor.settled), min(resident, donor.sound)
         prefix.verified_s, prefix.verified_epoch = donor.verified_s, donor.verified_epoch
         donor.pins += 1
         if not self._grow(prefix, history):
@@ -343,11 +363,21 @@ class KVCache:
                 continue
             prefix.pins -= 1
             assert prefix.pins >= 0
+            if prefix.pins == 0 and prefix.is_suspect:
+                self._cut_to_sound(prefix)
             if prefix.pins == 0 and id(prefix) in self._running:
                 self.refused_prefixes += 1
                 self._truncate(prefix, 0)
             if prefix.pins == 0:
                 self._discard_if_empty(prefix)
+
+    def _cut_to_sound(self, prefix: Prefix) -> None:
+        """Drop what scores were not finite with, here and on the host."""
+        page_tokens = self.limits.page_tokens
+        ends = range((prefix.sound // page_tokens + 1) * page_tokens, prefix.num_tokens + 1, page_tokens)
+        self._expander.discard([int(prefix.states[end - 1]) for end in ends])
+        self._truncate(prefix, prefix.sound)
+        prefix.is_suspect = False
 
     def _discard_if_empty(self, prefix: Prefix) -> None:
         if prefix.pages:
@@ -373,15 +403,18 @@ class KVCache:
         if partial and self._pages.is_shared(prefix.pages[num_tokens // self.limits.page_tokens]):
             num_tokens -= partial
         self._drop_pages(prefix, self._pages_for(num_tokens))
-        prefix.num_tokens = num_tokens
-        prefix.settled = min(prefix.settled, num_tokens)
+        self._shorten(prefix, num_tokens)
 
     def _drop_pages(self, prefix: Prefix, keep: int) -> None:
         dropped = prefix.pages[keep:]
         del prefix.pages[keep:]
         self._pages.let_go(dropped)
-        prefix.num_tokens = min(prefix.num_tokens, keep * self.limits.page_tokens)
+        self._shorten(prefix, keep * self.limits.page_tokens)
+
+    def _shorten(self, prefix: Prefix, num_tokens: int) -> None:
+        prefix.num_tokens = min(prefix.num_tokens, num_tokens)
         prefix.settled = min(prefix.settled, prefix.num_tokens)
+        prefix.sound = min(prefix.sound, prefix.num_tokens)
 
     def check(self) -> None:
         prefixes = [*self._order.values(), *self._running.values()]
@@ -389,6 +422,8 @@ class KVCache:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
             assert prefix.settled <= prefix.num_tokens, "more tokens are settled than held"
+            assert prefix.sound <= prefix.settled, "tokens are trusted that no step has written"
+            assert prefix.pins or not prefix.is_suspect, "a suspect prefix outlived its step"
             assert prefix.num_tokens <= prefix.states.size, "tokens are held that no state vouches for"
             assert prefix.made_at[0].first == 0, "a token was made at no epoch"
             assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"

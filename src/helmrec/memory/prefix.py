@@ -25,6 +25,8 @@ class Prefix:
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps before the running one
+    sound: int = 0  # tokens that finite scores were computed from, so their K/V are finite; never more than settled
+    is_suspect: bool = False  # scores computed from it were not finite: beyond `sound`, nothing is offered or kept
     pins: int = 0
     is_guest: bool = False  # has not earned its pages: it was computed before anybody asked, or there was room
     last_use_s: float = 0.0

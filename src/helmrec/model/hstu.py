@@ -181,7 +181,7 @@ class HstuModel:
         weight, bias = self._weights["context.weight"], self._weights["context.bias"]
         rows, query = tokens.context_rows.to(self.dtype), tokens.query
         if query is not None:
-            rows = rows * query.context_kept.to(self.dtype)
+            rows = rows.masked_fill(query.context_kept == 0, 0.0)  # whatever is in them: zero times NaN is NaN
         groups = rows.split(list(tokens.context_counts))
         embedded = torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
         if query is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
+from helmrec.memory.host_tier import first_non_finite, non_finite_row
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import dense_shapes
 
@@ -64,6 +65,8 @@ def table_file(name: str) -> str:
 
 def save_model(folder: Path, config: ModelConfig, dense: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> None:
     """Write a whole model; config.json comes last, so a broken save is never mistaken for a model."""
+    for name, rows in tables.items():
+        _check_finite(f"table {name!r}", rows)
     _make_empty(folder)
     save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
     for name, rows in tables.items():
@@ -122,7 +125,11 @@ def random_dense(config: ModelConfig, generator: torch.Generator) -> dict[str, T
 
 
 def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambda _: None) -> LoadedModel:
-    """Load and check a model folder. `verify` also checksums tables over 256 MiB."""
+    """Load and check a model folder. `verify` also checksums tables over 256 MiB, and looks at their values.
+
+    Without it their values are looked at when they are copied for a card. On a CPU, where rows are read from the file
+    as they are asked for, a request that reads one that is not finite fails.
+    """
     manifest = read_manifest(folder)
     config = manifest.model
     for name, record in manifest.files.items():
@@ -138,6 +145,9 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
         ]
         for t in config.tables
     }
+    for name, rows in tables.items():
+        if verify or manifest.files[table_file(name)].bytes <= VERIFY_BYTES:
+            _check_finite(str(folder / table_file(name)), rows)
     return LoadedModel(config, manifest.version, dense, tables)
 
 
@@ -193,9 +203,29 @@ def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
+        rest, done = b"", 0  # of a value that a part breaks off in; bytes before it
         for part in parts:
+            rest, done = _check_part(path, rest + part, done, row_bytes, getattr(torch, dtype))
             file.write(part)
             progress(len(part))
+
+
+def _check_part(path: Path, part: bytes, start: int, row_bytes: int, dtype: torch.dtype) -> tuple[bytes, int]:
+    """Raise ModelError if a value is not finite; return what is left of the last one, and where that begins.
+
+    start: bytes of the table before this part.
+    """
+    num_bytes = len(part) - len(part) % dtype.itemsize
+    if num_bytes:
+        values = torch.frombuffer(bytearray(part[:num_bytes]), dtype=dtype)  # of a copy: torch wants to own it
+        if (at := first_non_finite(values)) is not None:
+            raise non_finite_row(str(path), (start + at * dtype.itemsize) // row_bytes)
+    return part[num_bytes:], start + num_bytes
+
+
+def _check_finite(table: str, rows: Tensor) -> None:
+    if (row := first_non_finite(rows)) is not None:
+        raise non_finite_row(table, row)
 
 
 def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progress) -> None:

@@ -20,6 +20,7 @@ from helmrec.errors import (
     HelmRecError,
     HistoryFull,
     HistoryUnavailable,
+    NonFiniteScores,
     QueueFull,
     RequestError,
     ServerError,
@@ -33,7 +34,7 @@ from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
 _OF_HISTORIES = (DiskFull, HistoryFull, HistoryUnavailable, TablesTooSmall)
-_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, QueueFull, *_OF_HISTORIES)
+_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, NonFiniteScores, QueueFull, *_OF_HISTORIES)
 _BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
 
 

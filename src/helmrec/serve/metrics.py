@@ -42,6 +42,7 @@ _COUNTERS = {
 _ENGINE_COUNTERS = {
     "steps": "steps run",
     "served": "requests ranked",
+    "non_finite": "requests whose scores were not numbers",
     "refused": "requests refused by queue or deadline",
     "audits": "requests scored again without caches",
     "audit_mismatches": "audits whose scores differed: alarm on any",

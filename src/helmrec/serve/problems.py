@@ -18,6 +18,7 @@ from helmrec.errors import (
     HistoryFull,
     HistoryUnavailable,
     ModelError,
+    NonFiniteScores,
     QueueFull,
     RequestError,
     StaleVersion,
@@ -45,6 +46,7 @@ _STATUS: dict[type[HelmRecError], int] = {
     HistoryFull: 507,
     HistoryUnavailable: 503,
     TablesTooSmall: 503,
+    NonFiniteScores: 500,
 }
 _HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first that fits
     DiskFull: "the disk of the history store is full; nothing of this call was kept",
