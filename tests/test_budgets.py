@@ -14,6 +14,7 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {
     "engine/engine.py": "one class: the loop, and the background work between its steps",
     "serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
+    "memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {

@@ -21,6 +21,7 @@ EXPORTS = [
     "HistoryUnavailable",
     "Lease",
     "ModelError",
+    "NonFiniteScores",
     "PoolStats",
     "PoolTooSmall",
     "PrefillRequest",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -234,10 +235,27 @@ def test_row_values_that_are_no_numbers_are_named(engine: Engine, values: object
         engine.update_rows("item", [1], values)  # type: ignore[arg-type]
 
 
-def test_row_values_too_large_for_the_tables_dtype_are_refused() -> None:
-    engine = tiny_engine(tiny_model(row_dtype="float16"))
-    with pytest.raises(RequestError, match="values"):
-        engine.update_rows("item", [1], np.full((1, 16), 1e6))
+@pytest.mark.parametrize(
+    ("dtype", "largest", "too_large"),
+    [("float16", 65_519.0, 65_520.0), ("bfloat16", 3.39e38, 3.4e38), ("float32", 3.4e38, 1e39)],
+)
+def test_row_values_too_large_for_the_tables_dtype_are_refused(dtype: str, largest: float, too_large: float) -> None:
+    engine = tiny_engine(tiny_model(row_dtype=dtype))
+    with pytest.raises(RequestError, match=rf"values\[0, 3\]: numbers finite in {dtype} are needed"):
+        engine.update_rows("item", [1], np.where(np.arange(16) == 3, -too_large, 0.0)[None])
+    engine.update_rows("item", [1], np.full((1, 16), largest))
+
+
+@pytest.mark.parametrize("values", [np.array([1, 2, 3], object), np.array([None, "x", 3], object)])
+@pytest.mark.parametrize("field", ["items", "actions", "timestamps", "candidates"])
+def test_ids_in_an_array_of_objects_are_named(engine: Engine, field: str, values: Any) -> None:
+    with untouched(engine), pytest.raises(RequestError, match=rf"^{field}: .*not object, got {values[0]!r}$"):
+        engine.rank([replace(good(engine), **{field: values})])
+
+
+def test_a_deadline_that_is_a_truth_value_is_named(engine: Engine) -> None:
+    with untouched(engine), pytest.raises(RequestError, match="deadline_ms: a positive number is needed, got True"):
+        engine.rank([replace(good(engine), deadline_ms=True)])
 
 
 @pytest.mark.parametrize("alpha", [-0.01, 1.01, float("nan")])

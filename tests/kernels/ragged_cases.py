@@ -115,3 +115,28 @@ def random_case(  # noqa: PLR0917 - a batch has this many free choices
 def relative_error(out: Tensor, expected: Tensor) -> float:
     """NaN in `out` gives NaN, which no bound passes."""
     return float((out.double() - expected).norm() / expected.norm())
+
+
+def spoil(case: Case, wrong: str, sequences: list[int]) -> list[int]:
+    """Make one value of a key, a value or both infinite or NaN, in the middle of what each sequence adds.
+
+    Returns the flat rows of those tokens.
+    """
+    starts = case.batch.cu_tokens.tolist()
+    tokens = [(starts[i] + starts[i + 1]) // 2 for i in sequences]
+    for number, token in enumerate(tokens):
+        for name, each in (("key", case.k), ("value", case.v)):
+            if wrong in {name, "both"}:
+                each[token, -1, number] = (torch.inf, -torch.inf, torch.nan)[number % 3]
+    return tokens
+
+
+def harmed_by(case: Case, tokens: list[int]) -> Tensor:  # (live rows,)
+    """Which rows see one of these tokens."""
+    harmed = torch.zeros(case.num_live, dtype=torch.bool, device=case.q.device)
+    starts, num_new = case.batch.cu_tokens.tolist(), case.batch.num_new.tolist()
+    for token in tokens:
+        i = next(i for i in range(len(num_new)) if starts[i] <= token < starts[i + 1])
+        is_candidate = token >= starts[i] + num_new[i] + case.batch.num_context
+        harmed[token : token + 1 if is_candidate else starts[i + 1]] = True
+    return harmed

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import attention, triton_attention
 from helmrec.kernels.attention_plan import plan_for
-from tests.kernels.ragged_cases import Heads, Lengths, random_case, relative_error
+from tests.kernels.ragged_cases import Heads, Lengths, harmed_by, random_case, relative_error, spoil
 
 # NaN in unowned rows and pages is the point of these cases; NumPy, under the interpreter, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -87,3 +87,35 @@ def test_append_writes_kept_tokens_and_nothing_else(dtype: torch.dtype, heads: H
     triton_attention.append_kv(*case[1:])
     for pages, expected in ((case.k_pages, k_pages), (case.v_pages, v_pages)):
         assert torch.equal(pages.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("wrong", ["key", "value", "both"])
+def test_a_token_that_is_not_finite_reaches_those_that_see_it_and_nobody_else(
+    dtype: torch.dtype, wrong: str, rng: np.random.Generator
+) -> None:
+    case, batch = random_case(rng, LENGTHS, Heads(2, 16, 24), 32, dtype, 2), [0, 3, 4]
+    tokens = spoil(case, wrong, batch)
+    sound = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
+    for each in (sound.k, sound.v):
+        each[tokens] = 1.0
+    sound.append()
+    expected, harmed = sound.reference(0.3, 50.0), harmed_by(case, tokens)
+    triton_attention.append_kv(*case[1:])
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
+    assert out[harmed].isnan().all()
+    assert relative_error(out[~harmed], expected[~harmed]) < BOUNDS[dtype]
+    twin = case.reference(0.3, 50.0)
+    assert torch.equal(twin.isnan().any(2).any(1), harmed)
+    assert relative_error(twin[~harmed], expected[~harmed]) < 1e-9
+
+
+def test_both_appends_isolate_the_same_tokens(rng: np.random.Generator) -> None:
+    case = random_case(rng, LENGTHS, Heads(2, 8, 24), 16, torch.float32)
+    spoil(case, "value", [0, 1, 4])
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
+    twin.append()
+    triton_attention.append_kv(*case[1:])
+    for one, other in zip(case[1:5], twin[1:5], strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+    assert case.v.isfinite().all()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from helmrec.errors import ConfigError
+from helmrec.errors import ConfigError, ModelError
 from helmrec.memory import host_tier
 from helmrec.memory.host_tier import LockedBuffer, RowMaster
 from helmrec.model.weights import init_model, load_model, table_file
@@ -151,3 +151,12 @@ def test_memory_that_does_not_exist_is_named() -> None:
 def test_more_rows_than_a_card_can_name_are_refused(runtime: FakeRuntime) -> None:
     with pytest.raises(ConfigError, match="at most 2147483647 rows"):
         RowMaster.locked({"a": torch.empty((1, 2)).expand(1 << 31, 2)})
+
+
+@pytest.mark.parametrize("row", [0, 1, 4, 5])
+def test_a_table_that_is_not_finite_is_not_copied_for_a_card(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    monkeypatch.setattr(host_tier, "_CHUNK_BYTES", 16)  # two rows at a time
+    table = torch.zeros(6, 2)
+    table[row, 1] = torch.nan
+    with pytest.raises(ModelError, match=f"table 'b': row {row} holds values that are not finite"):
+        RowMaster.copied({"a": torch.ones(3, 2), "b": table})

@@ -580,3 +580,66 @@ class KVMachine(RuleBasedStateMachine):
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def test_a_step_ahead_settles_only_what_the_failure_of_the_next_left_of_it() -> None:
+    bench = Bench(max_forks=4)
+    bench.serve(1, range(6))
+    ahead = bench.plan(1, range(10))
+    longer, fork = bench.plan(1, range(20)), bench.plan(1, [*range(15), 99])
+    for plan in (longer, fork):  # the page that ends what is ahead is shared by the fork
+        bench.cache.abort(plan)
+        bench.cache.check()
+    bench.commit(ahead)
+    resident = bench.resident(1, range(20))
+    assert resident == 8
+    bench.plan(1, range(20))
+    assert bench.plan(1, [*range(9), 77]).num_resident <= resident, "a token that no step has written is copied"
+
+
+def test_a_rejected_plan_leaves_what_finite_scores_were_computed_from() -> None:
+    bench = Bench()
+    bench.serve(1, range(6))
+    bench.cache.reject(bench.plan(1, range(9)))
+    bench.cache.reject(bench.plan(2, range(9)))
+    bench.cache.check()
+    assert (bench.resident(1, range(9)), bench.resident(2, range(9))) == (6, 0)
+
+
+def test_a_rejected_prefix_offers_only_sound_tokens_while_a_step_has_it_pinned() -> None:
+    bench = Bench()
+    bench.serve(1, range(6))
+    bad, follower = bench.plan(1, range(9)), bench.plan(1, range(10))
+    bench.cache.reject(bad)
+    bench.cache.check()
+    assert bench.resident(1, range(10)) == 6
+    bench.cache.reject(follower)
+    bench.cache.check()
+    assert bench.resident(1, range(10)) == 6
+
+
+def test_finite_scores_of_a_batch_mate_keep_what_both_read() -> None:
+    bench = Bench()
+    bad, good = bench.plan(1, range(9)), bench.plan(1, range(7))
+    bench.cache.reject(bad)
+    bench.commit(good)
+    assert bench.resident(1, range(9)) == 7
+
+
+def test_a_rejected_fork_drops_what_was_computed_ahead_and_nobody_vouched_for() -> None:
+    bench = Bench()
+    bench.serve(1, range(3))
+    bench.cache.commit(bench.plan(1, range(9)), now=1.0, is_ahead=True)
+    bench.cache.reject(bench.plan(1, [*range(8), 77]))
+    bench.cache.check()
+    assert bench.resident(1, range(9)) == 3
+
+
+def test_the_host_loses_pages_that_scores_were_not_finite_with() -> None:
+    bench = Bench(num_slots=8)
+    bench.serve(1, range(4))
+    bench.cache.commit(bench.plan(1, range(12)), now=1.0, is_ahead=True)
+    assert len(bench.cache.next_saves(8)) == 3
+    bench.cache.reject(bench.plan(1, range(13)))
+    bench.expander.check()
+    assert bench.expander.num_pages == 1

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from helmrec.cli import app
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.errors import ConfigError, ModelError, RequestError
+from helmrec.errors import ConfigError, ModelError, NonFiniteScores, RequestError
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3, read_dense
 from helmrec.model.dlrmv3_names import Sizes, published_shapes
 from helmrec.model.weights import load_model
@@ -177,6 +177,24 @@ def test_updated_rows_are_scored_with_their_new_values(model: Path) -> None:
     changed["item_id"][7] = torch.from_numpy(new[0])
     reference = MetaReference(dense_weights(SMALL), changed, HEADS)
     assert np.abs(engine.rank([request])[0].scores - reference.scores(request)).max() <= 1e-5
+
+
+def test_a_user_row_that_a_short_query_reads_as_zeros_may_hold_anything(model: Path) -> None:
+    engine, reference = engine_of(model), MetaReference(dense_weights(SMALL), tables(SMALL), HEADS)
+    short, long = (random_query(np.random.default_rng(6), 2, num, 4) for num in (12, 30))
+    row = np.array([engine.model_config.offsets["user"] + 2])
+    engine._runner.update_rows(row, torch.full((1, SMALL.row_dim), torch.nan, dtype=torch.float16))
+    assert np.abs(engine.rank([short])[0].scores - reference.scores(short)).max() <= 1e-5
+    with pytest.raises(NonFiniteScores):
+        engine.rank([long])
+
+
+def test_a_table_that_is_not_finite_is_not_imported(published: Path, tmp_path: Path) -> None:
+    values = tables(SMALL)
+    values["item_id"][150, 3] = torch.inf
+    write_tables(tmp_path / "sparse", values)
+    with pytest.raises(ModelError, match=r"tables/item.safetensors: row 150 holds values that are not finite"):
+        import_dlrmv3(published, tmp_path / "sparse", tmp_path / "out", OPTIONS)
 
 
 def test_bfloat16_weights_score_close_to_the_reference(published: Path, tmp_path: Path) -> None:

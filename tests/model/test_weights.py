@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from helmrec import Engine, EngineConfig
 from helmrec.errors import ModelError
@@ -21,6 +23,7 @@ from helmrec.model.weights import (
     random_dense,
     read_manifest,
     save_model,
+    stream_model,
     table_file,
     total_table_bytes,
 )
@@ -272,10 +275,10 @@ def test_a_folder_that_is_not_empty_is_never_written_to(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_save_that_broke_off_is_no_model(folder: Path, tmp_path: Path) -> None:
+def test_a_save_that_broke_off_is_no_model(tmp_path: Path) -> None:
     model = tiny_model()
-    with pytest.raises(AttributeError):
-        save_model(tmp_path / "broken", model.config, model.dense, {"item": None})  # type: ignore[dict-item]
+    with pytest.raises(SafetensorError):
+        save_model(tmp_path / "broken", model.config, model.dense, {"no/such/folder": model.tables["item"]})
     fails(tmp_path / "broken", "no config.json")
 
 
@@ -287,3 +290,35 @@ def test_a_config_made_to_hang_the_loader_is_refused(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(ModelError, match="bytes are read, got 1099511627776"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_table_that_is_not_finite_is_refused_with_its_row(folder: Path, tmp_path: Path, value: float) -> None:
+    path, model = folder / table_file("item"), tiny_model()
+    content = bytearray(path.read_bytes())
+    at = len(content) - model.tables["item"].nbytes + (37 * 16 + 5) * 4
+    content[at : at + 4] = np.float32(value).tobytes()
+    path.write_bytes(content)
+    sign(folder, table_file("item"))
+    fails(folder, f"{path}: row 37 holds values that are not finite")
+    model.tables["item"][37, 5] = value
+    with pytest.raises(ModelError, match="table 'item': row 37 holds values that are not finite"):
+        save_model(tmp_path / "other", model.config, model.dense, model.tables)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_streamed_table_that_is_not_finite_is_refused_wherever_its_parts_break_off(
+    tmp_path: Path, dtype: str
+) -> None:
+    model = tiny_model(row_dtype=dtype)
+    model.tables["item"][37, 5] = torch.inf
+    parts = {name: _parts(rows, 13) for name, rows in model.tables.items()}
+    with pytest.raises(ModelError, match="row 37 holds values that are not finite"):
+        stream_model(tmp_path / "model", model.config, model.dense, parts)
+    fails(tmp_path / "model", "no config.json")
+
+
+def _parts(rows: torch.Tensor, size: int) -> list[bytes]:
+    whole = rows.view(torch.uint8).numpy().tobytes()
+    return [whole[start : start + size] for start in range(0, len(whole), size)]

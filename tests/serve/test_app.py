@@ -17,9 +17,9 @@ from helmrec.engine.scheduler import Batch
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health, InProcessPort
 from helmrec.serve.settings import ServeConfig
-from tests.helpers import tiny_engine
+from tests.helpers import tiny_engine, tiny_model
 from tests.serve.asgi import Caller, Reply, send, wait_for
-from tests.serve.cases import as_request, rank_body
+from tests.serve.cases import as_request, infer_json, rank_body, tensors_of
 from tests.serve.conftest import TOKEN
 
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
@@ -39,6 +39,25 @@ def test_a_returning_user_is_told_what_was_reused(caller: Caller) -> None:
     assert first["reused_tokens"] == 0
     assert last["reused_tokens"] == 4
     assert last["scores"] == pytest.approx(np.array(first["scores"]), abs=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/v1/rank", "/v2/models/tiny/infer"])
+def test_scores_that_are_not_finite_are_an_error_that_says_so(path: str) -> None:
+    """Never a 200 with nulls; who ranks without the bad row is served."""
+    model = tiny_model()
+    model.tables["item"][2] = np.nan
+    good = rank_body(user_id=8, items=[1, 3, 3])
+    bodies = [
+        body if path == "/v1/rank" else infer_json(tensors_of([as_request(body)])) for body in (rank_body(), good)
+    ]
+    with Caller(make_app(InProcessPort(tiny_engine(model, MonotonicClock())), ServeConfig())) as caller:
+        caller.wait_until_ready()
+        reply, beside = (caller.post(path, body) for body in bodies)
+        assert (reply.status, beside.status) == (500, 200)
+        assert reply.json["type"] == "urn:helmrec:error:NonFiniteScores"
+        assert "non-finite scores to 2 of 2 candidates of user 7" in reply.json["detail"]
+        assert reply.headers["content-type"] == "application/problem+json"
+        assert "helmrec_non_finite_total 1.0" in caller.get("/metrics").body.decode()
 
 
 @pytest.mark.parametrize(

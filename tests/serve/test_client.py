@@ -15,6 +15,7 @@ from helmrec.errors import (
     DeadlineExceeded,
     EngineClosed,
     Forgotten,
+    NonFiniteScores,
     QueueFull,
     RequestError,
     ServerError,
@@ -96,7 +97,7 @@ def test_a_wrong_field_is_the_same_error_as_in_process(client: Client) -> None:
     assert (there.value.field, there.value.value) == (here.value.field, here.value.value)
 
 
-@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten])
+@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten, NonFiniteScores])
 def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     async def refuse(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         raise kind("not now")

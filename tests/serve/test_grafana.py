@@ -45,7 +45,7 @@ def test_its_routes_are_those_of_ranking(route: str) -> None:
 
 
 def test_an_alarm_stands_on_wrong_scores_and_every_alarm_says_what_it_means() -> None:
-    assert len(ALARM_EXPRESSIONS) == ALARMS.count("- alert:") == ALARMS.count("summary:") == 10
+    assert len(ALARM_EXPRESSIONS) == ALARMS.count("- alert:") == ALARMS.count("summary:") == 11
     assert "increase(helmrec_audit_mismatches_total[10m]) > 0" in ALARM_EXPRESSIONS[0]
 
 

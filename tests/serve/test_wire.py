@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, PoolTooSmall, QueueFull, RequestError
+from helmrec.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    Forgotten,
+    NonFiniteScores,
+    PoolTooSmall,
+    QueueFull,
+    RequestError,
+)
 from helmrec.serve.wire import (
     NotForTheWire,
     pack_call,
@@ -84,7 +92,7 @@ def test_the_way_counts_towards_the_deadline() -> None:
     assert 100 <= unpack_requests(joined(sent)).spent_ms < 10_000
 
 
-@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten, PoolTooSmall])
+@pytest.mark.parametrize("kind", [QueueFull, DeadlineExceeded, EngineClosed, Forgotten, NonFiniteScores, PoolTooSmall])
 def test_an_error_keeps_its_class_and_words(kind: Any) -> None:
     back = unpack_error(joined(pack_error(kind("not now"))))
     assert (type(back), str(back)) == (kind, "not now")
