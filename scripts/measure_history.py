@@ -21,8 +21,7 @@ import numpy as np
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, FeatureTable, NewEvents
-from helmrec.history.words import event_words, fold_words, seed_state
-from helmrec.memory.history import chain
+from helmrec.memory.history import HashKey, advance, begin_chain, chain
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/history-cpu.json")
@@ -129,14 +128,13 @@ def reads(folder: Path, num_users: int, repeats: int) -> dict[str, Any]:
 
 
 def hashing(repeats: int) -> dict[str, Any]:
-    """The whole chain, against what is left of it when the words are known, and when only 16 events are new."""
+    """The states of a whole history, and the one state after the 16 events that are new."""
     columns = np.random.default_rng(0).integers(0, 1_000, (SCHEMA.num_fields, NUM_EVENTS))
-    words, seed = event_words(columns), (1, 2, 3)
-    state = seed_state(seed)
+    key, seed, new = HashKey.random(), (1, 2, 3), np.ascontiguousarray(columns[:, :16])
+    state = begin_chain(key, seed)
     return {
-        "chain_us": percentiles_us(lambda _: chain(seed, 0, columns), repeats),
-        "fold_known_words_us": percentiles_us(lambda _: fold_words(state, words), repeats),
-        "fold_16_new_words_us": percentiles_us(lambda _: fold_words(state, words[:16]), repeats),
+        "chain_us": percentiles_us(lambda _: chain(key, seed, 0, columns), repeats),
+        "advance_by_16_us": percentiles_us(lambda _: advance(key, state, new), repeats),
     }
 
 

@@ -23,7 +23,7 @@ from helmrec.engine.assemble import assemble
 from helmrec.engine.curves import CurveFeed
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.history import History, chain
+from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.sampling import sampled
@@ -33,6 +33,7 @@ from scripts.measure_host import Host
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements")
+_KEY = HashKey(bytes(32))  # the same states in every run
 KVRule = Literal["always", "second-visit"]
 RowRule = Literal["always", "second-touch"]
 Ints = NDArray[np.int64]
@@ -162,7 +163,7 @@ class Replay:
 
     def serve(self, visit: Visit) -> None:
         columns = np.ascontiguousarray(visit.events)
-        states = chain((visit.user_id,), 0, columns)
+        states = chain(_KEY, (visit.user_id,), 0, columns)
         history = History(visit.user_id, np.empty(0, np.int64), columns, states)
         plan = self.pool.kv.plan(history, now=0.0)
         assert plan is not None, "the pool is too small for one request"

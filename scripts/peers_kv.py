@@ -72,7 +72,7 @@ class UserAndLength(Intake):
     def prepare(self, request: RankRequest) -> Prepared:
         prepared = super().prepare(request)
         history = prepared.history
-        states = chain((history.user_id,), 0, np.zeros((1, history.num_tokens), np.int64))
+        states = chain(self._key, (history.user_id,), 0, np.zeros((1, history.num_tokens), np.int64))
         return replace(prepared, history=replace(history, states=states))
 
 

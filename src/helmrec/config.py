@@ -3,9 +3,9 @@
 Knows bounds and units; knows nothing of models, tensors or where settings were read from.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from helmrec.errors import ConfigError
@@ -26,9 +26,16 @@ class Frozen(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         try:
-            super().__init__(**settings)
+            super().__init__(**{name: self._hide(name, value) for name, value in settings.items()})
         except ValidationError as error:
             raise ConfigError(redact("; ".join(_explain(e) for e in error.errors()))) from None
+
+    @classmethod
+    def _hide(cls, name: str, value: Any) -> Any:
+        """A secret is wrapped before it is checked, or the message that refuses it would show it."""
+        field = cls.model_fields.get(name)
+        is_secret = field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
+        return SecretStr(value) if is_secret and isinstance(value, str) else value
 
 
 def _explain(error: ErrorDetails) -> str:
@@ -38,7 +45,7 @@ def _explain(error: ErrorDetails) -> str:
         words, limit = _BOUNDS[kind]
         return f"{field} must be {words} {error['ctx'][limit]}, got {value!r}"
     if isinstance(inner := error.get("ctx", {}).get("error"), ConfigError):  # a nested value has said it all
-        return f"{field}.{inner}"
+        return f"{field}.{inner}" if error["loc"] else str(inner)
     if kind == "extra_forbidden":
         return f"{field} is not a known setting, got {value!r}"
     if kind == "missing":
@@ -53,11 +60,30 @@ class RelayConfig(Frozen):
     risk: float = Field(
         0.3, ge=0, description="share of its budget that a rank may be expected to take inline; 0: every one is at risk"
     )
-    hold_ms: float = Field(500.0, gt=0, description="how long a prefix is held for its rank")
-    chunk_tokens: int = Field(8_192, ge=1, description="tokens computed ahead in one step, so that ranks wait little")
+    hold_ms: float = Field(
+        500.0, gt=0, description="how long a prefix is held for its rank, if the signal does not say"
+    )
+    max_hold_ms: float | None = Field(
+        None, gt=0, description="longest hold a signal is granted, whatever it asks for; default 20 times hold_ms"
+    )
+    chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="computed ahead in one step, so that ranks wait little; default 8192, or max_batch_tokens if less",
+    )
     max_held: float = Field(0.25, gt=0, le=1, description="share of the KV pages that leases may hold")
     max_compute: float = Field(0.5, gt=0, le=1, description="share of the time that may go into computing ahead")
     max_leases: int = Field(1_024, ge=1, description="leases at once; a user has one at most")
+
+    @property
+    def longest_hold_ms(self) -> float:
+        return 20 * self.hold_ms if self.max_hold_ms is None else self.max_hold_ms
+
+    @model_validator(mode="after")
+    def _holds_within_its_bound(self) -> Self:
+        if self.longest_hold_ms < self.hold_ms:
+            raise ConfigError(f"max_hold_ms must be at least hold_ms ({self.hold_ms:g}), got {self.max_hold_ms:g}")
+        return self
 
 
 class EngineConfig(Frozen):
@@ -124,3 +150,15 @@ class EngineConfig(Frozen):
     audit_tolerance: float | None = Field(
         None, gt=0, description="largest score difference an audit accepts; by default what the model's dtype allows"
     )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens computed ahead in one step."""
+        return self.relay.chunk_tokens or min(8_192, self.max_batch_tokens)
+
+    @model_validator(mode="after")
+    def _chunks_fit_a_step(self) -> Self:
+        chunk, limit = self.chunk_tokens, self.max_batch_tokens
+        if chunk > limit:
+            raise ConfigError(f"relay.chunk_tokens must be at most max_batch_tokens ({limit}), got {chunk}")
+        return self

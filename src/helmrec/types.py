@@ -65,7 +65,7 @@ class PrefillRequest:
     """Compute a user's history ahead of the rank that is to follow.
 
     Fields of the history as in `RankRequest`. `num_candidates` and `budget_ms` say what the rank will ask for and may
-    take; `hold_ms` how long what was computed is held for it.
+    take; `hold_ms` how long what was computed is held for it, up to the engine's bound.
     """
 
     user_id: int
@@ -88,6 +88,7 @@ class Lease:
     user_id: int
     expires_s: float
     hold_ms: float  # from when it was granted until then
+    is_shortened: bool = False  # the signal asked for more than `RelayConfig.max_hold_ms`
 
 
 @dataclass(frozen=True, slots=True)

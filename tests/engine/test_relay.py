@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from helmrec.clock import ManualClock
-from helmrec.config import RelayConfig
+from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine import relay
 from helmrec.engine.engine import Engine
 from helmrec.engine.scheduler import Batch
-from helmrec.errors import EngineClosed, RequestError
+from helmrec.errors import ConfigError, EngineClosed, RequestError
 from helmrec.model.weights import LoadedModel
 from helmrec.relay import trigger
 from helmrec.relay.trigger import Verdict
@@ -266,6 +266,132 @@ def test_a_forgotten_user_has_no_lease() -> None:
     assert finish(engine) == 0
     assert engine.relay_stats().leases == 0
     assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 0
+
+
+def test_a_user_who_is_forgotten_while_a_signal_waits_stays_forgotten() -> None:
+    engine, _ = make_engine()
+    of_one, of_other = (engine.submit_prefill(signal_of(rank_of(user, 13))) for user in (1, 2))
+    engine.forget(1)
+    finish(engine)
+    assert of_one.result(timeout=0).verdict == "forgotten"
+    assert of_one.result().lease is None
+    assert of_other.result(timeout=0).verdict == "admitted"
+    assert list(engine._pool.kv._users) == [2]
+    assert engine.relay_stats().verdicts["forgotten"] == 1
+
+
+def test_a_signal_that_comes_as_the_engine_closes_is_told() -> None:
+    engine, _ = make_engine()
+    history = engine._intake.prepare_ahead(signal_of(rank_of(1, 13)))
+    engine.close()
+    late = engine._relay.submit(signal_of(rank_of(1, 13)), history)  # its caller had looked before
+    with pytest.raises(EngineClosed):
+        late.result(timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("asked_ms", "granted_ms"), [(1e15, 4_000), (float("inf"), 4_000), (3_999, 3_999), (None, 1_000)]
+)
+def test_no_prefix_is_held_longer_than_the_bound_and_the_lease_says_so(
+    asked_ms: float | None, granted_ms: float
+) -> None:
+    engine, clock = make_engine(relay=EAGER.model_copy(update={"max_hold_ms": 4_000}))
+    lease = engine.prefill(signal_of(rank_of(1, 13), hold_ms=asked_ms)).lease
+    assert lease is not None
+    assert (lease.hold_ms, lease.is_shortened) == (granted_ms, asked_ms is not None and asked_ms > granted_ms)
+    finish(engine)
+    clock.advance(granted_ms / 1e3 - 0.01)
+    engine.step()
+    assert engine.relay_stats().leases == 1
+    clock.advance(0.02)
+    engine.step()
+    assert engine.relay_stats().leases == 0
+
+
+def test_a_lease_is_dropped_once_what_was_computed_for_it_does_not_stay() -> None:
+    engine, _ = make_engine(relay=EAGER.model_copy(update={"max_held": 1.0}))
+    for user in (1, 2):
+        assert engine.prefill(signal_of(rank_of(user, 16))).verdict == "admitted"
+    engine.step()
+    engine.move_alpha(engine._pool.alpha_max)  # leaves the pages of one request, one of which is the next step's
+    engine.settle()
+    assert sum(engine.step() for _ in range(50)) < 12
+    stats = engine.relay_stats()
+    assert (stats.lost, stats.leases, stats.held_pages) == (2, 0, 0)
+    assert stats.failed == 0
+    assert engine.rank([rank_of(1, 16)])[0].reused_tokens <= 16
+    engine.check()
+
+
+def test_rows_that_change_while_a_prefix_is_computed_cost_no_lease() -> None:
+    engine, _ = make_engine(kv_admission="always")
+    rank = rank_of(1, 13)
+    engine.prefill(signal_of(rank))
+    for _ in range(3):
+        engine.step()
+        engine.update_rows("item", [int(rank.items[0])], np.ones((1, 16)))
+    finish(engine)
+    assert (engine.relay_stats().lost, engine.relay_stats().leases) == (0, 1)
+    assert engine.rank([rank])[0].reused_tokens == 14
+
+
+def test_what_a_lease_of_before_wanted_is_not_computed_for_the_next() -> None:
+    engine, clock = make_engine()
+    old, new = rank_of(1, 13), replace(rank_of(2, 6), user_id=1)
+    engine.prefill(signal_of(old))
+    clock.advance(2.0)
+    assert engine.prefill(signal_of(new)).verdict == "admitted", "the first has expired"
+    finish(engine)
+    assert engine._pool.kv.resident_tokens(engine._intake.prepare(old).history) == 1, "the user's own token at most"
+    assert engine.rank([new])[0].reused_tokens == 7
+
+
+def test_a_history_whose_only_event_ends_a_page_is_left_to_its_rank() -> None:
+    engine, _ = make_engine(page_tokens=2)
+    assert engine.prefill(signal_of(rank_of(1, 1))).verdict == "resident", "nothing is to be computed"
+    assert finish(engine) == 0
+    assert engine.rank([rank_of(1, 1)])[0].computed_tokens == 2 + 1 + 3
+
+
+def test_a_chunk_of_pages_of_one_token_that_the_host_holds_computes_an_event_all_the_same() -> None:
+    model = tiny_model(user_context=(), request_context=())
+    page_bytes = tiny_geometry(model.config, 1).page_bytes
+    settings = {"page_tokens": 1, "pool_bytes": 60 * page_bytes, "host_kv_bytes": 40 * page_bytes}
+    engine, _ = make_engine(model, kv_reload="always", kv_admission="always", **settings)
+    rank = replace(rank_of(1, 6), context={})
+    (first,) = engine.rank([rank])
+    engine._pool.kv.evict(1_000)
+    engine.prefill(replace(signal_of(rank_of(1, 6)), context={}))
+    finish(engine)
+    assert (engine.relay_stats().failed, engine.relay_stats().leases) == (0, 1)
+    (again,) = engine.rank([rank])
+    assert again.reused_tokens >= 5
+    np.testing.assert_allclose(again.scores, first.scores, atol=1e-6)
+
+
+def test_chunks_of_several_users_stay_within_a_step_even_if_what_is_resident_is_not_fresh() -> None:
+    relay = RelayConfig(risk=0, chunk_tokens=18, max_held=1.0, max_compute=1.0)
+    engine, _ = make_engine(relay=relay, max_batch_tokens=20, kv_admission="always")
+    steps, launch = [], engine._runner.launch
+
+    def note(batch: Batch) -> Any:
+        steps.append([member.num_tokens for member in batch.members])
+        return launch(batch)
+
+    engine.rank([rank_of(2, 12)])
+    engine.update_rows("item", [int(rank_of(2, 12).items[0])], np.ones((1, 16)))
+    engine._runner.launch = note  # type: ignore[method-assign]
+    for user, num_events in ((1, 12), (2, 14)):
+        engine.prefill(signal_of(rank_of(user, num_events)))
+    finish(engine)
+    assert steps == [[14], [15]], "three tokens seemed to be missing of the second prefix, and fourteen were"
+
+
+def test_chunks_larger_than_a_step_are_refused_when_configured() -> None:
+    with pytest.raises(ConfigError, match=r"^relay.chunk_tokens must be at most max_batch_tokens \(40\), got 41$"):
+        tiny_engine(max_batch_tokens=40, relay=RelayConfig(chunk_tokens=41))
+    assert EngineConfig(pool_bytes="1MiB", max_batch_tokens=40).chunk_tokens == 40
+    assert EngineConfig(pool_bytes="1MiB").chunk_tokens == 8_192
 
 
 def test_what_was_forgotten_is_not_computed_for_a_later_signal_of_the_same_user() -> None:

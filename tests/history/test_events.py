@@ -6,7 +6,6 @@ import pytest
 from helmrec.errors import ConfigError, RequestError
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema, NewEvents, to_columns, to_events
-from helmrec.history.words import event_words
 from tests.helpers import tiny_config
 from tests.history.helpers import SCHEMA, events_of, same
 
@@ -17,7 +16,7 @@ def test_events_come_out_of_columns_as_they_went_in() -> None:
     new = events_of(3, 10, 40)
     columns = to_columns(SCHEMA, new, 100)
     assert columns.dtype == np.int64
-    assert same(to_events(SCHEMA, 10, columns, event_words(columns)), new)
+    assert same(to_events(SCHEMA, 10, columns), new)
 
 
 def test_columns_stand_in_the_intakes_order() -> None:

@@ -18,39 +18,39 @@ from helmrec.history.pages import (
     user_key,
     user_of_key,
 )
-from helmrec.memory.history import chain
+from helmrec.memory.history import ChainState, advance, begin_chain
 from helmrec.types import IntArray
+from tests.memory.test_chained_hash import KEY
 
 FIELDS = 3
 
 
 def pages_of(columns: IntArray, user_id: int = 4) -> list[bytes]:
     """The plain twin of writing: one chain over everything, cut at page ends."""
-    states = chain((user_id,), 0, columns)
-    pages, before = [], new_user(user_id).seal
+    pages, before = [], begin_chain(KEY, (user_id,))
     for first in range(0, columns.shape[1], PAGE_EVENTS):
-        some = columns[:, first : first + PAGE_EVENTS]
-        seal = int(states[first + some.shape[1] - 1])
-        words = [some.shape[1], before, seal, *(int(v) for line in some for v in line)]
+        some = np.ascontiguousarray(columns[:, first : first + PAGE_EVENTS])
+        end = advance(KEY, before, some)
+        words = [some.shape[1], *before, *end, *(int(v) for line in some for v in line)]
         pages.append(struct.pack(f"<{len(words)}Q", *words))
-        before = seal
+        before = end
     return pages
 
 
 @pytest.mark.parametrize("num_events", [1, PAGE_EVENTS - 1, PAGE_EVENTS, PAGE_EVENTS + 1, 3 * PAGE_EVENTS + 5])
 def test_pages_come_back_as_they_were(num_events: int, rng: np.random.Generator) -> None:
     columns = rng.integers(0, 2**63 - 1, (FIELDS, num_events))
-    found = unpack_pages(pages_of(columns), FIELDS, num_events)
+    found = unpack_pages(KEY, pages_of(columns), FIELDS, num_events)
     assert found.num_sound == num_events
     assert np.array_equal(found.columns, columns)
-    assert found.before == new_user(4).seal
-    assert found.seal == chain((4,), 0, columns)[-1]
+    assert found.before == new_user(KEY, 4).end
+    assert found.end == advance(KEY, begin_chain(KEY, (4,)), columns)
 
 
 def test_a_page_is_packed_as_its_plain_twin_says(rng: np.random.Generator) -> None:
     columns = rng.integers(0, 2**63 - 1, (FIELDS, 20))
-    seal = int(chain((4,), 0, columns)[-1])
-    assert [pack_page(Page(new_user(4).seal, seal, columns))] == pages_of(columns)
+    start = begin_chain(KEY, (4,))
+    assert [pack_page(Page(start, advance(KEY, start, columns), columns))] == pages_of(columns)
 
 
 WHOLE = np.random.default_rng(3).integers(0, 1_000, (FIELDS, 2 * PAGE_EVENTS + 9))
@@ -63,24 +63,24 @@ def test_any_changed_bit_is_noticed_where_it_is(data: st.DataObject) -> None:
     page = bytearray(pages[hurt])
     page[data.draw(st.integers(0, len(page) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     pages[hurt] = bytes(page)
-    found = unpack_pages(pages, FIELDS, WHOLE.shape[1])
+    found = unpack_pages(KEY, pages, FIELDS, WHOLE.shape[1])
     if found.num_sound == WHOLE.shape[1]:  # only the state before the first page has nothing before it to be held to
         assert hurt == 0
-        assert found.before != new_user(4).seal
+        assert found.before != new_user(KEY, 4).end
     else:
         assert found.num_sound <= hurt * PAGE_EVENTS
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4), st.integers(1, 300))
 def test_bytes_that_are_no_pages_give_nothing(values: list[bytes], num_events: int) -> None:
-    assert unpack_pages(values, FIELDS, num_events).num_sound == 0
+    assert unpack_pages(KEY, values, FIELDS, num_events).num_sound == 0
 
 
 def test_missing_and_swapped_pages_are_noticed() -> None:
     pages = pages_of(WHOLE)
-    assert unpack_pages([pages[0], b"", pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
-    assert unpack_pages([pages[1], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound <= PAGE_EVENTS
-    assert unpack_pages([pages[0], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
+    assert unpack_pages(KEY, [pages[0], b"", pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
+    assert unpack_pages(KEY, [pages[1], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound <= PAGE_EVENTS
+    assert unpack_pages(KEY, [pages[0], pages[0], pages[2]], FIELDS, WHOLE.shape[1]).num_sound == PAGE_EVENTS
 
 
 def test_keys_sort_by_user_then_page() -> None:
@@ -92,8 +92,8 @@ def test_keys_sort_by_user_then_page() -> None:
 
 
 def test_a_user_record_comes_back_and_bad_ones_do_not() -> None:
-    record = UserRecord(300, PAGE_EVENTS, 2**64 - 1, 17)
+    record = UserRecord(300, PAGE_EVENTS, ChainState(2**64 - 1, 5), 17)
     assert unpack_user(pack_user(record)) == record
     assert unpack_user(b"short") is None
-    assert unpack_user(pack_user(UserRecord(300, 300, 0, 0))) is None
-    assert unpack_user(pack_user(UserRecord(300, PAGE_EVENTS - 1, 0, 0))) is None
+    assert unpack_user(pack_user(UserRecord(300, 300, ChainState(0, 0), 0))) is None
+    assert unpack_user(pack_user(UserRecord(300, PAGE_EVENTS - 1, ChainState(0, 0), 0))) is None

@@ -157,3 +157,21 @@ def test_an_error_of_a_write_does_not_show_what_was_written(redis_url: str) -> N
             client.config_set("maxmemory", "0")
         assert "HSET" not in str(caught.value)
         assert store.append(1, 0, events_of(1, 0, 3)).version == 3
+
+
+@pytest.mark.parametrize("is_new_node_first", [False, True])
+def test_nodes_agree_on_a_key_again_when_the_server_lost_everything(redis_url: str, is_new_node_first: bool) -> None:
+    prefix = f"lost-{is_new_node_first}"
+    with open_at(redis_url, prefix) as one, open_at(redis_url, prefix) as other:
+        one.append(1, 0, events_of(1, 0, 3))
+        client = one._client  # type: ignore[attr-defined]
+        client.delete(*client.keys(f"{prefix}:*"))
+        if is_new_node_first:
+            open_at(redis_url, prefix).close()
+        for store in (one, other):
+            store.ping()
+        one.append(2, 0, events_of(2, 0, 5))
+        with open_at(redis_url, prefix) as new:
+            assert new.state(2) == other.state(2) == one.state(2)
+            assert same(new.read_last(2, 9), events_of(2, 0, 5))
+            new.check()

@@ -4,15 +4,16 @@ from pathlib import Path
 
 from numba.core.registry import CPUDispatcher
 
-from helmrec.history import pages, words
+from helmrec.history import pages
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, FeatureTable, NewEvents
 from helmrec.history.warm_up import compile_loops
+from helmrec.memory import history
 
 
 def compiled() -> dict[str, int]:
-    loops = {**vars(pages), **vars(words)}
+    loops = {**vars(pages), "_begin": history._begin}
     return {name: len(loop.overloads) for name, loop in loops.items() if isinstance(loop, CPUDispatcher)}
 
 

@@ -7,29 +7,42 @@ from hypothesis import strategies as st
 
 from helmrec.memory.expander import Expander, HostPage, PageKey, PageSave, ReloadCosts, StepCosts
 from helmrec.memory.history import chain
+from tests.memory.test_chained_hash import KEY
 
-STATES = chain((1,), 0, np.arange(24).reshape(1, -1))
+STATES = chain(KEY, (1,), 0, np.arange(24).reshape(1, -1))
 PAGE_TOKENS = 4
 
 
 def key(page: int, epoch: int = 0) -> PageKey:
-    return PageKey(int(STATES[(page + 1) * PAGE_TOKENS - 1]), page=100 + page, epoch=epoch)
+    return PageKey(1, int(STATES[(page + 1) * PAGE_TOKENS - 1]), page=100 + page, epoch=epoch)
 
 
 def test_a_run_of_held_pages_is_found_and_ends_at_the_first_gap() -> None:
     tier = Expander(num_slots=8)
     for page in (0, 1, 3):
         assert tier.save(key(page)) is not None
-    assert len(tier.find(STATES, 0, PAGE_TOKENS)) == 2
-    assert len(tier.find(STATES, 3, PAGE_TOKENS)) == 1
-    assert tier.find(STATES, 2, PAGE_TOKENS) == []
-    assert len(tier.find(STATES[:7], 0, PAGE_TOKENS)) == 1, "a page the history does not fill"
+    assert len(tier.find(1, STATES, 0, PAGE_TOKENS)) == 2
+    assert len(tier.find(1, STATES, 3, PAGE_TOKENS)) == 1
+    assert tier.find(1, STATES, 2, PAGE_TOKENS) == []
+    assert len(tier.find(1, STATES[:7], 0, PAGE_TOKENS)) == 1, "a page the history does not fill"
 
 
 def test_another_history_finds_nothing() -> None:
     tier = Expander(num_slots=8)
     tier.save(key(0))
-    assert tier.find(chain((2,), 0, np.arange(24).reshape(1, -1)), 0, PAGE_TOKENS) == []
+    assert tier.find(1, chain(KEY, (2,), 0, np.arange(24).reshape(1, -1)), 0, PAGE_TOKENS) == []
+
+
+def test_no_user_finds_a_page_of_another_even_where_states_are_equal() -> None:
+    tier = Expander(num_slots=8)
+    tier.save(key(0))
+    assert tier.find(2, STATES, 0, PAGE_TOKENS) == []
+    tier.save(key(0)._replace(user_id=2))
+    assert tier.num_pages == 2, "one for each"
+    tier.forget(1)
+    assert tier.find(1, STATES, 0, PAGE_TOKENS) == []
+    assert len(tier.find(2, STATES, 0, PAGE_TOKENS)) == 1
+    tier.check()
 
 
 def test_a_held_page_is_not_copied_twice_but_a_newer_one_replaces_it() -> None:
@@ -38,7 +51,7 @@ def test_a_held_page_is_not_copied_twice_but_a_newer_one_replaces_it() -> None:
     assert first is not None
     assert tier.save(key(0, epoch=3)) is None
     assert tier.save(key(0, epoch=5)) == PageSave(page=100, slot=first.slot)
-    assert tier.find(STATES, 0, PAGE_TOKENS) == [HostPage(first.slot, 5)]
+    assert tier.find(1, STATES, 0, PAGE_TOKENS) == [HostPage(first.slot, 5)]
     tier.check()
 
 
@@ -46,9 +59,9 @@ def test_the_least_recently_wanted_page_leaves_first() -> None:
     tier = Expander(num_slots=2)
     tier.save(key(0))
     tier.save(key(1))
-    tier.find(STATES[:4], 0, PAGE_TOKENS)
+    tier.find(1, STATES[:4], 0, PAGE_TOKENS)
     tier.save(key(2))
-    assert len(tier.find(STATES, 0, PAGE_TOKENS)) == 1
+    assert len(tier.find(1, STATES, 0, PAGE_TOKENS)) == 1
     assert tier.evicted_pages == 1
     tier.check()
 
@@ -56,7 +69,7 @@ def test_the_least_recently_wanted_page_leaves_first() -> None:
 def test_no_tier_holds_nothing() -> None:
     tier = Expander(num_slots=0)
     assert tier.save(key(0)) is None
-    assert tier.find(STATES, 0, PAGE_TOKENS) == []
+    assert tier.find(1, STATES, 0, PAGE_TOKENS) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40), st.integers(0, 4))
@@ -107,11 +120,11 @@ def test_pages_are_taken_back_where_that_is_cheaper(page_s: float, is_worth_it: 
 
 def test_a_save_that_was_not_made_is_taken_back() -> None:
     expander = Expander(num_slots=4)
-    saves = [save for state in range(3) if (save := expander.save(PageKey(state, page=state, epoch=0))) is not None]
+    saves = [save for state in range(3) if (save := expander.save(PageKey(1, state, page=state, epoch=0))) is not None]
     expander.withdraw(saves[1:])
     expander.check()
     assert expander.num_pages == 1
-    assert [len(expander.find(np.array([state], np.uint64), 0, 1)) for state in range(3)] == [1, 0, 0]
+    assert [len(expander.find(1, np.array([state], np.uint64), 0, 1)) for state in range(3)] == [1, 0, 0]
 
 
 def test_what_a_reload_delays_is_learned_and_doubted_until_it_is_tried() -> None:

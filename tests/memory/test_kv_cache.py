@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helmrec.memory.expander import Expander
-from helmrec.memory.history import History, RowEpochs, chain
+from helmrec.memory.history import HashKey, History, RowEpochs, chain
 from helmrec.memory.kv_admission import AdmitAlways, KVAdmission, SecondVisit
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.ledger import Owner, PageLedger
@@ -18,12 +18,14 @@ from helmrec.memory.prefix import KVPlan, PageCopy
 PAGE_TOKENS = 4
 NUM_ROWS = 100
 
+KEY = HashKey(bytes(32))
+
 
 def make_history(user_id: int, events: Sequence[int], context: Sequence[int] = ()) -> History:
     """A history whose events are single rows."""
     rows = np.array([events], np.int64).reshape(1, -1)
     seed = (user_id, *context)
-    return History(user_id, np.array(context, np.int64), rows, chain(seed, len(context), rows))
+    return History(user_id, np.array(context, np.int64), rows, chain(KEY, seed, len(context), rows))
 
 
 @dataclass

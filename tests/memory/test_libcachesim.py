@@ -8,7 +8,7 @@ from scripts.miss_curve_error import Setting, Traffic
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.eviction import LruOrder
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.history import History, chain
+from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.row_admission import AdmitAlways
 
@@ -19,6 +19,8 @@ NO_ROWS = np.empty(0, np.int64)
 ROWS_PER_PAGE = 16
 NUM_PAGES = 100
 TRAFFIC = Traffic(num_users=150, num_items=5_000, num_requests=2_000, median_events=30, num_candidates=8)
+
+KEY = HashKey(bytes(32))
 
 
 def their_hits(keys: NDArray[np.int64], capacity: int) -> Hits:
@@ -100,7 +102,7 @@ def test_the_kv_cache_hits_where_their_lru_hits(users: NDArray[np.int64], alpha:
     ours = np.empty(users.size, np.bool_)
     columns = np.zeros((1, 5), np.int64)
     for i, user in enumerate(users.tolist()):
-        history = History(user, NO_ROWS, columns, chain((user,), 0, columns))
+        history = History(user, NO_ROWS, columns, chain(KEY, (user,), 0, columns))
         plan = pool.kv.plan(history, now=0.0)
         assert plan is not None
         ours[i] = plan.num_resident > 0

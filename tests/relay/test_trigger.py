@@ -77,6 +77,18 @@ def test_a_lease_that_was_used_does_not_end_the_next_one_of_its_user() -> None:
     assert (leases.used, leases.expired, leases.held_pages) == (1, 1, 0)
 
 
+def test_leases_that_are_over_leave_the_heap_long_before_they_would_have_ended() -> None:
+    leases = Leases()
+    leases.grant(0, num_pages=1, now_s=0.0, hold_ms=1e12)
+    for i in range(1, 10_000):
+        leases.grant(i, num_pages=1, now_s=i, hold_ms=1e9)
+        (leases.use, leases.drop, leases.lose)[i % 3](i)
+        leases.check()
+    assert len(leases._ends) < 100
+    assert (leases.used, leases.lost, len(leases)) == (3_333, 3_333, 1)
+    assert leases.expire(1e9) == [0]
+
+
 def test_the_share_of_time_fades() -> None:
     share = ComputeShare()
     assert share.share(3.0) == 0
@@ -90,3 +102,6 @@ def test_the_share_of_time_fades() -> None:
 def test_bounds_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_held must be at most 1"):
         RelayConfig(max_held=1.5)
+    with pytest.raises(ConfigError, match=r"max_hold_ms must be at least hold_ms \(500\), got 499"):
+        RelayConfig(max_hold_ms=499)
+    assert RelayConfig(hold_ms=100).longest_hold_ms == 2_000

@@ -71,9 +71,9 @@ class PlainNode:
         self._requests: dict[int, int] = {}
         self._futures: dict[Future[RankResult], int] = {}
         self._prepared: list[Prepared] = []
-        intake = Intake(model, 1, engine.max_history)
+        self._intake = Intake(model, 1, engine.max_history)
         for index, request in enumerate(rank_requests(trace, model)):
-            self._prepared.append(intake.prepare(request))
+            self._prepared.append(self._intake.prepare(request))
             self._requests[id(self._prepared[-1])] = index
         self._arrivals = deque(range(trace.num_requests))
         self._in_flight: _Step | None = None

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from helmrec.config import RelayConfig
-from helmrec.engine.intake import Intake
 from helmrec.engine.relay import Relay
 from helmrec.engine.scheduler import Batch, Scheduled
 from helmrec.memory.embedding_cache import ABSENT
@@ -36,7 +35,7 @@ class RelayNode(PlainNode):
 
     def __init__(self, trace: Trace, config: NodeConfig, cost: CostModel, signal_s: np.ndarray[Any, Any]) -> None:
         super().__init__(trace, config, cost, no_faults())
-        intake, model = Intake(config.model, 1, config.engine.max_history), config.model
+        model = config.model
         self._signals = sorted(range(trace.num_requests), key=lambda i: (signal_s[i], i))
         self._signal_s, self._next_signal, self._whole = signal_s, 0, []
         user_tables = {table.name for table in model.user_context}
@@ -46,7 +45,7 @@ class RelayNode(PlainNode):
             }
             context = {name: value for name, value in rank.context.items() if name in user_tables}
             request = PrefillRequest(rank.user_id, context=context, num_candidates=len(rank.candidates), **fields)
-            self._whole.append((request, intake.prepare_ahead(request)))
+            self._whole.append((request, self._intake.prepare_ahead(request)))
         self.relay = Relay(config.engine.relay, self.scheduler, self.pool.kv, self.pool.expander.costs.steps)
         self._commit_pages = self.scheduler.commit
         self.scheduler.commit = self._commit  # type: ignore[method-assign]
@@ -82,10 +81,9 @@ class RelayNode(PlainNode):
 
     def _name_chunks(self, members: list[Scheduled]) -> None:
         """Which signal each chunk is of."""
-        jobs = {job.history.user_id: job for job in reversed(self.relay._jobs)}
-        for member in members:
-            job = jobs[member.request.history.user_id]
-            self._requests[id(member.request)] = next(i for i, (_, whole) in enumerate(self._whole) if whole is job)
+        for job, member in zip(self.relay._in_step, members, strict=True):
+            index = next(i for i, (_, whole) in enumerate(self._whole) if whole is job.whole)
+            self._requests[id(member.request)] = index
 
     def _take_signals(self) -> None:
         self.relay.expire(self.now_s)
@@ -137,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "short holds": {"relay": RELAY.model_copy(update={"hold_ms": 300.0, "risk": 0.0})},
     "host tier": {"host_kv_bytes": 300 * PAGE_BYTES, "kv_reload": "always", "save_bytes_per_step": 9 * PAGE_BYTES},
     "everything is admitted": {"kv_admission": "always", "row_admission": "always"},
+    "KV shrinks": {"relay": RELAY.model_copy(update={"risk": 0.0, "max_held": 1.0, "max_compute": 1.0})},
 }
 
 
@@ -150,20 +149,26 @@ def test_the_compiled_node_computes_ahead_as_the_engine_does(name: str) -> None:
     node.send(np.arange(trace.num_requests), trace.time_s)
     node.send_signals(order, signal_s[order])
     plain = RelayNode(trace, config, SLOW, signal_s)
-    for time_s in (5.0, 12.0, trace.duration_s + 1_000):
+    for time_s, alpha in ((5.0, config.alpha_max), (12.0, 0.1), (trace.duration_s + 1_000, 0.4)):
         node.run_until(time_s)
         node.check()
         plain.run_until(time_s)
         plain.pool.check()
         plain.relay.check()
+        if name == "KV shrinks":
+            node.aim(alpha)
+            plain.pool.aim(alpha)
     counts, stats = node.state.relay.counts, plain.relay.stats(plain.now_s)
-    assert counts[list(VERDICTS)].tolist() == list(stats.verdicts.values())
+    assert [*counts[list(VERDICTS)].tolist(), 0] == list(stats.verdicts.values()), "nobody is forgotten"
     assert [counts[R.LEASES], counts[R.HELD_PAGES]] == [stats.leases, stats.held_pages]
-    assert [counts[R.USED], counts[R.EXPIRED], counts[R.STEPS]] == [stats.used, stats.expired, stats.steps]
+    assert [counts[R.USED], counts[R.EXPIRED], counts[R.LOST]] == [stats.used, stats.expired, stats.lost]
+    assert counts[R.STEPS] == stats.steps
     assert_same(node, plain)
     assert counts[R.ADMITTED] > 10
     assert counts[R.USED] > 10
     assert (node.outcomes.status == Status.SERVED).all()
+    if name == "KV shrinks":
+        assert counts[R.LOST] > 1
     if name == "short holds":
         assert counts[R.EXPIRED] > 20
     refusals = {"as the engine comes": R.NOT_AT_RISK, "all are at risk": R.HELD_ALREADY, "little time": R.TOO_BUSY}

@@ -24,7 +24,7 @@ from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
-from helmrec.engine.relay import Decided, Relay, RelayStats
+from helmrec.engine.relay import Decided, Relay, RelayStats, tell
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler, refuse
@@ -178,11 +178,7 @@ class Engine:
             ended = self._count(self._pipeline.push(batch))
         for future, error in expired:
             future.set_exception(error)
-        for signal, told in decided:
-            if isinstance(told, Exception):
-                signal.set_exception(told)
-            else:
-                signal.set_result(told)
+        tell(decided)
         self._conclude(ended)
         return batch is not None or bool(ended)
 
@@ -329,9 +325,9 @@ class Engine:
         with self._lock:
             self._now()
             ended = self._flush()  # no step may still write what is to be dropped
-            waiting = self._scheduler.take_of(user_id)
+            waiting, signals = self._scheduler.take_of(user_id), self._relay.forget(user_id)
             self._pool.kv.forget(user_id)
-            self._relay.drop(user_id)
+        tell(signals)
         refuse(waiting, Forgotten(f"user {user_id} was forgotten while the request waited"))
         self._conclude(ended)
 
@@ -415,7 +411,7 @@ class Engine:
         if self._curves is not None:
             self._curves.close()
         self._scheduler.drain(EngineClosed("the engine was closed"))
-        self._relay.refuse_waiting(EngineClosed("the engine was closed"))
+        self._relay.close(EngineClosed("the engine was closed"))
 
     def __enter__(self) -> "Engine":
         return self

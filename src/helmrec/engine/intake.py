@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from helmrec.errors import RequestError
-from helmrec.memory.history import History, chain
+from helmrec.memory.history import HashKey, History, chain
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import latest_window
 from helmrec.model.window import gap_bucket, window_anchor
@@ -65,7 +65,9 @@ class Prepared:
 class Intake:
     """Checks and converts requests for one model."""
 
-    def __init__(self, config: ModelConfig, version: int, max_history: int) -> None:
+    def __init__(self, config: ModelConfig, version: int, max_history: int, key: HashKey | None = None) -> None:
+        """`key` is that of the chained hash; states never leave the process, so by default nobody else has it."""
+        self._key = key or HashKey.random()
         self._config = config
         self._version = version
         self._max_history = max_history
@@ -144,7 +146,7 @@ class Intake:
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
         user_rows = _context_rows(self._user_context, request.context)
         seed = (user_id, self._version, *frame, *user_rows.tolist())
-        return History(user_id, user_rows, columns[:-2], chain(seed, user_rows.size, columns))
+        return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, columns))
 
     def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
         """(features + 2, events): row ids, then actions, then timestamps."""

@@ -5,19 +5,21 @@ lock held.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, Waiting
+from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.relay.leases import ComputeShare, Leases
 from helmrec.relay.trigger import SHARE_S, Load, Signal, Verdict, decide
-from helmrec.types import PrefillRequest, PrefillResult
+from helmrec.types import Lease, PrefillRequest, PrefillResult
 
 _LEAST_IDLE = 0.05  # share of the time: what is expected of a busier node is beyond any budget anyway
 
@@ -31,6 +33,7 @@ class RelayStats:
     held_pages: int
     used: int  # leases whose rank came in time
     expired: int
+    lost: int  # leases dropped because what was computed for them did not stay in the pool
     compute_share: float  # of late time that went, or is about to go, into computing ahead
     steps: int  # that computed ahead
     busy_s: float  # that they took
@@ -45,11 +48,33 @@ class _Signal(NamedTuple):
     future: "Future[PrefillResult]"
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A history to be computed for a lease."""
+
+    whole: Prepared
+    lease: Lease
+    reached: int = 0  # tokens that were there when its last chunk had been computed
+
+    @property
+    def user_id(self) -> int:
+        return self.lease.user_id
+
+
 class Decided(NamedTuple):
     """What a signal is to be told, once no lock is held."""
 
     future: "Future[PrefillResult]"
     result: PrefillResult | Exception
+
+
+def tell(decided: Iterable[Decided]) -> None:
+    """To be called with no lock held, since a callback may call the engine."""
+    for future, result in decided:
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 class Relay:
@@ -60,9 +85,11 @@ class Relay:
         self._scheduler = scheduler
         self._kv = kv
         self._costs = costs
-        self._leases = Leases()
-        self._jobs: deque[Prepared] = deque()
+        self._leases = Leases(config.longest_hold_ms)
+        self._jobs: deque[_Job] = deque()
+        self._in_step: list[_Job] = []  # whose chunks are planned or running, in the order of the batch
         self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
+        self._ended_by: HelmRecError | None = None
         self._share, self._busy_share = ComputeShare(), ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
         self._steps = self._failed = 0
@@ -81,6 +108,8 @@ class Relay:
             future.set_result(PrefillResult(Verdict.TOO_BUSY, lease=None))
         else:
             self._waiting.append(_Signal(request, history, future))
+            if self._ended_by is not None:  # since the caller looked: nobody else will tell it
+                self.refuse_waiting(self._ended_by)
         return future
 
     def begin_step(self, kv_pages: int, now: float) -> list[Decided]:
@@ -97,8 +126,15 @@ class Relay:
             return error
 
     def refuse_waiting(self, error: Exception) -> None:
-        while self._waiting:
-            self._waiting.popleft().future.set_exception(error)
+        """Needs no lock."""
+        with suppress(IndexError):  # empty, perhaps because another thread does the same
+            while True:
+                self._waiting.popleft().future.set_exception(error)
+
+    def close(self, error: HelmRecError) -> None:
+        """Refuse signals that wait, and whatever is submitted after."""
+        self._ended_by = error
+        self.refuse_waiting(error)
 
     def signal(self, request: PrefillRequest, history: Prepared, kv_pages: int, now: float) -> PrefillResult:
         """Take a user's history to be computed ahead, or say why not."""
@@ -123,12 +159,11 @@ class Relay:
         if verdict not in (Verdict.ADMITTED, Verdict.RESIDENT):
             return PrefillResult(verdict, lease=None)
         self._kv.hold(user_id)
-        promised_s = 0.0
+        promised_s = signal.ahead_s if verdict is Verdict.ADMITTED else 0.0
+        lease = self._leases.grant(user_id, num_pages, now, request.hold_ms or self._config.hold_ms, promised_s)
         if verdict is Verdict.ADMITTED:
-            self._jobs.append(history)
-            promised_s = signal.ahead_s
-        hold_ms = request.hold_ms or self._config.hold_ms
-        return PrefillResult(verdict, self._leases.grant(user_id, num_pages, now, hold_ms, promised_s))
+            self._jobs.append(_Job(history, lease))
+        return PrefillResult(verdict, lease)
 
     def _compute_share(self, now: float) -> float:
         """Of late time, that went into computing ahead, and what has been promised of the time to come."""
@@ -136,7 +171,7 @@ class Relay:
 
     def _ahead_s(self, total: int, missing: int) -> float:
         """What computing the rest of a history ahead would take, chunk by chunk."""
-        num_steps = -(-missing // self._config.chunk_tokens)
+        num_steps = -(-missing // self._scheduler.chunk_tokens)
         floor_s = self._costs.seconds(0, 0.0, is_whole_step=True)
         return self._costs.seconds(missing, missing * (total - missing / 2)) + num_steps * floor_s
 
@@ -157,39 +192,60 @@ class Relay:
         None if none is wanted, or its pages are held by others for now.
         """
         members: list[Scheduled] = []
-        looked_at: list[Prepared] = []
-        left = self._config.chunk_tokens
+        looked_at: list[_Job] = []
+        left, room = self._scheduler.chunk_tokens, self._scheduler.max_tokens
         while self._jobs and left > 0 and len(members) < self._scheduler.max_requests:
             job = self._jobs.popleft()
             if not self._is_wanted(job):
-                self._leases.keep_promise(job.history.user_id)
                 continue
             looked_at.append(job)
-            member = self._plan_chunk(job, left, now)
+            chunk = self._next_chunk(job.whole, left)
+            most = chunk.history.num_tokens + chunk.request_rows.size  # if nothing that is resident were fresh
+            member = None if members and most > room else self._plan_chunk(chunk, now)
             if member is None:
                 break
             members.append(member)
             left -= member.num_tokens
+            room -= member.num_tokens
         self._jobs.extendleft(reversed(looked_at))
+        self._in_step = looked_at[: len(members)]
         return Batch(members, now, is_ahead=True) if members else None
 
-    def _is_wanted(self, job: Prepared) -> bool:
-        return job.history.user_id in self._leases and self._kv.resident_tokens(job.history) < self._num_ahead(job)
+    def _is_wanted(self, job: _Job) -> bool:
+        """Whether there is more to compute. A lease is dropped if what was computed for it is not there any more:
+        the pool has become too small for it, and to compute it again would not end."""
+        if not self._leases.is_held(job.lease):
+            return False
+        resident = self._kv.resident_tokens(job.whole.history)
+        if resident < job.reached:
+            self._leases.lose(job.user_id)
+            self._kv.release(job.user_id)
+            return False
+        if resident >= self._num_ahead(job.whole):
+            self._leases.keep_promise(job.user_id)
+            return False
+        return True
 
-    def _num_ahead(self, job: Prepared) -> int:
+    def _num_ahead(self, whole: Prepared) -> int:
         """Tokens of a history to compute ahead. A step must compute an event, though pages may come from the host:
         so none ends with a page, and the rank computes a last token that does."""
-        total = job.history.num_tokens
-        return total - (total % self._kv.limits.page_tokens == 0) if job.num_events else 0
+        total = whole.history.num_tokens
+        num_tokens = total - (total % self._kv.limits.page_tokens == 0)
+        return num_tokens if num_tokens > whole.history.context_rows.size else 0
 
-    def _plan_chunk(self, job: Prepared, num_tokens: int, now: float) -> Scheduled | None:
-        resident = max(self._kv.resident_tokens(job.history), job.history.context_rows.size)
+    def _next_chunk(self, whole: Prepared, num_tokens: int) -> Prepared:
+        """The history up to the end of its next chunk."""
+        resident = max(self._kv.resident_tokens(whole.history), whole.history.context_rows.size)
         end = resident + num_tokens
         end += end % self._kv.limits.page_tokens == 0
-        chunk = _first_tokens(job, min(end, self._num_ahead(job)))
+        return _first_tokens(whole, min(end, self._num_ahead(whole)))
+
+    def _plan_chunk(self, chunk: Prepared, now: float) -> Scheduled | None:
         plan = self._kv.plan(chunk.history, now)
         if plan is None:
             return None
+        if not plan.num_new:  # where every token is a page, all of them may come from the host
+            plan = plan._replace(num_resident=plan.num_resident - 1, loads=plan.loads[:-1])
         waiting = Waiting(chunk, Future(), now, deadline_s=None)
         return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)
 
@@ -207,6 +263,8 @@ class Relay:
             self._steps += 1
             self._busy_s += took_s
             self._share.add(now, took_s)
+            for job, member in zip(self._in_step, batch.members, strict=True):
+                job.reached = member.plan.num_tokens
             return
         for member in batch.members:
             self._leases.use(member.request.history.user_id)
@@ -221,7 +279,16 @@ class Relay:
     def drop(self, user_id: int) -> None:
         """The user is forgotten, or computing ahead for it has failed: nothing of it is computed any more."""
         self._leases.drop(user_id)
-        self._jobs = deque(job for job in self._jobs if job.history.user_id != user_id)
+        self._jobs = deque(job for job in self._jobs if job.user_id != user_id)
+
+    def forget(self, user_id: int) -> list[Decided]:
+        """Drop the user, and decide against its signals that wait; the caller tells them with no lock held."""
+        self.drop(user_id)
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        self._waiting.extendleft(reversed([each for each in waiting if each.request.user_id != user_id]))
+        futures = [each.future for each in waiting if each.request.user_id == user_id]
+        self._verdicts[Verdict.FORGOTTEN] += len(futures)
+        return [Decided(future, PrefillResult(Verdict.FORGOTTEN, lease=None)) for future in futures]
 
     def stats(self, now: float) -> RelayStats:
         leases = self._leases
@@ -231,6 +298,7 @@ class Relay:
             held_pages=leases.held_pages,
             used=leases.used,
             expired=leases.expired,
+            lost=leases.lost,
             compute_share=self._compute_share(now),
             steps=self._steps,
             busy_s=self._busy_s,

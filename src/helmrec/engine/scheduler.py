@@ -103,6 +103,16 @@ class Scheduler:
         return self._config.max_batch_requests
 
     @property
+    def max_tokens(self) -> int:
+        """That one step computes, unless a lone request needs more."""
+        return self._config.max_batch_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """That one step computes ahead."""
+        return self._config.chunk_tokens
+
+    @property
     def queue_length(self) -> int:
         return len(self._queue)
 

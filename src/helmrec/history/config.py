@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, SecretStr
 
 from helmrec.config import Frozen
 
@@ -39,3 +39,8 @@ class HistoryConfig(Frozen):
         5, ge=1, description="reads that fail one after another before the store is left alone"
     )
     breaker_pause_s: float = Field(0.25, gt=0, description="until a store that was left alone is tried again")
+    secret: SecretStr | None = Field(
+        None,
+        min_length=32,
+        description="that pages are sealed with, the same for all who open the store; none, a key kept in the store",
+    )

@@ -22,7 +22,6 @@ from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.sizes import TableSizes, sizes_of
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
-from helmrec.history.words import event_words
 
 _USERS_AT_ONCE = 1_024
 
@@ -40,15 +39,15 @@ class HistoryStats:
 class EmbeddedReader:
     """The store, read only, for a process beside the one that writes: it sees what the writer has acknowledged."""
 
-    def __init__(self, path: Path | str, schema: EventSchema) -> None:
-        """Raise HistoryError if there is no store at `path`, or not one for these fields."""
-        config = HistoryConfig()
+    def __init__(self, path: Path | str, schema: EventSchema, config: HistoryConfig | None = None) -> None:
+        """Raise HistoryError if there is no store at `path`, or not one for these fields and this secret."""
+        config = config or HistoryConfig()
         self._view(HistoryFile(Path(path), schema, config, readonly=True), schema, config)
 
     def _view(self, file: HistoryFile, schema: EventSchema, config: HistoryConfig) -> None:
         self._file = file
         self._schema = schema
-        self._users = UserTable(file.tables, schema.num_fields, config.max_events_per_user)
+        self._users = UserTable(file.tables, file.key, schema.num_fields, config.max_events_per_user)
 
     def read_last(self, user_id: int, num_events: int) -> Events:
         """The last events, at most this many; none, at version 0, of an unknown user."""
@@ -69,17 +68,17 @@ class EmbeddedReader:
             first_event = version if record is None else max(record.first_event, start(version))
             if record is None or first_event >= version:
                 empty = np.empty((self._schema.num_fields, 0), np.int64)
-                return to_events(self._schema, version, empty, np.empty(0, np.uint64))
+                return to_events(self._schema, version, empty)
             found = self._users.read(txn, user_id, record, first_event)
         skip = first_event % PAGE_EVENTS
-        return to_events(self._schema, first_event, found.columns[:, skip:], found.words[skip:])
+        return to_events(self._schema, first_event, found.columns[:, skip:])
 
     def state(self, user_id: int) -> UserState | None:
         """None if the user is unknown."""
         _check_whole("user_id", user_id)
         with self._file.reading() as txn:
             record = self._users.record(txn, user_id)
-        return None if record is None else UserState(*record)
+        return None if record is None else self._users.state(record)
 
     def user_ids(self) -> Iterator[int]:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""
@@ -152,7 +151,7 @@ class EmbeddedHistory(EmbeddedReader):
         _check_whole("user_id", user_id)
         _check_whole("base_version", base_version)
         columns = to_columns(self._schema, events, self._config.max_append_events)
-        new = Append(user_id, base_version, columns, event_words(columns))
+        new = Append(user_id, base_version, columns)
         return self._writer.submit(lambda txn: self._users.append(txn, new))
 
     def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import RequestError
-from helmrec.history.words import Words
 from helmrec.model.config import ModelConfig
 from helmrec.types import Ids, IntArray
 
@@ -92,7 +91,6 @@ class Events:
     actions: IntArray
     timestamps: IntArray
     features: Mapping[str, IntArray]
-    words: Words  # (events,) hash of each; folding them gives the states of any seed
 
     @property
     def num_events(self) -> int:
@@ -146,11 +144,9 @@ def _check_forward(times: IntArray) -> None:
         raise RequestError(f"timestamps[{at}]", int(times[at]), f"time runs backwards from {times[at - 1]}")
 
 
-def to_events(schema: EventSchema, first_event: int, columns: IntArray, words: Words) -> Events:
+def to_events(schema: EventSchema, first_event: int, columns: IntArray) -> Events:
     items, *features, actions, timestamps = columns
-    return Events(
-        first_event, items, actions, timestamps, dict(zip(schema.feature_names, features, strict=True)), words
-    )
+    return Events(first_event, items, actions, timestamps, dict(zip(schema.feature_names, features, strict=True)))
 
 
 def _line(name: str, values: Ids) -> NDArray[np.integer]:

@@ -5,8 +5,8 @@ Knows transactions, sizes and locks; what is in them is the business of `users.p
 
 import errno
 import fcntl
-import json
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +18,16 @@ import lmdb
 from helmrec.errors import DiskFull, HistoryError, HistoryFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
+from helmrec.history.identity import Found, check_identity, describe, make_key
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
+from helmrec.memory.history import SECRET_BYTES, HashKey
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
 
-_FORMAT = 1
 _DESCRIPTION = b"helmrec-history"
+_OWN_SECRET = b"helmrec-history-key"
 _DATA = "data.mdb"
 _LOCK = "writer.lock"
 _SIZES = b"helmrec-history-sizes"
@@ -57,7 +59,10 @@ class HistoryFile:
             with self._told():
                 self._env = self._open()
                 was_short = _fill_up(self._env, self.path, self._lock)
-                self.tables = self._describe(schema)
+                self.key = self._identify(schema)
+                self.tables = Tables(
+                    self._env.open_db(b"users", create=False), self._env.open_db(b"pages", create=False)
+                )
             if was_short:
                 self.check_index()
         except BaseException:
@@ -77,21 +82,23 @@ class HistoryFile:
         env.reader_check()  # readers that were killed no longer keep old pages alive
         return env
 
-    def _describe(self, schema: EventSchema) -> Tables:
+    def _identify(self, schema: EventSchema) -> HashKey:
         """Recognise the file as ours, or, if it is new, make it so."""
-        wanted = json.dumps({"format": _FORMAT, "features": list(schema.feature_names)})
         with self.env.begin() as txn:
-            found, is_empty = txn.get(_DESCRIPTION), txn.stat()["entries"] == 0
-        if found is None and (self.readonly or not is_empty):
+            found, is_empty = Found(txn.get(_DESCRIPTION), txn.get(_OWN_SECRET)), txn.stat()["entries"] == 0
+        if found.description is not None:
+            return check_identity(self.path, found, schema, self._config.secret)
+        if self.readonly or not is_empty:
             raise HistoryError(f"{self.path} holds a database that is not a history store")
-        if found is None:
-            with self.env.begin(write=True) as txn:
-                tables = Tables(self.env.open_db(b"users", txn), self.env.open_db(b"pages", txn))
-                txn.put(_DESCRIPTION, wanted.encode())
-            return tables
-        if bytes(found).decode(errors="replace") != wanted:
-            raise HistoryError(f"{self.path} was made for {bytes(found)!r}; this model and release need {wanted!r}")
-        return Tables(self.env.open_db(b"users", create=False), self.env.open_db(b"pages", create=False))
+        own_secret = secrets.token_bytes(SECRET_BYTES) if self._config.secret is None else None
+        key = make_key(self.path, self._config.secret, own_secret)
+        with self.env.begin(write=True) as txn:
+            self.env.open_db(b"users", txn)
+            self.env.open_db(b"pages", txn)
+            txn.put(_DESCRIPTION, describe(schema, key, self._config.secret))
+            if own_secret is not None:
+                txn.put(_OWN_SECRET, own_secret)
+        return key
 
     def taken_sizes(self, txn: Txn) -> TableSizes | None:
         """The largest tables under which events were taken; None in a store of a release that did not note them."""

@@ -1,8 +1,9 @@
 """Bytes of a history: pages of events and the record of a user. Knows no database.
 
-A page is little-endian words of 64 bits: number of events, chain state before its first event, chain state after
-its last (the seal), then its columns one after the other. Every page of a user but the last holds PAGE_EVENTS
-events. Reading hashes what it read and holds it against the seals, so what comes out is what went in.
+A page is little-endian words of 64 bits: number of events, chain state before its first event (two words), chain
+state after its last (two words), then its columns one after the other. Every page of a user but the last holds
+PAGE_EVENTS events. The chain has the store's key. Reading hashes what it read and holds it against the states, so
+what comes out is what went in.
 """
 
 import struct
@@ -12,14 +13,14 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from helmrec.history.words import Words, compiled_fold, compiled_words, seed_state
+from helmrec.memory.history import ChainKeys, ChainState, HashKey, advance_lanes, begin_chain
 from helmrec.types import IntArray
 
 # Four or eight fields of 126 events, with headers, just fit one or two disk pages; 128 of eight would take three.
 PAGE_EVENTS = 126
-_HEADER_WORDS = 3
+_HEADER_WORDS = 5
 _WORD = (1 << 64) - 1
-_USER = struct.Struct("<QQQQ")
+_USER = struct.Struct("<QQQQQ")
 _PAGE_KEY = struct.Struct(">QQ")  # big-endian: keys sort by user, then by page
 _USER_KEY = struct.Struct(">Q")
 PAGE_KEY_BYTES = _PAGE_KEY.size
@@ -31,31 +32,30 @@ class UserRecord(NamedTuple):
 
     version: int
     first_event: int  # the oldest event kept, first of its page
-    seal: int
+    end: ChainState  # after the last event
     last_timestamp: int
 
 
 class Page(NamedTuple):
     """Some events in columns, and the chain states around them."""
 
-    before: int
-    seal: int
+    before: ChainState
+    end: ChainState
     columns: IntArray  # (fields, events)
 
 
 class Unpacked(NamedTuple):
-    """Events of consecutive pages, hashed; only those that the seals vouch for may be used."""
+    """Events of consecutive pages, hashed; only those that the states vouch for may be used."""
 
     columns: IntArray  # (fields, events)
-    words: Words
-    before: int
-    seal: int
-    num_sound: int  # leading events that the seals vouch for
+    before: ChainState
+    end: ChainState
+    num_sound: int  # leading events that the states vouch for
 
 
-def new_user(user_id: int) -> UserRecord:
+def new_user(key: HashKey, user_id: int) -> UserRecord:
     """A history before its first event."""
-    return UserRecord(0, 0, seed_state((user_id,)), 0)
+    return UserRecord(0, 0, begin_chain(key, (user_id,)), 0)
 
 
 def user_key(user_id: int) -> bytes:
@@ -71,14 +71,15 @@ def page_key(user_id: int, page: int) -> bytes:
 
 
 def pack_user(record: UserRecord) -> bytes:
-    return _USER.pack(*record)
+    return _USER.pack(record.version, record.first_event, *record.end, record.last_timestamp)
 
 
 def unpack_user(value: bytes | memoryview) -> UserRecord | None:
     """None if these bytes are no record of a user."""
     if len(value) != _USER.size:
         return None
-    record = UserRecord(*_USER.unpack(value))
+    version, first_event, first, second, last_timestamp = _USER.unpack(value)
+    record = UserRecord(version, first_event, ChainState(first, second), last_timestamp)
     is_sound = record.first_event < record.version and record.first_event % PAGE_EVENTS == 0
     return record if is_sound else None
 
@@ -86,22 +87,22 @@ def unpack_user(value: bytes | memoryview) -> UserRecord | None:
 def pack_page(page: Page) -> bytes:
     num_fields, num_events = page.columns.shape
     words = np.empty(_HEADER_WORDS + num_fields * num_events, "<u8")
-    words[:_HEADER_WORDS] = num_events, page.before, page.seal
+    words[:_HEADER_WORDS] = num_events, *page.before, *page.end
     words[_HEADER_WORDS:] = page.columns.reshape(-1).view(np.uint64)
     return words.tobytes()
 
 
-def unpack_pages(values: Sequence[bytes | memoryview], num_fields: int, num_events: int) -> Unpacked:
+def unpack_pages(key: HashKey, values: Sequence[bytes | memoryview], num_fields: int, num_events: int) -> Unpacked:
     """`num_events` events from consecutive pages."""
     columns = np.empty((num_fields, num_events), np.int64)
     joined = b"".join(values)
     flat = np.frombuffer(joined, "<i8", len(joined) // 8)
     num_copied = _copy_columns(flat, columns)
-    words = compiled_words(columns)
     if not num_copied:
-        return Unpacked(columns, words, 0, 0, 0)
-    sound = _count_sound(flat, num_fields, words[:num_copied])
-    return Unpacked(columns, words, int(flat[1]) & _WORD, int(sound.seal), int(sound.num_events))
+        return Unpacked(columns, ChainState(0, 0), ChainState(0, 0), 0)
+    sound = _count_sound(flat, key.keys(num_fields), num_fields, num_copied)
+    before = ChainState(int(flat[1]) & _WORD, int(flat[2]) & _WORD)
+    return Unpacked(columns, before, ChainState(int(sound.first), int(sound.second)), int(sound.num_events))
 
 
 @numba.njit(cache=True)
@@ -123,20 +124,24 @@ def _copy_columns(flat: IntArray, columns: IntArray) -> int:
 
 class _Sound(NamedTuple):
     num_events: int
-    seal: np.uint64
+    first: np.uint64  # both lanes of the last state that holds
+    second: np.uint64
 
 
 @numba.njit(cache=True)
-def _count_sound(flat: IntArray, num_fields: int, words: Words) -> _Sound:
-    """Leading events whose words lead from seal to seal, page by page, and the last such seal."""
-    at = first = 0
-    seal = np.uint64(flat[1])
-    while first < words.size:
+def _count_sound(flat: IntArray, keys: ChainKeys, num_fields: int, num_events: int) -> _Sound:
+    """Leading events that lead from state to state, page by page, and the last such state."""
+    at = done = 0
+    first, second = np.uint64(flat[1]), np.uint64(flat[2])
+    while done < num_events:
         count = flat[at]
-        states = compiled_fold(seal, words[first : first + count])
-        if np.uint64(flat[at + 1]) != seal or np.uint64(flat[at + 2]) != states[-1]:
+        start = at + _HEADER_WORDS
+        columns = flat[start : start + num_fields * count].reshape(num_fields, count)
+        end_first, end_second = advance_lanes(keys, first, second, columns)
+        is_next = np.uint64(flat[at + 1]) == first and np.uint64(flat[at + 2]) == second
+        if not is_next or np.uint64(flat[at + 3]) != end_first or np.uint64(flat[at + 4]) != end_second:
             break
-        seal = states[-1]
-        first += count
-        at += _HEADER_WORDS + num_fields * count
-    return _Sound(first, seal)
+        first, second = end_first, end_second
+        done += count
+        at = start + num_fields * count
+    return _Sound(done, first, second)

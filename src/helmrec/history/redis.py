@@ -4,7 +4,7 @@ One hash per user holds its record and its pages. An append reads what it needs,
 user meanwhile; a read takes record and pages at one moment. How much survives a power loss is set at the server.
 """
 
-import json
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,16 +18,16 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import HistoryStats
 from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
 from helmrec.history.file import Tables, Txn
+from helmrec.history.identity import Found, check_identity, describe, make_key
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
 from helmrec.history.redis_client import connect, told
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
-from helmrec.history.words import event_words
+from helmrec.memory.history import SECRET_BYTES
 from helmrec.redaction import redact
 
 T = TypeVar("T")
-_FORMAT = 1
 _RECORD = b"record"
 _THREADS = 8
 _USERS_AT_ONCE = 1_024
@@ -54,6 +54,7 @@ class _Keys:
 
     def __init__(self, prefix: str) -> None:
         self.description = f"{prefix}:history".encode()
+        self.own_secret = f"{prefix}:history-key".encode()
         self.sizes = f"{prefix}:sizes".encode()
         self.users = f"{prefix}:users".encode()  # sorted: ids, big-endian
         self.num_pages = f"{prefix}:pages".encode()
@@ -119,8 +120,7 @@ class RedisHistory:
         self._schema = schema
         self._place = redact(url)  # as errors may name it
         self._keys = _Keys(prefix)
-        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both parts
-        self._users = UserTable(tables, schema.num_fields, self._config.max_events_per_user)
+        self._found = Found(None, None)
         self._closing = threading.Lock()
         self._is_closed = False
         self._num_waiting = 0
@@ -128,16 +128,25 @@ class RedisHistory:
             self._client = connect(url, self._config.read_timeout_ms)
             self._write_client = connect(url, self._config.write_timeout_ms)
             self._read_script = self._client.register_script(_READ)
-            self._describe()
+            self._identify()
             self._note_sizes(schema)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="history-redis")
 
-    def _describe(self) -> None:
-        wanted = json.dumps({"format": _FORMAT, "features": list(self._schema.feature_names)}).encode()
-        self._client.set(self._keys.description, wanted, nx=True)
-        found = self._client.get(self._keys.description)
-        if found != wanted:
-            raise HistoryError(f"{self._place} was made for {found!r}; this model and release need {wanted!r}")
+    def _identify(self) -> None:
+        """Recognise the store and take its key, or make a new one; of nodes that do so at once, all get the same key.
+
+        A server that lost everything gets the key this node had before.
+        """
+        secret, names, client = self._config.secret, self._keys, self._client
+        if client.get(names.description) is None:
+            if secret is None:
+                client.set(names.own_secret, self._found.own_secret or secrets.token_bytes(SECRET_BYTES), nx=True)
+            key = make_key(self._place, secret, client.get(names.own_secret))
+            client.set(names.description, describe(self._schema, key, secret), nx=True)
+        self._found = Found(client.get(names.description), client.get(names.own_secret))
+        key = check_identity(self._place, self._found, self._schema, secret)
+        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both parts
+        self._users = UserTable(tables, key, self._schema.num_fields, self._config.max_events_per_user)
 
     def _note_sizes(self, schema: EventSchema) -> None:
         """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
@@ -173,17 +182,21 @@ class RedisHistory:
         self._schema = schema  # what was checked before it is within the larger limits, too
 
     def ping(self) -> None:
-        """Raise HistoryUnavailable if the server does not answer; a server that lost everything gets described anew."""
+        """Raise HistoryUnavailable if the server does not answer.
+
+        A server that lost everything gets described anew; if another node has done so, its key holds from now on.
+        """
         with told(self._place):
-            if self._client.exists(self._keys.description, self._keys.sizes) < 2:
-                self._describe()
+            description, sizes = self._client.mget(self._keys.description, self._keys.sizes)
+            if description != self._found.description or sizes is None:
+                self._identify()
                 self._note_sizes(self._schema)
 
     def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
         _check_whole("user_id", user_id)
         _check_whole("base_version", base_version)
         columns = to_columns(self._schema, events, self._config.max_append_events)
-        new = Append(int(user_id), int(base_version), columns, event_words(columns))
+        new = Append(int(user_id), int(base_version), columns)
         return self._start(lambda: self._append(new))
 
     def _start(self, work: Callable[[], T]) -> Future[T]:
@@ -254,10 +267,10 @@ class RedisHistory:
         first_event = version if record is None else max(record.first_event, start(version))
         if record is None or first_event >= version:
             empty = np.empty((self._schema.num_fields, 0), np.int64)
-            return to_events(self._schema, version, empty, np.empty(0, np.uint64))
+            return to_events(self._schema, version, empty)
         found = self._users.read(txn, int(user_id), record, first_event)
         skip = first_event % PAGE_EVENTS
-        return to_events(self._schema, first_event, found.columns[:, skip:], found.words[skip:])
+        return to_events(self._schema, first_event, found.columns[:, skip:])
 
     def _fetch(self, user_id: int, wanted: int, start: Callable[[int], int]) -> tuple[UserRecord | None, Txn]:
         """The user's record, and those of its pages that are wanted, in one round trip."""
@@ -277,7 +290,7 @@ class RedisHistory:
         """None if the user is unknown."""
         _check_whole("user_id", user_id)
         record, _ = self._fetch(int(user_id), 0, lambda version: version)
-        return None if record is None else UserState(*record)
+        return None if record is None else self._users.state(record)
 
     def submit_delete(self, user_id: int) -> Future[bool]:
         """Forget a user; False if there was none."""

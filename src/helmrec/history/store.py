@@ -28,7 +28,7 @@ class UserState:
 
     version: int
     first_event: int  # the oldest event still kept
-    seal: int  # chain state after the last event, seeded by the user alone: equal seals, equal histories
+    seal: int  # hash of the user and all events, keyed by the store: equal seals, equal histories
     last_timestamp: int
 
 

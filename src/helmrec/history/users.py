@@ -22,23 +22,22 @@ from helmrec.history.pages import (
     user_key,
     user_of_key,
 )
-from helmrec.history.store import Appended
-from helmrec.history.words import Words, fold_words
+from helmrec.history.store import Appended, UserState
+from helmrec.memory.history import ChainState, HashKey, advance
 from helmrec.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
-    """New events, checked and hashed before they wait for the writer."""
+    """New events, checked before they wait for the writer."""
 
     user_id: int
     base_version: int
     columns: IntArray  # (fields, events)
-    words: Words
 
     @property
     def num_events(self) -> int:
-        return self.words.size
+        return self.columns.shape[1]
 
 
 class Sizes(NamedTuple):
@@ -49,8 +48,9 @@ class Sizes(NamedTuple):
 class UserTable:
     """Histories by user, inside transactions that others begin and end."""
 
-    def __init__(self, tables: Tables, num_fields: int, keep_events: int) -> None:
+    def __init__(self, tables: Tables, key: HashKey, num_fields: int, keep_events: int) -> None:
         self._tables = tables
+        self._key = key
         self._num_fields = num_fields
         self._keep_events = keep_events
 
@@ -63,32 +63,37 @@ class UserTable:
             raise HistoryError(f"the record of user {user_id} is damaged")
         return record
 
+    def state(self, record: UserRecord) -> UserState:
+        """As it may be shown."""
+        seal = self._key.seal(record.end)
+        return UserState(record.version, record.first_event, seal, record.last_timestamp)
+
     def read(self, txn: Txn, user_id: int, record: UserRecord, first_event: int) -> Unpacked:
         """All events of the page that holds `first_event`, which must be kept, and of those after it; verified."""
         first_page = first_event // PAGE_EVENTS
         num_events = record.version - first_page * PAGE_EVENTS
         pages = range(first_page, -(-record.version // PAGE_EVENTS))
         values = [txn.get(page_key(user_id, page), b"", db=self._tables.pages) for page in pages]
-        found = unpack_pages(values, self._num_fields, num_events)
+        found = unpack_pages(self._key, values, self._num_fields, num_events)
         if found.num_sound < num_events:
             at = record.version - num_events + found.num_sound
             raise HistoryError(f"the history of user {user_id} is damaged from event {at} on")
-        if found.seal != record.seal:
+        if found.end != record.end:
             raise HistoryError(f"the history of user {user_id} is damaged: its record and its pages disagree")
         return found
 
     def append(self, txn: Txn, new: Append) -> Appended:
         """Raise before anything is written, or write all of it."""
-        record = self.record(txn, new.user_id) or new_user(new.user_id)
+        record = self.record(txn, new.user_id) or new_user(self._key, new.user_id)
         if new.base_version != record.version:
             return self._repeated(txn, record, new)
         if new.columns[-1, 0] < record.last_timestamp:
             problem = f"time runs backwards from the last event kept, {record.last_timestamp}"
             raise RequestError("timestamps[0]", int(new.columns[-1, 0]), problem)
-        seal = self._write_pages(txn, record, new)
+        end = self._write_pages(txn, record, new)
         version = record.version + new.num_events
         first_event = self._drop_old(txn, new.user_id, record.first_event, version)
-        latest = UserRecord(version, first_event, seal, int(new.columns[-1, -1]))
+        latest = UserRecord(version, first_event, end, int(new.columns[-1, -1]))
         txn.put(user_key(new.user_id), pack_user(latest), db=self._tables.users)
         return Appended(record.version, version, is_repeat=False)
 
@@ -102,21 +107,20 @@ class UserTable:
                 return Appended(new.base_version, record.version, is_repeat=True)
         raise StaleVersion(new.user_id, new.base_version, record.version)
 
-    def _write_pages(self, txn: Txn, record: UserRecord, new: Append) -> int:
-        """Fill up the last page and add others; returns the seal after the last event."""
-        columns, words, before = new.columns, new.words, record.seal
+    def _write_pages(self, txn: Txn, record: UserRecord, new: Append) -> ChainState:
+        """Fill up the last page and add others; returns the state after the last event."""
+        columns, before = new.columns, record.end
         page, in_tail = divmod(record.version, PAGE_EVENTS)
         if in_tail:
             tail = self.read(txn, new.user_id, record, record.version - 1)  # to be written again: verified
             columns = np.concatenate((tail.columns, columns), axis=1)
             before = tail.before
-        states = fold_words(record.seal, words)
         for first in range(0, columns.shape[1], PAGE_EVENTS):
             some = np.ascontiguousarray(columns[:, first : first + PAGE_EVENTS])
-            seal = int(states[first + some.shape[1] - in_tail - 1])
-            packed = pack_page(Page(before, seal, some))
+            end = advance(self._key, before, some)
+            packed = pack_page(Page(before, end, some))
             txn.put(page_key(new.user_id, page + first // PAGE_EVENTS), packed, db=self._tables.pages)
-            before = seal
+            before = end
         return before
 
     def _drop_old(self, txn: Txn, user_id: int, first_event: int, version: int) -> int:
@@ -151,5 +155,5 @@ class UserTable:
         record = self.record(txn, user_id)
         if record is not None:
             found = self.read(txn, user_id, record, record.first_event)
-            if record.first_event == 0 and found.before != new_user(user_id).seal:
+            if record.first_event == 0 and found.before != new_user(self._key, user_id).end:
                 raise HistoryError(f"the history of user {user_id} is damaged: it is another user's")

@@ -1,8 +1,8 @@
-"""The host tier for KV: sealed pages kept in DRAM, found by the chain state at their end.
+"""The host tier for KV: sealed pages kept in DRAM, found by their user and the chain state at their end.
 
-A page's state vouches for everything before it, so one lookup per page verifies it, whoever asks. Bookkeeping
-only: which host slot holds which page, which page leaves when the tier is full, and whether taking a page back
-beats computing it again. It does not know users, tensors or devices.
+A page's state vouches for everything before it, so one lookup per page verifies it. No user is ever given a page of
+another. Bookkeeping only: which host slot holds which page, which page leaves when the tier is full, and whether
+taking a page back beats computing it again. It does not know tensors or devices.
 """
 
 from collections import OrderedDict
@@ -23,6 +23,7 @@ class HostPage(NamedTuple):
 class PageKey(NamedTuple):
     """A sealed page in the pool that may be saved."""
 
+    user_id: int
     state: int  # the chain state at its end
     page: int
     epoch: int
@@ -119,7 +120,7 @@ class Expander:
     def __init__(self, num_slots: int, policy: str = "measured") -> None:
         self.costs = ReloadCosts(StepCosts())
         self._policy = policy
-        self._pages: OrderedDict[int, HostPage] = OrderedDict()  # state -> page, coldest first
+        self._pages: OrderedDict[tuple[int, int], HostPage] = OrderedDict()  # (user, state) -> page, coldest first
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self.saved_pages = 0
@@ -134,17 +135,17 @@ class Expander:
     def num_pages(self) -> int:
         return len(self._pages)
 
-    def find(self, states: States, first: int, page_tokens: int) -> list[HostPage]:
-        """The run of held pages from page `first` of a history on."""
+    def find(self, user_id: int, states: States, first: int, page_tokens: int) -> list[HostPage]:
+        """The run of held pages from page `first` of a user's history on."""
         found: list[HostPage] = []
         if not self._pages:
             return found
         for end in range((first + 1) * page_tokens, states.size + 1, page_tokens):
-            state = int(states[end - 1])
-            page = self._pages.get(state)
+            place = user_id, int(states[end - 1])
+            page = self._pages.get(place)
             if page is None:
                 break
-            self._pages.move_to_end(state)
+            self._pages.move_to_end(place)
             found.append(page)
         return found
 
@@ -158,12 +159,13 @@ class Expander:
         """Give a page a host slot; None if it is held already, computed no earlier, or there is no tier."""
         if not self._num_slots:
             return None
-        held = self._pages.get(key.state)
+        place = key.user_id, key.state
+        held = self._pages.get(place)
         if held is not None and held.epoch >= key.epoch:
             return None
         slot = held.slot if held is not None else self._take_slot()
-        self._pages[key.state] = HostPage(slot, key.epoch)
-        self._pages.move_to_end(key.state)
+        self._pages[place] = HostPage(slot, key.epoch)
+        self._pages.move_to_end(place)
         self.saved_pages += 1
         return PageSave(key.page, slot)
 
@@ -176,8 +178,14 @@ class Expander:
     def withdraw(self, saves: Sequence[PageSave]) -> None:
         """These pages were not copied after all."""
         slots = {save.slot for save in saves}
-        for state in [state for state, page in self._pages.items() if page.slot in slots]:
-            self._free.append(self._pages.pop(state).slot)
+        self._drop([place for place, page in self._pages.items() if page.slot in slots])
+
+    def forget(self, user_id: int) -> None:
+        """Drop all pages of a user."""
+        self._drop([place for place in self._pages if place[0] == user_id])
+
+    def _drop(self, places: list[tuple[int, int]]) -> None:
+        self._free.extend(self._pages.pop(place).slot for place in places)
 
     def _take_slot(self) -> int:
         if self._free:

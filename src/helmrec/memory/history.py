@@ -1,19 +1,40 @@
-"""What a prefix is verified against: the chained hash of a windowed history, and the rows it was made from.
+"""What a prefix is verified against: the keyed hash of a windowed history, and the rows it was made from.
 
-The chain is seeded by everything constant (user, model, window anchor, context) and then folds in every
-feature, action and timestamp, so state i equals state j only if all that went before is equal too.
+The hash is a chain: one 64-bit state per token that vouches for everything before it. It is seeded by everything
+constant (user, model, window anchor, context) and then folds in every feature, action and timestamp, so state i equals
+state j only if all that went before is equal too.
+
+Two lanes with independent keys run side by side. In each, an event becomes one word (NH over the halves of its
+fields), and words are the coefficients of a polynomial in a secret point (Horner's rule modulo 2^64 - 59). A state
+joins both lanes. Without the key, two histories that somebody chose have equal states with a probability of at most
+2^-60, as long as nothing but equality is shown; docs/decisions/0021-a-keyed-prefix-hash.md derives it.
 """
 
+import hashlib
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from helmrec.types import IntArray
 
 States = NDArray[np.uint64]
 Epochs = NDArray[np.uint32]
+MODULUS = (1 << 64) - 59
+SECRET_BYTES = 32
+_DOMAIN = b"helmrec prefix hash 1 "
+_FIRST_FIELDS = 16  # field keys that are derived at once; more follow when an event has more fields
+
+_GAP = np.uint64(59)  # 2^64 is 59 modulo MODULUS
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,48 +51,173 @@ class History:
         return self.states.size
 
 
-def chain(seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
+class ChainState(NamedTuple):
+    """Both lanes after some tokens: what a chain continues from. It must not be shown; `HashKey.seal` may be."""
+
+    first: int
+    second: int
+
+
+class ChainKeys(NamedTuple):
+    """What compiled loops need of a key. Points are below 2^57, so that one correction reduces a product."""
+
+    fields: NDArray[np.uint64]  # (fields, 4) 32 bits each: low and high half of a field in lane one, then in lane two
+    points: NDArray[np.uint64]  # (2,) of the polynomials
+    joins: NDArray[np.uint64]  # (4,) two numbers of 128 bits, low half first
+
+
+class HashKey:
+    """Everything secret about a chain, derived from one secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        assert len(secret) >= SECRET_BYTES, "a short secret can be guessed"
+        self._secret = secret
+        self.fingerprint = self._derive(b"fingerprint", 8).hex()  # tells keys apart, and gives none away
+        self._fields = self._field_keys(_FIRST_FIELDS)
+        numbers = np.frombuffer(self._derive(b"chain", 48), "<u8").astype(np.uint64)
+        self._points, self._joins = numbers[:2] >> np.uint64(7), numbers[2:]
+
+    @classmethod
+    def random(cls) -> "HashKey":
+        """A key that nobody else has, for states that never leave this process."""
+        return cls(secrets.token_bytes(SECRET_BYTES))
+
+    def keys(self, num_fields: int) -> ChainKeys:
+        if num_fields > len(self._fields):
+            self._fields = self._field_keys(2 * num_fields)  # begins with the same keys
+        return ChainKeys(self._fields, self._points, self._joins)
+
+    def seal(self, state: ChainState) -> int:
+        """64 bits that may be shown: equal seals, equal states, and nothing else can be learned from them."""
+        shown = hashlib.blake2b(
+            state.first.to_bytes(8, "little") + state.second.to_bytes(8, "little"),
+            key=self._derive(b"seal", 32),
+            digest_size=8,
+        )
+        return int.from_bytes(shown.digest(), "little")
+
+    def _field_keys(self, num_fields: int) -> NDArray[np.uint64]:
+        derived = self._derive(b"fields", 16 * num_fields)
+        return np.frombuffer(derived, "<u4").astype(np.uint64).reshape(num_fields, 4)
+
+    def _derive(self, purpose: bytes, num_bytes: int) -> bytes:
+        return hashlib.shake_256(_DOMAIN + purpose + b" " + self._secret).digest(num_bytes)
+
+    def __repr__(self) -> str:
+        return f"HashKey({self.fingerprint})"
+
+
+def chain(key: HashKey, seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
     """States after each of `num_context` context tokens and each event. columns: (fields, events)."""
-    return _chain(np.array(seed, np.int64), num_context, columns)
+    return _chain(key.keys(len(columns)), np.array(seed, np.int64), num_context, columns)
+
+
+def begin_chain(key: HashKey, seed: tuple[int, ...]) -> ChainState:
+    """Where a chain with this seed starts from."""
+    first, second = _begin(key.keys(0).points, np.array(seed, np.int64))
+    return ChainState(int(first), int(second))
+
+
+def advance(key: HashKey, state: ChainState, columns: IntArray) -> ChainState:
+    """The state after these events, which follow `state`. columns: (fields, events)."""
+    first, second = advance_lanes(key.keys(len(columns)), np.uint64(state.first), np.uint64(state.second), columns)
+    return ChainState(int(first), int(second))
+
+
+def _type_multiply(typing_context: Any, x: Any, y: Any) -> Any:
+    """How Numba is to compile `_multiply`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide, word = ir.IntType(128), ir.IntType(64)
+        product = builder.mul(*(builder.zext(argument, wide) for argument in arguments))
+        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), word)
+        return context.make_tuple(builder, signature.return_type, [builder.trunc(product, word), high])
+
+    return types.Tuple((types.uint64, types.uint64))(types.uint64, types.uint64), generate  # type: ignore[no-untyped-call]
+
+
+# The product of two unsigned words: its low and its high word.
+_multiply: Callable[[np.uint64, np.uint64], tuple[np.uint64, np.uint64]] = intrinsic(_type_multiply)  # type: ignore[assignment]
 
 
 @numba.njit(cache=True, inline="always")
-def mix_field(word: int, salt: int) -> np.uint64:
-    """Scatter one word over 64 bits; the salt tells apart fields that hold the same value.
-
-    Two full rounds: with one, small words stay almost linear, and an item up by one beside a time down by
-    one would cancel out in the sum over an event's fields.
-    """
-    mixed = np.uint64(word) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x87C37B91114253D5)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x4CF5AD432745937F)
-    return mixed ^ (mixed >> np.uint64(32))
+def _step(state: np.uint64, point: np.uint64, word: np.uint64) -> np.uint64:
+    """`state * point + word` modulo MODULUS, as some number below 2^64."""
+    low, high = _multiply(state, point)
+    low += word
+    high += np.uint64(low < word)
+    folded = high * _GAP  # below 2^63, since points are below 2^57
+    low += folded
+    return low + _GAP * np.uint64(low < folded)
 
 
 @numba.njit(cache=True, inline="always")
-def fold_state(state: np.uint64, mixed: np.uint64) -> np.uint64:
-    """Advance the chain. Only this is serial; the words of an event are mixed independently before it."""
-    state ^= mixed
-    return ((state << np.uint64(27)) | (state >> np.uint64(37))) * np.uint64(5) + np.uint64(0x52DCE729)
+def _join(first: np.uint64, second: np.uint64, keys: NDArray[np.uint64]) -> np.uint64:
+    """The high word of `(keys[0:2] + first) * (keys[2:4] + second)` modulo 2^128."""
+    x = first + keys[0]
+    y = second + keys[2]
+    x_high = keys[1] + np.uint64(x < first)
+    y_high = keys[3] + np.uint64(y < second)
+    _, high = _multiply(x, y)
+    return high + x * y_high + x_high * y
+
+
+@numba.njit(cache=True, inline="always")
+def mix_field(value: np.uint64, low_key: np.uint64, high_key: np.uint64) -> np.uint64:
+    """What a field adds to its event's word: both halves of its value, moved by their keys, multiplied."""
+    return ((value + low_key) & _LOW) * (((value >> _HALF) + high_key) & _LOW)
 
 
 @numba.njit(cache=True)
-def _chain(seed: IntArray, num_context: int, columns: IntArray) -> States:
+def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:  # (2, events)
+    """One word per event and lane, the sum over its fields."""
     num_fields, num_events = columns.shape
-    states = np.zeros(num_context + num_events, np.uint64)
-    state = np.uint64(0)
-    for i in range(seed.size):
-        state = fold_state(state, mix_field(seed[i], i))
-    for i in range(num_context):
-        state = fold_state(state, mix_field(i, seed.size))
-        states[i] = state
-    of_events = states[num_context:]
+    words = np.zeros((2, num_events), np.uint64)
+    first, second = words[0], words[1]
     for field in range(num_fields):  # field by field: these loops become vector instructions
+        low_first, high_first = fields[field, 0], fields[field, 1]
+        low_second, high_second = fields[field, 2], fields[field, 3]
+        values = columns[field]
         for i in range(num_events):
-            of_events[i] += mix_field(columns[field, i], field)
-    for i in range(num_events):
-        state = fold_state(state, of_events[i])
-        of_events[i] = state
+            first[i] += mix_field(np.uint64(values[i]), low_first, high_first)
+            second[i] += mix_field(np.uint64(values[i]), low_second, high_second)
+    return words
+
+
+@numba.njit(cache=True)
+def _begin(points: NDArray[np.uint64], seed: IntArray) -> tuple[np.uint64, np.uint64]:
+    """Seeds are coefficients as they are; the leading one is 1, so that no two lengths are alike."""
+    first = second = np.uint64(1)
+    for i in range(seed.size):
+        first = _step(first, points[0], np.uint64(seed[i]))
+        second = _step(second, points[1], np.uint64(seed[i]))
+    return first, second
+
+
+@numba.njit(cache=True)
+def advance_lanes(
+    keys: ChainKeys, first: np.uint64, second: np.uint64, columns: IntArray
+) -> tuple[np.uint64, np.uint64]:
+    """`advance` for compiled callers."""
+    words = _words(keys.fields, columns)
+    for i in range(words.shape[1]):
+        first = _step(first, keys.points[0], words[0, i])
+        second = _step(second, keys.points[1], words[1, i])
+    return first, second
+
+
+@numba.njit(cache=True)
+def _chain(keys: ChainKeys, seed: IntArray, num_context: int, columns: IntArray) -> States:
+    first, second = _begin(keys.points, seed)
+    words = _words(keys.fields, columns)
+    states = np.empty(num_context + words.shape[1], np.uint64)
+    for i in range(states.size):
+        at = i - num_context
+        word_first = words[0, at] if at >= 0 else np.uint64(i)
+        word_second = words[1, at] if at >= 0 else np.uint64(i)
+        first = _step(first, keys.points[0], word_first)
+        second = _step(second, keys.points[1], word_second)
+        states[i] = _join(first, second, keys.joins)
     return states
 
 

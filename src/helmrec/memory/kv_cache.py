@@ -46,7 +46,6 @@ class KVCache:
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
         self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
-        self._saved_of: dict[int, int] = {}  # host slot -> the user it was last filled for
         self.reused_tokens = self.total_tokens = 0
         self.evicted_pages = 0
         self.stale_cuts = 0
@@ -85,7 +84,7 @@ class KVCache:
         if prefix is None or (plan.num_resident % page_tokens and prefix.pins > 1):
             return plan  # a page may not be loaded over what others still write or read
         first = plan.num_resident // page_tokens
-        found = self._expander.find(history.states, first, page_tokens)
+        found = self._expander.find(history.user_id, history.states, first, page_tokens)
         if not found:
             return plan
         end = (first + len(found)) * page_tokens
@@ -110,10 +109,9 @@ class KVCache:
             if end > (prefix.sound if prefix.is_suspect else prefix.settled):  # evicted or cut since, or not kept
                 continue
             epoch = int(epoch_per_token(prefix.made_at, end).min())  # of all that the page was computed from
-            save = self._expander.save(PageKey(int(prefix.states[end - 1]), prefix.pages[i], epoch))
-            if save is not None:
+            key = PageKey(prefix.user_id, int(prefix.states[end - 1]), prefix.pages[i], epoch)
+            if (save := self._expander.save(key)) is not None:
                 saves.append(save)
-                self._saved_of[save.slot] = prefix.user_id
         return saves
 
     def _note_unsaved(self, start: int, end: int, prefix: Prefix) -> None:
@@ -206,7 +204,7 @@ class KVCache:
             assert prefix.pins == 0, "a step still reads what is to be forgotten"
             self._drop(prefix)
         self._visits.forget(user_id)
-        self._expander.withdraw([PageSave(0, slot) for slot, user in self._saved_of.items() if user == user_id])
+        self._expander.forget(user_id)
 
     @property
     def is_idle(self) -> bool:

@@ -20,6 +20,7 @@ class Verdict(StrEnum):
     HELD_ALREADY = "held already"
     NO_ROOM = "no room"
     TOO_BUSY = "too busy"
+    FORGOTTEN = "forgotten"  # its user was, while the signal waited
 
 
 class Signal(NamedTuple):

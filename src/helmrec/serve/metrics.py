@@ -196,6 +196,7 @@ def _of_relay(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("helmrec_relay_compute_share", "Late time for computing ahead.", relay.compute_share)
     yield CounterMetricFamily("helmrec_relay_leases_used", "Leases whose rank came in time.", relay.used)
     yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not.", relay.expired)
+    yield CounterMetricFamily("helmrec_relay_leases_lost", "Leases whose prefix did not stay in the pool.", relay.lost)
     yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time that went into computing ahead.", relay.busy_s)
 
 

@@ -32,7 +32,9 @@ class PrefillBody(Struct, frozen=True, forbid_unknown_fields=True):
     first_event: Annotated[int, Meta(ge=0, description="how many events came before those sent")] = 0
     num_candidates: Annotated[int, Meta(ge=0, description="that the rank will ask for, as far as known")] = 0
     budget_ms: Annotated[float, Meta(gt=0, description="that the rank may take")] | None = None
-    hold_ms: Annotated[float, Meta(gt=0, description="how long to hold what was computed")] | None = None
+    hold_ms: (
+        Annotated[float, Meta(gt=0, description="how long to hold what was computed, at most relay.max_hold_ms")] | None
+    ) = None
 
     @property
     def is_without_events(self) -> bool:
@@ -62,8 +64,9 @@ class LeaseAnswer(Struct, frozen=True):
 
     token: str
     node: Annotated[str, Meta(description="send the rank here; the header of the same name says so too")]
-    hold_ms: float
+    hold_ms: Annotated[float, Meta(description="that were granted")]
     expires_at: Annotated[float, Meta(description="seconds since 1970")]
+    is_shortened: Annotated[bool, Meta(description="more was asked for than the server's relay.max_hold_ms")]
 
 
 class PrefillAnswer(Struct, frozen=True):
@@ -76,10 +79,10 @@ class PrefillAnswer(Struct, frozen=True):
 
     @classmethod
     def of(cls, result: PrefillResult, node: str, history_version: int | None) -> "PrefillAnswer":
-        lease = result.lease
-        held = (
-            None if lease is None else LeaseAnswer(lease.token, node, lease.hold_ms, time.time() + lease.hold_ms / 1e3)
-        )
+        lease, held = result.lease, None
+        if lease is not None:
+            expires_at = time.time() + lease.hold_ms / 1e3
+            held = LeaseAnswer(lease.token, node, lease.hold_ms, expires_at, lease.is_shortened)
         return cls(held is not None, str(result.verdict), held, history_version)
 
 

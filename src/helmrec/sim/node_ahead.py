@@ -4,8 +4,9 @@ from helmrec.sim.cost import Work, compute_ms
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import Kv, pages_for
 from helmrec.sim.node_plan import is_ahead_step, plan_tokens, resident_tokens
-from helmrec.sim.node_relay import R, T, Wanted, compute_share, expire, grant, judge, promise, share
+from helmrec.sim.node_relay import J, R, T, Wanted, compute_share, expire, grant, judge, lose_lease, promise, share
 from helmrec.sim.node_state import C, Faults, Member, N, NodeState, Requests, Setup
+from helmrec.types import IntArray
 
 _LEAST_IDLE = 0.05  # as engine/relay.py
 
@@ -26,7 +27,8 @@ def take_signals(node: NodeState, setup: Setup, requests: Requests, now_s: float
         if verdict in (R.ADMITTED, R.RESIDENT):
             grant(relay, kv, user, wanted.num_pages, now_s + setup.relay.hold_s)
         if verdict == R.ADMITTED:
-            relay.job[counts[R.JOB_END]] = request
+            job = relay.job[counts[R.JOB_END]]
+            job[J.REQUEST], job[J.LEASE], job[J.REACHED] = request, relay.lease[user], 0
             counts[R.JOB_END] += 1
             promise(relay, user, wanted.ahead_s)
             relay.clocks[T.MOST_SHARE] = max(relay.clocks[T.MOST_SHARE], compute_share(relay, now_s))
@@ -56,9 +58,8 @@ def _wanted(node: NodeState, setup: Setup, requests: Requests, request: int, now
 def _num_ahead(setup: Setup, requests: Requests, request: int) -> int:
     """Tokens of a history to compute ahead; none ends with a page."""
     total = requests.num_tokens[request]
-    if total <= setup.num_context:
-        return 0
-    return total - (total % setup.rules.page_tokens == 0)
+    num_tokens = total - (total % setup.rules.page_tokens == 0)
+    return num_tokens if num_tokens > setup.num_context else 0
 
 
 @inner
@@ -70,21 +71,24 @@ def next_chunks(node: NodeState, setup: Setup, requests: Requests, faults: Fault
     if in_flight >= 0 and is_ahead_step(node, in_flight):
         return 0  # one chunk at most is ahead of a rank that comes now
     left, num, num_looked_at = setup.relay.chunk_tokens, 0, 0
-    place = counts[R.JOB_NEXT]
+    room, place = setup.max_batch_tokens, counts[R.JOB_NEXT]
     while place < counts[R.JOB_END] and left > 0 and num < setup.max_batch_requests:
-        request = node.relay.job[place]
+        job = node.relay.job[place]
         place += 1
-        if not _is_wanted(node, setup, requests, request):
-            promise(node.relay, requests.reads.user[request], 0.0)
+        if not _is_wanted(node, setup, requests, job):
             continue
-        node.members[which, num, Member.REQUEST], node.members[which, num, Member.ASKED] = request, 0
-        node.members[which, num, Member.TOKENS] = _chunk_end(node, setup, requests, request, left)
-        node.relay.job[counts[R.JOB_NEXT] + num_looked_at] = request  # those looked at move together
+        request, member = job[J.REQUEST], node.members[which, num]
+        member[Member.REQUEST], member[Member.ASKED] = request, 0
+        member[Member.TOKENS] = _chunk_end(node, setup, requests, request, left)
+        _copy_job(node.relay.job[counts[R.JOB_NEXT] + num_looked_at], job)  # those looked at move together
         num_looked_at += 1
+        if num and member[Member.TOKENS] + setup.num_request_context > room:
+            break
         if not plan_tokens(node, setup, requests, faults, (which, num)):
             break
-        member = node.members[which, num]
-        left -= member[Member.TOKENS] - member[Member.RESIDENT] + setup.num_request_context
+        computed = member[Member.TOKENS] - member[Member.RESIDENT] + setup.num_request_context
+        left -= computed
+        room -= computed
         node.arrived_s[which, num] = now_s
         num += 1
     _put_back(node, place, num_looked_at)
@@ -98,14 +102,30 @@ def _put_back(node: NodeState, place: int, num: int) -> None:
     """Those looked at stand before `place` again, where the next to look at begins."""
     counts, job = node.relay.counts, node.relay.job
     for i in range(num - 1, -1, -1):
-        job[place - num + i] = job[counts[R.JOB_NEXT] + i]
+        _copy_job(job[place - num + i], job[counts[R.JOB_NEXT] + i])
     counts[R.JOB_NEXT] = place - num
 
 
 @inner
-def _is_wanted(node: NodeState, setup: Setup, requests: Requests, request: int) -> bool:
-    is_held = node.relay.lease[requests.reads.user[request]] > 0
-    return is_held and resident_tokens(node, requests, request) < _num_ahead(setup, requests, request)
+def _copy_job(target: IntArray, source: IntArray) -> None:
+    for column in range(source.size):
+        target[column] = source[column]
+
+
+@inner
+def _is_wanted(node: NodeState, setup: Setup, requests: Requests, job: IntArray) -> bool:
+    request = job[J.REQUEST]
+    user = requests.reads.user[request]
+    if node.relay.lease[user] != job[J.LEASE]:
+        return False
+    resident = resident_tokens(node, requests, request)
+    if resident < job[J.REACHED]:
+        lose_lease(node.relay, node.kv, user)
+        return False
+    if resident >= _num_ahead(setup, requests, request):
+        promise(node.relay, user, 0.0)
+        return False
+    return True
 
 
 @inner

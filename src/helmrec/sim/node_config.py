@@ -92,7 +92,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         batch_pages=geometry.pages_for(engine.max_batch_tokens),
         reload=_RELOAD[engine.kv_reload],
         overlaps=engine.overlap is not False,
-        relay=relay_rules(engine.relay),
+        relay=relay_rules(engine),
     )
 
 

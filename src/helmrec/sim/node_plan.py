@@ -7,8 +7,8 @@ from helmrec.sim.cost import reload_ms, tokens_ms
 from helmrec.sim.node_host import NONE, Host, find, note_sealed, page_key, save, want
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import SHORT, Kv, P, commit, evict, find_prefix, note_lookup, plan, truncate, unpin
+from helmrec.sim.node_relay import J, T, add_share, end_lease
 from helmrec.sim.node_relay import R as Relay
-from helmrec.sim.node_relay import T, add_share, end_lease
 from helmrec.sim.node_rows import resize
 from helmrec.sim.node_state import (
     ALWAYS_RELOAD,
@@ -292,6 +292,9 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
     node.relay.clocks[T.STEPS_S] += took_s
     if is_ahead_step(node, which):
         node.relay.counts[Relay.STEPS] += 1
+        for index in range(node.size[which]):  # the jobs of its chunks are still those to be looked at next
+            job = node.relay.job[node.relay.counts[Relay.JOB_NEXT] + index]
+            job[J.REACHED] = node.members[which, index, Member.TOKENS]
         node.relay.clocks[T.BUSY_S] += took_s
         add_share(node.relay, T.AHEAD_BUSY_S, now_s, took_s)
         return

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.config import RelayConfig
+from helmrec.config import EngineConfig
 from helmrec.relay.trigger import SHARE_S
 from helmrec.sim.node_jit import inner
 from helmrec.sim.node_kv import KEPT, KVState, P, put_first, put_last, take_out
@@ -41,9 +41,18 @@ class R(IntEnum):
     HELD_ALREADY = 15
     NO_ROOM = 16
     TOO_BUSY = 17
+    LOST = 18  # leases whose prefix did not stay
 
 
 VERDICTS = (R.ADMITTED, R.RESIDENT, R.NOT_AT_RISK, R.HELD_ALREADY, R.NO_ROOM, R.TOO_BUSY)
+
+
+class J(IntEnum):
+    """Columns of `RelayState.job`."""
+
+    REQUEST = 0  # whose history is to be computed
+    LEASE = 1  # as in `RelayState.lease`
+    REACHED = 2  # tokens that were there when its last chunk had been computed
 
 
 class T(IntEnum):
@@ -80,18 +89,19 @@ class RelayState(NamedTuple):
     time_s: NDArray[np.float64]  # (signals,) when they come
     granted: IntArray  # (signals,) users, in order
     end_s: NDArray[np.float64]  # (signals,) of the leases granted
-    job: IntArray  # (signals,) requests whose histories are to be computed, in order
+    job: IntArray  # (signals, 3) histories to be computed, in order
     lease: IntArray  # (users,) place among those granted plus one; zero is none
     pages: IntArray  # (users,) its lease may take
     promised_s: NDArray[np.float64]  # (users,) to be computed for its lease
 
 
-def relay_rules(config: RelayConfig) -> RelayRules:
+def relay_rules(engine: EngineConfig) -> RelayRules:
+    config = engine.relay
     return RelayRules(
         config.budget_ms,
         config.risk,
         config.hold_ms / 1e3,
-        config.chunk_tokens,
+        engine.chunk_tokens,
         config.max_held,
         config.max_compute,
         config.max_leases,
@@ -103,8 +113,9 @@ def make_relay(num_users: int) -> RelayState:
     clocks[T.AHEAD_AT_S] = clocks[T.LATE_AT_S] = -np.inf
     none, never = np.empty(0, np.int64), np.empty(0)
     lease, pages = np.zeros((2, num_users), np.int64)
+    jobs = np.empty((0, len(J)), np.int64)
     return RelayState(
-        np.zeros(len(R), np.int64), clocks, none, never, none, never, none, lease, pages, np.zeros(num_users)
+        np.zeros(len(R), np.int64), clocks, none, never, none, never, jobs, lease, pages, np.zeros(num_users)
     )
 
 
@@ -117,7 +128,7 @@ def with_signals(relay: RelayState, requests: IntArray, times_s: NDArray[np.floa
         time_s=np.append(relay.time_s, times_s),
         granted=np.append(relay.granted, room),
         end_s=np.append(relay.end_s, empty),
-        job=np.append(relay.job, room),
+        job=np.append(relay.job, np.zeros((requests.size, len(J)), np.int64), axis=0),
     )
 
 
@@ -187,13 +198,20 @@ def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: floa
 
 @inner
 def end_lease(relay: RelayState, user: int, why: int) -> None:
-    """`why`: R.USED or R.EXPIRED; nothing happens to a user without one."""
+    """`why`: R.USED, R.EXPIRED or R.LOST; nothing happens to a user without one."""
     if relay.lease[user]:
         promise(relay, user, 0.0)
         relay.lease[user] = 0
         relay.counts[R.LEASES] -= 1
         relay.counts[R.HELD_PAGES] -= relay.pages[user]
         relay.counts[why] += 1
+
+
+@inner
+def lose_lease(relay: RelayState, kv: KVState, user: int) -> None:
+    """What was computed for a user did not stay."""
+    end_lease(relay, user, R.LOST)
+    _release(kv, user)
 
 
 @inner

@@ -1,0 +1,77 @@
+"""What a store says about itself: its format, the fields of its events, and the key its pages are sealed with.
+
+A store without a configured secret keeps a random key of its own beside its data, so whoever opens the store has it. A
+store with one keeps only the key's fingerprint. Knows no database.
+"""
+
+import hashlib
+import json
+from typing import NamedTuple
+
+from pydantic import SecretStr
+
+from helmrec.errors import HistoryError
+from helmrec.history.events import EventSchema
+from helmrec.memory.history import SECRET_BYTES, HashKey
+
+_FORMAT = 2  # 1: seals were made without a key
+
+
+class Found(NamedTuple):
+    """What is stored about a store; None where nothing is."""
+
+    description: bytes | None
+    own_secret: bytes | None
+
+
+def make_key(where: object, secret: SecretStr | None, own_secret: bytes | None) -> HashKey:
+    """From the configured secret, or from the one the store keeps."""
+    if secret is not None:
+        return HashKey(hashlib.sha256(secret.get_secret_value().encode(errors="surrogatepass")).digest())
+    if own_secret is None or len(own_secret) != SECRET_BYTES:
+        raise HistoryError(f"{where} is damaged: the key of its own is missing")
+    return HashKey(own_secret)
+
+
+def describe(schema: EventSchema, key: HashKey, secret: SecretStr | None) -> bytes:
+    """What a new store says about itself."""
+    described = {
+        "format": _FORMAT,
+        "features": list(schema.feature_names),
+        "sealed_with": "own key" if secret is None else "history_secret",
+        "key": key.fingerprint,
+    }
+    return json.dumps(described).encode()
+
+
+def check_identity(where: object, found: Found, schema: EventSchema, secret: SecretStr | None) -> HashKey:
+    """The key of an existing store; HistoryError with the reason if it cannot be used as these settings say."""
+    described = _parsed(found.description)
+    wanted = {"format": _FORMAT, "features": list(schema.feature_names)}
+    if described.get("format") == 1:
+        raise HistoryError(
+            f"{where} was made by an older release (format 1, without a key); this release needs format {_FORMAT}: "
+            "append its events to a new store"
+        )
+    if {name: described.get(name) for name in wanted} != wanted:
+        raise HistoryError(
+            f"{where} was made for {found.description!r}; this model and release need {json.dumps(wanted)}"
+        )
+    has_own = described.get("sealed_with") == "own key"
+    if has_own and secret is not None:
+        raise HistoryError(f"{where} was made without history_secret and keeps a key of its own: leave it unset")
+    if not has_own and secret is None:
+        raise HistoryError(f"{where} was made with history_secret: set it to the same value")
+    key = make_key(where, secret, found.own_secret)
+    if key.fingerprint != described.get("key"):
+        problem = "is damaged: its key is another" if has_own else "was made with another history_secret"
+        raise HistoryError(f"{where} {problem}")
+    return key
+
+
+def _parsed(description: bytes | None) -> dict[str, object]:
+    try:
+        described = json.loads(description or b"")
+    except ValueError:
+        return {}
+    return described if isinstance(described, dict) else {}
