@@ -309,9 +309,7 @@ def prepare(engine: Engine, way: Way, histories: Histories) -> None:
     pool.kv.evict(1 << 40)
     pool.kv._visits = type(pool.kv._visits)()
     expander = pool.expander
-    expander._num_slots = expander.slots if way.expander else 0  # type: ignore[attr-defined]
-    expander._free = list(range(expander._num_slots))
-    expander._pages.clear()
+    expander.clear(expander.slots if way.expander else 0)  # type: ignore[attr-defined]
     for _ in range(2):
         for user in range(histories.num_hot):
             engine._scheduler.submit(histories.hot(user), engine._clock.now())
@@ -522,7 +520,7 @@ def main() -> None:
     scale = QUICK if arguments.quick else CARD
     engine = make_engine(scale, scale.events(30_000))
     expander = engine._pool.expander
-    expander.slots = expander._num_slots  # type: ignore[attr-defined]  # what `prepare` goes back to
+    expander.slots = expander.num_slots  # type: ignore[attr-defined]  # what `prepare` goes back to
     expander.costs = ReloadCosts(StepCosts(), expander.costs.page_s)
     engine._relay = Relay(engine.config.relay, engine._scheduler, engine._pool.kv, expander.costs.steps)
     print(f"ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)

@@ -197,8 +197,7 @@ def forget(engine: Engine, alpha: float) -> None:
     expander = pool.expander
     if expander.num_slots:  # what reloads cost was learned under the load before
         expander.costs = ReloadCosts(StepCosts(), engine._runner._host._time_a_page())
-    expander._free += [page.slot for page in expander._pages.values()]
-    expander._pages.clear()
+    expander.clear(expander.num_slots)
     engine.move_alpha(alpha)
     engine.settle()
     engine.check()

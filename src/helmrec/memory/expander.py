@@ -36,6 +36,9 @@ class PageSave(NamedTuple):
     slot: int
 
 
+_NOBODY = -1  # user of a free slot
+
+
 class StepCosts:
     """Seconds a step takes, as a linear function of tokens and token pairs, learned from the steps that ran.
 
@@ -115,39 +118,53 @@ class ReloadCosts:
 
 
 class Expander:
-    """`num_slots` host pages, the least recently wanted leaving first."""
+    """`num_slots` host pages, the least recently wanted leaving first.
+
+    Numbers in arrays by slot, no object for each page: a tier may hold a million.
+    """
 
     def __init__(self, num_slots: int, policy: str = "measured") -> None:
         self.costs = ReloadCosts(StepCosts())
         self._policy = policy
-        self._pages: OrderedDict[tuple[int, int], HostPage] = OrderedDict()  # (user, state) -> page, coldest first
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._num_slots = num_slots
         self.saved_pages = 0
         self.reloaded_pages = 0
         self.evicted_pages = 0
+        self.clear(num_slots)
+
+    def clear(self, num_slots: int) -> None:
+        """Drop all pages; use the first `num_slots` slots from now on."""
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # chain state -> slot, coldest first
+        self._user = np.full(num_slots, _NOBODY, np.int64)  # whose page each slot holds
+        self._state = np.zeros(num_slots, np.uint64)
+        self._epoch = np.zeros(num_slots, np.int64)  # see `HostPage`
+        self._free = list(range(num_slots - 1, -1, -1))
 
     @property
     def num_slots(self) -> int:
-        return self._num_slots
+        return self._user.size
 
     @property
     def num_pages(self) -> int:
-        return len(self._pages)
+        return len(self._slot_of)
 
     def find(self, user_id: int, states: States, first: int, page_tokens: int) -> list[HostPage]:
         """The run of held pages from page `first` of a user's history on."""
         found: list[HostPage] = []
-        if not self._pages:
+        if not self._slot_of:
             return found
         for end in range((first + 1) * page_tokens, states.size + 1, page_tokens):
-            place = user_id, int(states[end - 1])
-            page = self._pages.get(place)
-            if page is None:
+            state = int(states[end - 1])
+            slot = self._held(user_id, state)
+            if slot is None:
                 break
-            self._pages.move_to_end(place)
-            found.append(page)
+            self._slot_of.move_to_end(state)
+            found.append(HostPage(slot, int(self._epoch[slot])))
         return found
+
+    def _held(self, user_id: int, state: int) -> int | None:
+        """The slot of this user's page; a page of another user is none, whatever its state."""
+        slot = self._slot_of.get(state)
+        return slot if slot is not None and self._user[slot] == user_id else None
 
     def is_worth_it(self, start: int, end: int, num_pages: int) -> bool:
         """Whether to take back these pages, which hold tokens [start, end) of a history, or to compute them."""
@@ -157,42 +174,46 @@ class Expander:
 
     def save(self, key: PageKey) -> PageSave | None:
         """Give a page a host slot; None if it is held already, computed no earlier, or there is no tier."""
-        if not self._num_slots:
+        if not self.num_slots:
             return None
-        place = key.user_id, key.state
-        held = self._pages.get(place)
-        if held is not None and held.epoch >= key.epoch:
+        slot = self._held(key.user_id, key.state)
+        if slot is not None and self._epoch[slot] >= key.epoch:
             return None
-        slot = held.slot if held is not None else self._take_slot()
-        self._pages[place] = HostPage(slot, key.epoch)
-        self._pages.move_to_end(place)
+        if slot is None:
+            self._drop([other] if (other := self._slot_of.get(key.state)) is not None else [])
+            slot = self._take_slot()
+        self._slot_of[key.state] = slot
+        self._slot_of.move_to_end(key.state)
+        self._user[slot], self._state[slot], self._epoch[slot] = key.user_id, key.state, key.epoch
         self.saved_pages += 1
         return PageSave(key.page, slot)
 
-    def discard(self, states: Iterable[int]) -> None:
-        """Pages that end in these states are not to be used again."""
-        for state in states:
-            if (page := self._pages.pop(state, None)) is not None:
-                self._free.append(page.slot)
+    def discard(self, user_id: int, states: Iterable[int]) -> None:
+        """Pages of a user that end in these states are not to be used again."""
+        self._drop([slot for state in states if (slot := self._held(user_id, state)) is not None])
 
     def withdraw(self, saves: Sequence[PageSave]) -> None:
         """These pages were not copied after all."""
-        slots = {save.slot for save in saves}
-        self._drop([place for place, page in self._pages.items() if page.slot in slots])
+        self._drop([save.slot for save in saves if self._user[save.slot] != _NOBODY])
 
     def forget(self, user_id: int) -> None:
         """Drop all pages of a user."""
-        self._drop([place for place in self._pages if place[0] == user_id])
+        self._drop(np.flatnonzero(self._user == user_id).tolist())
 
-    def _drop(self, places: list[tuple[int, int]]) -> None:
-        self._free.extend(self._pages.pop(place).slot for place in places)
+    def _drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self._slot_of[int(self._state[slot])]
+            self._user[slot] = _NOBODY
+        self._free.extend(slots)
 
     def _take_slot(self) -> int:
         if self._free:
             return self._free.pop()
         self.evicted_pages += 1
-        return self._pages.popitem(last=False)[1].slot
+        return self._slot_of.popitem(last=False)[1]
 
     def check(self) -> None:
-        slots = [*self._free, *(page.slot for page in self._pages.values())]
-        assert sorted(slots) == list(range(self._num_slots)), "a host slot is lost or held twice"
+        slots = [*self._free, *self._slot_of.values()]
+        assert sorted(slots) == list(range(self.num_slots)), "a host slot is lost or held twice"
+        assert all(int(self._state[slot]) == state for state, slot in self._slot_of.items()), "a slot has another state"
+        assert np.count_nonzero(self._user != _NOBODY) == self.num_pages, "a free slot has a user"

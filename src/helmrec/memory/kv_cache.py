@@ -373,7 +373,7 @@ class KVCache:
         """Drop what scores were not finite with, here and on the host."""
         page_tokens = self.limits.page_tokens
         ends = range((prefix.sound // page_tokens + 1) * page_tokens, prefix.num_tokens + 1, page_tokens)
-        self._expander.discard([int(prefix.states[end - 1]) for end in ends])
+        self._expander.discard(prefix.user_id, [int(prefix.states[end - 1]) for end in ends])
         self._truncate(prefix, prefix.sound)
         prefix.is_suspect = False
 
