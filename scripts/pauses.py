@@ -299,7 +299,7 @@ def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *,
             "offered_per_s": round(rate, 1),
             **described(load, minutes),
             "gaps": gaps(stats.pauses),
-            "collector_of_engine": None if stats.collector is None else asdict(stats.collector),
+            "collector_of_engine": asdict(stats.collector),
             "resident_users": stats.pool.resident_users,
         }
 

@@ -19,7 +19,9 @@ from weakref import WeakSet
 
 log = logging.getLogger("helmrec.pauses")
 
-Cause = Literal["collector", "compile", "boundary move", "save", "refill", "rows", "audit", "controller", "other"]
+Cause = Literal[
+    "collector", "compile", "boundary move", "save", "refill", "rows", "audit", "controller", "snapshot", "other"
+]
 BUCKETS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 5_000.0)
 _STOPS_EVERY_THREAD: frozenset[Cause] = frozenset({"collector", "compile"})
 _KEPT_OPERATIONS = 256

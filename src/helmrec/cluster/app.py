@@ -20,6 +20,7 @@ from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
 from helmrec.cluster.replica import EngineReplica, replica_settings
 from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_policy
+from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
@@ -42,6 +43,7 @@ class _Engines(EngineReplica):
     """A replica as Ray Serve calls it."""
 
     def __init__(self, begin: bytes, settings: bytes) -> None:
+        PROCESS.take_over()
         super().__init__(begin, settings, serve.get_replica_context().replica_id.unique_id)
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -67,6 +69,8 @@ class _Ingress:
         path = told.serve.history_path
         histories = None if path is None else Histories.open(path, shape, told.history)
         self._app = make_app(self._port, told.serve, histories)
+        PROCESS.take_over()
+        PROCESS.settle()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app

@@ -62,7 +62,7 @@ class EngineStats:
     background_failures: int
     relay: RelayStats
     pauses: PauseStats
-    collector: CollectorStats | None  # of its process; None if that is not there to serve
+    collector: CollectorStats  # of its process
     controller_failures: int = 0  # of what moves the boundary, where a server has one
 
 
@@ -348,7 +348,7 @@ class Engine:
                 background_failures=self._failures.count(),
                 relay=relay,
                 pauses=self._gaps.stats(self._clock.now()),
-                collector=PROCESS.stats() if PROCESS.is_taken_over else None,
+                collector=PROCESS.stats(),
             )
 
     def reset_pauses(self) -> None:

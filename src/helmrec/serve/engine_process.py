@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.errors import EngineClosed, HelmRecError, QueueFull
 from helmrec.redaction import is_secret_name
@@ -187,6 +188,7 @@ class EngineProcess:
 def main(arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    PROCESS.take_over()
     end, outgoing, incoming = map(int, arguments)
     link = Link(socket.socket(fileno=end), open_ring(outgoing), open_ring(incoming))
     for descriptor in (outgoing, incoming):

@@ -11,6 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from helmrec.collector import PROCESS
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
 from helmrec.failures import FailureLog
@@ -69,6 +70,8 @@ class Front:
                     pass  # the engine may end between the question and the look, or be too busy for it
                 except Exception as error:
                     self._note_look(error)
+            if not self.bodies.held_bytes:
+                PROCESS.when_idle()
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     async def stats(self) -> EngineStats | None:

@@ -215,11 +215,11 @@ def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
         "Time inside gaps in which the operating system did not run the process.",
         stats.pauses.suspended_s,
     )
-    if (collector := stats.collector) is not None:
-        yield GaugeMetricFamily(
-            "helmrec_tracked_objects", "Objects a full garbage collection would visit.", collector.tracked_objects
-        )
-        yield CounterMetricFamily("helmrec_full_collections", "Full garbage collections while serving.", collector.full)
-        yield CounterMetricFamily(
-            "helmrec_postponed_collections", "Full collections not run: they would take long.", collector.postponed
-        )
+    collector = stats.collector
+    yield GaugeMetricFamily(
+        "helmrec_tracked_objects", "Objects a full garbage collection would visit.", collector.tracked_objects
+    )
+    yield CounterMetricFamily("helmrec_full_collections", "Full garbage collections while serving.", collector.full)
+    yield CounterMetricFamily(
+        "helmrec_postponed_collections", "Full collections not run: they would take long.", collector.postponed
+    )

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from numpy.typing import ArrayLike
 
+from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
@@ -292,13 +293,9 @@ class InProcessPort:
 
     def _run(self) -> None:
         try:
-            if self._snapshots is not None and not self._is_heir:
-                self._snapshots.restore(self._engine, self._steering)
-            warm_up(self._engine)
-            if self._controller is not None:
-                self._controller.warm_up()
+            self._get_ready()
             self._health = Health.READY
-            log.info("ready", extra={"model": self.model.name})
+            log.info("ready", extra={"model": self.model.name, "start": str(self._engine.start_up)})
             self._step_until_over()
             while self._is_retired and (self._engine.step() or self._engine.stats().queue_length):
                 pass
@@ -311,12 +308,28 @@ class InProcessPort:
         finally:
             self._engine.close()
 
+    def _get_ready(self) -> None:
+        """Everything that would make the first requests wait."""
+        start_up = self._engine.start_up
+        if self._snapshots is not None and not self._is_heir:
+            start_up.begin("snapshot")
+            self._snapshots.restore(self._engine, self._steering)
+        warm_up(self._engine)
+        if self._controller is not None:
+            start_up.begin("controller")
+            self._controller.warm_up()
+        start_up.end()
+        PROCESS.settle()
+        self._engine.reset_pauses()
+
     def _step_until_over(self) -> None:
         while not self._is_over:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
-            if not self._engine.step():
-                self._has_work.wait(_IDLE_WAIT_S)
+            if not self._engine.step() and not self._has_work.wait(_IDLE_WAIT_S):
+                PROCESS.when_idle()
             if self._controller is not None:
-                self._controller.tick(time.perf_counter(), time.time())
+                with self._engine.operation("controller"):
+                    self._controller.tick(time.perf_counter(), time.time())
             if self._snapshots is not None:
-                self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())
+                with self._engine.operation("snapshot"):
+                    self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())

@@ -1,6 +1,5 @@
 """A process that serves: it listens, and when told to stop it lets running requests end first."""
 
-import gc
 import logging
 import signal
 import socket
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import uvicorn
 from starlette.types import ASGIApp
 
+from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
 from helmrec.serve.settings import ServeConfig
 
@@ -46,8 +46,9 @@ def serve_until_told(
     `on_stop` is called in the event loop when that begins.
     """
     sys.setswitchinterval(_TURN_S)
-    gc.collect()
-    gc.freeze()  # model and libraries stay: collections between requests need not look at them again
+    PROCESS.take_over()
+    if config.engine_process:  # else what stays is complete when the engine is ready, and its port sees to that
+        PROCESS.settle()
     settings = uvicorn.Config(
         app,
         log_config=None,
