@@ -53,6 +53,7 @@ ALPHA = 0.3
 TABLE_BYTES, POOL = 4 << 30, "6GiB"  # on a card
 HOT_SHARE, NUM_HOT, NUM_BANK, NEW_EVENTS = 0.6, 56, 384, 16
 PROBE = 400  # requests queued at once, to see what the node bears
+PROBE_HTTP, BATCH = 1_500, 8  # requests in all, and in a step
 
 
 class Traffic:
@@ -229,8 +230,8 @@ class Server:
     def __init__(self, setup: SetUp, folder: Path, *, is_cold: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        settings = setup.engine | {"engine_process": "true", "max_body_bytes": "64MiB"}
-        flags = [f"--set={name}={value}" for name, value in settings.items() if name != "ring_bytes"]
+        settings = setup.engine | {"engine_process": "true", "max_body_bytes": "64MiB", "max_bodies_bytes": "1GiB"}
+        flags = [f"--set={name}={value}" for name, value in settings.items()]
         environment = dict(os.environ)
         if is_cold:
             for name in ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -305,13 +306,14 @@ def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *,
 
 
 def http_capacity(setup: SetUp, folder: Path, requests: Iterator[RankRequest]) -> float:
-    """Answers/s of a server that is offered more than it bears for ten seconds."""
+    """Answers/s of a server that always has as many requests as fit two steps; the second stretch counts."""
     server = Server(setup, folder, is_cold=False)
     try:
         server.wait_until_ready()
-        for seconds, rate in ((4.0, 100.0), (10.0, 2_000.0 if setup.is_card else 600.0)):
-            load = HttpLoad(f"http://127.0.0.1:{server.port}")
-            end = load.run(requests, setup.model, arrival_times(np.zeros(int(seconds * rate)), rate, seed=2))
+        for num in (300, PROBE_HTTP):
+            load = HttpLoad(f"http://127.0.0.1:{server.port}", max_connections=2 * BATCH)
+            end = load.run(requests, setup.model, np.zeros(num), watch_every_s=1e9)
+            assert not end.refused and not end.failed, end
         return end.answered / end.elapsed_s
     finally:
         server.stop()

@@ -48,14 +48,14 @@ class _Connection(NamedTuple):
 class HttpLoad:
     """Offers requests to the server at `url`."""
 
-    def __init__(self, url: str, deadline_ms: float | None = None) -> None:
+    def __init__(self, url: str, deadline_ms: float | None = None, max_connections: int = _MAX_CONNECTIONS) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"url must look like http://127.0.0.1:8000, got {url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
         self._idle: list[_Connection] = []
-        self._room = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._room = asyncio.Semaphore(max_connections)
         self.tally = Tally()
         self._pool: PoolStats | None = None
         self._started_s = 0.0
