@@ -1,5 +1,6 @@
 """The compiled node computes ahead what the engine's own relay would, signal by signal."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -121,8 +122,8 @@ class RelayNode(PlainNode):
             for column, before in zip(columns, told, strict=True):
                 column[:] = before
 
-    def _commit(self, batch: Batch, now: float) -> float:
-        took_s = self._commit_pages(batch, now)
+    def _commit(self, batch: Batch, now: float, non_finite: Collection[int] = ()) -> float:
+        took_s = self._commit_pages(batch, now, non_finite)
         self.relay.note_step(batch, took_s, now)
         return took_s
 
