@@ -371,12 +371,15 @@ def run(num_streams: int, **extra: Any) -> None:
     run_state_machine_as_test(Streams, settings=settings(**options | extra))
 
 
+# A hundred streams may miss these: which streams they are changes with every line of the code they run.
+RARE = ["host evictions", "saves ahead", "reloads ahead", "ahead: held already", "ahead: no room", "leases lost"]
+
+
 def assert_streams_went_everywhere(*rare: str) -> None:
     """A stream that never evicts or moves proves nothing."""
     places = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
-    places += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
-    places += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room"]
-    places += ["steps ahead", "scores not finite", "scores beside a spoiled row", "leases lost"]
+    places += ["host reloads", "row refills", "overlapping steps", "leases used", "leases expired", "steps ahead"]
+    places += ["ahead: admitted", "ahead: resident", "scores not finite", "scores beside a spoiled row"]
     assert not [place for place in (*places, *rare) if not seen[place]], dict(seen)
 
 
@@ -389,7 +392,7 @@ def test_a_hundred_streams_never_return_a_wrong_score() -> None:
 def test_a_thousand_streams_never_return_a_wrong_score() -> None:
     """Other streams each time: fixed ones once missed a bug that the next seeds found."""
     run(1_000, derandomize=False)
-    assert_streams_went_everywhere("saves ahead", "reloads ahead")
+    assert_streams_went_everywhere(*RARE)
 
 
 def forget_row_updates(self: RowEpochs, rows: Any) -> None:
