@@ -140,7 +140,8 @@ def with_and_without_tier(engine: Engine, requests: list[Prepared]) -> list[dict
     for repeat in range(2):
         for has_tier in (False, True):
             forget(engine, START_ALPHA)
-            num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
+            num_slots = expander.num_slots
+            expander.clear(num_slots if has_tier else 0)
             serve(engine, requests[:WARM_UP])
             rows.append(
                 {
@@ -149,7 +150,7 @@ def with_and_without_tier(engine: Engine, requests: list[Prepared]) -> list[dict
                     **of_steps(serve(engine, requests[WARM_UP : WARM_UP + MEASURED])),
                 }
             )
-            expander._num_slots = num_slots
+            expander.clear(num_slots)
             print(rows[-1], flush=True)
     return rows
 

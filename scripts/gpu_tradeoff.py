@@ -40,7 +40,8 @@ def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier
     """Warm up, then measure with steps that overlap and with steps that do not."""
     forget(engine, alpha)
     expander = engine._pool.expander
-    num_slots, expander._num_slots = expander._num_slots, expander._num_slots if has_tier else 0
+    num_slots = expander.num_slots
+    expander.clear(num_slots if has_tier else 0)
     set_limit(engine, "save_bytes_per_step", 1 << 30)  # so that the tier holds what it would after a longer life
     serve(engine, requests[:WARM_UP])
     set_limit(engine, "save_bytes_per_step", SAVE_BYTES)
@@ -50,7 +51,7 @@ def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier
         part = requests[WARM_UP + i * MEASURED : WARM_UP + (i + 1) * MEASURED]
         measured.append({"overlap": overlap, **serve(engine, part).describe()})
     engine._pipeline._overlaps = True
-    expander._num_slots = num_slots
+    expander.clear(num_slots)
     return measured
 
 

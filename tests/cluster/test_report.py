@@ -128,7 +128,7 @@ def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_is_told_wit
         ),
     ]
     merged = merge_stats([replace(stats, pauses=each) for each in gaps]).pauses
-    collected = [None, CollectorStats(5, 1, 2.0, 9.0, 70, 0), CollectorStats(6, 1, 3.0, 8.0, 80, 1)]
+    collected = [CollectorStats(5, 1, 2.0, 9.0, 70, 0), CollectorStats(6, 1, 3.0, 8.0, 80, 1)]
     assert merge_stats([replace(stats, collector=each) for each in collected]).collector == CollectorStats(
         11, 2, 3.0, 9.0, 150, 1
     )

@@ -23,8 +23,13 @@ def no_collector() -> Iterator[None]:
 
 def roomy_engine(num_pages: int, num_host_pages: int = 0) -> Engine:
     page_bytes = tiny_geometry(tiny_model().config).page_bytes
-    sizes = {"pool_bytes": num_pages * page_bytes, "host_kv_bytes": num_host_pages * page_bytes}
-    return tiny_engine(clock=MonotonicClock(), kv_admission="always", alpha=0.1, **sizes)
+    return tiny_engine(
+        clock=MonotonicClock(),
+        kv_admission="always",
+        alpha=0.1,
+        pool_bytes=num_pages * page_bytes,
+        host_kv_bytes=num_host_pages * page_bytes,
+    )
 
 
 def rank_users(engine: Engine, users: range, num_events: int = 12) -> None:

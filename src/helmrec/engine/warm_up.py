@@ -7,9 +7,11 @@ requests. What a compiler has done before comes from its cache and takes no time
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ByteSize
 
 from helmrec.clock import MonotonicClock
@@ -221,12 +223,14 @@ def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
 
 def _compile_loops_of_graphs() -> None:
     """What only steps on a card call: they pad steps to the sizes of graphs, and plan attention."""
-    events, tokens = (np.zeros(8, np.int64) for _ in range(2))
-    lengths, pages = np.zeros(2, np.int32), np.zeros((2, 4), np.int32)
-    target = StepArrays(
-        *(events.copy() for _ in range(5)), tokens, np.zeros(3, np.int32), lengths.copy(), lengths.copy(), pages
-    )
-    pad_tokens(target, EMPTY, NOWHERE)
+    events, lengths = np.zeros(8, np.int64), np.zeros(2, np.int32)
+    staged: dict[str, NDArray[Any]] = {
+        **{name: events.copy() for name in ("event_at", "actions", "positions", "gaps", "context_at", "write_slots")},
+        **{name: lengths.copy() for name in ("num_resident", "num_new")},
+        "cu_tokens": np.zeros(3, np.int32),
+        "page_table": np.zeros((2, 4), np.int32),
+    }
+    pad_tokens(StepArrays.staged(staged), EMPTY, NOWHERE)
     pad_rows(np.zeros(8, np.int32), NOWHERE, RowLayout(1, 0, 8, NOWHERE), ABSENT)
     pad_candidates(events, np.zeros((1, 8), np.int64), NOWHERE, NOWHERE, np.zeros(1, np.int64))
     q = torch.zeros(16, 1, 4)

@@ -35,7 +35,7 @@ def follow_compilers() -> None:
         _is_followed["triton"] = True
 
 
-class _NumbaListener(event.Listener):  # type: ignore[misc]
+class _NumbaListener(event.Listener):
     """A function compiles those it calls: the outermost is one pause."""
 
     def on_start(self, event: Any) -> None:
