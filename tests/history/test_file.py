@@ -6,7 +6,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from helmrec.errors import HistoryError, HistoryFull
+from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory, EmbeddedReader
 from helmrec.history.events import EventSchema, FeatureTable
@@ -178,3 +178,20 @@ def test_a_store_that_is_filled_and_emptied_again_and_again_stays_within_its_bou
             first_user += 1_000
         store.check()
     assert max(sizes) <= bound + (128 << 10), "what deletes need for a moment, and no more"
+
+
+def test_a_store_that_was_removed_or_replaced_acknowledges_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "place" / "data.mdb"
+    with EmbeddedHistory(tmp_path / "place", SCHEMA, FAST) as store:
+        store.append(1, 0, events_of(1, 0, 3))
+        data.rename(tmp_path / "aside")
+        for call in (store.ping, lambda: store.append(1, 3, events_of(1, 3, 3))):
+            with pytest.raises(HistoryUnavailable, match="cannot be found any more"):
+                call()
+        data.write_bytes(b"")
+        with pytest.raises(HistoryUnavailable, match="was replaced"):
+            store.ping()
+        (tmp_path / "aside").rename(data)
+        store.ping()
+        assert store.append(1, 3, events_of(1, 3, 3)).version == 6, "it is where it was"
+        store.check()

@@ -58,6 +58,8 @@ class FakeEngine:
             for frame in link.receive():
                 if frame.kind == Kind.BEGIN:
                     link.send(Kind.READY, 0)
+                elif frame.kind == Kind.RANK:
+                    link.send(Kind.RESULTS, frame.call, [b"\xff" * 16])  # scores that nobody can read
                 elif frame.kind == Kind.CALL:
                     self._call(link, frame.call, *unpack_call(frame.payload))
                 elif frame.kind == Kind.END:

@@ -6,14 +6,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
+from helmrec.engine.warm_up import made_up_request
 from helmrec.errors import AlphaOutOfRange, EngineClosed, RequestError
 from helmrec.serve import process_port
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
 from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.settings import ServeConfig
+from tests.helpers import tiny_config
 from tests.serve.asgi import send
 from tests.serve.fake_engine import GARBAGE, SILENCE, FakeEngine, port_before
 
@@ -283,3 +286,20 @@ def test_a_watch_that_sees_an_unexpected_error_goes_on_watching(
         "it is still seen"
     )
     assert len([record for record in caplog.records if "watching the engine" in record.message]) == 1
+
+
+def test_an_answer_that_cannot_be_read_fails_its_call_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    port = port_before(FakeEngine(takes_all))
+
+    async def rank() -> None:
+        async with running(port):
+            for _ in range(2):
+                with pytest.raises(msgspec.ValidationError):
+                    await asyncio.wait_for(port.submit([made_up_request(tiny_config(), 3)]), 10)
+            await port.stats()
+            assert port.health is Health.READY
+            assert port.num_restarts == 0
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(rank())
+    assert len([record for record in caplog.records if record.message == "an answer could not be read"]) == 2

@@ -102,7 +102,8 @@ class EmbeddedReader:
             return self._file.taken_sizes(txn) or sizes_of(self._schema)
 
     def ping(self) -> None:
-        """Raise HistoryError if the store cannot be read now."""
+        """Raise HistoryError if the store cannot be read now, or is not where it was."""
+        self._file.check_place()
         with self._file.reading() as txn:
             self._users.sizes(txn)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
 
-from helmrec.errors import DiskFull, HistoryError, HistoryFull
+from helmrec.errors import DiskFull, HistoryError, HistoryFull, HistoryUnavailable
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.identity import Found, check_identity, describe, make_key
@@ -58,6 +58,7 @@ class HistoryFile:
         try:
             with self._told():
                 self._env = self._open()
+                self._inode = _inode(path)
                 was_short = _fill_up(self._env, self.path, self._lock)
                 self.key = self._identify(schema)
                 self.tables = Tables(
@@ -136,6 +137,15 @@ class HistoryFile:
         with self._no_growth, self._told(), self._begin() as txn:
             yield txn
 
+    def check_place(self) -> None:
+        """Raise HistoryUnavailable if the file was removed or replaced: what is written to it now would be lost."""
+        try:
+            found = _inode(self.path)
+        except OSError as error:
+            raise HistoryUnavailable(f"{self.path} cannot be found any more ({error.strerror})") from None
+        if found != self._inode:
+            raise HistoryUnavailable(f"{self.path} was replaced while it was open")
+
     def _begin(self) -> Txn:
         try:
             return self.env.begin(buffers=True)
@@ -150,6 +160,7 @@ class HistoryFile:
         `max_bytes`, which nobody else may use.
         """
         with self._told():
+            self.check_place()
             while True:
                 try:
                     with self.env.begin(write=True, buffers=True) as txn:
@@ -228,6 +239,12 @@ def _has_room_at_end(data: Path) -> bool:
     except OSError as error:
         return error.errno not in _NO_ROOM
     return written == _TRIED_BYTES
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """Which file it is, however it is named."""
+    found = (path / _DATA).stat()
+    return found.st_dev, found.st_ino
 
 
 def _check_place(path: Path, *, readonly: bool) -> None:
