@@ -85,6 +85,30 @@ def test_what_cannot_cross_is_told(wrong: dict[str, Any]) -> None:
         pack_requests([as_request(rank_body(**wrong))], 0.0)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"user_id": "7"},
+        {"first_event": [1, 2]},
+        {"request_time": 1.5},
+        {"deadline_ms": {"ms": 3}},
+        {"context": [1, 2]},
+        {"features": None},
+        {"candidate_features": "abc"},
+    ],
+    ids=str,
+)
+def test_a_field_of_another_kind_cannot_cross(wrong: dict[str, Any]) -> None:
+    with pytest.raises(NotForTheWire):
+        pack_requests([replace(rank_requests(1)[0], **wrong)], 0.0)
+
+
+def test_numbers_of_numpy_and_long_deadlines_cross() -> None:
+    asked = replace(rank_requests(1)[0], user_id=np.int64(3), first_event=np.int32(0), deadline_ms=2**70)
+    (got,) = unpack_requests(joined(pack_requests([asked], 0.0))).requests
+    assert (got.user_id, got.first_event, got.deadline_ms) == (3, 0, float(2**70))
+
+
 def test_the_way_counts_towards_the_deadline() -> None:
     sent = pack_requests([as_request(rank_body())], spent_ms=40.0)
     assert unpack_requests(joined(sent)).spent_ms >= 40

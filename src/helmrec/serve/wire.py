@@ -110,8 +110,10 @@ _RESULT_BYTES = 128  # around the scores of one request, at most
 
 
 def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:
+    """Raise NotForTheWire if the other side could not read a request."""
     headers, arrays, came_s = [], [], time.monotonic() - spent_ms / 1e3
     for request in requests:
+        _check_mappings(request.features, request.candidate_features, request.context)
         lines = [
             _line(values)
             for values in (
@@ -122,22 +124,45 @@ def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[byte
         ]
         headers.append(
             _WireRequest(
-                request.user_id,
-                request.first_event,
-                request.request_time,
-                request.deadline_ms,
-                dict(request.context),
+                _plain(request.user_id),
+                _plain(request.first_event),
+                _plain(request.request_time),
+                _milliseconds(request.deadline_ms),
+                {name: _plain(value) for name, value in request.context.items()},
                 list(request.features),
                 list(request.candidate_features),
                 [(line.dtype.str, line.size) for line in lines],
             )
         )
         arrays.extend(lines)
-    try:
-        header = _ENCODER.encode(_WireRequests(came_s, headers))
-    except (OverflowError, TypeError) as error:
-        raise NotForTheWire(str(error)) from None
+    header = _readable(_WireRequests(came_s, headers), _REQUESTS)
     return _joined(header, [line.data.cast("B") if line.size else b"" for line in arrays])
+
+
+def _plain(value: Any) -> Any:
+    """An integer of NumPy as one of Python."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def _milliseconds(value: Any) -> Any:
+    """A whole number may be larger than integers on the wire."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_mappings(*values: object) -> None:
+    for each in values:
+        if not isinstance(each, Mapping):
+            raise NotForTheWire(f"{type(each).__name__} where values by table name are needed")
+
+
+def _readable(header: Any, decoder: "msgspec.msgpack.Decoder[Any]") -> bytes:
+    """Encoded, and known to be what the other side expects: numbers of the right kind and size."""
+    try:
+        encoded = _ENCODER.encode(header)
+        decoder.decode(encoded)
+    except (OverflowError, TypeError, msgspec.MsgspecError) as error:
+        raise NotForTheWire(str(error)) from None
+    return encoded
 
 
 def _line(values: Ids) -> NDArray[np.integer]:
@@ -181,21 +206,20 @@ def unpack_requests(payload: memoryview) -> Received:
 
 
 def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
+    """Raise NotForTheWire if the other side could not read it."""
+    _check_mappings(request.features, request.context)
     lines = [_line(each) for each in (request.items, request.actions, request.timestamps, *request.features.values())]
     sent = _WirePrefill(
-        request.user_id,
-        request.first_event,
-        dict(request.context),
+        _plain(request.user_id),
+        _plain(request.first_event),
+        {name: _plain(value) for name, value in request.context.items()},
         list(request.features),
-        request.num_candidates,
-        request.budget_ms,
-        request.hold_ms,
+        _plain(request.num_candidates),
+        _milliseconds(request.budget_ms),
+        _milliseconds(request.hold_ms),
         [(line.dtype.str, line.size) for line in lines],
     )
-    try:
-        header = _ENCODER.encode(sent)
-    except (OverflowError, TypeError) as error:
-        raise NotForTheWire(str(error)) from None
+    header = _readable(sent, _PREFILL)
     return _joined(header, [line.data.cast("B") if line.size else b"" for line in lines])
 
 
