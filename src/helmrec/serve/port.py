@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.engine.warm_up import made_up_request as made_up_request  # whoever tries a port asks for one here
+from helmrec.engine.warm_up import made_up_request as made_up_request  # noqa: PLC0414 - to try a port with
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
 from helmrec.failures import FailureLog
