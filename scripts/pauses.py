@@ -44,7 +44,7 @@ from helmrec.pauses import PauseStats
 from helmrec.serve.load import HttpLoad
 from helmrec.types import IntArray, RankRequest
 from scripts.gpu_traffic import serving_config
-from scripts.provenance import provenance
+from scripts.provenance import provenance, write_measurement
 
 FOLDER = Path("docs/measurements")
 LOAD = 0.7
@@ -337,10 +337,9 @@ def main() -> None:
     else:
         found = in_process(setup, flags.minutes, flags.load)
     path = flags.out or FOLDER / ("pauses-h200.json" if setup.is_card else "pauses-cpu.json")
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    kept[("http" + " cold" * flags.cold) if flags.http else "in process"] = {**provenance(), **found}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    runs[("http" + " cold" * flags.cold) if flags.http else "in process"] = {**provenance(), **found}
+    write_measurement(path, {"runs": runs})
     print(json.dumps(found, indent=1))
 
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -359,8 +359,8 @@ class Streams(RuleBasedStateMachine):
         )
 
 
-def run(num_streams: int, **extra: Any) -> None:
-    seen.clear()
+def run(num_streams: int, number: int | None = None, **extra: Any) -> None:
+    """Streams of the given number are always the same; without one they are others each time, or as `extra` says."""
     options: dict[str, Any] = {
         "max_examples": num_streams,
         "stateful_step_count": 30,
@@ -368,31 +368,37 @@ def run(num_streams: int, **extra: Any) -> None:
         "database": None,
         "suppress_health_check": list(HealthCheck),
     }
-    run_state_machine_as_test(Streams, settings=settings(**options | extra))
+    numbered = Streams if number is None else seed(number)(type("Streams", (Streams,), {}))
+    run_state_machine_as_test(numbered, settings=settings(**options | extra))
 
 
-# A hundred streams may miss these: which streams they are changes with every line of the code they run.
-RARE = ["host evictions", "saves ahead", "reloads ahead", "ahead: held already", "ahead: no room", "leases lost"]
+PLACES = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
+PLACES += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
+PLACES += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room", "steps ahead", "leases lost"]
+PLACES += ["saves ahead", "reloads ahead", "scores not finite", "scores beside a spoiled row"]
 
 
-def assert_streams_went_everywhere(*rare: str) -> None:
+def missed_places() -> list[str]:
     """A stream that never evicts or moves proves nothing."""
-    places = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
-    places += ["host reloads", "row refills", "overlapping steps", "leases used", "leases expired", "steps ahead"]
-    places += ["ahead: admitted", "ahead: resident", "scores not finite", "scores beside a spoiled row"]
-    assert not [place for place in (*places, *rare) if not seen[place]], dict(seen)
+    return [place for place in PLACES if not seen[place]]
 
 
-def test_a_hundred_streams_never_return_a_wrong_score() -> None:
-    run(100)
-    assert_streams_went_everywhere()
+def test_a_hundred_streams_or_more_never_return_a_wrong_score_and_go_everywhere() -> None:
+    seen.clear()
+    run(100, number=0)
+    for number in range(1, 9):  # the same streams on every machine; a place that is rare takes a few more
+        if not missed_places():
+            return
+        run(25, number=number)
+    assert not missed_places(), dict(seen)
 
 
 @pytest.mark.slow
 def test_a_thousand_streams_never_return_a_wrong_score() -> None:
     """Other streams each time: fixed ones once missed a bug that the next seeds found."""
+    seen.clear()
     run(1_000, derandomize=False)
-    assert_streams_went_everywhere(*RARE)
+    assert not missed_places(), dict(seen)
 
 
 def forget_row_updates(self: RowEpochs, rows: Any) -> None:
