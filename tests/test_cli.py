@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helmrec.cli import app
+from helmrec.model.config import ModelConfig
 
 runner = CliRunner()
 
@@ -110,3 +111,21 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
     result = runner.invoke(app, ["model", "info", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
     assert "not a model folder" in " ".join(result.output.split())
+
+
+def test_compile_takes_the_form_of_a_model_and_says_what_it_did(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ModelConfig] = []
+
+    def compiled(model: ModelConfig) -> int:
+        asked.append(model)
+        return 16
+
+    monkeypatch.setattr("helmrec.cli.compile_ahead", compiled)
+    for arguments in ([], [str(folder)]):
+        result = runner.invoke(app, ["compile", *arguments])
+        assert result.exit_code == 0, result.output
+        assert "loops of 16 kinds of engines" in result.output
+    assert [model.features[0].num_rows for model in asked] == [50_000, 500]
+    assert runner.invoke(app, ["compile", str(tmp_path / "none")]).exit_code == 2

@@ -104,7 +104,8 @@ def test_a_field_of_another_kind_cannot_cross(wrong: dict[str, Any]) -> None:
 
 
 def test_numbers_of_numpy_and_long_deadlines_cross() -> None:
-    asked = replace(rank_requests(1)[0], user_id=np.int64(3), first_event=np.int32(0), deadline_ms=2**70)
+    numbers: dict[str, Any] = {"user_id": np.int64(3), "first_event": np.int32(0), "deadline_ms": 2**70}
+    asked = replace(rank_requests(1)[0], **numbers)
     (got,) = unpack_requests(joined(pack_requests([asked], 0.0))).requests
     assert (got.user_id, got.first_event, got.deadline_ms) == (3, 0, float(2**70))
 
