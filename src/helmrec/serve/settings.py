@@ -188,7 +188,7 @@ def revealed(config: Frozen) -> dict[str, Any]:
 
 
 def for_engine(serve: ServeConfig) -> dict[str, Any]:
-    """What the process of an engine is told of the server's settings: nothing that only the front needs to know."""
+    """The settings of a server that an engine process gets: without those that only the front needs."""
     return {name: value for name, value in revealed(serve).items() if name not in _FRONT_ONLY}
 
 
