@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a clock that tests own, seeded chance, and an engine checked at teardown."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -19,6 +20,16 @@ from tests.helpers import tiny_engine, tiny_model
 # Numba compiles inside the first example, so no deadline; the same tests run the same examples everywhere.
 settings.register_profile("helmrec", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("helmrec")
+
+
+@pytest.fixture(autouse=True)
+def log_handlers_do_not_outlive_their_test() -> Iterator[None]:
+    """A command that a test runs in this process sends its logs to a stream that is closed when the test is over."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture
