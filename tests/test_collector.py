@@ -97,3 +97,24 @@ def test_a_model_swapped_in_under_load_is_frozen_without_a_collection(collector:
     collector.settle()
     assert collector.stats().full == 0
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_objects_are_counted_once_a_minute_under_load_without_a_collection() -> None:
+    clock = ManualClock()
+    collector = Collector(clock=clock.now)
+    try:
+        collector.take_over()
+        collector.settle()
+        clock.advance(60)
+        collector.when_busy()
+        before = collector.stats().tracked_objects
+        kept = [[i] for i in range(40_000)]
+        clock.advance(30)
+        collector.when_busy()
+        assert collector.stats().tracked_objects == before, "it is not time yet"
+        clock.advance(30)
+        collector.when_busy()
+        assert collector.stats().tracked_objects >= before + len(kept)
+        assert collector.stats().full == 0
+    finally:
+        collector.release()

@@ -18,7 +18,7 @@ _YOUNG_PER_MIDDLE = 5  # so a middle collection visits 25,000 objects at most
 _NEVER = 1_000_000_000
 _PYTHON_DEFAULT = (700, 10, 10)
 _FIRST_NS_PER_OBJECT, _LEAST_NS_PER_OBJECT = 100.0, 20.0  # before a full collection was timed, and at any time
-_COUNT_EVERY_S = 10.0
+_COUNT_EVERY_S, _COUNT_UNDER_LOAD_EVERY_S = 10.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CollectorStats:
     full: int
     longest_young_ms: float
     longest_full_ms: float  # of those while serving
-    tracked_objects: int  # as counted when the process was last idle; frozen ones are not among them
+    tracked_objects: int  # as last counted, at most a minute ago; frozen ones are not among them
     postponed: int  # full collections that were due and not run because they would have taken too long
 
 
@@ -79,11 +79,8 @@ class Collector:
 
     def when_idle(self) -> None:
         """Nobody waits: count objects now and then, and run a full collection if it is due and short enough."""
-        now_s = self._clock()
-        if not self._is_serving or now_s - self._counted_s < _COUNT_EVERY_S:
+        if not self._count_if_due(_COUNT_EVERY_S):
             return
-        self._counted_s = now_s
-        self._tracked = len(gc.get_objects())
         if self._tracked < self._tracked_after_full + _YOUNG_OBJECTS * _YOUNG_PER_MIDDLE:
             return
         expected_ms = self._tracked * self._ns_per_object / 1e6
@@ -98,6 +95,18 @@ class Collector:
             return
         gc.collect()
         self._tracked_after_full = self._tracked = len(gc.get_objects())
+
+    def when_busy(self) -> None:
+        """Requests are served: count objects once a minute, which takes about a millisecond for 100,000 of them."""
+        self._count_if_due(_COUNT_UNDER_LOAD_EVERY_S)
+
+    def _count_if_due(self, every_s: float) -> bool:
+        now_s = self._clock()
+        if not self._is_serving or now_s - self._counted_s < every_s:
+            return False
+        self._counted_s = now_s
+        self._tracked = len(gc.get_objects())
+        return True
 
     def stats(self) -> CollectorStats:
         return CollectorStats(

@@ -326,7 +326,9 @@ class InProcessPort:
     def _step_until_over(self) -> None:
         while not self._is_over:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
-            if not self._engine.step() and not self._has_work.wait(_IDLE_WAIT_S):
+            if self._engine.step():
+                PROCESS.when_busy()
+            elif not self._has_work.wait(_IDLE_WAIT_S):
                 PROCESS.when_idle()
             if self._controller is not None:
                 with self._engine.operation("controller"):
