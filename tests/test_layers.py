@@ -8,7 +8,7 @@ import pytest
 import helmrec
 
 SOURCE = Path(helmrec.__file__).parent
-BASE = ("types", "config", "errors", "clock", "failures", "pauses", "collector", "redaction")
+BASE = ("types", "config", "errors", "clock", "failures", "pauses", "collector", "redaction", "steps")
 RANKS = {
     **dict.fromkeys(BASE, 0),
     "console": 1,

@@ -37,6 +37,7 @@ from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
+from helmrec.steps import Steps
 from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.engine")
@@ -376,6 +377,11 @@ class Engine:
         """What other splits would hit, judged by late traffic; None without `miss_curves`, or while it is too early."""
         with self._lock:
             return None if self._curves is None else self._curves.curves()
+
+    def take_steps(self) -> Steps:
+        """Steps that ended since the last call, and how long their stages took."""
+        with self._lock:
+            return self._pipeline.steps.take()
 
     def relay_stats(self) -> RelayStats:
         with self._lock:

@@ -14,6 +14,7 @@ from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import NonFiniteScores
 from helmrec.pauses import GapMonitor, StepStart
+from helmrec.steps import StepLog
 from helmrec.types import RankResult, Timing
 
 
@@ -85,6 +86,7 @@ class Pipeline:
         self.busy_s = 0.0  # that steps took, all together
         self.num_launched = 0
         self.num_ended = 0
+        self.steps = StepLog()
 
     @property
     def is_empty(self) -> bool:
