@@ -40,20 +40,21 @@ def _demo(num_rows: int | None) -> ModelConfig:
 
 def _dlrmv3(num_rows: int | None) -> ModelConfig:
     """Meta DLRMv3, with four extra event tables beside item and category."""
-    return _dlrmv3_shape("dlrmv3", num_rows, num_extra=4)
+    return dlrmv3_shape("dlrmv3", num_rows, num_extra=4)
 
 
 def _narrow(num_rows: int | None) -> ModelConfig:
     """Meta DLRMv3 as published: of each event only the item has a large table."""
-    return _dlrmv3_shape("narrow", num_rows, num_extra=0)
+    return dlrmv3_shape("narrow", num_rows, num_extra=0)
 
 
 def _wide(num_rows: int | None) -> ModelConfig:
     """DLRMv3 with 24 feature rows per token: where the two caches really compete."""
-    return _dlrmv3_shape("wide", num_rows, num_extra=22)
+    return dlrmv3_shape("wide", num_rows, num_extra=22)
 
 
-def _dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig:
+def dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig:
+    """Meta DLRMv3 with so many event tables beside item and category."""
     rows = num_rows or 1_000_000
     extra = tuple(TableConfig(name=f"feature_{i}", num_rows=max(1, rows // 4)) for i in range(num_extra))
     return ModelConfig(
