@@ -19,14 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.config import EngineConfig
-from helmrec.control.rebalancer import Rebalancer
-from helmrec.memory.miss_curves import JointCurves
-from helmrec.memory.stats import PoolStats
+from helmrec.control.rebalancer import LOOK_EVERY, Rebalancer
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node import Node
 from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import C, make_outcomes
-from helmrec.sim.simulate_curves import CurveFeed
+from helmrec.sim.node_state import make_outcomes
+from helmrec.sim.steered import SteeredNode
 from helmrec.sim.trace import Catalogue, Epoch, Trace, ZipfLaw, lanes_for
 from helmrec.types import IntArray
 from scripts import gpu_adaptive
@@ -55,7 +53,7 @@ OUT, CARD = Path("docs/measurements/adaptive-twin.json"), gpu_adaptive.OUT
 LENGTHS_S = {24: (15.0, 30.0, 60.0, 120.0), 1: (20.0,)}
 SEEDS = (2, 3, 4)
 MOST_EVENTS = 2 * Mix(0.0, NUM_HOT).mean_events - 2_000
-LOOK_S = TICK_S / 20  # how often the rebalancer is asked whether it wants to look
+LOOK_S = TICK_S * LOOK_EVERY  # how often the rebalancer is asked whether it wants to look
 
 Floats = NDArray[np.float64]
 
@@ -130,41 +128,21 @@ def make_trace(asked: Sequence[Asked], num_items: int, seed: int) -> Trace:
     return trace
 
 
-class Look(NamedTuple):
-    """What the rebalancer sees of a node."""
-
-    pool: PoolStats
-    queue_length: int
-    busy_s: float
-
-
-class SteeredNode:
-    """A simulated node as the rebalancer knows an engine; its answers are handed on."""
+class Card:
+    """A simulated node and what steers it; its answers are handed on."""
 
     def __init__(self, config: NodeConfig, trace: Trace, *, has_curves: bool) -> None:
         self.outcomes, self._trace = make_outcomes(trace.num_requests), trace
         self.node = Node(config, default_cost(), prepare_requests(trace, config), self.outcomes)
-        self._feed = CurveFeed(self.node) if has_curves else None
+        self.steered = SteeredNode(self.node, has_curves=has_curves)
         self._num_seen = 0
-
-    def stats(self) -> Look:
-        return Look(self.node.stats(), self.node.num_queued, float(self.node.state.clocks[C.COMPUTE_BUSY_MS]) / 1e3)
-
-    def curves(self) -> JointCurves | None:
-        return None if self._feed is None else self._feed.curves()
-
-    def move_alpha(self, alpha: float) -> None:
-        self.node.aim(alpha)
 
     def run_until(self, until_s: float, rebalancer: Rebalancer | None = None) -> None:
         self.node.run_until(until_s)
-        answered = self.node.answered[self._num_seen :].copy()
+        answered = self.node.answered[self._num_seen :]
         self._num_seen += answered.size
-        if self._feed is not None:
-            self._feed.observe(answered)
         if rebalancer is not None:
-            for user, ms in zip(self._trace.user[answered], self.outcomes.latency_ms[answered], strict=True):
-                rebalancer.record(int(user), float(ms))
+            rebalancer.record_all(self._trace.user[answered], self.outcomes.latency_ms[answered])
 
     def serve_all(self, requests: IntArray) -> float:
         """Everything queued at once; requests a second."""
@@ -206,9 +184,9 @@ class Twin:
         found = list[float]()
         for seed in SEEDS:
             trace = self.trace([Asked(0.0, hot_share, "probe")] * (WARM_UP + PROBE), seed)
-            node = SteeredNode(self.at(alpha), trace, has_curves=False)
-            node.serve_all(np.arange(WARM_UP))
-            found.append(node.serve_all(np.arange(WARM_UP, WARM_UP + PROBE)))
+            card = Card(self.at(alpha), trace, has_curves=False)
+            card.serve_all(np.arange(WARM_UP))
+            found.append(card.serve_all(np.arange(WARM_UP, WARM_UP + PROBE)))
         return round(float(np.mean(found)), 1)
 
     def course(self, rates: dict[float, float], seconds: float, seed: int) -> Trace:
@@ -217,26 +195,26 @@ class Twin:
 
     def serve(self, trace: Trace, alpha: float | None) -> Run:
         """`alpha`: a constant; None is the controller, from the untuned split."""
-        steered = SteeredNode(self.at(0.5 if alpha is None else alpha), trace, has_curves=alpha is None)
-        steered.serve_all(np.arange(WARM_UP))
-        node, start_s, course = steered.node, steered.node.now_s, np.arange(WARM_UP, trace.num_requests)
+        card = Card(self.at(0.5 if alpha is None else alpha), trace, has_curves=alpha is None)
+        card.serve_all(np.arange(WARM_UP))
+        node, start_s, course = card.node, card.node.now_s, np.arange(WARM_UP, trace.num_requests)
         rebalancer = None
         if alpha is None:
-            rebalancer = steer(steered, self._config, Mix(0.0, NUM_HOT).mean_events, lambda decision: None)
-            rebalancer.tick(0.0)
+            rebalancer = steer(card.steered, self._config, Mix(0.0, NUM_HOT).mean_events, lambda decision: None)
+            rebalancer.tick(start_s)
         node.send(course, start_s + trace.time_s[course])
         alphas = list[tuple[float, float]]()
         for look in itertools.count(1):
             now_s = look * LOOK_S
-            steered.run_until(start_s + now_s, rebalancer)
+            card.run_until(start_s + now_s, rebalancer)
             if rebalancer is not None:
-                rebalancer.tick(now_s)
+                rebalancer.tick(start_s + now_s)
             if look * LOOK_S >= len(alphas):
                 alphas.append((round(now_s, 2), round(node.stats().alpha, 3)))
             if not node.num_unanswered or now_s >= trace.duration_s + DRAIN_S:
                 break
         latency_ms = np.full(trace.num_requests, np.inf)
-        latency_ms[node.answered] = steered.outcomes.latency_ms[node.answered]
+        latency_ms[node.answered] = card.outcomes.latency_ms[node.answered]
         return Run(latency_ms[course], alphas)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.contest import WINDOW_S, Course, Floats, Score, Shown
+from helmrec.bench.contest import WINDOW_S, Course, Floats, Score
 from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
 from helmrec.bench.shifts import PRICES, Planned, switch_prices
 from helmrec.control.helm import HelmPolicy, HelmSettings
@@ -168,8 +168,7 @@ def digest_of_policy(name: str) -> str:
 
 def judge(unit: Judged) -> dict[str, Any]:
     course = recorded(Ground(unit.scenario, unit.seed))
-    shown = Shown(variant(unit.policy, course.service_cost), course.curves)
-    return judged(course, shown, UNTUNED_ALPHA)
+    return judged(course, course.shown(variant(unit.policy, course.service_cost)), UNTUNED_ALPHA)
 
 
 class Oracle(NamedTuple):

@@ -154,7 +154,7 @@ class Driver:
                 at += 1
             had_work = self._engine.step()
             if self._rebalancer is not None:
-                self._rebalancer.tick(self._elapsed_s())
+                self._rebalancer.tick(time.monotonic())  # the engine's clock
             if now_s >= next_look_s:
                 self._run.alphas.append((round(now_s, 3), round(self._engine.stats().pool.alpha, 4)))
                 next_look_s = now_s + TICK_S
@@ -215,10 +215,12 @@ class Stand:
 
     def rebalancer(self, told: list[str]) -> Rebalancer:
         node = NodeConfig(model=self.engine.model_config, engine=self.engine.config)
+        starts_s = list[float]()  # of the windows
 
         def note(decision: Decision) -> None:
-            if decision.explanation is not None and decision.move is not None:
-                told.append(decision.explanation.line())
+            starts_s.append(decision.window.traffic.start_s)
+            if (said := decision.explanation) is not None and decision.move is not None:
+                told.append(said._replace(time_s=said.time_s - starts_s[0]).line())
 
         return steer(self.engine, node, self.mix.mean_events, note)
 
@@ -234,7 +236,7 @@ def compile_policy() -> None:
     """A decision over nothing in particular; it takes as long as an engine takes to be made."""
     alphas, values = np.linspace(0.03, 0.9, 10), np.linspace(1.0, 2.0, 10)
     curves = JointCurves(alphas, 1_000.0, *(values.copy() for _ in fields(JointCurves)[2:]))
-    traffic = Traffic_(0.0, 1.0, 100, 100, 0.5, 5.0, 5.0, 9.0, SLO_MS, 1.0, 0, 0.5, 0.0)
+    traffic = Traffic_(0.0, 1.0, 100, 100, 0.5, 5.0, 5.0, 9.0, SLO_MS, 1.0, 0, 0.5, 0.0, 0.5)
     window = WindowStats(traffic, 0.5, 0.5, 0.0, 0.95, 1 << 30, 0.5, 0.5, 1.0, 1.0, 1.0, 0, 0, curves)
     HelmPolicy(ServiceCost(token_ms=1e-3, missed_row_ms=1e-4)).decide(window)
 

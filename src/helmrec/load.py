@@ -172,7 +172,7 @@ class Load:
             except EngineClosed:
                 return
             if self._rebalancer is not None:
-                self._rebalancer.tick(self._elapsed_s())
+                self._rebalancer.tick(time.monotonic())  # the engine's clock
             if not had_work:
                 if is_over:
                     return

@@ -96,11 +96,13 @@ def _rebalancer(engine: Engine, policy: str, trace: Trace, slo_ms: float, decisi
     if decisions is None:
         return Rebalancer(engine, decider, slo_ms)
     decisions.write_text("")
+    starts_s = list[float]()  # of the windows
 
     def note(decision: Decision) -> None:
-        if decision.explanation is not None:
+        starts_s.append(decision.window.traffic.start_s)
+        if (told := decision.explanation) is not None:
             with decisions.open("a") as lines:
-                lines.write(decision.explanation.as_json() + "\n")
+                lines.write(told._replace(time_s=told.time_s - starts_s[0]).as_json() + "\n")
 
     return Rebalancer(engine, decider, slo_ms, on_decision=note)
 

@@ -136,6 +136,7 @@ def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]], star: Star | 
                 "calibration": results[0].calibration,
                 "by_seed": _figures(scenario, results),
                 "bytes_by_cause": [result.pool.bytes_by_cause for result in results],
+                "window_end_s": [[w.stats.traffic.end_s for w in result.windows] for result in results],
                 "alpha_by_window": [[round(w.stats.alpha, 4) for w in result.windows] for result in results],
             }
             for policy, results in runs.items()

@@ -44,7 +44,31 @@ class StepLog:
 
     def take(self) -> Steps:
         """Steps that ended since the last call, the oldest first; of more than fit, the latest."""
-        end, capacity = self._num_added, len(self._ring)
-        begin = max(self._num_taken, end - capacity)
-        self._num_taken = end
-        return self._ring[np.arange(begin, end) % capacity]
+        begin, self._num_taken = self._num_taken, self._num_added
+        return latest(self._ring, begin, self._num_taken)
+
+
+def no_steps() -> Steps:
+    """A stretch of time in which no step ended."""
+    return np.empty((0, len(Step)))
+
+
+def latest(ring: Steps, begin: int, end: int) -> Steps:
+    """Steps number `begin` to `end` of a ring, the oldest first; of more than fit, the latest."""
+    begin = max(begin, end - len(ring))
+    return ring[np.arange(begin, end) % len(ring)]
+
+
+def busy_share(steps: Steps, stage: Step, span_s: float) -> float:
+    """Share of `span_s` that went into a stage of these steps, at most 1; stages that were not timed add nothing."""
+    return min(1.0, float(np.nansum(steps[:, stage])) / (span_s * 1e3))
+
+
+def idle_share(steps: Steps, start_s: float, end_s: float) -> float:
+    """Share of a stretch of time in which none of these steps was under way."""
+    begins = np.clip(steps[:, Step.BEGIN_S], start_s, end_s)
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.clip(steps[order, Step.END_S], start_s, end_s)
+    free_from = np.maximum.accumulate(np.concatenate(([start_s], ends)))  # before each step, and at the end
+    idle_s = np.maximum(0.0, begins - free_from[:-1]).sum() + end_s - free_from[-1]
+    return float(idle_s / (end_s - start_s))

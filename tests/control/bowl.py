@@ -61,6 +61,7 @@ class Bowl:
             num_queued=0,
             compute_busy=min(1.0, self.rate / 1e3 * (COST.floor_ms + COST.token_ms * computed)),
             bus_busy=min(1.0, self.rate / 1e3 * COST.missed_row_ms * missed),
+            idle_share=0.5,
         )
         stats = WindowStats(
             traffic=traffic,

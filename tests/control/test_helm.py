@@ -246,8 +246,8 @@ def test_a_burst_of_requests_brings_the_tick_forward() -> None:
     assert rebalancer.tick(3.3) is None
     for _ in range(100):
         rebalancer.record(1, 5.0)
-    assert rebalancer.tick(3.2) is None, "not before a quarter of a window"
-    assert rebalancer.tick(3.4) is not None
+    assert rebalancer.tick(3.5) is None, "not before a quarter of a tick after the last look"
+    assert rebalancer.tick(3.55) is not None
 
 
 def test_a_burst_on_a_saturated_node_shows_in_its_queue() -> None:

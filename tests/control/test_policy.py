@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
 from helmrec.errors import ConfigError
 from helmrec.memory.stats import PoolStats
+from helmrec.steps import no_steps
 from tests.control.bowl import Bowl
 
 EMPTY = PoolStats(
@@ -76,7 +77,7 @@ def test_a_window_holds_differences_not_sums() -> None:
         bytes_by_cause={"row-miss": 17, "row-refill": 3},
     )
     traffic = replace(Bowl().window(0.5).traffic, num_requests=14, num_served=10)
-    window = WindowStats.between(before, after, traffic, None)
+    window = WindowStats.between(before, after, traffic, None, no_steps())
     assert (window.emb_hit_rate, window.kv_token_hit_rate) == (0.9, 0.6)
     assert (window.new_tokens_per_request, window.resident_tokens_per_request) == (4.0, 6.0)
     assert (window.missed_rows_per_request, window.demand_miss_bytes, window.refill_bytes) == (1.0, 10, 3)
@@ -86,7 +87,7 @@ def test_a_window_holds_differences_not_sums() -> None:
 
 def test_a_window_without_requests_has_no_rates_to_divide_by() -> None:
     traffic = replace(Bowl().window(0.5).traffic, num_requests=0, num_served=0)
-    window = WindowStats.between(EMPTY, EMPTY, traffic, None)
+    window = WindowStats.between(EMPTY, EMPTY, traffic, None, no_steps())
     assert (window.emb_hit_rate, window.kv_token_hit_rate, window.missed_rows_per_request) == (0.0, 0.0, 0.0)
 
 

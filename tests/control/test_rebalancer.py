@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
@@ -9,6 +10,7 @@ from helmrec.control.rebalancer import Rebalancer
 from helmrec.errors import ConfigError
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
+from helmrec.steps import Step, Steps
 from tests.helpers import tiny_engine
 
 
@@ -16,7 +18,6 @@ from tests.helpers import tiny_engine
 class Looked:
     pool: PoolStats
     queue_length: int = 3
-    busy_s: float = 0.0
 
 
 @dataclass
@@ -25,12 +26,17 @@ class Pool:
 
     looked: Looked = field(default_factory=lambda: Looked(tiny_engine().stats().pool))
     moves: list[float] = field(default_factory=list)
+    steps: list[dict[Step, float]] = field(default_factory=list)
 
     def stats(self) -> Looked:
         return replace(self.looked)
 
     def curves(self) -> JointCurves | None:
         return None
+
+    def take_steps(self) -> Steps:
+        taken, self.steps = self.steps, []
+        return np.array([[step.get(column, 0.0) for column in Step] for step in taken]).reshape(-1, len(Step))
 
     def move_alpha(self, alpha: float) -> None:
         self.moves.append(alpha)
@@ -51,6 +57,10 @@ class Says:
     def reset(self) -> None: ...
 
 
+def step(begin_s: float, end_s: float, rows_ms: float = 0.0, compute_ms: float = 0.0) -> dict[Step, float]:
+    return {Step.BEGIN_S: begin_s, Step.END_S: end_s, Step.ROWS_MS: rows_ms, Step.COMPUTE_MS: compute_ms}
+
+
 def test_it_looks_once_per_tick_and_never_before() -> None:
     policy = Says(0.5)
     rebalancer = Rebalancer(Pool(), policy, slo_ms=80, tick_s=1.0)
@@ -65,7 +75,7 @@ def test_a_window_tells_of_its_answers_and_of_no_others() -> None:
     rebalancer.tick(0.0)
     for user, latency_ms in ((1, 10.0), (2, 20.0), (1, 90.0), (3, None)):
         rebalancer.record(user, latency_ms)
-    pool.looked.busy_s = 0.25
+    pool.steps = [step(0.1, 0.4, rows_ms=50, compute_ms=250), step(0.3, 0.6, rows_ms=np.nan, compute_ms=150)]
     rebalancer.tick(1.0)
     rebalancer.tick(2.0)
     first, second = (window.traffic for window in policy.seen)
@@ -73,8 +83,74 @@ def test_a_window_tells_of_its_answers_and_of_no_others() -> None:
     assert first.mean_ms == pytest.approx(40)
     assert first.slo_satisfaction == 0.5, "one was late and one refused"
     assert first.hot_user_share == 0.25
-    assert first.compute_busy == 0.25
-    assert (second.num_requests, second.compute_busy) == (0, 0.0)
+    assert first.compute_busy == pytest.approx(0.4)
+    assert first.bus_busy == pytest.approx(0.05), "a stage that was not timed is left out"
+    assert first.idle_share == pytest.approx(0.5), "from 0.1 to 0.6 there was a step under way"
+    assert policy.seen[0].steps[:, Step.END_S].tolist() == [0.4, 0.6]
+    assert (second.num_requests, second.compute_busy, second.idle_share) == (0, 0.0, 1.0)
+    assert policy.seen[1].steps.shape == (0, len(Step))
+
+
+def test_answers_recorded_together_tell_what_they_tell_one_by_one() -> None:
+    users, latency_ms = np.array([4, 5, 4, 4, 6]), np.array([10.0, np.nan, 30.0, 90.0, 20.0])
+    together, apart = Says(0.5), Says(0.5)
+    rebalancers = [Rebalancer(Pool(), policy, slo_ms=80) for policy in (together, apart)]
+    for rebalancer in rebalancers:
+        rebalancer.tick(0.0)
+    rebalancers[0].record_all(users, latency_ms)
+    for user, ms in zip(users.tolist(), latency_ms.tolist(), strict=True):
+        rebalancers[1].record(user, None if np.isnan(ms) else ms)
+    for rebalancer in rebalancers:
+        rebalancer.tick(1.0)
+    assert together.seen[0].traffic == apart.seen[0].traffic
+    traffic = together.seen[0].traffic
+    assert (traffic.num_requests, traffic.num_served) == (5, 4)
+    assert traffic.hot_user_share == pytest.approx(0.4)
+    assert traffic.slo_satisfaction == pytest.approx(0.6)
+
+
+def test_users_who_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helmrec.control.rebalancer._REMEMBERED_USERS", 4)
+    policy = Says(0.5)
+    rebalancer = Rebalancer(Pool(), policy, slo_ms=80)
+    rebalancer.tick(0.0)
+    for second, users in enumerate([[1, 2], [1, 3, 4], [5, 6, 1], [2, 7, 8], [1]], start=1):
+        rebalancer.record_all(np.array(users), np.full(len(users), 5.0))
+        rebalancer.tick(float(second))
+    shares = [window.traffic.hot_user_share for window in policy.seen]
+    assert shares == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 1]), "user 1 came in every other window or so"
+    for second, users in enumerate([[10, 11, 12, 13], [20, 21, 22, 23], [1, 20]], start=6):
+        rebalancer.record_all(np.array(users), np.full(len(users), 5.0))
+        rebalancer.tick(float(second))
+    assert policy.seen[-1].traffic.hot_user_share == 0.5, "user 1 has been away for two windows full of others"
+
+
+def test_steps_that_ended_before_the_first_window_belong_to_none() -> None:
+    pool, policy = Pool(), Says(0.5)
+    pool.steps = [step(-3.0, -2.0, compute_ms=1_000)]
+    rebalancer = Rebalancer(pool, policy, slo_ms=80)
+    rebalancer.tick(0.0)
+    rebalancer.tick(1.0)
+    assert policy.seen[0].traffic.compute_busy == 0
+
+
+def test_after_an_early_tick_windows_end_with_ticks_again() -> None:
+    policy = Says(0.5)
+    rebalancer = Rebalancer(Pool(), policy, slo_ms=80, tick_s=0.1)
+    for look in range(21):
+        requests = 100 if look == 9 else 10
+        rebalancer.record_all(np.arange(requests), np.full(requests, 5.0))
+        rebalancer.tick(look * 0.025)
+    ends = [window.traffic.end_s for window in policy.seen]
+    assert ends == pytest.approx([0.1, 0.2, 0.225, 0.3, 0.4, 0.5])
+
+
+def test_a_late_tick_is_not_followed_by_a_tiny_window() -> None:
+    policy = Says(0.5)
+    rebalancer = Rebalancer(Pool(), policy, slo_ms=80)
+    for now_s in (0.0, 1.9, 2.0, 2.5, 3.0, 3.7, 4.0):
+        rebalancer.tick(now_s)
+    assert [window.traffic.end_s for window in policy.seen] == [1.9, 3.0, 4.0]
 
 
 def test_it_moves_where_the_policy_says_within_what_the_pool_can() -> None:

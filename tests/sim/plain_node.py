@@ -25,6 +25,7 @@ from helmrec.sim.node_state import Faults, Outcomes, Status, make_outcomes
 from helmrec.sim.requests import rank_requests
 from helmrec.sim.rows import candidate_rows, context_rows, history_rows, row_reads, row_space
 from helmrec.sim.trace import Trace
+from helmrec.steps import Step
 from helmrec.types import RankResult
 
 
@@ -52,6 +53,7 @@ class _Step:
     end_s: float
     missed_bytes: int
     delay_s: float  # by pages from the host
+    columns: dict[Step, float]  # for the log
 
 
 class PlainNode:
@@ -80,6 +82,7 @@ class PlainNode:
         self._ending: _Step | None = None
         self._bus_free_s = self._compute_free_s = self.now_s = 0.0
         self.launched = self.ended = 0
+        self.log: list[dict[Step, float]] = []
 
     def run_until(self, until_s: float) -> None:
         while self.now_s < until_s:
@@ -141,6 +144,7 @@ class PlainNode:
         if self._in_flight is not None:
             overlap_s = max(0.0, min(bus_end_s, self._compute_free_s) - bus_s)
             self._in_flight.end_s += overlap_s * terms.beside_slowdown
+            self._in_flight.columns[Step.COMPUTE_MS] += overlap_s * terms.beside_slowdown * 1e3
             self._compute_free_s += overlap_s * terms.beside_slowdown
         compute_s = compute_ms(terms, Work(tokens, pairs, float(num_read))) / 1e3
         without_pages_s = max(bus_s + rows_s, self._compute_free_s) + compute_s
@@ -149,7 +153,19 @@ class PlainNode:
         self._bus_free_s, self._compute_free_s = bus_end_s, end_s
         self.now_s += host_s
         self.launched += 1
-        return _Step(batch, end_s, num_missed * stride, end_s - without_pages_s)
+        columns = {
+            Step.BEGIN_S: batch.started_s,
+            Step.REQUESTS: len(batch.members),
+            Step.TOKENS: tokens,
+            Step.PAIRS: pairs,
+            Step.ROWS_READ: num_read,
+            Step.ROWS_MISSED: num_missed,
+            Step.PAGES_RELOADED: loads,
+            Step.HOST_MS: host_s * 1e3,
+            Step.ROWS_MS: (rows_s + load_s) * 1e3,
+            Step.COMPUTE_MS: compute_s * 1e3,
+        }
+        return _Step(batch, end_s, num_missed * stride, end_s - without_pages_s, columns)
 
     def _read_rows(self, batch: Batch) -> tuple[int, int]:
         """All rows of a batch are looked up, then what was missed is admitted, as on the device."""
@@ -185,6 +201,7 @@ class PlainNode:
     def _end(self, step: _Step) -> None:
         self._ending = None
         self.ended += 1
+        self.log.append(step.columns | {Step.END_S: self.now_s})
         self.scheduler.commit(step.batch, self.now_s)
         for member in step.batch.members:
             index, arrived_s = self._requests[id(member.request)], member.waiting.arrived_s

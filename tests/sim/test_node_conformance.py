@@ -11,6 +11,7 @@ from helmrec.sim.node import Node
 from helmrec.sim.node_config import NodeConfig, prepare_requests
 from helmrec.sim.node_state import Faults, N, Status, make_outcomes, no_faults
 from helmrec.sim.trace import Trace
+from helmrec.steps import Step
 from tests.helpers import tiny_geometry
 from tests.sim.cases import model_of_many_tables, small_trace
 from tests.sim.plain_node import PlainNode
@@ -73,6 +74,9 @@ def assert_same(node: Node, plain: PlainNode) -> None:
             np.testing.assert_allclose(column, expected, rtol=1e-9, atol=1e-9, err_msg=name)
         else:
             np.testing.assert_array_equal(column, expected, err_msg=name)
+    logged = np.array([[one[column] for column in Step] for one in plain.log])
+    np.testing.assert_allclose(node.take_steps(), logged, rtol=1e-9, atol=1e-9, err_msg="steps")
+    assert (logged[:, Step.COMPUTE_MS] > 0).all()
     found, expected = node.stats(), plain.pool.stats()
     for field in found.__slots__:
         if field not in ("bytes_by_cause", "row_hits"):  # hits of rows no lane shows are not among the plain node's

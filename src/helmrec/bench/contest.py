@@ -18,7 +18,8 @@ from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.scenario import Scenario, service_cost
-from helmrec.sim.simulate import Options, SimResult, simulate
+from helmrec.sim.simulate import SimResult, simulate
+from helmrec.sim.simulate_curves import curves_at, record_curves
 from helmrec.sim.trace import Trace
 from helmrec.sim.workload import Workload
 
@@ -72,9 +73,8 @@ class Course:
 
     @cached_property
     def curves(self) -> Sequence[JointCurves | None]:
-        """By window; made with a node at the untuned split."""
-        result = self._simulate(Static(), UNTUNED_ALPHA, Options(has_curves=True))
-        return [window.stats.curves for window in result.windows]
+        """At the end of every tick; made with a node at the untuned split."""
+        return record_curves(self.trace, self.node(), self.scenario.cost(), self.scenario.tick_s)
 
     @cached_property
     def service_cost(self) -> ServiceCost:
@@ -89,7 +89,7 @@ class Course:
 
     def judge(self, policy: Policy) -> Score:
         """Everyone but the constants starts at the untuned split, and is held to the same limits."""
-        shown = Shown(policy, self.curves)
+        shown = self.shown(policy)
         score = self.score(self._simulate(shown, UNTUNED_ALPHA))
         return replace(score, decision_us=shown.decision_us)
 
@@ -99,13 +99,17 @@ class Course:
 
     def watch(self, policy: Policy) -> list[WindowStats]:
         """What a policy saw, miss curves included, from the end of the warm-up on."""
-        result = self._simulate(Shown(policy, self.curves), UNTUNED_ALPHA)
-        stats = [replace(one.stats, curves=curves) for one, curves in zip(result.windows, self.curves, strict=True)]
-        return stats[round(self.scenario.warm_up_s / self.scenario.tick_s) :]
+        result, tick_s = self._simulate(self.shown(policy), UNTUNED_ALPHA), self.scenario.tick_s
+        stats = [window.stats for window in result.windows if window.stats.traffic.start_s >= self.scenario.warm_up_s]
+        return [replace(one, curves=curves_at(self.curves, tick_s, one.traffic.end_s)) for one in stats]
 
-    def _simulate(self, policy: Policy, alpha: float, options: Options | None = None, **engine: Any) -> SimResult:
+    def shown(self, policy: Policy) -> "Shown":
+        """The policy within limits, shown the recorded miss curves."""
+        return Shown(policy, self.curves, self.scenario.tick_s)
+
+    def _simulate(self, policy: Policy, alpha: float, **engine: Any) -> SimResult:
         node, cost = self.node(alpha, **engine), self.scenario.cost()
-        return simulate(self.trace, node, cost, policy, self.scenario.tick_s, options)
+        return simulate(self.trace, node, cost, policy, self.scenario.tick_s)
 
     def score(self, result: SimResult) -> Score:
         summary, start_s = result.summary(self.scenario.warm_up_s), self.scenario.warm_up_s
@@ -113,24 +117,25 @@ class Course:
         place = ((result.arrived_s - start_s) // self.window_s).astype(np.int64)
         is_scored = (place >= 0) & (place < num)
         latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
-        alphas = np.array([window.stats.alpha for window in result.windows])
-        first, per = round(start_s / self.scenario.tick_s), round(self.window_s / self.scenario.tick_s)
+        per = round(self.window_s / self.scenario.tick_s)
+        ends_s = start_s + self.scenario.tick_s * np.arange(1, num * per + 1)
+        alphas = np.array([window.stats.alpha for window in result.windows_at(ends_s)])
         return Score(
             mean_ms=float(latency_ms[result.arrived_s >= start_s].mean()),
             p99_ms=float(np.percentile(latency_ms[result.arrived_s >= start_s], 99)),
             slo_satisfaction=summary.slo_satisfaction,
             num_refused=summary.num_refused,
             costs=np.bincount(place[is_scored], latency_ms[is_scored], num).tolist(),
-            alphas=[float(alphas[first + per * at : first + per * (at + 1)].mean()) for at in range(num)],
+            alphas=alphas.reshape(num, per).mean(axis=1).tolist(),
         )
 
 
 class Shown:
     """A policy within limits that is shown recorded miss curves; it is timed."""
 
-    def __init__(self, policy: Policy, curves: Sequence[JointCurves | None]) -> None:
+    def __init__(self, policy: Policy, curves: Sequence[JointCurves | None], tick_s: float) -> None:
         self._limited = Limited(policy, Limits())
-        self._curves = curves
+        self._curves, self._tick_s = curves, tick_s
         self._took_us: list[float] = []
 
     @property
@@ -139,7 +144,7 @@ class Shown:
         return float(median), float(p99)
 
     def decide(self, stats: WindowStats) -> Move | None:
-        shown = replace(stats, curves=self._curves[len(self._took_us)])
+        shown = replace(stats, curves=curves_at(self._curves, self._tick_s, stats.traffic.end_s))
         started = time.perf_counter()
         move = self._limited.decide(shown)
         self._took_us.append((time.perf_counter() - started) * 1e6)

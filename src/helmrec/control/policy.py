@@ -4,7 +4,7 @@ Pure: time comes with the window, nothing here moves a page. Knows neither the e
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from helmrec.config import Frozen
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
+from helmrec.steps import Steps, no_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class Traffic:
     slo_ms: float
     slo_satisfaction: float  # requests answered within slo_ms, refused ones not, 0..1
     num_queued: int  # at the end
-    compute_busy: float  # share of the time the dense stage worked, 0..1
-    bus_busy: float  # share of the time the host bus worked, 0..1
+    compute_busy: float  # share of the time that went into the dense stage of steps, 0..1
+    bus_busy: float  # share of the time that went into reading their rows and pages, 0..1
+    idle_share: float  # share of the time in which no step that ended by then was under way, 0..1
 
     @property
     def arrival_rate(self) -> float:
@@ -56,9 +58,12 @@ class WindowStats:
     demand_miss_bytes: int
     refill_bytes: int
     curves: JointCurves | None = None  # None while too little is known
+    steps: Steps = field(default_factory=no_steps)  # those that ended in this window
 
     @classmethod
-    def between(cls, before: PoolStats, after: PoolStats, traffic: Traffic, curves: JointCurves | None) -> Self:
+    def between(
+        cls, before: PoolStats, after: PoolStats, traffic: Traffic, curves: JointCurves | None, steps: Steps
+    ) -> Self:
         """The window between two looks at a pool."""
         served = max(1, traffic.num_served)
         hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
@@ -78,6 +83,7 @@ class WindowStats:
             demand_miss_bytes=_grown(before, after, "row-miss"),
             refill_bytes=_grown(before, after, "row-refill"),
             curves=curves,
+            steps=steps,
         )
 
 

@@ -1,16 +1,19 @@
 """The one that acts: at every tick it shows a policy the window that ended and aims the boundary where it says.
 
-A tick comes early if requests come much faster than they did: a burst is not left to itself for a whole window. Knows a
-pool that can be looked at and moved, never tensors or requests. Time comes in from outside.
+A tick comes early if requests come much faster than they did: a burst is not left to itself for a whole window. This is
+the one control loop, of engines and of simulated nodes. Knows a pool that can be looked at and moved, never tensors or
+requests. Time comes in from outside.
 """
 
 import logging
-from collections import OrderedDict, deque
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from helmrec.control.explain import Explanation
 from helmrec.control.policy import Limited, Limits, Move, Policy, Traffic, WindowStats
@@ -18,12 +21,14 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
+from helmrec.steps import Step, Steps, busy_share, idle_share
+from helmrec.types import IntArray
 
 log = logging.getLogger("helmrec.control")
 Mode = Literal["adaptive", "static", "freeze"]
-_REMEMBERED_USERS = 1 << 16
-_EARLIEST = 0.25  # share of a tick before which none comes
-_EARLY_EVERY = 0.05  # share of a tick between two looks at the queue
+_REMEMBERED_USERS = 1 << 15  # at least; at most twice as many
+LOOK_EVERY = 0.25  # share of a tick between two looks at the queue; no window is shorter
+_ROUNDING = 1e-9  # share of a tick by which sums of times may be short of it
 _EARLY_DEVIATIONS = 5.0  # of a Poisson count, by which arrivals must be more than expected
 _RATE_WEIGHT = 0.3  # of the newest window in the rate that is expected
 
@@ -37,24 +42,18 @@ class Look(Protocol):
     @property
     def queue_length(self) -> int: ...
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds it was at work since the start."""
-
 
 class Steered(Protocol):
-    """An engine, or whatever else has a boundary."""
+    """An engine, or a simulated node."""
 
     def stats(self) -> Look: ...
 
     def curves(self) -> JointCurves | None: ...
 
+    def take_steps(self) -> Steps:
+        """Steps that ended since the last call."""
+
     def move_alpha(self, alpha: float) -> None: ...
-
-
-class _Answer(NamedTuple):
-    user_id: int
-    latency_ms: float | None  # None: it was refused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +66,9 @@ class Decision:
 
 
 class Rebalancer:
-    """Asks a policy once per `tick_s`. Answers may be recorded from any thread; `tick` is one caller's.
+    """Asks a policy once per `tick_s`, and more often in a burst.
 
+    Answers may be recorded from any thread; `tick` is one caller's.
     `mode` may be set at any time: adaptive follows the policy; static goes to `static_alpha`, or, where that is not
     given, to the best constant the policy's guardrail knows, and stays; freeze leaves the boundary where it is.
     """
@@ -94,23 +94,34 @@ class Rebalancer:
         self._on_decision = on_decision
         limits = policy.limits if isinstance(policy, Limited) else Limits()
         self._to_static = Limited(policy, limits)  # whichever constant it is told to go to
-        self._answers: deque[_Answer] = deque()
-        self._users: OrderedDict[int, None] = OrderedDict()  # who came lately, longest unseen first
+        self._answers: deque[tuple[int, float]] = deque()  # user, latency in ms; NaN: it was refused
+        self._users, self._older_users = set[int](), set[int]()  # who came lately
         self._before = steered.stats()
-        self._start_s: float | None = None
+        self._origin_s: float | None = None  # when the first window began; ticks are counted from there
+        self._start_s = self._due_s = 0.0  # when this window began, and when it ends at the latest
+        self._looked_s = 0.0  # when the queue was looked at last
         self._rate: float | None = None  # arrivals per second that are expected
-        self._looked_s = -np.inf  # when the queue was looked at last
         self.mode: Mode = "adaptive"
 
     def record(self, user_id: int, latency_ms: float | None) -> None:
         """A request was answered, or refused."""
-        self._answers.append(_Answer(user_id, latency_ms))
+        self._answers.append((user_id, np.nan if latency_ms is None else latency_ms))
+
+    def record_all(self, user_ids: IntArray, latency_ms: NDArray[np.float64]) -> None:
+        """Requests were answered, or refused (NaN), in this order."""
+        self._answers.extend(zip(user_ids.tolist(), latency_ms.tolist(), strict=True))
 
     def tick(self, now_s: float) -> Decision | None:
-        """Look and act if a window has ended; None if not. Frozen, it looks and does not act."""
-        if self._start_s is None:
-            self._start_s = now_s
-        if now_s - self._start_s < self._tick_s and not self._is_early(now_s):
+        """Look and act if a window has ended; None if not. Frozen, it looks and does not act.
+
+        The first call begins the first window, and windows end a whole number of ticks later. An early tick ends one in
+        between; the window after it lasts until the end of the same tick. `now_s` is of the clock that times steps.
+        """
+        if self._origin_s is None:
+            self._origin_s = now_s
+            self._begin_window(now_s)
+            self._steered.take_steps()  # those that ended before the first window belong to none
+        if now_s < self._due_s - _ROUNDING * self._tick_s and not self._is_early(now_s):
             return None
         window = self._look(now_s)
         move = self._decide(window)
@@ -118,8 +129,9 @@ class Rebalancer:
         if move is not None:
             alpha = min(max(move.alpha, window.alpha_min), window.alpha_max)
             self._steered.move_alpha(alpha)
-            told = move.reason if explanation is None else explanation.line()
-            log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, told)
+            if log.isEnabledFor(logging.INFO):
+                told = move.reason if explanation is None else explanation.line()
+                log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, told)
         decision = Decision(window, move, explanation)
         self._on_decision(decision)
         return decision
@@ -143,57 +155,63 @@ class Rebalancer:
 
         Those in the queue count: a node that is saturated answers no faster, however many come.
         """
-        assert self._start_s is not None
-        passed_s = now_s - self._start_s
-        if self._rate is None or passed_s < _EARLIEST * self._tick_s:
-            return False
-        if now_s - self._looked_s < _EARLY_EVERY * self._tick_s:
+        if self._rate is None or now_s - self._looked_s < (LOOK_EVERY - _ROUNDING) * self._tick_s:
             return False
         self._looked_s = now_s
-        expected = self._rate * passed_s
+        expected = self._rate * (now_s - self._start_s)
         arrived = self._arrived(len(self._answers), self._steered.stats())
         return arrived > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
 
     def _arrived(self, num_answers: int, now: Look) -> int:
         return max(0, num_answers + now.queue_length - self._before.queue_length)
 
+    def _begin_window(self, now_s: float) -> None:
+        assert self._origin_s is not None
+        self._start_s = self._looked_s = now_s
+        num_ticks = math.ceil((now_s - self._origin_s) / self._tick_s + LOOK_EVERY - _ROUNDING)
+        self._due_s = self._origin_s + num_ticks * self._tick_s
+
     def _look(self, now_s: float) -> WindowStats:
-        after = self._steered.stats()
-        window = WindowStats.between(self._before.pool, after.pool, self._traffic(now_s, after), self._steered.curves())
-        self._before, self._start_s = after, now_s
+        after, steps = self._steered.stats(), self._steered.take_steps()
+        traffic = self._traffic(now_s, after, steps)
+        window = WindowStats.between(self._before.pool, after.pool, traffic, self._steered.curves(), steps)
+        self._before = after
+        self._begin_window(now_s)
         return window
 
-    def _traffic(self, now_s: float, after: Look) -> Traffic:
-        assert self._start_s is not None
+    def _traffic(self, now_s: float, after: Look, steps: Steps) -> Traffic:
+        start_s, span_s = self._start_s, now_s - self._start_s
         answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        rate = self._arrived(len(answers), after) / (now_s - self._start_s)
+        rate = self._arrived(len(answers), after) / span_s
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
-        returning = sum(self._has_come_lately(answer.user_id) for answer in answers)
-        served = [answer.latency_ms for answer in answers if answer.latency_ms is not None]
-        p50_ms, p99_ms = np.percentile(served, (50, 99)) if served else (0.0, 0.0)
+        latency_ms = np.array([ms for _, ms in answers])
+        served = latency_ms[~np.isnan(latency_ms)]
+        p50_ms, p99_ms = np.percentile(served, (50, 99)) if served.size else (0.0, 0.0)
         return Traffic(
-            start_s=self._start_s,
+            start_s=start_s,
             end_s=now_s,
             num_requests=len(answers),
-            num_served=len(served),
-            hot_user_share=returning / max(1, len(answers)),
-            mean_ms=float(np.mean(served)) if served else 0.0,
+            num_served=served.size,
+            hot_user_share=self._hot_share([user_id for user_id, _ in answers]),
+            mean_ms=float(served.mean()) if served.size else 0.0,
             p50_ms=float(p50_ms),
             p99_ms=float(p99_ms),
             slo_ms=self._slo_ms,
-            slo_satisfaction=sum(ms <= self._slo_ms for ms in served) / max(1, len(answers)),
+            slo_satisfaction=np.count_nonzero(served <= self._slo_ms) / max(1, len(answers)),
             num_queued=after.queue_length,
-            compute_busy=min(1.0, (after.busy_s - self._before.busy_s) / (now_s - self._start_s)),
-            bus_busy=0.0,  # an engine does not know how fast its bus is
+            compute_busy=busy_share(steps, Step.COMPUTE_MS, span_s),
+            bus_busy=busy_share(steps, Step.ROWS_MS, span_s),
+            idle_share=idle_share(steps, start_s, now_s),
         )
 
-    def _has_come_lately(self, user_id: int) -> bool:
-        has_come = user_id in self._users
-        self._users[user_id] = None
-        self._users.move_to_end(user_id)
-        if len(self._users) > _REMEMBERED_USERS:
-            self._users.popitem(last=False)
-        return has_come
+    def _hot_share(self, user_ids: list[int]) -> float:
+        """Share of these requests whose user had come before, lately; then remember their users."""
+        users = set(user_ids)
+        num_new = len(users - self._users - self._older_users)
+        self._users |= users
+        if len(self._users) >= _REMEMBERED_USERS:
+            self._older_users, self._users = self._users, set()
+        return 1 - num_new / len(user_ids) if user_ids else 0.0
 
 
 def _explanation(policy: Policy) -> Explanation | None:

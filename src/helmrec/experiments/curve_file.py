@@ -12,7 +12,7 @@ _CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in
 
 
 def save_curves(path: Path, curves: Sequence[JointCurves | None]) -> None:
-    """By window; None where too little had been seen."""
+    """By tick; None where too little had been seen."""
     path.parent.mkdir(parents=True, exist_ok=True)
     known = next((one for one in curves if one is not None), None)
     alphas = np.empty(0) if known is None else known.alphas

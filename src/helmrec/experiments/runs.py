@@ -22,6 +22,7 @@ from helmrec.experiments.tiers import with_traffic
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.scenario import Scenario, service_cost
 from helmrec.sim.simulate import SimResult, simulate
+from helmrec.sim.simulate_curves import curves_at
 
 Settings = tuple[tuple[str, Any], ...]  # names with values
 _REFUSED_MS = 10_000.0  # as in contests
@@ -75,7 +76,7 @@ class Outcome:
     is_full: bool  # both caches had evicted before counting began
     phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms, slo_satisfaction
     bytes_by_cause: dict[str, int]
-    ticks: dict[str, list[float]]  # by name: one value a look
+    ticks: dict[str, list[float]]  # by name: one value a tick, of the window that ended with it
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Outcome":
@@ -129,8 +130,8 @@ class _Stage:
         course, settings = self._course, dict(run.engine)
         cost = service_cost(course.scenario.cost(), course.node(**settings), course.trace)
         found = entrant(run.policy, cost)
-        policy = _Shown(found, self._curves) if found.has_curves else found.policy
         node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
+        policy = _Shown(found, self._curves, tick_s) if found.has_curves else found.policy
         result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)
         return _outcome(course, result)
 
@@ -138,30 +139,30 @@ class _Stage:
 class _Shown:
     """A policy that is shown recorded miss curves: requests, and so curves, are the same at any split."""
 
-    def __init__(self, found: Entrant, curves: Sequence[JointCurves | None]) -> None:
-        self._policy, self._curves = found.policy, curves
+    def __init__(self, found: Entrant, curves: Sequence[JointCurves | None], tick_s: float) -> None:
+        self._policy, self._curves, self._tick_s = found.policy, curves, tick_s
         self.reset()
 
     def decide(self, stats: WindowStats) -> Move | None:
-        self._num_seen += 1
-        return self._policy.decide(replace(stats, curves=self._curves[self._num_seen - 1]))
+        curves = curves_at(self._curves, self._tick_s, stats.traffic.end_s)
+        return self._policy.decide(replace(stats, curves=curves))
 
     def reset(self) -> None:
         self._policy.reset()
-        self._num_seen = 0
 
 
 def _outcome(course: Course, result: SimResult) -> Outcome:
-    start_s = course.scenario.warm_up_s
-    first = round(start_s / course.scenario.tick_s)
-    windows, outcomes = result.windows[first:], result.outcomes
-    summary = result.summary(start_s)
+    start_s, tick_s = course.scenario.warm_up_s, course.scenario.tick_s
+    windows = [window for window in result.windows if window.stats.traffic.end_s > start_s + 1e-9]
+    last_s, outcomes = result.windows[-1].stats.traffic.end_s, result.outcomes
+    ends_s = start_s + tick_s * np.arange(1, round((last_s - start_s) / tick_s) + 1)
+    by_tick, summary = [window.stats for window in result.windows_at(ends_s)], result.summary(start_s)
     causes = sorted({cause for window in windows for cause in window.bytes_by_cause})
     ticks = {
-        "alpha": [window.stats.alpha for window in windows],
-        "mean_ms": [window.stats.traffic.mean_ms for window in windows],
-        "p99_ms": [window.stats.traffic.p99_ms for window in windows],
-        "missed_rows": [window.stats.missed_rows_per_request for window in windows],
+        "alpha": [stats.alpha for stats in by_tick],
+        "mean_ms": [stats.traffic.mean_ms for stats in by_tick],
+        "p99_ms": [stats.traffic.p99_ms for stats in by_tick],
+        "missed_rows": [stats.missed_rows_per_request for stats in by_tick],
     }
     hits = [(window.stats.emb_hit_rate, window.stats.traffic.num_served) for window in windows]
     served = max(1, sum(num for _, num in hits))
@@ -171,7 +172,7 @@ def _outcome(course: Course, result: SimResult) -> Outcome:
         duration_s=course.trace.duration_s - start_s,
         token_reuse_rate=summary.token_reuse_rate,
         row_hit_rate=sum(rate * num for rate, num in hits) / served,
-        is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, course.scenario.tick_s),
+        is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, tick_s),
         phases=_phases(course, result),
         bytes_by_cause={cause: sum(window.bytes_by_cause.get(cause, 0) for window in windows) for cause in causes},
         ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()}
@@ -180,7 +181,7 @@ def _outcome(course: Course, result: SimResult) -> Outcome:
 
 
 def _arrivals(course: Course, result: SimResult, num: int) -> list[float]:
-    """Requests a second, look by look."""
+    """Requests a second, tick by tick."""
     tick_s, start_s = course.scenario.tick_s, course.scenario.warm_up_s
     edges = np.arange(start_s, course.trace.duration_s + tick_s / 2, tick_s)
     return (np.histogram(result.arrived_s[:num], edges)[0] / tick_s).round(2).tolist()

@@ -20,6 +20,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.sim.cost import default_cost, load_cost
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.scenario import mean_service_cost
+from helmrec.steps import Steps, no_steps
 
 _SHOWN_MOVES = 5
 _REHEARSED = 6  # windows
@@ -68,6 +69,10 @@ class _Untouched:
 
     def curves(self) -> JointCurves | None:
         return self._engine.curves()
+
+    def take_steps(self) -> Steps:
+        """None: what is taken here, nobody else would see."""
+        return no_steps()
 
     def move_alpha(self, alpha: float) -> None:
         """It stays."""
@@ -164,6 +169,9 @@ class _CurvesMayFail:
         except Exception as error:
             self._failures.note("miss curves", error)
             return None
+
+    def take_steps(self) -> Steps:
+        return self._engine.take_steps()
 
     def move_alpha(self, alpha: float) -> None:
         self._engine.move_alpha(alpha)

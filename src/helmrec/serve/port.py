@@ -332,7 +332,7 @@ class InProcessPort:
                 PROCESS.when_idle()
             if self._controller is not None:
                 with self._engine.operation("controller"):
-                    self._controller.tick(time.perf_counter(), time.time())
+                    self._controller.tick(time.monotonic(), time.time())  # the engine's clock, and the wall's
             if self._snapshots is not None:
                 with self._engine.operation("snapshot"):
                     self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())

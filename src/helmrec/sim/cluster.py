@@ -22,8 +22,8 @@ from helmrec.sim.node import Node
 from helmrec.sim.node_config import NodeConfig, prepare_requests
 from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
 from helmrec.sim.popularity import mix
-from helmrec.sim.simulate import Summary, Watch, Window, summarise
-from helmrec.sim.simulate_curves import CurveFeed
+from helmrec.sim.simulate import Summary, summarise
+from helmrec.sim.steered import NodeLoop, SteeredNode, Window
 from helmrec.sim.trace import Trace
 from helmrec.types import IntArray
 
@@ -141,8 +141,8 @@ def simulate_cluster(
     num_slices = int(np.ceil(trace.duration_s / config.slice_s)) + 1
     for index in range(1, num_slices + 1):
         cluster.run_slice(index * config.slice_s)
+        cluster.tick(index * config.slice_s)
         if index % config.slices_per_tick == 0:
-            cluster.tick(index * config.slice_s)
             on_tick(index * config.slice_s)
     cluster.finish(num_slices * config.slice_s)
     cluster.check()
@@ -167,8 +167,8 @@ class _Cluster:
         self.outcomes = make_outcomes(trace.num_requests)
         self.node_of = np.full(trace.num_requests, -1, np.int64)
         self._nodes = [self._make_node(i) for i in range(config.num_nodes)]
-        self._watches = [Watch(node, self._feed(node)) for node in self._nodes]
         self._policies = [fleet.policy_for(i) for i in range(config.num_nodes)]
+        self._loops = [self._make_loop(i) for i in range(config.num_nodes)]
         self._is_alive = np.ones(config.num_nodes, np.bool_)
         self._events = _loss_events(config.losses)
         self._next_arrival = 0
@@ -184,8 +184,9 @@ class _Cluster:
         fleet = self._fleet
         return Node(fleet.config, fleet.cost, self._requests, self.outcomes, fleet.faults.get(index))
 
-    def _feed(self, node: Node) -> CurveFeed | None:
-        return CurveFeed(node) if self._fleet.has_curves else None
+    def _make_loop(self, index: int, start_s: float = 0.0) -> NodeLoop:
+        steered = SteeredNode(self._nodes[index], has_curves=self._fleet.has_curves)
+        return NodeLoop(steered, self._policies[index], self._config.tick_s, start_s)
 
     def run_slice(self, end_s: float) -> None:
         """Route what comes before `end_s`, then let every node live until then."""
@@ -256,15 +257,15 @@ class _Cluster:
     def _revive(self, index: int, now_s: float) -> None:
         self._nodes[index] = self._make_node(index)
         self._nodes[index].run_until(now_s)
-        self._watches[index] = Watch(self._nodes[index], self._feed(self._nodes[index]), start_s=now_s)
         self._policies[index].reset()
+        self._loops[index] = self._make_loop(index, now_s)
         self._is_alive[index] = True
 
     def tick(self, now_s: float) -> None:
+        """Let the policies of living nodes look, where a window has ended."""
         for index in np.flatnonzero(self._is_alive).tolist():
-            if self._watches[index].start_s == now_s:  # just revived
-                continue
-            self.windows[index].append(self._watches[index].decide(self._policies[index], now_s))
+            if (window := self._loops[index].tick(now_s)) is not None:
+                self.windows[index].append(window)
 
     def finish(self, now_s: float) -> None:
         """Go on without new requests until all is answered."""

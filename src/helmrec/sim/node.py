@@ -20,6 +20,7 @@ from helmrec.sim.node_relay import R, check_relay, make_relay, with_signals
 from helmrec.sim.node_rows import Row, check_rows, make_rows, resize
 from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, no_faults
 from helmrec.sim.rows import candidate_rows, context_rows, history_rows
+from helmrec.steps import CAPACITY, Step, Steps, latest
 from helmrec.types import IntArray
 
 _Number = TypeVar("_Number", np.int64, np.float64)
@@ -44,6 +45,7 @@ class Node:
         self.faults = faults or no_faults()
         self.state = _make_state(config, self.setup, requests)
         _compile_readers(requests, self.state.scratch)
+        self._num_taken = 0
         self._inbox = Inbox(np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64))
         self.aim(config.engine.alpha)
         self._start_at_target()
@@ -114,6 +116,11 @@ class Node:
         coming = self._inbox.request[counts[N.INBOX_NEXT] : counts[N.INBOX_END]]
         return np.concatenate([*running, self._inbox.request[places], coming])
 
+    def take_steps(self) -> Steps:
+        """Steps that ended since the last call, the oldest first; of more than fit, the latest."""
+        begin, self._num_taken = self._num_taken, int(self.state.counts[N.ENDED])
+        return latest(self.state.ended, begin, self._num_taken)
+
     def stats(self) -> PoolStats:
         """As the engine's pool would tell; rows are scaled up from the sample."""
         pages, counts, rate = self.state.kv.counts, self.state.counts, self.setup.rate
@@ -147,12 +154,13 @@ class Node:
             host_saved_pages=int(host[Host.SAVED]),
             host_reloaded_pages=int(host[Host.RELOADED]),
             host_evicted_pages=int(host[Host.EVICTED]),
-            bytes_by_cause=self._bytes_by_cause(),
+            bytes_by_cause=self.bytes_by_cause(),
             leases=int(self.state.relay.counts[R.LEASES]),
             leased_pages=int(self.state.relay.counts[R.HELD_PAGES]),
         )
 
-    def _bytes_by_cause(self) -> dict[str, int]:
+    def bytes_by_cause(self) -> dict[str, int]:
+        """Moved since the start."""
         causes = {
             "row-miss": N.MISS_BYTES,
             "row-refill": N.REFILL_BYTES,
@@ -191,6 +199,8 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
         members=np.zeros((2, most, len(Member)), np.int64),
         arrived_s=np.zeros((2, most)),
         step=np.zeros((2, 4)),
+        log=np.zeros((2, len(Step))),
+        ended=np.zeros((CAPACITY, len(Step))),
         drains=np.zeros((_DRAINS, 2), np.int64),
         scratch=np.empty(reads.max_rows, np.int64),
         kv=make_kv(config.num_pages, reads.backlog.size),

@@ -39,8 +39,6 @@ class Kv(IntEnum):
     USERS = 14
     EPOCH = 15  # of the rows
     SPARE = 16  # slots on the stack
-    REVISITS = 17  # requests by users who came lately
-    VISITED = 18  # requests that ended
 
 
 class P(IntEnum):
@@ -180,8 +178,6 @@ def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int]
     counts[Kv.REUSED] += served[0]
     counts[Kv.TOTAL] += served[1]
     seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
-    counts[Kv.VISITED] += 1
-    counts[Kv.REVISITS] += seen.num >= 2
     if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]:
         return True
     prefix[slot, P.GUEST] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)

@@ -22,7 +22,7 @@ from helmrec.sim.node_plan import (
 )
 from helmrec.sim.node_relay import R
 from helmrec.sim.node_state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, Status
-from helmrec.sim.node_step import bus_speed_at, launch, read_ahead
+from helmrec.sim.node_step import bus_speed_at, launch, log_step, read_ahead
 
 
 @numba.njit(cache=True)
@@ -91,6 +91,7 @@ def _end_step(node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox
     """Settle the step that was waited for, hand out its results, then do what must not delay them."""
     counts, now_s, which, (inbox, out, faults) = node.counts, node.clocks[C.NOW_S], node.counts[N.ENDING], io
     counts[N.ENDED] += 1
+    log_step(node, which, now_s)
     commit_step(node, setup, requests, which, now_s)
     for index in range(0 if is_ahead_step(node, which) else node.size[which]):
         request = node.members[which, index, Member.REQUEST]
@@ -137,5 +138,4 @@ def _update_rows(node: NodeState, setup: Setup, requests: Requests, faults: Faul
     took_ms = reload_ms(setup.terms, num_bytes, bus_speed_at(faults, clocks[C.NOW_S]))
     node.kv.counts[Kv.EPOCH] += 1
     clocks[C.NOW_S] += took_ms / 1e3
-    clocks[C.BUS_BUSY_MS] += took_ms
     counts[N.UPDATE_BYTES] += int(num_bytes)

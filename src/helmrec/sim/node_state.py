@@ -127,15 +127,14 @@ class C(IntEnum):
     COMPUTE_FREE_S = 2
     MS_PER_REQUEST = 3
     COMPUTE_BUSY_MS = 4
-    BUS_BUSY_MS = 5
-    REFILL_CREDIT = 6  # part of a sampled row
-    MISSED_ROWS = 7  # scaled up
-    LAST_ENDED_S = 8
-    RELOAD_PAGE_S = 9  # that a page from the host delays a step, as learned
-    STEP_S = 10  # that a step takes, of late
-    STEP_DEVIATION_S = 11  # mean absolute error of that
-    PLANNED_COMPUTE_S = 12  # of the step being planned
-    PLANNED_LOAD_S = 13
+    REFILL_CREDIT = 5  # part of a sampled row
+    MISSED_ROWS = 6  # scaled up
+    LAST_ENDED_S = 7
+    RELOAD_PAGE_S = 8  # that a page from the host delays a step, as learned
+    STEP_S = 9  # that a step takes, of late
+    STEP_DEVIATION_S = 10  # mean absolute error of that
+    PLANNED_COMPUTE_S = 11  # of the step being planned
+    PLANNED_LOAD_S = 12
 
 
 class Member(IntEnum):
@@ -158,6 +157,8 @@ class NodeState(NamedTuple):
     members: IntArray  # (2, members, fields)
     arrived_s: FloatArray  # (2, members)
     step: FloatArray  # (2, 4) started_s, end_s, bytes that missed, delay_s by pages from the host
+    log: FloatArray  # (2, columns of `steps.Step`) of the same steps, for the log
+    ended: FloatArray  # (CAPACITY, columns) ring: steps that ended, N.ENDED of them so far
     drains: IntArray  # ring of (epoch, pages)
     scratch: IntArray  # rows of one request
     kv: KVState

@@ -2,9 +2,11 @@
 
 from helmrec.sim.cost import BusLoad, Work, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node_jit import inner
+from helmrec.sim.node_plan import is_ahead_step
 from helmrec.sim.node_rows import admit, begin_step, look_up, refill
 from helmrec.sim.node_state import C, Faults, Member, N, NodeState, Outcomes, Requests, Setup
 from helmrec.sim.rows import candidate_rows, context_rows, history_rows
+from helmrec.steps import Step
 
 
 @inner
@@ -24,19 +26,42 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
     delay_s = max(0.0, min(bus_end_s, busy_s) - bus_s) * terms.beside_slowdown  # of the step that computes
     if node.counts[N.IN_FLIGHT] >= 0:
         node.step[node.counts[N.IN_FLIGHT], 1] += delay_s
+        node.log[node.counts[N.IN_FLIGHT], Step.COMPUTE_MS] += delay_s * 1e3
         busy_s += delay_s
     compute_s = compute_ms(terms, Work(tokens, pairs, num_read)) / 1e3
     computed_s = max(bus_s + row_s, busy_s) + compute_s  # if no page had to come
     end_s = max(max(bus_s + row_s + terms.reload_exposed * load_s, busy_s) + compute_s, bus_end_s)
     clocks[C.BUS_FREE_S], clocks[C.COMPUTE_FREE_S] = bus_end_s, end_s
-    clocks[C.BUS_BUSY_MS] += (row_s + load_s) * 1e3
     clocks[C.COMPUTE_BUSY_MS] += (compute_s + delay_s) * 1e3
     node.step[which, 1], node.step[which, 2], node.step[which, 3] = end_s, load.miss_bytes, end_s - computed_s
+    _note(node, which, (tokens, pairs, loaded, num_read, num_missed), (host_s, row_s + load_s, compute_s))
     node.counts[N.MISS_BYTES] += int(load.miss_bytes)
     node.counts[N.RELOAD_BYTES] += loaded * setup.page_bytes
     node.counts[N.COMPUTED] += tokens
     node.counts[N.LAUNCHED] += 1
     return host_s
+
+
+@inner
+def _note(
+    node: NodeState, which: int, work: tuple[int, float, int, float, float], times_s: tuple[float, float, float]
+) -> None:
+    """Begin the line of a step in the log. `times_s`: of the host, the bus, the device."""
+    line, (tokens, pairs, loaded, num_read, num_missed), (host_s, bus_s, compute_s) = node.log[which], work, times_s
+    line[Step.BEGIN_S] = node.step[which, 0]
+    line[Step.REQUESTS] = 0 if is_ahead_step(node, which) else node.size[which]
+    line[Step.TOKENS], line[Step.PAIRS], line[Step.PAGES_RELOADED] = tokens, pairs, loaded
+    line[Step.ROWS_READ], line[Step.ROWS_MISSED] = num_read, num_missed
+    line[Step.HOST_MS], line[Step.ROWS_MS], line[Step.COMPUTE_MS] = host_s * 1e3, bus_s * 1e3, compute_s * 1e3
+
+
+@inner
+def log_step(node: NodeState, which: int, now_s: float) -> None:
+    """A step has ended, the last that N.ENDED counts."""
+    node.log[which, Step.END_S] = now_s
+    place = (node.counts[N.ENDED] - 1) % node.ended.shape[0]
+    for column in range(node.log.shape[1]):
+        node.ended[place, column] = node.log[which, column]
 
 
 @inner
@@ -108,7 +133,6 @@ def read_ahead(node: NodeState, setup: Setup, which: int, at: tuple[float, float
     num_bytes = num / setup.rate * setup.row_bytes
     took_ms = rows_ms(setup.terms, BusLoad(0.0, num_bytes, num / setup.rate), 1e9, bus_speed)
     clocks[C.BUS_FREE_S] = max(clocks[C.BUS_FREE_S], now_s) + took_ms / 1e3
-    clocks[C.BUS_BUSY_MS] += took_ms
     node.counts[N.REFILL_BYTES] += int(num_bytes)
 
 

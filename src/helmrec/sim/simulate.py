@@ -1,6 +1,6 @@
 """Run a trace through one simulated node while a policy moves its boundary; what came of it, window by window.
 
-The policy sees what it would see of an engine (`WindowStats`) and answers with a move; only this loop acts on it.
+The loop that shows a policy its windows and acts on its moves is that of an engine (`control/rebalancer.py`).
 """
 
 import time
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.control.policy import Move, Policy, Traffic, WindowStats
+from helmrec.control.policy import Policy
+from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.memory.stats import PoolStats
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node import Node
 from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_kv import Kv
-from helmrec.sim.node_state import C, Faults, FloatArray, N, Outcomes, Status, make_outcomes
-from helmrec.sim.simulate_curves import CurveFeed
+from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Status, make_outcomes
+from helmrec.sim.steered import NodeLoop, SteeredNode, Window
 from helmrec.sim.trace import Trace
+
+_LOOKS_PER_TICK = round(1 / LOOK_EVERY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,17 +29,7 @@ class Options:
 
     faults: Faults | None = None
     has_curves: bool = False  # feed joint miss curves for policies that ask; some ten times slower
-    on_tick: Callable[[float], None] = lambda now_s: None  # told the time after each window
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """What happened between two looks, and what the policy made of it."""
-
-    stats: WindowStats
-    move: Move | None
-    num_refused: int
-    bytes_by_cause: dict[str, int]
+    on_tick: Callable[[float], None] = lambda now_s: None  # called with the time after each tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ class SimResult:
     slo_ms: float
     arrived_s: FloatArray  # (requests,)
     outcomes: Outcomes
-    windows: list[Window]
+    windows: list[Window]  # one ends with every tick; early ticks end others in between
     pool: PoolStats  # at the end
     evicting_from_s: float | None  # from when on both caches had evicted; None: one never did
     wall_s: float  # that the run took
@@ -68,6 +60,12 @@ class SimResult:
     def summary(self, begin_s: float = 0.0, end_s: float = np.inf) -> Summary:
         """Of requests that arrived in [begin_s, end_s)."""
         return summarise(self.outcomes, (self.arrived_s >= begin_s) & (self.arrived_s < end_s), self.slo_ms)
+
+    def windows_at(self, times_s: FloatArray) -> list[Window]:
+        """The window that was under way, or ended, at each of these times; the last one for times beyond it."""
+        ends_s = np.array([window.stats.traffic.end_s for window in self.windows])
+        places = np.searchsorted(ends_s, times_s - 1e-9)
+        return [self.windows[place] for place in np.minimum(places, ends_s.size - 1)]
 
     def mean_ms_by_arrival(self, window_s: float) -> FloatArray:
         """Mean latency of each window of arrivals, which sweeps over splits compare; NaN where none was served."""
@@ -105,21 +103,23 @@ def simulate(
     tick_s: float = 1.0,
     options: Options | None = None,
 ) -> SimResult:
-    """Serve all of a trace. Every `tick_s` the policy looks at the window; its moves are applied in bounded steps."""
+    """Serve all of a trace. The policy looks every `tick_s`, more often in a burst; its moves go in bounded steps."""
     options = options or Options()
     started_s = time.perf_counter()
     outcomes = make_outcomes(trace.num_requests)
     node = Node(config, cost, prepare_requests(trace, config), outcomes, options.faults)
     node.send(np.arange(trace.num_requests), trace.time_s)
-    watch = Watch(node, CurveFeed(node) if options.has_curves else None)
+    loop = NodeLoop(SteeredNode(node, has_curves=options.has_curves), policy, tick_s)
     windows: list[Window] = []
     evicting_from_s = None
-    for tick in range(1, int(np.ceil(trace.duration_s / tick_s)) + 1):
-        node.run_until(tick * tick_s)
-        windows.append(watch.decide(policy, tick * tick_s))
-        if evicting_from_s is None and node.has_evicted:
-            evicting_from_s = tick * tick_s
-        options.on_tick(tick * tick_s)
+    for look in range(1, _LOOKS_PER_TICK * int(np.ceil(trace.duration_s / tick_s)) + 1):
+        now_s = look * tick_s / _LOOKS_PER_TICK
+        node.run_until(now_s)
+        if (window := loop.tick(now_s)) is not None:
+            windows.append(window)
+        if look % _LOOKS_PER_TICK == 0:
+            evicting_from_s = now_s if evicting_from_s is None and node.has_evicted else evicting_from_s
+            options.on_tick(now_s)
     finish(node, tick_s)
     return SimResult(
         calibration=cost.name,
@@ -137,68 +137,3 @@ def finish(node: Node, tick_s: float) -> None:
     """Let a node answer all that was sent."""
     while node.num_unanswered:
         node.run_until(node.now_s + tick_s)
-
-
-class Watch:
-    """Looks at a node at the end of each window and acts on what a policy decides."""
-
-    def __init__(self, node: Node, feed: CurveFeed | None = None, start_s: float = 0.0) -> None:
-        self._node = node
-        self._feed = feed
-        self._before = node.stats()
-        self.start_s = start_s
-        self._num_logged = 0
-        self._counters = self._look()
-
-    def _look(self) -> FloatArray:
-        """Counters whose growth tells of a window: revisits, visits, busy times, refusals."""
-        counts, clocks, kv = self._node.state.counts, self._node.state.clocks, self._node.state.kv.counts
-        return np.array(
-            [kv[Kv.REVISITS], kv[Kv.VISITED], clocks[C.COMPUTE_BUSY_MS], clocks[C.BUS_BUSY_MS], counts[N.REFUSED]]
-        )
-
-    def decide(self, policy: Policy, now_s: float) -> Window:
-        """End the window at `now_s`, ask the policy, and aim where it says."""
-        stats, num_refused = self.window(now_s)
-        move = policy.decide(stats)
-        if move is not None:
-            self._node.aim(min(max(move.alpha, 0.0), self._node.config.alpha_max))
-        return Window(stats, move, num_refused, self._bytes)
-
-    def window(self, now_s: float) -> tuple[WindowStats, int]:
-        """The window that ends now, and how many requests it refused."""
-        node, after, counters = self._node, self._node.stats(), self._look()
-        answered = node.answered[self._num_logged :]
-        grown = counters - self._counters
-        if self._feed is not None:
-            self._feed.observe(answered)
-        traffic = self._traffic(now_s, node.outcomes.latency_ms[answered], grown)
-        curves = None if self._feed is None else self._feed.curves()
-        stats = WindowStats.between(self._before, after, traffic, curves)
-        self._bytes = {
-            cause: num - self._before.bytes_by_cause.get(cause, 0) for cause, num in after.bytes_by_cause.items()
-        }
-        self._before, self._counters, self.start_s = after, counters, now_s
-        self._num_logged += answered.size
-        return stats, int(grown[4])
-
-    def _traffic(self, now_s: float, latency_ms: FloatArray, grown: FloatArray) -> Traffic:
-        """`latency_ms`: of requests answered in the window, NaN for those refused."""
-        served = latency_ms[~np.isnan(latency_ms)]
-        p50_ms, p99_ms = np.percentile(served, (50, 99)) if served.size else (0.0, 0.0)
-        slo_ms, span_ms = self._node.config.slo_ms, (now_s - self.start_s) * 1e3
-        return Traffic(
-            start_s=self.start_s,
-            end_s=now_s,
-            num_requests=latency_ms.size,
-            num_served=served.size,
-            hot_user_share=float(grown[0] / max(1.0, grown[1])),
-            mean_ms=float(served.mean()) if served.size else 0.0,
-            p50_ms=float(p50_ms),
-            p99_ms=float(p99_ms),
-            slo_ms=slo_ms,
-            slo_satisfaction=float(np.count_nonzero(served <= slo_ms) / max(1, latency_ms.size)),
-            num_queued=self._node.num_queued,
-            compute_busy=min(1.0, float(grown[2] / span_ms)),
-            bus_busy=min(1.0, float(grown[3] / span_ms)),
-        )

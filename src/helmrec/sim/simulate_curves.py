@@ -1,5 +1,6 @@
 """Joint miss curves fed from a simulated node: what each request would have found at other splits."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -8,9 +9,12 @@ import numpy as np
 from helmrec.memory.miss_curves import MOST_WAITING, JointCurves, JointMissCurves, MissCurveConfig
 from helmrec.memory.miss_curves_kv import History
 from helmrec.memory.miss_curves_step import put_aside, serve, shadows
+from helmrec.sim.cost import CostModel
 from helmrec.sim.node import Node
-from helmrec.sim.node_state import Status
+from helmrec.sim.node_config import NodeConfig, prepare_requests
+from helmrec.sim.node_state import Status, make_outcomes
 from helmrec.sim.rows import RowReads, candidate_rows, context_rows, history_rows
+from helmrec.sim.trace import Trace
 from helmrec.types import IntArray
 
 _ENOUGH = 32  # requests before curves say anything
@@ -72,6 +76,25 @@ class CurveFeed:
         """None while too few requests were seen."""
         curves = self._curves.curves()
         return curves if curves.num_requests >= _ENOUGH else None
+
+
+def record_curves(trace: Trace, config: NodeConfig, cost: CostModel, tick_s: float = 1.0) -> list[JointCurves | None]:
+    """Miss curves at the end of every tick. They see requests, and those are the same at any split."""
+    node = Node(config, cost, prepare_requests(trace, config), make_outcomes(trace.num_requests))
+    node.send(np.arange(trace.num_requests), trace.time_s)
+    feed, curves, num_fed = CurveFeed(node), list[JointCurves | None](), 0
+    for tick in range(1, int(np.ceil(trace.duration_s / tick_s)) + 1):
+        node.run_until(tick * tick_s)
+        feed.observe(node.answered[num_fed:])
+        num_fed = node.answered.size
+        curves.append(feed.curves())
+    return curves
+
+
+def curves_at(curves: Sequence[JointCurves | None], tick_s: float, now_s: float) -> JointCurves | None:
+    """The latest of recorded curves by then; None before the first tick has ended."""
+    num_ended = min(int(now_s / tick_s + 1e-9), len(curves))
+    return curves[num_ended - 1] if num_ended else None
 
 
 @numba.njit(cache=True)

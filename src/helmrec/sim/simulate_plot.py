@@ -41,9 +41,10 @@ def plot_run(result: SimResult, title: str, path: Path, star: Star | None = None
     _lines(within, end_s, {"in SLO": [w.stats.traffic.slo_satisfaction for w in windows]}, color=_BLUE)
     within.set(title="answered within the SLO", ylim=(0, 1.02), xlabel="time (s)")
     causes = [cause for cause, num in result.pool.bytes_by_cause.items() if num]
+    spans_s = np.array([w.stats.traffic.end_s - w.stats.traffic.start_s for w in windows])
     for cause in causes:
-        _lines(moved, end_s, {cause: np.array([w.bytes_by_cause[cause] for w in windows]) / 1e9})
-    moved.set(title="bytes moved, by cause", ylabel="GB per window", xlabel="time (s)")
+        _lines(moved, end_s, {cause: np.array([w.bytes_by_cause[cause] for w in windows]) / 1e9 / spans_s})
+    moved.set(title="bytes moved, by cause", ylabel="GB/s", xlabel="time (s)")
     for axes in (alpha, hits, latency, *((moved,) if causes else ())):
         axes.legend(fontsize="small")
     try:

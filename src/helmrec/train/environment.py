@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from helmrec.control.features import NUM_FEATURES, STEPS
 from helmrec.control.outlook import Crowding
 from helmrec.control.policy import WindowStats
+from helmrec.control.static import Static
 from helmrec.sim.node import Node
 from helmrec.sim.node_config import prepare_requests
 from helmrec.sim.node_state import make_outcomes
-from helmrec.sim.simulate import Watch
+from helmrec.sim.steered import NodeLoop, SteeredNode
 from helmrec.train.labels import FINE
 from helmrec.train.lessons import WINDOW_S, Lesson
 from helmrec.train.observer import Observer
@@ -47,7 +48,8 @@ class SplitEnvironment(gymnasium.Env[Seen, np.int64]):
         config = ground.born_at(float(self.np_random.choice(FINE)))
         self._node = Node(config, ground.cost, self._requests[which], make_outcomes(ground.trace.num_requests))
         self._node.send(np.arange(ground.trace.num_requests), ground.trace.time_s)
-        self._watch = Watch(self._node)
+        self._loop = NodeLoop(SteeredNode(self._node), Static(), 1.0)
+        self._loop.set_mode("freeze")  # it only looks; actions move the boundary
         self._observer = Observer(ground.service, self._crowding)
         self._best = lesson.costs.min(axis=1) / WINDOW_S
         self._tick = 0
@@ -69,7 +71,9 @@ class SplitEnvironment(gymnasium.Env[Seen, np.int64]):
         """Let a second go by and look at it."""
         self._tick += 1
         self._node.run_until(float(self._tick))
-        stats, _ = self._watch.window(float(self._tick))
+        window = self._loop.tick(float(self._tick))
+        assert window is not None, "a second is a window"
+        stats = window.stats
         self._alpha = min(max(stats.alpha_target, FINE[0]), FINE[-1])
         curves = self._lesson.curves[min(self._tick, len(self._lesson.curves)) - 1]
         self._is_seen = self._observer.observe(replace(stats, curves=curves))

@@ -21,7 +21,8 @@ from helmrec.sim.cost import CostModel
 from helmrec.sim.generate import generate
 from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.scenario import service_cost
-from helmrec.sim.simulate import Options, SimResult, simulate
+from helmrec.sim.simulate import SimResult, simulate
+from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace
 from helmrec.sim.workload import Phase, Users, Workload
 
@@ -209,21 +210,20 @@ def at_speed(ground: Ground, speed: float) -> Ground:
 
 def learn_ground(ground: Ground) -> Lesson:
     """Record the miss curves and sweep the splits."""
-    watched = _run(ground, 0.5, has_curves=True)
     runs = [_run(ground, alpha) for alpha in SPLITS]
     columns = [cost_by_window(result) for result in runs]
     num_windows = min(column.size for column in columns)
     return Lesson(
         ground=ground,
-        curves=[window.stats.curves for window in watched.windows],
+        curves=record_curves(ground.trace, ground.born_at(0.5), ground.cost),
         costs=np.column_stack([column[:num_windows] for column in columns]),
         steps=[_step(window.stats) for result in runs for window in result.windows[20:]],
     )
 
 
-def _run(ground: Ground, alpha: float, has_curves: bool = False) -> SimResult:
-    policy, options = Static(StaticSettings(alpha=float(alpha))), Options(has_curves=has_curves)
-    return simulate(ground.trace, ground.born_at(float(alpha)), ground.cost, policy, options=options)
+def _run(ground: Ground, alpha: float) -> SimResult:
+    policy = Static(StaticSettings(alpha=float(alpha)))
+    return simulate(ground.trace, ground.born_at(float(alpha)), ground.cost, policy)
 
 
 def cost_by_window(result: SimResult, window_s: float = WINDOW_S) -> Floats:

@@ -13,6 +13,7 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.oracle import best_static, cheapest_path, switching_costs
 from helmrec.sim.simulate import SimResult, simulate
+from helmrec.sim.simulate_curves import curves_at
 from helmrec.train.labels import FINE, fine_costs, switch_prices
 from helmrec.train.lessons import SPLITS, WINDOW_S, Lesson, cost_by_window
 
@@ -34,11 +35,9 @@ class _Shown:
     def __init__(self, policy: Policy, curves: Sequence[JointCurves | None]) -> None:
         self._policy = Limited(policy, Limits())
         self._curves = curves
-        self._num = 0
 
     def decide(self, stats: WindowStats) -> Move | None:
-        curves = self._curves[min(self._num, len(self._curves) - 1)]
-        self._num += 1
+        curves = curves_at(self._curves, 1.0, stats.traffic.end_s)
         return self._policy.decide(replace(stats, curves=curves))
 
     def reset(self) -> None:
