@@ -16,9 +16,10 @@ from helmrec.sim.cost import CostModel, default_cost
 from helmrec.sim.generate import generate
 from helmrec.sim.node import Node
 from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import C, make_outcomes
+from helmrec.sim.node_state import make_outcomes
 from helmrec.sim.trace import Trace
 from helmrec.sim.workload import Phase, Users, Workload
+from helmrec.steps import Step
 
 Range = Literal["train", "validation", "test"]
 Kind = Literal["steady", "step", "ramp", "sine", "growth", "burst", "flood", "turnover"]
@@ -236,9 +237,9 @@ def _scaled(plan: _Plan) -> _Plan:
     second.
     """
     ratio, host = np.exp(plan.rng.uniform(np.log([0.15, 0.5]), np.log([2.0, 2.0])))
-    node = _flooded(plan, _pilot(plan, plan.calm), 0.5)
-    bus_ms, compute_ms = node.state.clocks[C.BUS_BUSY_MS], node.state.clocks[C.COMPUTE_BUSY_MS]
-    balanced = plan._replace(cost=_slower(plan.cost, float(bus_ms / compute_ms / ratio), 1.0, float(host)))
+    took_ms = _flooded(plan, _pilot(plan, plan.calm), 0.5).take_steps().sum(axis=0)
+    slower = took_ms[Step.ROWS_MS] / took_ms[Step.COMPUTE_MS] / ratio
+    balanced = plan._replace(cost=_slower(plan.cost, float(slower), 1.0, float(host)))
     factor = _capacity(balanced, plan.calm) / plan.capacity
     return balanced._replace(cost=_slower(balanced.cost, factor, factor, factor))
 
