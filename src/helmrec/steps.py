@@ -24,7 +24,7 @@ class Step(IntEnum):
     ROWS_READ = 5
     ROWS_MISSED = 6
     PAGES_RELOADED = 7
-    HOST_MS = 8  # at work on it before the device could start
+    HOST_MS = 8  # at work on it: before the device could start, and once its results were out
     ROWS_MS = 9  # reading rows and pages
     COMPUTE_MS = 10  # on the device, once its rows were there
 

@@ -34,7 +34,8 @@ def launch(node: NodeState, setup: Setup, requests: Requests, out: Outcomes, at:
     clocks[C.BUS_FREE_S], clocks[C.COMPUTE_FREE_S] = bus_end_s, end_s
     clocks[C.COMPUTE_BUSY_MS] += (compute_s + delay_s) * 1e3
     node.step[which, 1], node.step[which, 2], node.step[which, 3] = end_s, load.miss_bytes, end_s - computed_s
-    _note(node, which, (tokens, pairs, loaded, num_read, num_missed), (host_s, row_s + load_s, compute_s))
+    host_all_s = host_s + terms.background_ms / 1e3
+    _note(node, which, (tokens, pairs, loaded, num_read, num_missed), (host_all_s, row_s + load_s, compute_s))
     node.counts[N.MISS_BYTES] += int(load.miss_bytes)
     node.counts[N.RELOAD_BYTES] += loaded * setup.page_bytes
     node.counts[N.COMPUTED] += tokens
