@@ -58,6 +58,13 @@ class Scheduled:
         return plan.num_new * (plan.num_resident + plan.num_new / 2) + others * plan.num_tokens
 
 
+class BatchWork(NamedTuple):
+    """What the dense stage of a step does."""
+
+    tokens: int
+    pairs: float  # of tokens that attention looks at, in one layer
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that run in one step."""
@@ -65,6 +72,10 @@ class Batch:
     members: list[Scheduled]
     started_s: float
     is_ahead: bool = False  # computed before anybody asked
+
+    def work(self) -> BatchWork:
+        members = self.members
+        return BatchWork(sum([each.num_tokens for each in members]), sum([each.num_pairs for each in members]))
 
 
 def refuse(waiting: Iterable[Waiting], error: HelmRecError) -> None:
