@@ -48,7 +48,7 @@ class Timeline:
     def begin(self, began_s: float) -> None:
         """Forget the step before; the host has worked on this one since `began_s`."""
         self._began_s, self._left_s, self._waited_s = began_s, nan, 0.0
-        self._clear()
+        self._at_s = [nan] * len(Mark)
 
     def leave_host(self) -> None:
         """The host has done its part."""
@@ -83,9 +83,6 @@ class Timeline:
     def _ms(self, begin: Mark, end: Mark) -> float:
         return (self._at_s[end] - self._at_s[begin]) * 1e3
 
-    def _clear(self) -> None:
-        self._at_s = [nan] * len(Mark)
-
 
 class DeviceTimeline(Timeline):
     """Marks of one step by events on a card; its host stage by the clock. The same events serve step after step."""
@@ -95,6 +92,10 @@ class DeviceTimeline(Timeline):
         make_event = make_event or _make_event
         self._events = [make_event() for _ in Mark]
         self._marked: set[Mark] = set()  # in this step
+
+    def begin(self, began_s: float) -> None:
+        super().begin(began_s)
+        self._marked.clear()
 
     def mark(self, mark: Mark, stream: torch.cuda.Stream | None = None) -> None:
         self._events[mark].record(stream)
@@ -110,9 +111,6 @@ class DeviceTimeline(Timeline):
             return nan
         first, last = self._events[begin], self._events[end]
         return first.elapsed_time(last) if first.query() and last.query() else nan
-
-    def _clear(self) -> None:
-        self._marked.clear()
 
 
 def _make_event() -> torch.cuda.Event:
