@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helmrec.clock import MonotonicClock
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.padding import NOWHERE
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
+from helmrec.engine.timeline import Timeline
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
@@ -113,6 +115,7 @@ class Ours:
         self._place = place
         self._graphs: RowGraphs | None = None
         self._before: GraphReading | None = None
+        self._timeline = Timeline(MonotonicClock())
         if place.is_card:
             self._graphs = RowGraphs(self._stage, RowShape(1, 0, 1, profile.step_rows))
             self._graphs.capture(profile.step_rows)
@@ -131,7 +134,7 @@ class Ours:
             return reading.values
         used = torch.cuda.Event()
         used.record()
-        launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, used)
+        launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, used, self._timeline)
         torch.cuda.current_stream().wait_event(launched.gathered)
         self.finish()  # of the step before: two are on their way, as in the engine
         self._before = launched

@@ -18,15 +18,15 @@ class Step(IntEnum):
 
     BEGIN_S = 0  # its requests were chosen
     END_S = 1  # its scores were there
-    REQUESTS = 2
+    REQUESTS = 2  # that it answered; 0: it computed ahead of requests
     TOKENS = 3  # computed: of histories, contexts and candidates
     PAIRS = 4  # of tokens that attention looked at, in one layer
     ROWS_READ = 5
     ROWS_MISSED = 6
     PAGES_RELOADED = 7
-    HOST_MS = 8  # at work on it: before the device could start, and once its results were out
-    ROWS_MS = 9  # reading rows and pages
-    COMPUTE_MS = 10  # on the device, once its rows were there
+    HOST_MS = 8  # at work on it before and after the device, without waits for other steps
+    ROWS_MS = 9  # reading rows and pages; while both were read, time counts once
+    COMPUTE_MS = 10  # on the device, once its rows were there, without the wait for its pages
 
 
 class StepLog:

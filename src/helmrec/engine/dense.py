@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_stage import Reading, RowStage
+from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel, QueryTerms
 from helmrec.types import IntArray
@@ -55,10 +56,11 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory it keeps for itself."""
 
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> Launched:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> Launched:
         """Start a step; K/V of new tokens land in their pages before a later step reads them.
 
         `wait_for_pages` is called when the embedding stage is on its way: pages from the host arrive beside it.
+        `timeline` is marked where stages begin and end.
         """
 
     def warm_up(self, progress: Progress) -> None:
@@ -103,9 +105,15 @@ class EagerDense:
         """Nothing to prepare: kernels compile when they first run."""
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> EagerLaunch:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> EagerLaunch:
+        timeline.leave_host()  # on a card, what it calls from here on runs beside it
+        timeline.mark(Mark.READING, self.rows.stream)
         reading = self.rows.read(step)
-        return EagerLaunch(self._score(step, reading.values, wait_for_pages), reading)
+        timeline.mark(Mark.READ, self.rows.stream)
+        timeline.mark(Mark.COMPUTING)
+        logits = self._score(step, reading.values, wait_for_pages)
+        timeline.mark(Mark.ENDED)
+        return EagerLaunch(logits, reading)
 
     def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """values: (rows, row_dim), in the order of `Assembly.rows`"""

@@ -86,7 +86,7 @@ class Engine:
         self._clock = clock or MonotonicClock()
         parts = build(model, config, progress)
         self._master, self._arena, self._pool, self._dense = parts.master, parts.arena, parts.pool, parts.dense
-        self._runner = Runner(parts)
+        self._runner = Runner(parts, self._clock)
         self.start_up = parts.start_up
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
@@ -276,13 +276,12 @@ class Engine:
         if not is_wanted and self._pipeline.num_ended > _FIRST_STEPS:
             return
         costs = self._pool.expander.costs
-        tokens = sum(member.num_tokens for member in batch.members)
-        pairs = sum(member.num_pairs for member in batch.members)
+        work = batch.work()
         if num_loads := sum(len(member.plan.loads) for member in batch.members):
-            expected_s = costs.steps.seconds(tokens, pairs, is_whole_step=True)
+            expected_s = costs.steps.seconds(work.tokens, work.pairs, is_whole_step=True)
             costs.observe_reload(num_loads, min(seconds - expected_s, _MOST_EXPOSED * expected_s))
         else:
-            costs.steps.observe(tokens, pairs, seconds)
+            costs.steps.observe(work.tokens, work.pairs, seconds)
 
     def move_alpha(self, alpha: float) -> None:
         """Aim the boundary at `alpha`; it moves between steps, a bounded number of bytes at a time."""

@@ -21,6 +21,7 @@ from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, p
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
+from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel
@@ -148,17 +149,18 @@ class GraphedDense:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages) -> GraphLaunch:
+    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> GraphLaunch:
         """As `EagerDense.launch`; returns before the step has ended."""
         assert self._is_within_limits(step), "the scheduler made a step that no graph holds"
         captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
         head = self._heads[fitting(self._head_sizes, step.candidates.size)]
         self.last_step, self.last_head = captured, head
-        self._sent.synchronize()  # the step before has left the blocks that this one fills
+        timeline.wait_for(self._sent)  # the step before has left the blocks that this one fills
         context_at = context_places(step, self._limits.num_sequences)
-        reading = self._row_graphs.read(step, captured.size, context_at, self._embedded)
+        reading = self._row_graphs.read(step, captured.size, context_at, self._embedded, timeline)
         self._load(captured, head, step, context_at)
         self.stream.wait_event(reading.gathered)
+        timeline.mark(Mark.COMPUTING, self.stream)
         captured.embed.replay()
         head.pick.replay()
         self._embedded = torch.cuda.Event()
@@ -169,8 +171,10 @@ class GraphedDense:
         self._turn ^= 1
         logits = self._scores_host[self._turn, : step.candidates.size]
         logits.copy_(self._scores[: step.candidates.size], non_blocking=True)
+        timeline.mark(Mark.ENDED, self.stream)
         ended = torch.cuda.Event(enable_timing=True)
         ended.record(self.stream)
+        timeline.leave_host()
         return GraphLaunch(reading, ended, logits.numpy(), self._clock)
 
     def _is_within_limits(self, step: Assembly) -> bool:

@@ -73,6 +73,22 @@ class _Launched:
     start: StepStart
 
 
+def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ...]:
+    """A step that ended, in the columns of `steps.Step`."""
+    running, work = output.running, batch.work()
+    return (
+        batch.started_s,
+        ended_s - output.ended_ago_s,
+        0 if batch.is_ahead else len(batch.members),
+        work.tokens,
+        work.pairs,
+        running.step.rows.size,
+        output.num_missed,
+        running.num_loads,
+        *output.times,
+    )
+
+
 class Pipeline:
     """Runs batches and settles their pages. One caller at a time."""
 
@@ -137,6 +153,7 @@ class Pipeline:
             return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
         self.busy_s += took_s
         self.num_ended += 1
+        self.steps.add(_record(batch, output, ended_s))
         return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:

@@ -17,6 +17,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
+from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
 from helmrec.memory.streams import InStream
@@ -99,11 +100,13 @@ class RowGraphs:
         """(features * size + context, row_dim): where a step of this size finds its rows."""
         return self.values[: self._shape.num_rows(size)]
 
-    def read(self, step: Assembly, size: int, context_at: IntArray, after: torch.cuda.Event) -> GraphReading:
+    def read(
+        self, step: Assembly, size: int, context_at: IntArray, after: torch.cuda.Event, timeline: Timeline
+    ) -> GraphReading:
         """Start reading the rows of a step into `values`, which may be overwritten `after` that event."""
         captured, stream = self._captured[size], self._cache.stream
         assert stream is not None
-        self._sent.synchronize()  # the step before has left the block that this one fills
+        timeline.wait_for(self._sent)  # the step before has left the block that this one fills
         host, shape = captured.staging.host, self._shape
         pad_rows(host["rows"], step.rows, RowLayout(shape.num_features, step.event_at.size, size, context_at), ABSENT)
         host["control"][:] = self._cache.next_control(step.rows.size)
@@ -116,8 +119,10 @@ class RowGraphs:
             captured.staging.send()
             self._sent.record(stream)
             stream.wait_event(after)
+            timeline.mark(Mark.READING, stream)
             gather.replay()
             found.copy_(self._found, non_blocking=True)
+            timeline.mark(Mark.READ, stream)
             gathered.record(stream)
             captured.admit.replay()
         return GraphReading(self, step, gathered, found.numpy())

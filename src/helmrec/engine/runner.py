@@ -6,17 +6,20 @@ pages were planned, rows are admitted by the cache's own rules.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from helmrec.clock import Clock
 from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared
 from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
+from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
@@ -31,6 +34,8 @@ class Running:
     step: Assembly
     launched: Launched
     row_epoch: int  # the row values it is computed from
+    num_loads: int  # pages that come from the host for it
+    timeline: Timeline  # of this step until the one after the next is launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,21 +46,26 @@ class StepOutput:
     non_finite: frozenset[int]  # requests that got scores which are not numbers
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
+    num_missed: int  # rows, of all requests
     missed_bytes: int  # that crossed the bus for it
     ended_ago_s: float  # how long the device had been done when the host came to wait for it
+    times: StageTimes
     running: Running
 
 
 class Runner:
     """Model, arena and row master on one device."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, clock: Clock) -> None:
+        self._clock = clock
         self._model = parts.model
         self._dense = parts.dense
         self._arena = parts.arena
         self._master = parts.master
         self._pool = parts.pool
         self._host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
+        timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
+        self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
 
     @property
     def is_asynchronous(self) -> bool:
@@ -64,9 +74,14 @@ class Runner:
 
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
+        timeline = self._timelines[0]
+        self._timelines.reverse()
+        timeline.begin(batch.started_s)
         plans = [member.plan for member in batch.members]
         if loads := [load for plan in plans for load in plan.loads]:  # first, since they take longest
+            timeline.mark(Mark.LOADING, self._host.loading_stream)
             self._host.start_loading(loads)
+            timeline.mark(Mark.LOADED, self._host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
         page_tokens = self._pool.geometry.page_tokens
@@ -77,20 +92,29 @@ class Runner:
             for plan in plans:
                 if plan.copy is not None:  # of settled pages only, never of those being loaded
                     self._arena.copy_tokens(plan.copy)
-            launched = self._dense.launch(step, self._host.finish_loading if loads else _nothing)
-        return Running(step, launched, self._pool.row_epochs.current)
+            wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _nothing
+            launched = self._dense.launch(step, wait_for_pages, timeline)
+        return Running(step, launched, self._pool.row_epochs.current, len(loads), timeline)
+
+    def _wait_for_pages(self, timeline: Timeline) -> None:
+        timeline.mark(Mark.WAITING)
+        self._host.finish_loading()
+        timeline.mark(Mark.RESUMED)
 
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
+        num_missed = int(scored.row_misses.sum())
         scores = np.split(scored.logits, np.cumsum(step.num_candidates[:-1]))
         return StepOutput(
             scores=scores,
             non_finite=_non_finite(scored.logits, scores),
             row_hits=step.num_rows - scored.row_misses,
             row_misses=scored.row_misses,
-            missed_bytes=int(scored.row_misses.sum()) * self._pool.geometry.row_stride,
+            num_missed=num_missed,
+            missed_bytes=num_missed * self._pool.geometry.row_stride,
             ended_ago_s=scored.ended_ago_s,
+            times=running.timeline.stages(has_loads=running.num_loads > 0),
             running=running,
         )
 
@@ -151,7 +175,7 @@ class Runner:
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
-        return plain.launch(step, _nothing).wait().logits
+        return plain.launch(step, _nothing, Timeline(self._clock)).wait().logits
 
 
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:

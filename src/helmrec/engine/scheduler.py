@@ -50,12 +50,12 @@ class Scheduled:
     def request(self) -> Prepared:
         return self.waiting.request
 
-    @property
-    def num_pairs(self) -> float:
-        """Token pairs its attention looks at."""
-        plan = self.plan
-        others = self.num_tokens - plan.num_new
-        return plan.num_new * (plan.num_resident + plan.num_new / 2) + others * plan.num_tokens
+
+class BatchWork(NamedTuple):
+    """What the dense stage of a step does."""
+
+    tokens: int
+    pairs: float  # of tokens that attention looks at, in one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,17 @@ class Batch:
     members: list[Scheduled]
     started_s: float
     is_ahead: bool = False  # computed before anybody asked
+
+    def work(self) -> BatchWork:
+        """A new token looks at its history up to itself; candidates and request context look at all of it."""
+        tokens, pairs = 0, 0.0
+        for member in self.members:  # in one plain loop: every step is counted
+            plan = member.plan
+            total, resident = plan.num_tokens, plan.num_resident
+            new = total - resident
+            tokens += member.num_tokens
+            pairs += new * (resident + new / 2) + (member.num_tokens - new) * total
+        return BatchWork(tokens, pairs)
 
 
 def refuse(waiting: Iterable[Waiting], error: HelmRecError) -> None:

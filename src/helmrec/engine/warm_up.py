@@ -65,6 +65,7 @@ def warm_up(engine: Engine) -> None:
         engine.rank([made_up_request(engine.model_config, num_events)])
     engine.start_up.end()
     engine.reset_pauses()
+    engine.take_steps()  # of no traffic, and slower than what follows
 
 
 def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:

@@ -84,6 +84,11 @@ class HostPages:
             self._launches = [self._make_launch(kernels, capture) for _ in range(_STEPS_IN_FLIGHT)]
             expander.costs = ReloadCosts(expander.costs.steps, self._time_a_page())
 
+    @property
+    def loading_stream(self) -> torch.cuda.Stream | None:
+        """Where pages come from the host; None: where the caller is."""
+        return self._loading
+
     def close(self) -> None:
         self._buffer.close()
 

@@ -1,0 +1,61 @@
+"""The log of steps: each is taken once, and of too many the latest."""
+
+import numpy as np
+
+from helmrec.steps import Step, StepLog
+
+
+def record(number: int) -> tuple[float, ...]:
+    """A step whose columns tell its number and their own place."""
+    return tuple(100.0 * number + column for column in Step)
+
+
+def numbers(log: StepLog) -> list[int]:
+    return (log.take()[:, Step.BEGIN_S] // 100).astype(int).tolist()
+
+
+def test_a_new_log_holds_no_step() -> None:
+    assert StepLog().take().shape == (0, len(Step))
+
+
+def test_every_step_is_taken_once_in_the_order_they_ended() -> None:
+    log = StepLog(capacity=4)
+    taken = []
+    for number in range(11):
+        log.add(record(number))
+        if number % 3 == 1:
+            taken.append(numbers(log))
+    assert taken == [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]]
+    assert numbers(log) == []
+
+
+def test_a_log_that_is_just_full_loses_nothing() -> None:
+    log = StepLog(capacity=4)
+    for number in range(4):
+        log.add(record(number))
+    assert numbers(log) == [0, 1, 2, 3]
+
+
+def test_of_more_steps_than_fit_the_latest_are_left() -> None:
+    log = StepLog(capacity=4)
+    for number in range(7):
+        log.add(record(number))
+    assert numbers(log) == [3, 4, 5, 6]
+    log.add(record(7))
+    assert numbers(log) == [7]
+
+
+def test_a_step_keeps_all_its_columns() -> None:
+    log = StepLog()
+    log.add(record(3))
+    np.testing.assert_array_equal(log.take(), [record(3)])
+
+
+def test_what_was_taken_does_not_change_when_steps_are_added() -> None:
+    log = StepLog(capacity=2)
+    for number in range(2):
+        log.add(record(number))
+    taken = log.take()
+    for number in range(2, 4):
+        log.add(record(number))
+    np.testing.assert_array_equal(taken, [record(0), record(1)])
