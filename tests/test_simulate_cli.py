@@ -81,7 +81,10 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
     assert static["calibration"] == "h200"
     assert len(static["by_seed"]["p99_ms"]) == 2
     assert static["by_seed"]["num_refused"] == [0, 0]
-    assert set(np.ravel(static["alpha_by_window"]).round(2)) == {0.2}
+    for alphas, ends_s in zip(static["alpha_by_window"], static["window_end_s"], strict=True):
+        assert set(np.round(alphas, 2)) == {0.2}
+        assert len(ends_s) == len(alphas)
+        assert ends_s == sorted(ends_s)
     assert found["alpha_star"]["window_s"] == 10
     assert len(found["alpha_star"]["alpha"]) == 1
     assert found["alpha_star"]["alpha"][0] < 0.9, "six rows a token and eight requests at once: KV wants its share"

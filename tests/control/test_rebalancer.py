@@ -28,6 +28,10 @@ class Pool:
     moves: list[float] = field(default_factory=list)
     steps: list[dict[Step, float]] = field(default_factory=list)
 
+    @property
+    def queue_length(self) -> int:
+        return self.looked.queue_length
+
     def stats(self) -> Looked:
         return replace(self.looked)
 

@@ -154,7 +154,7 @@ class PlainNode:
         self.launched += 1
         columns = {
             Step.BEGIN_S: batch.started_s,
-            Step.REQUESTS: len(batch.members),
+            Step.REQUESTS: 0 if batch.is_ahead else len(batch.members),
             Step.TOKENS: tokens,
             Step.PAIRS: pairs,
             Step.ROWS_READ: num_read,

@@ -118,7 +118,7 @@ class Course:
         is_scored = (place >= 0) & (place < num)
         latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
         per = round(self.window_s / self.scenario.tick_s)
-        ends_s = start_s + self.scenario.tick_s * np.arange(1, num * per + 1)
+        ends_s: Floats = start_s + self.scenario.tick_s * np.arange(1, num * per + 1, dtype=np.float64)
         alphas = np.array([window.stats.alpha for window in result.windows_at(ends_s)])
         return Score(
             mean_ms=float(latency_ms[result.arrived_s >= start_s].mean()),

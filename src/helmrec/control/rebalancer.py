@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,10 @@ class Look(Protocol):
 class Steered(Protocol):
     """An engine, or a simulated node."""
 
+    @property
+    def queue_length(self) -> int:
+        """As `stats` tells, and quickly: it is looked at several times per window."""
+
     def stats(self) -> Look: ...
 
     def curves(self) -> JointCurves | None: ...
@@ -65,10 +69,16 @@ class Decision:
     explanation: Explanation | None = None  # of a policy that has layers
 
 
+class _Answers(NamedTuple):
+    user_ids: list[int]
+    latency_ms: NDArray[np.float64]  # (requests,) NaN: refused
+
+
 class Rebalancer:
     """Asks a policy once per `tick_s`, and more often in a burst.
 
-    Answers may be recorded from any thread; `tick` is one caller's.
+    Answers may be recorded one by one from any thread; `tick` is one caller's.
+
     `mode` may be set at any time: adaptive follows the policy; static goes to `static_alpha`, or, where that is not
     given, to the best constant the policy's guardrail knows, and stays; freeze leaves the boundary where it is.
     """
@@ -95,6 +105,7 @@ class Rebalancer:
         limits = policy.limits if isinstance(policy, Limited) else Limits()
         self._to_static = Limited(policy, limits)  # whichever constant it is told to go to
         self._answers: deque[tuple[int, float]] = deque()  # user, latency in ms; NaN: it was refused
+        self._bulks: list[_Answers] = []  # others, recorded together
         self._users, self._older_users = set[int](), set[int]()  # who came lately
         self._before = steered.stats()
         self._origin_s: float | None = None  # when the first window began; ticks are counted from there
@@ -108,8 +119,9 @@ class Rebalancer:
         self._answers.append((user_id, np.nan if latency_ms is None else latency_ms))
 
     def record_all(self, user_ids: IntArray, latency_ms: NDArray[np.float64]) -> None:
-        """Requests were answered, or refused (NaN), in this order."""
-        self._answers.extend(zip(user_ids.tolist(), latency_ms.tolist(), strict=True))
+        """Requests were answered, or refused (NaN). For the caller of `tick` alone, who no longer changes the latencies."""
+        assert user_ids.size == latency_ms.size, "a latency for each"
+        self._bulks.append(_Answers(user_ids.tolist(), latency_ms))
 
     def tick(self, now_s: float) -> Decision | None:
         """Look and act if a window has ended; None if not. Frozen, it looks and does not act.
@@ -120,6 +132,7 @@ class Rebalancer:
         if self._origin_s is None:
             self._origin_s = now_s
             self._begin_window(now_s)
+            self._before = self._steered.stats()
             self._steered.take_steps()  # those that ended before the first window belong to none
         if now_s < self._due_s - _ROUNDING * self._tick_s and not self._is_early(now_s):
             return None
@@ -159,11 +172,12 @@ class Rebalancer:
             return False
         self._looked_s = now_s
         expected = self._rate * (now_s - self._start_s)
-        arrived = self._arrived(len(self._answers), self._steered.stats())
+        num_answers = len(self._answers) + sum(len(bulk.user_ids) for bulk in self._bulks)
+        arrived = self._arrived(num_answers, self._steered.queue_length)
         return arrived > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
 
-    def _arrived(self, num_answers: int, now: Look) -> int:
-        return max(0, num_answers + now.queue_length - self._before.queue_length)
+    def _arrived(self, num_answers: int, queue_length: int) -> int:
+        return max(0, num_answers + queue_length - self._before.queue_length)
 
     def _begin_window(self, now_s: float) -> None:
         assert self._origin_s is not None
@@ -181,28 +195,36 @@ class Rebalancer:
 
     def _traffic(self, now_s: float, after: Look, steps: Steps) -> Traffic:
         start_s, span_s = self._start_s, now_s - self._start_s
-        answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        rate = self._arrived(len(answers), after) / span_s
+        user_ids, latency_ms = self._take_answers()
+        rate = self._arrived(len(user_ids), after.queue_length) / span_s
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
-        latency_ms = np.array([ms for _, ms in answers])
         served = latency_ms[~np.isnan(latency_ms)]
         p50_ms, p99_ms = np.percentile(served, (50, 99)) if served.size else (0.0, 0.0)
         return Traffic(
             start_s=start_s,
             end_s=now_s,
-            num_requests=len(answers),
+            num_requests=len(user_ids),
             num_served=served.size,
-            hot_user_share=self._hot_share([user_id for user_id, _ in answers]),
+            hot_user_share=self._hot_share(user_ids),
             mean_ms=float(served.mean()) if served.size else 0.0,
             p50_ms=float(p50_ms),
             p99_ms=float(p99_ms),
             slo_ms=self._slo_ms,
-            slo_satisfaction=np.count_nonzero(served <= self._slo_ms) / max(1, len(answers)),
+            slo_satisfaction=np.count_nonzero(served <= self._slo_ms) / max(1, len(user_ids)),
             num_queued=after.queue_length,
             compute_busy=busy_share(steps, Step.COMPUTE_MS, span_s),
             bus_busy=busy_share(steps, Step.ROWS_MS, span_s),
             idle_share=idle_share(steps, start_s, now_s),
         )
+
+    def _take_answers(self) -> _Answers:
+        singles = [self._answers.popleft() for _ in range(len(self._answers))]
+        bulks, self._bulks = self._bulks, []
+        user_ids = [user_id for user_id, _ in singles]
+        for bulk in bulks:
+            user_ids += bulk.user_ids
+        latency_ms = np.array([ms for _, ms in singles], np.float64)
+        return _Answers(user_ids, np.concatenate([latency_ms, *(bulk.latency_ms for bulk in bulks)]))
 
     def _hot_share(self, user_ids: list[int]) -> float:
         """Share of these requests whose user had come before, lately; then remember their users."""

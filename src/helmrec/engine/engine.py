@@ -331,6 +331,12 @@ class Engine:
         refuse(waiting, Forgotten(f"user {user_id} was forgotten while the request waited"))
         self._conclude(ended)
 
+    @property
+    def queue_length(self) -> int:
+        """Requests that wait for a step."""
+        with self._lock:
+            return self._scheduler.queue_length
+
     def stats(self) -> EngineStats:
         with self._lock:
             relay = self._relay.stats(self._clock.now())

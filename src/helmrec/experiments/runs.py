@@ -155,7 +155,7 @@ def _outcome(course: Course, result: SimResult) -> Outcome:
     start_s, tick_s = course.scenario.warm_up_s, course.scenario.tick_s
     windows = [window for window in result.windows if window.stats.traffic.end_s > start_s + 1e-9]
     last_s, outcomes = result.windows[-1].stats.traffic.end_s, result.outcomes
-    ends_s = start_s + tick_s * np.arange(1, round((last_s - start_s) / tick_s) + 1)
+    ends_s = start_s + tick_s * np.arange(1, round((last_s - start_s) / tick_s) + 1, dtype=np.float64)
     by_tick, summary = [window.stats for window in result.windows_at(ends_s)], result.summary(start_s)
     causes = sorted({cause for window in windows for cause in window.bytes_by_cause})
     ticks = {

@@ -64,6 +64,10 @@ class _Untouched:
     def __init__(self, engine: Steered) -> None:
         self._engine = engine
 
+    @property
+    def queue_length(self) -> int:
+        return self._engine.queue_length
+
     def stats(self) -> Look:
         return self._engine.stats()
 
@@ -159,6 +163,10 @@ class _CurvesMayFail:
     def __init__(self, engine: Steered, failures: FailureLog) -> None:
         self._engine = engine
         self._failures = failures
+
+    @property
+    def queue_length(self) -> int:
+        return self._engine.queue_length
 
     def stats(self) -> Look:
         return self._engine.stats()

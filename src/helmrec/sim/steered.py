@@ -27,8 +27,12 @@ class SteeredNode:
         self._feed = CurveFeed(node) if has_curves else None
         self._num_fed = 0
 
+    @property
+    def queue_length(self) -> int:
+        return self.node.num_queued
+
     def stats(self) -> NodeLook:
-        return NodeLook(self.node.stats(), self.node.num_queued)
+        return NodeLook(self.node.stats(), self.queue_length)
 
     def curves(self) -> JointCurves | None:
         """Of all that was answered until now; None without curves, or while too little is known."""
