@@ -59,3 +59,11 @@ def test_what_was_taken_does_not_change_when_steps_are_added() -> None:
     for number in range(2, 4):
         log.add(record(number))
     np.testing.assert_array_equal(taken, [record(0), record(1)])
+
+
+def test_work_behind_a_step_is_added_to_the_latest() -> None:
+    log = StepLog(capacity=2)
+    for host_ms in (1.0, 2.0, 3.0):
+        log.add((0.0,) * Step.HOST_MS + (host_ms, 0.0, 0.0))
+    log.add_host_ms(0.5)
+    assert log.take()[:, Step.HOST_MS].tolist() == [2.0, 3.5]

@@ -37,10 +37,14 @@ class StepLog:
         self._num_added = 0
         self._num_taken = 0
 
-    def add(self, values: "tuple[float, ...]") -> None:
+    def add(self, values: tuple[float, ...]) -> None:
         """A step ended; one value per column."""
         self._ring[self._num_added % len(self._ring)] = values
         self._num_added += 1
+
+    def add_host_ms(self, took_ms: float) -> None:
+        """The host did so much more for the step that ended last."""
+        self._ring[(self._num_added - 1) % len(self._ring), Step.HOST_MS] += took_ms
 
     def take(self) -> Steps:
         """Steps that ended since the last call, the oldest first; of more than fit, the latest."""

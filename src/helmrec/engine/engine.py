@@ -209,6 +209,7 @@ class Engine:
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
+        start_s = self._clock.now()
         for step in ended:
             step.hand_out()
         with self._lock:
@@ -216,6 +217,8 @@ class Engine:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
             failed = [step.batch for step in ended if not isinstance(step.outcome, StepOutput)]
             self._try("other", self._relay.note_failed, failed)
+            if len(failed) < len(ended):
+                self._pipeline.steps.add_host_ms((self._clock.now() - start_s) * 1e3)
         for step in ended:
             if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
                 raise step.outcome
