@@ -85,6 +85,7 @@ def test_a_window_tells_of_its_answers_and_of_no_others() -> None:
     first, second = (window.traffic for window in policy.seen)
     assert (first.num_requests, first.num_queued, first.arrival_rate) == (4, 3, 4.0)
     assert first.mean_ms == pytest.approx(40)
+    assert (first.p50_ms, first.p99_ms) == pytest.approx(np.percentile([10, 20, 90], (50, 99)))
     assert first.slo_satisfaction == 0.5, "one was late and one refused"
     assert first.hot_user_share == 0.25
     assert first.compute_busy == pytest.approx(0.4)

@@ -119,7 +119,7 @@ class Rebalancer:
         self._answers.append((user_id, np.nan if latency_ms is None else latency_ms))
 
     def record_all(self, user_ids: IntArray, latency_ms: NDArray[np.float64]) -> None:
-        """Requests were answered, or refused (NaN). For the caller of `tick` alone, who no longer changes the latencies."""
+        """Requests were answered, or refused (NaN). For the caller of `tick`; `latency_ms` must not change later."""
         assert user_ids.size == latency_ms.size, "a latency for each"
         self._bulks.append(_Answers(user_ids.tolist(), latency_ms))
 
@@ -199,7 +199,7 @@ class Rebalancer:
         rate = self._arrived(len(user_ids), after.queue_length) / span_s
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         served = latency_ms[~np.isnan(latency_ms)]
-        p50_ms, p99_ms = np.percentile(served, (50, 99)) if served.size else (0.0, 0.0)
+        p50_ms, p99_ms = _quantiles(served, (0.5, 0.99)) if served.size else (0.0, 0.0)
         return Traffic(
             start_s=start_s,
             end_s=now_s,
@@ -207,8 +207,8 @@ class Rebalancer:
             num_served=served.size,
             hot_user_share=self._hot_share(user_ids),
             mean_ms=float(served.mean()) if served.size else 0.0,
-            p50_ms=float(p50_ms),
-            p99_ms=float(p99_ms),
+            p50_ms=p50_ms,
+            p99_ms=p99_ms,
             slo_ms=self._slo_ms,
             slo_satisfaction=np.count_nonzero(served <= self._slo_ms) / max(1, len(user_ids)),
             num_queued=after.queue_length,
@@ -234,6 +234,12 @@ class Rebalancer:
         if len(self._users) >= _REMEMBERED_USERS:
             self._older_users, self._users = self._users, set()
         return 1 - num_new / len(user_ids) if user_ids else 0.0
+
+
+def _quantiles(values: NDArray[np.float64], shares: tuple[float, ...]) -> list[float]:
+    """As `np.quantile`, in a fraction of its time."""
+    places = np.array(shares) * (values.size - 1)
+    return np.interp(places, np.arange(values.size), np.sort(values)).tolist()
 
 
 def _explanation(policy: Policy) -> Explanation | None:
