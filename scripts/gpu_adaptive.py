@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,7 +235,7 @@ def steer(steered: Steered, node: NodeConfig, mean_events: float, note: Callable
 def compile_policy() -> None:
     """A decision over nothing in particular; it takes as long as an engine takes to be made."""
     alphas, values = np.linspace(0.03, 0.9, 10), np.linspace(1.0, 2.0, 10)
-    curves = JointCurves(alphas, 1_000.0, *(values.copy() for _ in fields(JointCurves)[2:]))
+    curves = JointCurves(alphas, 1_000.0, values, values, values, values, values, values)
     traffic = Traffic_(0.0, 1.0, 100, 100, 0.5, 5.0, 5.0, 9.0, SLO_MS, 1.0, 0, 0.5, 0.0, 0.5)
     window = WindowStats(traffic, 0.5, 0.5, 0.0, 0.95, 1 << 30, 0.5, 0.5, 1.0, 1.0, 1.0, 0, 0, curves)
     HelmPolicy(ServiceCost(token_ms=1e-3, missed_row_ms=1e-4)).decide(window)

@@ -210,7 +210,7 @@ def test_the_same_requests_give_the_same_curves() -> None:
 
 def all_figures(curves: JointMissCurves) -> list[bytes]:
     got = curves.curves()
-    return [getattr(got, name).tobytes() for name in got.__slots__ if name != "num_requests"]
+    return [getattr(got, name).tobytes() for name in got.__slots__ if name not in {"num_requests", "faded"}]
 
 
 @pytest.mark.parametrize("row_rule", ["always", "second-touch"])
@@ -278,3 +278,31 @@ def test_an_engine_settings_carry_over() -> None:
     assert config.alphas == GRID
     assert (config.kv_admission, config.row_admission) == ("second-visit", "always")
     assert config.sampling_rate * config.num_pages * config.rows_per_page == pytest.approx(1 << 14)
+
+
+@pytest.mark.parametrize("half_life", [None, 50.0])
+def test_the_difference_of_two_looks_is_what_came_between_them(half_life: float | None) -> None:
+    whole, later = make_curves(half_life_requests=half_life), make_curves(half_life_requests=half_life)
+    rng = np.random.default_rng(0)
+    visits = [
+        visit(int(user), int(num)) for user, num in zip(rng.integers(0, 9, 300), rng.integers(4, 40, 300), strict=True)
+    ]
+    for request in visits[:200]:
+        whole.observe(request)
+        later.observe(request)
+    before = whole.curves()
+    later.reset()
+    for request in visits[200:]:
+        whole.observe(request)
+        later.observe(request)
+    own, expected = whole.curves().since(before), later.curves()
+    assert own is not None
+    assert own.num_requests == pytest.approx(expected.num_requests)
+    for name in ("computed_tokens_per_request", "missed_rows_per_request", "rows_per_request"):
+        np.testing.assert_allclose(getattr(own, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+
+
+def test_two_looks_with_nothing_between_them_say_nothing() -> None:
+    curves = make_curves(half_life_requests=50.0)
+    curves.observe(visit(1, 12))
+    assert curves.curves().since(curves.curves()) is None

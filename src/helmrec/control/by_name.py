@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from helmrec.control.adaptive import Adaptive
 from helmrec.control.helm import HelmPolicy
 from helmrec.control.heuristics import PID, HillClimber, OneCache
 from helmrec.control.model_based import MarginalUtility, MissCurveArgmin
@@ -14,6 +15,7 @@ _WITHOUT_COST: dict[str, Callable[[], Policy]] = {
     "kv-only": lambda: OneCache("kv"),
     "emb-only": lambda: OneCache("emb"),
     "hill": HillClimber,
+    "adaptive": Adaptive,
 }
 _WITH_COST: dict[str, Callable[[ServiceCost], Policy]] = {
     "pid": PID,

@@ -8,7 +8,7 @@ import numpy as np
 
 from helmrec.memory.miss_curves import JointCurves
 
-_CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in {"alphas", "num_requests"})
+_CURVES = tuple(field.name for field in fields(JointCurves) if field.name not in {"alphas", "num_requests", "faded"})
 
 
 def save_curves(path: Path, curves: Sequence[JointCurves | None]) -> None:
@@ -17,20 +17,21 @@ def save_curves(path: Path, curves: Sequence[JointCurves | None]) -> None:
     known = next((one for one in curves if one is not None), None)
     alphas = np.empty(0) if known is None else known.alphas
     table = np.full((len(curves), 1 + len(_CURVES), alphas.size), np.nan)
+    faded = np.zeros(len(curves))
     for at, one in enumerate(curves):
         if one is not None:
-            table[at, 0] = one.num_requests
+            faded[at], table[at, 0] = one.faded, one.num_requests
             table[at, 1:] = [getattr(one, name) for name in _CURVES]
     with path.open("wb") as file:  # np.savez would add an ending to the name
-        np.savez_compressed(file, alphas=alphas, table=table)
+        np.savez_compressed(file, alphas=alphas, table=table, faded=faded)
 
 
 def load_curves(path: Path) -> list[JointCurves | None]:
     with np.load(path) as kept:
-        alphas, table = kept["alphas"], kept["table"]
+        alphas, table, faded = kept["alphas"], kept["table"], kept["faded"].tolist()
     return [
         None
         if not alphas.size or np.isnan(one[0, 0])
-        else JointCurves(alphas, float(one[0, 0]), **dict(zip(_CURVES, one[1:].copy(), strict=True)))
-        for one in table
+        else JointCurves(alphas, float(one[0, 0]), **dict(zip(_CURVES, one[1:].copy(), strict=True)), faded=gone)
+        for one, gone in zip(table, faded, strict=True)
     ]

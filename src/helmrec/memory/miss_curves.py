@@ -8,7 +8,7 @@ Not modelled: the host tier, forks (a changed history replaces the one before), 
 own) and a row order other than LRU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ Curve = NDArray[np.float64]  # (alphas,)
 
 GRID = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _MAX_ALPHAS = 62
+_ONE_REQUEST = 0.5  # a weight that rounding cannot make
 MOST_WAITING = 512  # requests whose rows wait to be read
 _SAMPLED_SLOTS = 1 << 14  # of the whole pool: a cost of microseconds, an error below a hundredth
 
@@ -117,6 +118,20 @@ class JointCurves:
     rows_per_request: Curve  # rows that would be read,
     missed_rows_per_request: Curve  # and how many of them over the bus
     computed_tokens_per_request: Curve  # history tokens; candidates come on top at every alpha
+    faded: float = 0.0  # logarithm of the weight that the very first request has by now
+
+    def since(self, before: "JointCurves") -> "JointCurves | None":
+        """What the requests after an earlier look say alone; None if there were none."""
+        keep = float(np.exp(self.faded - before.faded)) * before.num_requests
+        weight = self.num_requests - keep
+        if weight < _ONE_REQUEST:
+            return None
+        own = {
+            field.name: (self.num_requests * getattr(self, field.name) - keep * getattr(before, field.name)) / weight
+            for field in fields(self)
+            if field.name.endswith("_per_request")
+        }
+        return replace(self, num_requests=weight, **own)
 
 
 class JointMissCurves:
@@ -137,6 +152,7 @@ class JointMissCurves:
         )
         half_life = config.half_life_requests
         self.decay = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+        self._log_decay = float(np.log(self.decay))
         self._threshold = sampling_threshold(rate)
         self._alphas = _read_only(np.array(config.alphas))
         self._first_kept = 1 if config.kv_admission == "always" else 2  # visit from which a prefix displaces others
@@ -147,7 +163,7 @@ class JointMissCurves:
     def reset(self) -> None:
         """Count anew from here; what the shadows hold stays."""
         self.read_pending()
-        self._num_requests = self._num_tokens = 0.0
+        self._num_requests = self._num_tokens = self._faded = 0.0
         self._sums[:] = 0
 
     def needed_from(self, user_id: int) -> int:
@@ -185,6 +201,7 @@ class JointMissCurves:
             rows_per_request=_read_only(read / requests),
             missed_rows_per_request=_read_only(missed / requests),
             computed_tokens_per_request=_read_only((self._num_tokens - reused) / requests),
+            faded=self._faded,
         )
 
     def check(self) -> None:
@@ -202,6 +219,7 @@ class JointMissCurves:
         user, visits = self.kv.arrive(user_id) if num_tokens else (0, 0)
         self._num_requests = self._num_requests * self.decay + 1
         self._num_tokens = self._num_tokens * self.decay + num_tokens
+        self._faded += self._log_decay
         return (
             user,
             num_tokens,

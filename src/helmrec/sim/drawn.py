@@ -199,7 +199,9 @@ def _draw_other(plan: _Plan) -> Mix:
     )
 
 
-def _phase(name: str, duration_s: float, rate: float | tuple[float, float], ends: tuple[Mix, Mix], plan: _Plan) -> Phase:
+def _phase(
+    name: str, duration_s: float, rate: float | tuple[float, float], ends: tuple[Mix, Mix], plan: _Plan
+) -> Phase:
     start, end = ends
     return Phase(
         name=name,
@@ -367,9 +369,7 @@ def _floods(parts: _Parts) -> _Phases:
     return _alternating(parts, (length_s * 1.5 + 20.0, rate, calm), (length_s, rate * times, flood))
 
 
-def _alternating(
-    parts: _Parts, calm: tuple[float, float, Mix], burst: tuple[float, float, Mix]
-) -> _Phases:
+def _alternating(parts: _Parts, calm: tuple[float, float, Mix], burst: tuple[float, float, Mix]) -> _Phases:
     phases, bursts, now_s = list[Phase](), list[tuple[float, float]](), OPENING_S
     while now_s < OPENING_S + parts.duration_s - 1:
         for seconds, rate, mix in (calm, burst):
