@@ -17,6 +17,7 @@ COSTS = StageCosts(
     token_ms=3e-4,
     pair_ms=2e-8,
     overlap=0.0,
+    spread=1.0,
 )
 
 

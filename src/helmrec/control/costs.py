@@ -13,7 +13,7 @@ from helmrec.steps import Step, Steps
 
 Floats = NDArray[np.float64]
 
-HOST_SHOWN = 0.5  # share of the host's work that the rows of the step before do not hide; fitted to simulated nodes
+HOST_SHOWN = 0.25  # share of the host's work that the rows of the step before do not hide; fitted to simulated nodes
 _HALF_LIFE_STEPS = 2_000.0  # after which a step counts half: half a minute of a busy card, minutes of a CPU
 _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
@@ -42,9 +42,15 @@ class StageCosts:
     token_ms: float
     pair_ms: float
     overlap: float  # 0: each step waits for the one before; 1: its rows are read while that one computes
+    spread: float  # of what requests take beside the fixed parts: mean square over squared mean, at least 1
+
+    @property
+    def step_ms(self) -> float:
+        """The fixed parts of a step."""
+        return self.host_step_ms + self.rows_step_ms + self.compute_step_ms
 
     def interval_ms(self, host_ms: Floats, rows_ms: Floats, compute_ms: Floats) -> Floats:
-        """Time between the ends of two steps of these stages that follow each other without a pause."""
+        """What these stages add to the time between the ends of two steps that follow each other without a pause."""
         apart_ms = host_ms + rows_ms + compute_ms
         return apart_ms + self.overlap * (beside_ms(host_ms, rows_ms, compute_ms) - apart_ms)
 
@@ -52,7 +58,7 @@ class StageCosts:
 def beside_ms(host_ms: Floats, rows_ms: Floats, compute_ms: Floats) -> Floats:
     """The same where stages overlap: the longer one, and a little more where both are about as long."""
     lead_ms = rows_ms + HOST_SHOWN * host_ms
-    return np.sqrt(np.sqrt(np.square(np.square(lead_ms)) + np.square(np.square(compute_ms))))
+    return np.cbrt(lead_ms**3 + compute_ms**3)
 
 
 class Estimator:
@@ -61,6 +67,7 @@ class Estimator:
     def __init__(self) -> None:
         self._stages = {stage: _Fit(1 + len(work)) for stage, work in _WORK.items()}
         self._hidden_ms = self._hideable_ms = 0.0
+        self._spread = _Spread()
         self._num_steps = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
@@ -77,7 +84,9 @@ class Estimator:
         if self._num_steps >= _FEWEST_STEPS:
             overlap = self._hidden_ms / self._hideable_ms if self._hideable_ms > 0 else 0.0
             terms = [self._stages[stage].terms() for stage in _WORK]
-            self.costs = StageCosts(*np.concatenate((*terms, [min(1.0, max(0.0, overlap))])).tolist())
+            step_ms = sum(stage[0] for stage in terms)
+            spread = self._spread.update(timed[:, Step.REQUESTS], timed[:, list(_WORK)].sum(axis=1) - step_ms, keep)
+            self.costs = StageCosts(*np.concatenate((*terms, [min(1.0, max(0.0, overlap)), spread])).tolist())
 
     def _note_overlap(self, steps: Steps, keep: float) -> None:
         """Of steps that followed each other without a pause: how much less than the sum of their stages they took."""
@@ -87,6 +96,25 @@ class Estimator:
         hideable_ms = apart_ms - beside_ms(host_ms, rows_ms, compute_ms)
         self._hidden_ms = keep * self._hidden_ms + float((apart_ms - took_ms)[follows].sum())
         self._hideable_ms = keep * self._hideable_ms + float(hideable_ms[follows].sum())
+
+
+class _Spread:
+    """How unequal requests are, from steps of several: what a step took, against what as many mean ones would."""
+
+    def __init__(self) -> None:
+        self._num_requests = self._took_ms = self._num_steps = self._variance = 0.0
+
+    def update(self, num: Floats, took_ms: Floats, keep: float) -> float:
+        """`took_ms`: of steps of `num` requests, without their fixed parts. Returns `StageCosts.spread`."""
+        num, took_ms = num[num > 0], took_ms[num > 0]
+        self._num_requests = keep * self._num_requests + float(num.sum())
+        self._took_ms = keep * self._took_ms + float(took_ms.sum())
+        if not self._num_requests or not self._took_ms > 0:
+            return 1.0
+        mean_ms = self._took_ms / self._num_requests
+        self._num_steps = keep * self._num_steps + len(num)
+        self._variance = keep * self._variance + float(np.square(took_ms - num * mean_ms) @ (1 / num))
+        return 1 + self._variance / self._num_steps / mean_ms**2
 
 
 class _Fit:

@@ -1,7 +1,6 @@
 """What requests would wait for at every split: late miss curves through the node's own measured costs.
 
-The model of a node: requests that come while a step runs are served together by the next. Each step takes its fixed
-parts and its requests' work; a request waits for part of the step before its own, and then for all of its own.
+The model of a node: requests that come while a step runs are served together by the next (`_latency_ms`).
 """
 
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from helmrec.memory.miss_curves import GRID
 from helmrec.steps import Step
 
 ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 59)
-_CYCLES = 10  # steps after which a queue that grows is judged; fitted to simulated nodes, as the next
-_WAITED = 0.35  # share of the step before that a request waits for
+_NEARLY_FULL = 0.97  # load beyond which the formula has no answer
+_WAITED = 0.5  # share of the interval it comes in that a request waits for
+_WAITED_BESIDE = 0.3  # and more where steps overlap; fitted to simulated nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,26 @@ def forecast(window: WindowStats, late: Late, costs: StageCosts, bias: Bias, rat
 
 
 def _latency_ms(costs: StageCosts, stages: tuple[Floats, Floats, Floats], rate: float) -> Floats:
-    """How many requests share a step grows from cycle to cycle; where it never stops, latency is high, not endless."""
+    """Mean latency of Poisson arrivals that are served together, step after step.
+
+    A step takes a fixed part and the work of its requests; those are the ones that came during the step before. With a
+    load of `rho`, intervals between steps have a mean of fixed / (1 - rho) and a variance of rate E[work^2] / (1 -
+    rho^2) times that. A request falls into a long one more likely than into a short one, waits for half of it, and is
+    then served together with all who came in it.
+    """
     host_ms, rows_ms, compute_ms = stages
-    sharing = np.ones_like(host_ms)
-    for _ in range(_CYCLES):
-        step_ms = (
-            costs.host_step_ms + sharing * host_ms,
-            costs.rows_step_ms + sharing * rows_ms,
-            costs.compute_step_ms + sharing * compute_ms,
-        )
-        interval_ms = costs.interval_ms(*step_ms)
-        sharing = 1 + rate / 1e3 * interval_ms
-    return step_ms[0] + step_ms[1] + step_ms[2] + _WAITED * interval_ms
+    fixed_ms = costs.interval_ms(
+        *(np.array([ms]) for ms in (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms))
+    )
+    work_ms = costs.interval_ms(host_ms, rows_ms, compute_ms)
+    load = rate / 1e3 * work_ms
+    crowding = np.where(load < _NEARLY_FULL, 1 / (1 - np.minimum(load, _NEARLY_FULL)), _tangent(load))
+    interval_ms = crowding * (fixed_ms + load * costs.spread * work_ms / (1 + load))
+    waited = _WAITED + _WAITED_BESIDE * costs.overlap
+    return costs.step_ms + host_ms + rows_ms + compute_ms + (waited + load) * interval_ms
+
+
+def _tangent(load: Floats) -> Floats:
+    """Where a queue would never end, latency goes on growing as it did just before."""
+    free = 1 - _NEARLY_FULL
+    return 1 / free + (load - _NEARLY_FULL) / free**2

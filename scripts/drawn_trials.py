@@ -1,0 +1,233 @@
+"""A policy against constants on scenarios drawn at random (`helmrec.sim.drawn`).
+
+    python -m scripts.drawn_trials                                     # 36 scenarios of the validation range, one seed
+    python -m scripts.drawn_trials --range test --numbers 60 --seeds 3 --out docs/measurements/drawn-test.json
+    python -m scripts.drawn_trials --policy helm --start 0.1
+
+Constants lie on a grid of 0.05, and 0.03: every second one is run, then the neighbours of the two best. The best is the
+one with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; the policy starts at
+`--start` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the first
+burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes on.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from helmrec.control.by_name import make_policy
+from helmrec.control.policy import Move, Policy, WindowStats
+from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
+from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.kept import Store, finish
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.drawn import Drawn, Range, draw
+from helmrec.sim.scenario import service_cost
+from helmrec.sim.simulate import SimResult, simulate, summarise
+from helmrec.sim.simulate_curves import curves_at, record_curves
+from helmrec.sim.trace import Trace
+from scripts.controller import digest_of_code
+from scripts.provenance import write_measurement
+
+BUILD = Path("build")
+COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
+AFTER_BURST_S = 10.0  # that the first burst's queue may take to drain
+
+SIMULATOR, CONTROLLER = digest_of_code("sim", "memory"), digest_of_code("control")  # as they are when a run begins
+
+
+class Ground(NamedTuple):
+    """All constants on one scenario and seed."""
+
+    which: Range
+    number: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"constants {self.which} {self.number} seed {self.seed} {SIMULATOR}"
+
+    @property
+    def curves_path(self) -> Path:
+        return BUILD / "curves" / f"drawn-{self.which}-{self.number}-{self.seed}-{SIMULATOR}.npz"
+
+
+class Trial(NamedTuple):
+    """A policy on one of them."""
+
+    ground: Ground
+    policy: str
+    start: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} from {self.start:g}, {CONTROLLER}, on {self.ground.name}"
+
+
+class Shown:
+    """A policy that is shown recorded miss curves: recording takes several times as long as the run."""
+
+    def __init__(self, policy: Policy, curves: Sequence[JointCurves | None]) -> None:
+        self._policy, self._curves = policy, curves
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        return self._policy.decide(replace(stats, curves=curves_at(self._curves, 1.0, stats.traffic.end_s)))
+
+    def reset(self) -> None:
+        self._policy.reset()
+
+
+@cache
+def scene(ground: Ground) -> tuple[Drawn, Trace]:
+    drawn = draw(ground.which, ground.number)
+    return drawn, drawn.make_trace(ground.seed)
+
+
+def sweep(ground: Ground) -> dict[str, Any]:
+    """Scores of constants, by alpha; miss curves are recorded on the way."""
+    drawn, trace = scene(ground)
+    save_curves(ground.curves_path, record_curves(trace, drawn.node_at(UNTUNED_ALPHA), drawn.cost))
+    scores: dict[float, dict[str, float]] = {}
+
+    def run(alphas: Sequence[float]) -> None:
+        for alpha in alphas:
+            if alpha not in scores and LEAST <= alpha <= min(MOST, drawn.config.alpha_max):
+                policy = Static(StaticSettings(alpha=alpha))
+                scores[alpha] = score(drawn, simulate(trace, drawn.node_at(alpha), drawn.cost, policy))
+
+    run(COARSE)
+    for alpha in sorted(scores, key=lambda one: scores[one]["mean_ms"])[:2]:
+        run([round(alpha - FINE_STEP, 2), round(alpha + FINE_STEP, 2)])
+    return {f"{alpha:g}": one for alpha, one in scores.items()}
+
+
+def judge(trial: Trial) -> dict[str, Any]:
+    drawn, trace = scene(trial.ground)
+    config = drawn.node_at(trial.start)
+    policy = make_policy(trial.policy, service_cost(drawn.cost, config, trace))
+    result = simulate(trace, config, drawn.cost, Shown(policy, load_curves(trial.ground.curves_path)))
+    alphas = [window.stats.alpha for window in result.windows]
+    return {**score(drawn, result), "alphas": [round(alpha, 3) for alpha in alphas[:: max(1, len(alphas) // 20)]]}
+
+
+def score(drawn: Drawn, result: SimResult) -> dict[str, float]:
+    counted = result.arrived_s >= drawn.scored_from_s
+    told: dict[str, float] = {}
+    if drawn.bursts_s:
+        begin_s, end_s = drawn.bursts_s[0]
+        is_first = (result.arrived_s >= begin_s) & (result.arrived_s < end_s + AFTER_BURST_S)
+        told = {f"first_burst_{name}": value for name, value in _figures(result, is_first).items()}
+        counted &= ~is_first
+    return {**told, **_figures(result, counted)}
+
+
+def _figures(result: SimResult, chosen: NDArray[np.bool_]) -> dict[str, float]:
+    found = summarise(result.outcomes, chosen, result.slo_ms)
+    return {
+        "num": found.num_requests,
+        "mean_ms": found.mean_ms,
+        "p99_ms": found.p99_ms,
+        "within_slo": found.slo_satisfaction,
+    }
+
+
+def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One scenario over its seeds: the policy's figures over those of the best constant."""
+    known = set.intersection(*(set(one) for one in constants))
+    best = min(known, key=lambda alpha: _mean(constants, alpha, "mean_ms"))
+    mean_ms, p99_ms, within = (
+        _mean([{"": one} for one in scores], "", name) for name in ("mean_ms", "p99_ms", "within_slo")
+    )
+    told = {
+        "best_constant": float(best),
+        "mean_ms": mean_ms,
+        "mean_over_best": mean_ms / _mean(constants, best, "mean_ms") - 1,
+        "p99_over_best": p99_ms / _mean(constants, best, "p99_ms") - 1,
+        "within_slo_less_best": within - _mean(constants, best, "within_slo"),
+        "untuned_over_best": _mean(constants, f"{UNTUNED_ALPHA:g}", "mean_ms") / _mean(constants, best, "mean_ms") - 1,
+        "alphas": scores[0]["alphas"],
+    }
+    if "first_burst_p99_ms" in scores[0]:
+        first_ms = np.mean([one["first_burst_p99_ms"] for one in scores])
+        untuned_ms = _mean(constants, f"{UNTUNED_ALPHA:g}", "first_burst_p99_ms")
+        told["first_burst_p99_over_untuned"] = float(first_ms / untuned_ms - 1)
+    return told
+
+
+def _mean(scores: Sequence[dict[str, Any]], alpha: str, name: str) -> float:
+    """Over seeds, by the number of requests."""
+    return float(np.average([one[alpha][name] for one in scores], weights=[one[alpha]["num"] for one in scores]))
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    mean = np.array([row["mean_over_best"] for row in rows])
+    p99 = np.array([row["p99_over_best"] for row in rows])
+    return {
+        "scenarios": len(rows),
+        "mean_within_5": float(np.mean(mean <= 0.05)),
+        "p99_within_5": float(np.mean(p99 <= 0.05)),
+        "p99_within_10": float(np.mean(p99 <= 0.10)),
+        "worst_mean": float(mean.max()),
+        "worst_p99": float(p99.max()),
+        "average_mean": float(mean.mean()),
+        "average_p99": float(p99.mean()),
+        "least_within_slo_less_best": min(row["within_slo_less_best"] for row in rows),
+    }
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    table = Table("scenario", "best constant", "mean", "P99", "within SLO", "untuned 0.5", "first burst", "alpha")
+    for name, row in rows.items():
+        first = row.get("first_burst_p99_over_untuned")
+        path = " ".join(f"{alpha:.2f}" for alpha in row["alphas"][::4])
+        table.add_row(
+            name,
+            f"{row['best_constant']:g}",
+            f"{row['mean_over_best']:+.1%}",
+            f"{row['p99_over_best']:+.1%}",
+            f"{100 * row['within_slo_less_best']:+.2f}",
+            f"{row['untuned_over_best']:+.1%}",
+            "" if first is None else f"{first:+.0%}",
+            path,
+        )
+    console = Console(width=140)
+    console.print(table)
+    for name, value in summary(list(rows.values())).items():
+        console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--range", dest="which", choices=get_args(Range), default="validation")
+    parser.add_argument("--numbers", type=int, default=36, help="scenarios, from the first on")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--start", type=float, default=UNTUNED_ALPHA, help="alpha at the start")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write figures there")
+    args = parser.parse_args()
+    grounds = [Ground(args.which, number, seed) for number in range(args.numbers) for seed in range(args.seeds)]
+    store = Store(BUILD / "drawn-trials.jsonl", "1")
+    finish(grounds, sweep, store, args.processes, "constants")
+    trials = [Trial(ground, args.policy, args.start) for ground in grounds]
+    finish(trials, judge, store, args.processes, args.policy)
+    rows = {}
+    for number in range(args.numbers):
+        own = [trial for trial in trials if trial.ground.number == number]
+        scores, constants = ([store.found[one.name] for one in own], [store.found[one.ground.name] for one in own])
+        rows[scene(own[0].ground)[0].name] = compare(scores, constants)
+    show(rows)
+    if args.out is not None:
+        write_measurement(args.out, {"policy": args.policy, "summary": summary(list(rows.values())), "scenarios": rows})
+
+
+if __name__ == "__main__":
+    main()
