@@ -12,7 +12,6 @@ burst is counted apart, against an untuned 0.5. Finished pieces are kept in buil
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -22,16 +21,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from helmrec.bench.contest import Shown
 from helmrec.control.by_name import make_policy
-from helmrec.control.policy import Move, Policy, WindowStats
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.kept import Store, finish
-from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.drawn import Drawn, Range, draw
 from helmrec.sim.scenario import service_cost
 from helmrec.sim.simulate import SimResult, simulate, summarise
-from helmrec.sim.simulate_curves import curves_at, record_curves
+from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace
 from scripts.controller import digest_of_code
 from scripts.provenance import write_measurement
@@ -72,19 +70,6 @@ class Trial(NamedTuple):
         return f"{self.policy} from {self.start:g}, {CONTROLLER}, on {self.ground.name}"
 
 
-class Shown:
-    """A policy that is shown recorded miss curves: recording takes several times as long as the run."""
-
-    def __init__(self, policy: Policy, curves: Sequence[JointCurves | None]) -> None:
-        self._policy, self._curves = policy, curves
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        return self._policy.decide(replace(stats, curves=curves_at(self._curves, 1.0, stats.traffic.end_s)))
-
-    def reset(self) -> None:
-        self._policy.reset()
-
-
 @cache
 def scene(ground: Ground) -> tuple[Drawn, Trace]:
     drawn = draw(ground.which, ground.number)
@@ -113,9 +98,11 @@ def judge(trial: Trial) -> dict[str, Any]:
     drawn, trace = scene(trial.ground)
     config = drawn.node_at(trial.start)
     policy = make_policy(trial.policy, service_cost(drawn.cost, config, trace))
-    result = simulate(trace, config, drawn.cost, Shown(policy, load_curves(trial.ground.curves_path)))
+    shown = Shown(policy, load_curves(trial.ground.curves_path), tick_s=1.0)
+    result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
-    return {**score(drawn, result), "alphas": [round(alpha, 3) for alpha in alphas[:: max(1, len(alphas) // 20)]]}
+    path = [round(alpha, 3) for alpha in alphas[:: max(1, len(alphas) // 20)]]
+    return {**score(drawn, result), "alphas": path, "decision_us": shown.decision_us}
 
 
 def score(drawn: Drawn, result: SimResult) -> dict[str, float]:
@@ -154,6 +141,7 @@ def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]
         "within_slo_less_best": within - _mean(constants, best, "within_slo"),
         "untuned_over_best": _mean(constants, f"{UNTUNED_ALPHA:g}", "mean_ms") / _mean(constants, best, "mean_ms") - 1,
         "alphas": scores[0]["alphas"],
+        "decision_p99_us": max(one["decision_us"][1] for one in scores),
     }
     if "first_burst_p99_ms" in scores[0]:
         first_ms = np.mean([one["first_burst_p99_ms"] for one in scores])
@@ -180,6 +168,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "average_mean": float(mean.mean()),
         "average_p99": float(p99.mean()),
         "least_within_slo_less_best": min(row["within_slo_less_best"] for row in rows),
+        "decision_p99_us": max(row["decision_p99_us"] for row in rows),
     }
 
 

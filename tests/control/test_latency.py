@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.adaptive import Adaptive
-from helmrec.control.latency import ALPHAS, Bias, Late, forecast
+from helmrec.control.latency import ALPHAS, Bias, RecentWork, forecast
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.drawn import OPENING_S, draw
 from helmrec.sim.simulate import Options, simulate
@@ -16,7 +16,7 @@ from tests.control.made_up_steps import COSTS
 from tests.control.test_adaptive import Served
 
 BOWL = Bowl()
-LATE = Late(
+RECENT = RecentWork(
     computed_tokens=np.array([BOWL.computed(alpha) for alpha in ALPHAS]),
     missed_rows=np.array([BOWL.missed(alpha) for alpha in ALPHAS]),
     read_rows=np.full(ALPHAS.size, ROWS),
@@ -50,29 +50,29 @@ def test_a_steady_node_is_forecast_a_window_ahead(number: int) -> None:
 
 
 def test_latency_grows_with_arrivals_and_stays_finite_in_overload() -> None:
-    means = [forecast(WINDOW, LATE, COSTS, Bias(), rate).mean_ms for rate in (1, 50, 200, 1_000, 10_000)]
+    means = [forecast(WINDOW, RECENT, COSTS, Bias(), rate).mean_ms for rate in (1, 50, 200, 1_000, 10_000)]
     for less, more in itertools.pairwise(means):
         assert (more > less).all()
     assert np.isfinite(means[-1]).all()
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
-    alone = forecast(WINDOW, LATE, COSTS, Bias(), rate=1e-6)
+    alone = forecast(WINDOW, RECENT, COSTS, Bias(), rate=1e-6)
     stages_ms = alone.host_ms + alone.rows_ms + alone.compute_ms
     waited_ms = 0.5 * COSTS.step_ms  # the formula knows no idle node: steps follow each other, if empty
     np.testing.assert_allclose(alone.mean_ms, stages_ms + COSTS.step_ms + waited_ms, rtol=1e-4)
 
 
 def test_overlap_and_equal_requests_shorten_waits() -> None:
-    plain = forecast(WINDOW, LATE, COSTS, Bias(), rate=100).mean_ms
-    assert (forecast(WINDOW, LATE, replace(COSTS, overlap=1.0), Bias(), rate=100).mean_ms < plain).all()
-    assert (forecast(WINDOW, LATE, replace(COSTS, spread=2.0), Bias(), rate=100).mean_ms > plain).all()
+    plain = forecast(WINDOW, RECENT, COSTS, Bias(), rate=100).mean_ms
+    assert (forecast(WINDOW, RECENT, replace(COSTS, overlap=1.0), Bias(), rate=100).mean_ms < plain).all()
+    assert (forecast(WINDOW, RECENT, replace(COSTS, spread=2.0), Bias(), rate=100).mean_ms > plain).all()
 
 
 def test_what_was_measured_scales_what_shadows_promise() -> None:
-    plain, corrected = (forecast(WINDOW, LATE, COSTS, bias, rate=20) for bias in (Bias(), Bias(tokens=2, rows=0.5)))
+    plain, corrected = (forecast(WINDOW, RECENT, COSTS, bias, rate=20) for bias in (Bias(), Bias(tokens=2, rows=0.5)))
     history = WINDOW.new_tokens_per_request + WINDOW.resident_tokens_per_request
     assert history == pytest.approx(TOKENS)
-    more = LATE.computed_tokens * (COSTS.token_ms + COSTS.pair_ms * history / 2)
+    more = RECENT.computed_tokens * (COSTS.token_ms + COSTS.pair_ms * history / 2)
     np.testing.assert_allclose(corrected.compute_ms - plain.compute_ms, more)
-    np.testing.assert_allclose(plain.rows_ms - corrected.rows_ms, LATE.missed_rows * COSTS.missed_row_ms / 2)
+    np.testing.assert_allclose(plain.rows_ms - corrected.rows_ms, RECENT.missed_rows * COSTS.missed_row_ms / 2)

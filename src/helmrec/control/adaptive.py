@@ -1,4 +1,4 @@
-"""A policy that steers by what it measures: its own costs, late miss curves, and bursts that were seen.
+"""A policy that steers by what it measures: the costs of its own steps, recent miss curves, and bursts it has seen.
 
 Three layers look at every window. *Base* goes where the forecast of the last seconds is least. *Residual* corrects the
 forecast by what was measured at the present split. *Burst memory* adds the bursts of the last minutes to what base
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.costs import Estimator, Floats
-from helmrec.control.latency import ALPHAS, Bias, Forecast, Late, forecast
+from helmrec.control.latency import ALPHAS, Bias, Forecast, RecentWork, forecast
 from helmrec.control.policy import Move, WindowStats
 from helmrec.control.service_cost import smooth
 from helmrec.memory.miss_curves import JointCurves
@@ -71,7 +71,7 @@ class Adaptive:
         self.estimator = Estimator()
         self.forecast: Forecast | None = None  # of the last window that could be judged
         self._curves: JointCurves | None = None
-        self._late = _Average(settings.curves_half_life_s)
+        self._recent = _Average(settings.curves_half_life_s)
         self._rate = _Average(settings.rate_half_life_s)
         self._promised = _Average(settings.residual_half_life_s)
         self._base = _Average(settings.forecast_half_life_s)
@@ -80,17 +80,17 @@ class Adaptive:
     def decide(self, window: WindowStats) -> Move | None:
         traffic, dt_s = window.traffic, window.traffic.end_s - window.traffic.start_s
         self.estimator.update(window.steps)
-        costs, late = self.estimator.costs, self._look(window.curves, dt_s)
-        if costs is None or late is None or not traffic.num_served or not len(window.steps):
+        costs, recent = self.estimator.costs, self._recent_work(window.curves, dt_s)
+        if costs is None or recent is None or not traffic.num_served or not len(window.steps):
             return None
         rate = float(self._rate.add(np.array([traffic.arrival_rate]), dt_s, dt_s)[0])
-        self.forecast = forecast(window, late, costs, self._bias(window, late, dt_s), rate)
+        self.forecast = forecast(window, recent, costs, self._bias(window, recent, dt_s), rate)
         calm_ms = self._base.add(self.forecast.mean_ms, traffic.num_served, dt_s)
         mean_ms = self._bursts.add(self.forecast, traffic.num_served, (traffic.arrival_rate, dt_s), calm_ms)
         return self._choose(window, mean_ms)
 
-    def _look(self, curves: JointCurves | None, dt_s: float) -> Late | None:
-        """The newest requests' curves, out of the difference between two looks."""
+    def _recent_work(self, curves: JointCurves | None, dt_s: float) -> RecentWork | None:
+        """Take in the miss curves of the requests since the last window; returns the average over recent windows."""
         if curves is None:
             return None
         before, self._curves = self._curves, curves
@@ -99,15 +99,15 @@ class Adaptive:
             known = (newest.computed_tokens_per_request, newest.missed_rows_per_request, newest.rows_per_request)
             at = np.clip(ALPHAS, curves.alphas[0], curves.alphas[-1])
             values = np.maximum(0.0, [smooth(at, curves.alphas, one) for one in known])
-            self._late.add(values, newest.num_requests, dt_s)
-        return None if self._late.value is None else Late(*self._late.value)
+            self._recent.add(values, newest.num_requests, dt_s)
+        return None if self._recent.value is None else RecentWork(*self._recent.value)
 
-    def _bias(self, window: WindowStats, late: Late, dt_s: float) -> Bias:
+    def _bias(self, window: WindowStats, recent: RecentWork, dt_s: float) -> Bias:
         """Tokens and rows measured at the present split over what its shadows promised."""
         if not self.settings.has_residual:
             return Bias()
         if abs(window.alpha - window.alpha_target) <= _SETTLED:
-            promised = [np.interp(window.alpha, ALPHAS, one) for one in (late.computed_tokens, late.missed_rows)]
+            promised = [np.interp(window.alpha, ALPHAS, one) for one in (recent.computed_tokens, recent.missed_rows)]
             measured = [window.new_tokens_per_request, window.missed_rows_per_request]
             self._promised.add(np.array([measured, promised]), window.traffic.num_served, dt_s)
         if self._promised.value is None:

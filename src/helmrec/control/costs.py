@@ -13,7 +13,7 @@ from helmrec.steps import Step, Steps
 
 Floats = NDArray[np.float64]
 
-HOST_SHOWN = 0.5  # share of the host's work that the rows of the step before do not hide; fitted to simulated nodes
+HOST_SHOWN = 0.5  # share of the host time that other stages do not hide; fitted to simulated nodes
 _HALF_LIFE_STEPS = 2_000.0  # after which a step counts half: half a minute of a busy card, minutes of a CPU
 _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain

@@ -1,4 +1,4 @@
-"""What requests would wait for at every split: late miss curves through the node's own measured costs.
+"""Predict the mean latency at every split from recent miss curves and the measured costs of the node's own steps.
 
 The model of a node: requests that come while a step runs are served together by the next (`_latency_ms`).
 """
@@ -40,23 +40,23 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Late:
-    """What the latest requests would have found at each of ALPHAS, per request."""
+class RecentWork:
+    """Work of recent requests at each of ALPHAS, per request, as the shadow caches saw it."""
 
     computed_tokens: Floats
     missed_rows: Floats
     read_rows: Floats
 
 
-def forecast(window: WindowStats, late: Late, costs: StageCosts, bias: Bias, rate: float) -> Forecast:
+def forecast(window: WindowStats, recent: RecentWork, costs: StageCosts, bias: Bias, rate: float) -> Forecast:
     """`rate`: arrivals per second. The window must hold requests."""
     num = window.steps[:, Step.REQUESTS].sum()
     history = window.new_tokens_per_request + window.resident_tokens_per_request
     others = max(0.0, window.steps[:, Step.TOKENS].sum() / num - window.new_tokens_per_request)  # candidates, mostly
-    computed = late.computed_tokens * bias.tokens
+    computed = recent.computed_tokens * bias.tokens
     tokens, pairs = others + computed, others * history + computed * history / 2
     host_ms = costs.host_request_ms + costs.host_token_ms * tokens
-    rows_ms = costs.read_row_ms * late.read_rows + costs.missed_row_ms * late.missed_rows * bias.rows
+    rows_ms = costs.read_row_ms * recent.read_rows + costs.missed_row_ms * recent.missed_rows * bias.rows
     compute_ms = costs.token_ms * tokens + costs.pair_ms * pairs
     return Forecast(host_ms, rows_ms, compute_ms, _latency_ms(costs, (host_ms, rows_ms, compute_ms), rate))
 

@@ -43,17 +43,18 @@ KINDS: tuple[tuple[Kind, float], ...] = (
 _STEADY_LOADS = (0.5, 0.7, 0.9, 0.95)
 _PILOT_ALPHAS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 _PILOT_S = 60.0
-_WITHIN_SLO = 0.92  # of the throughput: more arrivals than that miss the SLO
+_WITHIN_SLO = 0.92  # share of the throughput that a node serves within the SLO, roughly
 _SLO_MS, _SLO_CAPACITY = 80.0, 750.0  # of the frozen scenarios: an SLO, and what a node that has it can bear
-_ROW_BYTES, _SAMPLED_ROWS = 1_024, 1 << 14
+_ROW_BYTES, _KV_ITEM_BYTES = 1_024, 2  # of the drawn model shapes
+_SAMPLED_ROWS = 1 << 14  # that stand for all rows of the pool
 _SEEDS_FROM = 1_000  # of pilots, apart from those of runs
 
 
 class Mix(NamedTuple):
-    """Who asks for what."""
+    """What requests are like at one time; fields as in `Phase`."""
 
     hot_share: float
-    hot_first: int  # another value is another crowd
+    hot_first: int  # another value is another set of regular users
     history: float
     item_exponent: float
 
@@ -137,7 +138,7 @@ def _draw_plan(which: Range, number: int) -> _Plan:
     longest = min(12_000.0, history * float(rng.uniform(1.6, 3.0)))
     num_items = max(20_000, int(pool_bytes * rng.uniform(1.0, 5.0) / _ROW_BYTES / (1 + (rows_per_token - 2) / 4)))
     model = dlrmv3_shape(f"drawn-{rows_per_token}", num_items, rows_per_token - 2)
-    kv_bytes = 10_240 * history
+    kv_bytes = history * model.num_layers * model.num_heads * (model.qk_dim + model.v_dim) * _KV_ITEM_BYTES
     calm = Mix(float(rng.uniform(0.35, 0.9)), 0, history, float(rng.uniform(0.75, 1.25)))
     slo_ms = float(np.clip(_SLO_MS * _SLO_CAPACITY / capacity, 80, 1_000))
     config = NodeConfig(
@@ -229,7 +230,7 @@ def _started_at(config: NodeConfig, alpha: float) -> NodeConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"alpha": alpha})})
 
 
-# How much a node bears.
+# Capacity.
 
 
 def _scaled(plan: _Plan) -> _Plan:
@@ -306,7 +307,7 @@ def _steady(parts: _Parts) -> _Phases:
 
 
 def _growth(parts: _Parts) -> _Phases:
-    """Whoever comes brings more history than before."""
+    """Histories grow, of regular users and of new ones."""
     rate = parts.rate_of(parts.calm)
     return (parts.phase("growth", 1.0, rate, (parts.calm, parts.other)),), ()
 
@@ -328,7 +329,7 @@ def _ramp(parts: _Parts) -> _Phases:
 
 
 def _sine(parts: _Parts) -> _Phases:
-    """There and back again, two to five times."""
+    """From one mix to another and back, two to five times."""
     calm, other, cycles = parts.calm, parts.other, int(parts.plan.rng.integers(2, 6))
     low, high = parts.rate_of(calm), parts.rate_of(other)
     share = 0.5 / cycles
@@ -340,7 +341,7 @@ def _sine(parts: _Parts) -> _Phases:
 
 
 def _turnover(parts: _Parts) -> _Phases:
-    """The crowd changes all the time, and the catalogue with it."""
+    """The set of regular users and the popular items change all the time."""
     calm, rng, plan = parts.calm, parts.plan.rng, parts.plan
     end = calm._replace(hot_first=plan.hot_users * int(rng.integers(1, 6)), item_exponent=parts.other.item_exponent)
     phase = parts.phase("turnover", 1.0, parts.rate_of(calm), (calm, end))
@@ -360,7 +361,7 @@ def _bursts(parts: _Parts) -> _Phases:
 
 
 def _floods(parts: _Parts) -> _Phases:
-    """Strangers on top of the usual traffic, one to two times as much."""
+    """Requests of users never seen before, on top of the usual traffic: 0.5 to 2 times as many."""
     calm, rng = parts.calm, parts.plan.rng
     times = float(rng.uniform(1.5, 3.0))
     flood = calm._replace(hot_share=calm.hot_share / times)
