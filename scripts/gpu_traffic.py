@@ -46,7 +46,7 @@ def serving_config(rows_per_token: int, table_bytes: int) -> ModelConfig:
 def serving_engine(config: ModelConfig, **settings: Any) -> Engine:
     """Random weights. Rows of a table are equal, which no kernel can tell and which takes no memory to make."""
     generator = torch.Generator().manual_seed(0)
-    row = torch.randn(config.row_dim, generator=generator).half()
+    row = torch.randn(config.row_dim, generator=generator).to(getattr(torch, config.row_dtype))
     tables = {table.name: row.expand(table.num_rows, config.row_dim) for table in config.tables}
     model = LoadedModel(config, 1, random_dense(config, generator), tables)
     fixed: dict[str, Any] = {"device": "cuda", "max_batch_requests": 8, "max_batch_tokens": 70_016}
@@ -96,19 +96,23 @@ class Traffic:
         request = self._request(self._next_cold, self._draw(num_events), self._draw(NUM_CANDIDATES))
         return self._engine._intake.prepare(request)
 
-    def _next(self) -> tuple[int, IntArray, IntArray]:
-        candidates = self._draw(NUM_CANDIDATES)
-        if self._rng.random() < self._mix.hot_share:
-            user = int(self._rng.integers(self._mix.num_hot))
-            self._visits[user] += 1
-            end = int(self._lengths[user]) + int(self._visits[user]) % 200 * NEW_EVENTS
-            return user, self._items[user][:end], candidates
+    def visit(self, user: int, number: int) -> tuple[int, IntArray, IntArray]:
+        """What a hot user asks when it comes for the `number`-th time."""
+        end = int(self._lengths[user]) + number % 200 * NEW_EVENTS
+        return user, self._items[user][:end], self._draw(NUM_CANDIDATES)
+
+    def stranger(self) -> tuple[int, IntArray, IntArray]:
+        """What a user asks whom nobody has seen."""
         self._next_cold += 1
-        return (
-            self._next_cold,
-            self._draw(int(self._rng.integers(2_000, 2 * self._mix.mean_events - 2_000))),
-            candidates,
-        )
+        num_events = int(self._rng.integers(2_000, 2 * self._mix.mean_events - 2_000))
+        return self._next_cold, self._draw(num_events), self._draw(NUM_CANDIDATES)
+
+    def _next(self) -> tuple[int, IntArray, IntArray]:
+        if self._rng.random() >= self._mix.hot_share:
+            return self.stranger()
+        user = int(self._rng.integers(self._mix.num_hot))
+        self._visits[user] += 1
+        return self.visit(user, int(self._visits[user]))
 
     def _draw(self, num: int) -> IntArray:
         """Zipf with exponent one: the logarithm of the rank is uniform. Ranks are spread over the table."""

@@ -5,7 +5,7 @@
     python -m scripts.pauses --device cuda --minutes 6         # a card, 24 rows a token
     python -m scripts.pauses --device cuda --minutes 6 --http --cold
 
-The load is open-loop and Poisson, at 70% of what the node answered when everything was queued at once. Every request
+The load is open-loop and Poisson, at 70% of what the node answered when everything was offered at once. Every request
 that is not a hot user's comes from a user nobody has seen. `--cold` starts with empty caches of compiled code; the load
 begins with the first `/readyz` that says 200. Results are added to docs/measurements/pauses-cpu.json or to
 pauses-h200.json there.
@@ -52,7 +52,7 @@ SLO_MS = 80.0
 ALPHA = 0.3
 TABLE_BYTES, POOL = 4 << 30, "6GiB"  # on a card
 HOT_SHARE, NUM_HOT, NUM_BANK, NEW_EVENTS = 0.6, 56, 384, 16
-PROBE = 400  # requests queued at once, to see what the node bears
+PROBE = 1_500  # requests offered at once, to see what the node bears
 PROBE_HTTP, BATCH = 1_500, 8  # requests in all, and in a step
 
 
@@ -214,14 +214,11 @@ class Objects:
 
 
 def saturated(engine: Engine, requests: Iterator[RankRequest]) -> float:
-    """Requests/s of everything queued at once, intake not counted."""
-    futures = [engine.submit(next(requests)) for _ in range(PROBE)]
-    started_s = time.perf_counter()
-    while engine.step():
-        pass
-    for future in futures:
-        future.result(timeout=0)
-    return PROBE / (time.perf_counter() - started_s)
+    """Requests/s of everything offered at once by one thread and served by another, intake included."""
+    load = Load(engine)
+    end = load.run(requests, np.zeros(PROBE), watch_every_s=1e9)
+    assert end.answered == PROBE, end
+    return PROBE / end.elapsed_s
 
 
 class Server:

@@ -4,6 +4,7 @@ Latency counts from the moment a request was due, not from when it could be sent
 would have come during it.
 """
 
+import sys
 import threading
 import time
 from array import array
@@ -22,6 +23,7 @@ from helmrec.memory.stats import PoolStats
 from helmrec.types import RankRequest, RankResult
 
 _IDLE_WAIT_S = 0.001
+_TURN_S = 0.0005  # of the thread that offers, where the one that steps waits for the interpreter
 _REFUSALS: dict[type[BaseException], str] = {QueueFull: "queue full", DeadlineExceeded: "deadline"}
 
 
@@ -76,7 +78,8 @@ class Tally:
         self.refusals_ms.append(latency_ms)
 
     def snapshot(self, elapsed_s: float, pool: PoolStats) -> Snapshot:
-        p50, p99 = _percentiles(self.latencies_ms, 50, 99)
+        """Looks at copies: an array whose memory is looked at cannot grow, and other threads append to these."""
+        p50, p99 = _percentiles(self.latencies_ms[:], 50, 99)
         return Snapshot(
             elapsed_s=elapsed_s,
             offered=len(self.lags_ms),
@@ -86,8 +89,8 @@ class Tally:
             p50_ms=p50,
             p99_ms=p99,
             recent_p99_ms=_percentiles(tuple(self.recent_ms), 99)[0],
-            refused_p99_ms=_percentiles(self.refusals_ms, 99)[0],
-            lag_p99_ms=_percentiles(self.lags_ms, 99)[0],
+            refused_p99_ms=_percentiles(self.refusals_ms[:], 99)[0],
+            lag_p99_ms=_percentiles(self.lags_ms[:], 99)[0],
             pool=pool,
         )
 
@@ -113,6 +116,8 @@ class Load:
     ) -> Snapshot:
         """Offer a request at each of the times; returns when all are answered, refused or failed."""
         stepper = threading.Thread(target=self._step_until_over, name="helmrec-steps")
+        turn_s = sys.getswitchinterval()
+        sys.setswitchinterval(_TURN_S)
         self._started_s, next_watch_s = time.perf_counter(), watch_every_s
         stepper.start()
         try:
@@ -126,6 +131,7 @@ class Load:
             self._is_over = True
             self._has_work.set()
             stepper.join()
+            sys.setswitchinterval(turn_s)
         return self.snapshot()
 
     def snapshot(self) -> Snapshot:

@@ -280,7 +280,7 @@ def _take(lines: _Lines, given: Sequence[Ids]) -> IntArray:  # (lines, ids)
     return block
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -> int:
     """Add each line's offset to its ids, line by line up to the first that holds an id outside [0, limit).
 
@@ -299,7 +299,7 @@ def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -
     return block.size
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _first_outside(ids: IntArray, limit: int) -> int:
     """Index of the first id outside [0, limit), or how many there are."""
     for i in range(ids.size):
@@ -308,7 +308,7 @@ def _first_outside(ids: IntArray, limit: int) -> int:
     return ids.size
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _first_step_back(values: IntArray) -> int:
     """Index of the first value smaller than the one before it, or how many there are."""
     for i in range(1, values.size):

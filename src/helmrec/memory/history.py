@@ -168,7 +168,7 @@ def mix_field(value: np.uint64, low_key: np.uint64, high_key: np.uint64) -> np.u
     return ((value + low_key) & _LOW) * (((value >> _HALF) + high_key) & _LOW)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:  # (2, events)
     """One word per event and lane, the sum over its fields."""
     num_fields, num_events = columns.shape
@@ -184,7 +184,7 @@ def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:
     return words
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _begin(points: NDArray[np.uint64], seed: IntArray) -> tuple[np.uint64, np.uint64]:
     """Seeds are coefficients as they are; the leading one is 1, so that no two lengths are alike."""
     first = second = np.uint64(1)
@@ -194,7 +194,7 @@ def _begin(points: NDArray[np.uint64], seed: IntArray) -> tuple[np.uint64, np.ui
     return first, second
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def advance_lanes(
     keys: ChainKeys, first: np.uint64, second: np.uint64, columns: IntArray
 ) -> tuple[np.uint64, np.uint64]:
@@ -206,7 +206,7 @@ def advance_lanes(
     return first, second
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _chain(keys: ChainKeys, seed: IntArray, num_context: int, columns: IntArray) -> States:
     first, second = _begin(keys.points, seed)
     words = _words(keys.fields, columns)

@@ -58,6 +58,14 @@ class LoadedModel:
     dense: dict[str, Tensor]
     tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
 
+    def __post_init__(self) -> None:
+        """Refuse tables that are not what the configuration says: caches lay rows out by it."""
+        for table in self.config.tables:
+            rows, shape = self.tables[table.name], (table.num_rows, self.config.row_dim)
+            if tuple(rows.shape) != shape or rows.dtype != getattr(torch, self.config.row_dtype):
+                seen = f"{tuple(rows.shape)} of {str(rows.dtype).removeprefix('torch.')}"
+                raise ModelError(f"table {table.name!r} must be {shape} of {self.config.row_dtype}, got {seen}")
+
 
 def table_file(name: str) -> str:
     return f"tables/{name}.safetensors"

@@ -40,6 +40,8 @@ KINDS: tuple[tuple[Kind, float], ...] = (
     ("steady", SHORT_S),
     ("growth", LONG_S),
 )
+_DRIFTS = {"growth": 0.2, "sine": 0.4, "turnover": 0.4}  # how far apart the best splits at both ends of a drift are
+_MOST_DRAWN = 6  # times, until they are that far
 _STEADY_LOADS = (0.5, 0.7, 0.9, 0.95)
 _PILOT_ALPHAS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 _PILOT_S = 60.0
@@ -82,29 +84,48 @@ class Drawn:
 
 def draw(which: Range, number: int, load: float | None = None) -> Drawn:
     """Scenario `number` of a range; `load` replaces the one that was drawn."""
-    kind, duration_s = KINDS[number % len(KINDS)]
-    plan = _draw_plan(which, number)
-    rng, calm = plan.rng, plan.calm
-    if load is None:
-        load = float(rng.uniform(0.5, 0.95)) if kind != "steady" else _STEADY_LOADS[number // len(KINDS) % 4]
-    other = _draw_other(plan)
-    if kind == "growth":
-        other = calm._replace(history=plan.longest)
-    elif kind in ("sine", "turnover"):
-        other = other._replace(hot_first=0, history=calm.history)
-    scaled = _scaled(_with_events(plan, plan.longest if kind == "growth" else 1.1 * calm.history, duration_s))
-    least = min(plan.capacity, _capacity(scaled, other)) if kind in ("growth", "turnover") else None
-    parts = _Parts(scaled, calm, other, load, duration_s, least)
+    kind, _ = KINDS[number % len(KINDS)]
+    parts = _draw_drift(which, number) if kind in _DRIFTS else _draw_parts(which, number, attempt=0)
+    if load is not None:
+        parts = parts._replace(load=load)
+    scaled, calm = parts.plan, parts.calm
     phases, bursts_s = _PHASES[kind](parts)
     return Drawn(
         name=f"{which}-{number}-{kind}",
         kind=kind,
-        load=load,
-        workload=_workload(scaled, (_phase("opening", OPENING_S, phases[0].rate[0], (calm, calm), plan), *phases)),
+        load=parts.load,
+        workload=_workload(scaled, (_phase("opening", OPENING_S, phases[0].rate[0], (calm, calm), scaled), *phases)),
         config=scaled.config,
         cost=scaled.cost,
         bursts_s=bursts_s,
     )
+
+
+def _draw_drift(which: Range, number: int) -> "_Parts":
+    """Draw until the best split at the end is far from the one at the beginning, or take the farthest of some."""
+    drawn, moved, enough = list[_Parts](), list[float](), _DRIFTS[KINDS[number % len(KINDS)][0]] - 1e-9
+    while not moved or (moved[-1] < enough and len(moved) < _MOST_DRAWN):
+        drawn.append(_draw_parts(which, number, attempt=len(drawn)))
+        moved.append(abs(_best_split(drawn[-1], drawn[-1].calm) - _best_split(drawn[-1], drawn[-1].other)))
+    return drawn[int(np.argmax(moved))]
+
+
+def _draw_parts(which: Range, number: int, attempt: int) -> "_Parts":
+    kind, duration_s = KINDS[number % len(KINDS)]
+    plan = _draw_plan(which, number, attempt)
+    rng, calm = plan.rng, plan.calm
+    if kind == "growth":  # prefixes that fit with ease at first, and hardly at the end
+        plan = plan._replace(hot_users=max(20, plan.hot_users // 3))
+    load = float(rng.uniform(0.5, 0.95)) if kind != "steady" else _STEADY_LOADS[number // len(KINDS) % 4]
+    other = _draw_other(plan)
+    if kind == "growth":
+        other = calm._replace(history=plan.longest)
+    elif kind in ("sine", "turnover"):
+        hot_share, exponent = rng.uniform((0.1, 0.7), (0.95, 1.3)).tolist()
+        other = calm._replace(hot_share=hot_share, item_exponent=exponent)
+    scaled = _scaled(_with_events(plan, plan.longest if kind == "growth" else 1.1 * calm.history, duration_s))
+    least = min(plan.capacity, _capacity(scaled, other)) if kind in ("growth", "turnover") else None
+    return _Parts(scaled, calm, other, load, duration_s, least)
 
 
 def _with_events(plan: "_Plan", history: float, duration_s: float) -> "_Plan":
@@ -129,8 +150,8 @@ class _Plan(NamedTuple):
     calm: Mix
 
 
-def _draw_plan(which: Range, number: int) -> _Plan:
-    rng = np.random.default_rng((RANGES.index(which), number))
+def _draw_plan(which: Range, number: int, attempt: int) -> _Plan:
+    rng = np.random.default_rng((RANGES.index(which), number, attempt)[: 3 if attempt else 2])
     capacity = float(np.exp(rng.uniform(np.log(100), np.log(400))))
     rows_per_token = int(rng.choice([2, 6, 12, 24, 24, 32]))
     pool_bytes = int(capacity * rng.uniform(0.05, 0.2) * (1 << 30))
@@ -256,6 +277,11 @@ def _capacity(plan: _Plan, mix: Mix) -> float:
     """Requests per second of this mix at the best of several splits, once the caches are warm."""
     trace = _pilot(plan, mix)
     return _WITHIN_SLO * max(_throughput(plan, trace, alpha) for alpha in _PILOT_ALPHAS)
+
+
+def _best_split(parts: "_Parts", mix: Mix) -> float:
+    trace = _pilot(parts.plan, mix)
+    return max(_PILOT_ALPHAS[::2], key=lambda alpha: _throughput(parts.plan, trace, alpha))
 
 
 def _throughput(plan: _Plan, trace: Trace, alpha: float) -> float:
