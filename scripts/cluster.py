@@ -32,7 +32,6 @@ from helmrec.sim.families import Shape, family, preset
 from helmrec.sim.generate import generate
 from helmrec.sim.node_config import NodeConfig, prepare_requests
 from helmrec.sim.node_state import Status
-from helmrec.sim.scenario import service_cost
 from helmrec.sim.trace import Trace
 from scripts.provenance import provenance
 
@@ -197,8 +196,7 @@ def joint_jobs(seeds: int) -> Iterator[Job]:
 
 
 def _with_controller(cell: Cell, trace: Trace, seed: int) -> dict[str, Any]:
-    cost = service_cost(default_cost(), node_config(cell, trace, 0.5), trace)
-    tried = Run("emb-kv-aware", lambda _: make_policy("helm", cost), 0.5, has_curves=needs_curves("helm"), tick_s=0.5)
+    tried = Run("emb-kv-aware", lambda _: make_policy("helm"), 0.5, has_curves=needs_curves("helm"), tick_s=0.5)
     return run(cell, trace, tried, seed)
 
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from helmrec.bench.baselines import make_policy
 from helmrec.bench.contest import Shown
-from helmrec.control.by_name import make_policy
+from helmrec.bench.service_cost import service_cost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.kept import Store, finish
 from helmrec.sim.drawn import Drawn, Range, draw
-from helmrec.sim.scenario import service_cost
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from helmrec.control.adaptive import Adaptive
 from numpy.typing import NDArray
 
 from helmrec.collector import PROCESS
-from helmrec.control.adaptive import Adaptive
 from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.latency import Forecast
 from helmrec.control.policy import Limited

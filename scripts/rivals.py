@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from helmrec.bench.ppo_only import ppo_only_file
 
 from helmrec.bench.contest import Score
 from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
 from helmrec.bench.judge import interval, largest_of
-from helmrec.bench.ppo_only import ppo_only_file
 from helmrec.bench.shifts import PRICES
 from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.experiments.kept import digest_of

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from helmrec.bench.ppo_only import ppo_only, ppo_only_file
 
 from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec.bench.contest_report import Hindsight, hindsight
 from helmrec.bench.features import Episode
-from helmrec.bench.ppo_only import ppo_only, ppo_only_file
 from helmrec.bench.rivals import learned_rivals, simple_rivals, solver_rivals
 from helmrec.bench.shifts import Planned, switch_prices
 from helmrec.bench.tune import Family, Value, tune

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from helmrec.bench.service_cost import service_cost
 from helmrec.cli import app
 from helmrec.errors import ConfigError
 from helmrec.sim.families import Shape, family
 from helmrec.sim.generate import generate
-from helmrec.sim.scenario import load_scenario, service_cost
+from helmrec.sim.scenario import load_scenario
 from helmrec.sim.trace_file import write_trace
 
 runner = CliRunner()

@@ -9,11 +9,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from helmrec.console import err, out, told_plainly
-from helmrec.control.explain import Explanation, read_explanations
-from helmrec.control.helm import HelmPolicy
+from helmrec.control.explain import Explanation, describe_move, read_explanations
+from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
 from helmrec.errors import ConfigError
-from helmrec.sim.scenario import load_scenario, service_cost
+from helmrec.sim.scenario import load_scenario
 from helmrec.sim.simulate import Options, simulate
 
 
@@ -23,7 +23,7 @@ def explain(
     seed: Annotated[int, typer.Option(help="Of a scenario's traffic.", min=0)] = 0,
     lines: Annotated[int, typer.Option(help="Log lines shown before it.", min=0)] = 5,
 ) -> None:
-    """Show what each layer of a decision said, what it was expected to gain and to cost."""
+    """Show what each layer of a decision proposed, what was predicted, and what came of the last move."""
     with told_plainly():
         found = _replayed(path, seed, at_s) if path.suffix == ".toml" else list(read_explanations(path))
         upto = [one for one in found if at_s is None or one.time_s <= at_s + 1e-9]
@@ -41,7 +41,7 @@ class _Enough(Exception):
 class _Explained:
     """Keeps what a policy said in each window."""
 
-    def __init__(self, policy: HelmPolicy) -> None:
+    def __init__(self, policy: Helm) -> None:
         self._limited = Limited(policy, Limits())
         self._helm = policy
         self.explanations: list[Explanation] = []
@@ -61,7 +61,7 @@ def _replayed(path: Path, seed: int, until_s: float | None) -> list[Explanation]
     scenario = load_scenario(path)
     trace, cost = scenario.make_trace(seed), scenario.cost()
     config = scenario.node_config(trace)
-    policy = _Explained(HelmPolicy(service_cost(cost, config, trace)))
+    policy = _Explained(Helm())
     with Progress(console=err, transient=True) as bar:
         task = bar.add_task("replaying", total=trace.duration_s)
 
@@ -77,21 +77,14 @@ def _replayed(path: Path, seed: int, until_s: float | None) -> list[Explanation]
 
 
 def _table(told: Explanation) -> Table:
-    table = Table("layer", "says", title=f"{told.time_s:.1f} s: alpha {told.alpha:.3f} -> {told.wanted:.3f}")
-    static = f"adapting is put aside for {told.static_alpha:.3f}" if told.is_aside else "adapting goes on"
-    burst = (
-        told.burst if not told.verdict else f"{told.burst} at {told.burst_alpha:.3f}, {told.burst_left_s:.0f} s left"
-    )
-    for layer, says in (
-        ("miss curves", f"least latency at {told.fresh_best:.3f} lately, {told.lasting_best:.3f} for longer"),
-        ("base", f"step {told.base_step:+.2f}, to {told.base_alpha:.3f}"),
-        ("residual", f"{told.residual:+.4f}"),
-        ("burst", burst),
-        ("guardrail", f"{static}; best constant lately {told.static_alpha:.3f}"),
-        ("decided by", told.cause),
-        ("expected gain", f"{told.expected_gain_ms:+.3f} ms a request, of {told.expected_ms:.2f} ms there"),
-        ("expected cost", f"{told.expected_cost_ms:.1f} ms over all requests it delays"),
-        ("measured", f"{told.measured_ms:.2f} ms a request at {told.rate:.0f} requests/s"),
-    ):
-        table.add_row(layer, says)
+    decided, title = told.decided, f"{told.time_s:.1f} s: alpha {told.alpha:.3f} -> {told.decided.alpha:.3f}"
+    table = Table("layer", "proposes", "why", title=title)
+    for one in told.proposals:
+        table.add_row(one.layer, "stay" if one.alpha == told.alpha else f"{one.alpha:.3f}", one.reason)
+    predicted = "nothing was known" if told.predicted_ms is None else f"{told.predicted_ms:.2f} ms predicted"
+    gain = "" if decided.gain_ms is None else f"{decided.gain_ms:+.3f} ms a request predicted"
+    table.add_row("decided by", decided.layer, gain)
+    table.add_row("measured", f"{told.measured_ms:.2f} ms", f"{predicted}, {told.arrivals_per_s:.0f} requests/s")
+    if told.last_move is not None:
+        table.add_row("last move", "", describe_move(told.last_move))
     return table

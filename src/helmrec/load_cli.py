@@ -1,7 +1,7 @@
 """`helmrec load`: offer a trace to a model, or to a server, and watch the latency."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +18,7 @@ from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
 from helmrec.serve.load import HttpLoad
-from helmrec.sim.cost import default_cost
-from helmrec.sim.node_config import NodeConfig
 from helmrec.sim.requests import rank_requests
-from helmrec.sim.scenario import service_cost
 from helmrec.sim.trace import Trace
 from helmrec.sim.trace_file import read_trace
 
@@ -63,7 +60,7 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
             engine = Engine.from_model(Path(model), EngineConfig(**settings))
             engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
-            rebalancer = None if policy is None else _rebalancer(engine, policy, trace, slo_ms, decisions)
+            rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
             end = Load(engine, rebalancer).run(
                 rank_requests(trace, engine.model_config),
                 times_s,
@@ -89,10 +86,8 @@ def _conclude(end: Snapshot, results: Path | None) -> None:
         results.write_text(json.dumps(asdict(end), indent=2) + "\n")
 
 
-def _rebalancer(engine: Engine, policy: str, trace: Trace, slo_ms: float, decisions: Path | None) -> Rebalancer:
-    """Costs are the H200's: policies that reckon with them correct what they can, and the residual learns the rest."""
-    config = NodeConfig(model=engine.model_config, engine=engine.config)
-    decider = make_policy(policy, service_cost(default_cost(), config, trace))
+def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | None) -> Rebalancer:
+    decider = make_policy(policy)
     if decisions is None:
         return Rebalancer(engine, decider, slo_ms)
     decisions.write_text("")
@@ -102,7 +97,7 @@ def _rebalancer(engine: Engine, policy: str, trace: Trace, slo_ms: float, decisi
         starts_s.append(decision.window.traffic.start_s)
         if (told := decision.explanation) is not None:
             with decisions.open("a") as lines:
-                lines.write(told._replace(time_s=told.time_s - starts_s[0]).as_json() + "\n")
+                lines.write(replace(told, time_s=told.time_s - starts_s[0]).as_json() + "\n")
 
     return Rebalancer(engine, decider, slo_ms, on_decision=note)
 

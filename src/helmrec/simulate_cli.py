@@ -11,12 +11,13 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
+from helmrec.bench.baselines import POLICY_NAMES, make_policy, needs_curves
+from helmrec.bench.service_cost import service_cost
 from helmrec.console import err, out, told_plainly
-from helmrec.control.by_name import POLICY_NAMES, make_policy, needs_curves
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.node_state import FloatArray
 from helmrec.sim.oracle import quasi_static
-from helmrec.sim.scenario import Scenario, load_scenario, service_cost
+from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import Options, SimResult, simulate
 from helmrec.sim.simulate_plot import Star, plot_run
 

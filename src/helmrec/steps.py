@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Steps = NDArray[np.float64]  # (steps, columns of `Step`), in order of their ends
+MS_PER_S = 1e3
 CAPACITY = 4_096  # steps between two looks; what is beyond that pushes out the oldest
 
 
@@ -65,7 +66,7 @@ def latest(ring: Steps, begin: int, end: int) -> Steps:
 
 def busy_share(steps: Steps, stage: Step, span_s: float) -> float:
     """Share of `span_s` that went into a stage of these steps, at most 1; stages that were not timed add nothing."""
-    return min(1.0, float(np.nansum(steps[:, stage])) / (span_s * 1e3))
+    return min(1.0, float(np.nansum(steps[:, stage])) / (span_s * MS_PER_S))
 
 
 def idle_share(steps: Steps, start_s: float, end_s: float) -> float:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from helmrec.bench.service_cost import ServiceCost, wait_ms
 from helmrec.control.policy import Policy, Traffic, WindowStats
-from helmrec.control.service_cost import ServiceCost, wait_ms
 from helmrec.memory.miss_curves import JointCurves
 
 COST = ServiceCost(token_ms=0.001, floor_ms=0.5, missed_row_ms=0.0005, is_overlapping=False)

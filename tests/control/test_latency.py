@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from helmrec.control.adaptive import Adaptive
+
 from helmrec.control.latency import ALPHAS, Bias, RecentWork, forecast
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.drawn import OPENING_S, draw

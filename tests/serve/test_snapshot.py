@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helmrec.control.residual import R
 from safetensors.numpy import save_file
 
 from helmrec.clock import MonotonicClock
-from helmrec.control.residual import R
 from helmrec.engine.engine import Engine
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering

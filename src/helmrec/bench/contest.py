@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.bench.service_cost import ServiceCost, service_cost
 from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
-from helmrec.control.service_cost import ServiceCost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.scenario import Scenario, service_cost
+from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec.sim.simulate_curves import curves_at, record_curves
 from helmrec.sim.trace import Trace

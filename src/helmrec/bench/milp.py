@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from helmrec.bench.service_cost import ServiceCost, reckon
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
-from helmrec.control.service_cost import ServiceCost, reckon
 from helmrec.errors import ConfigError
 
 Floats = NDArray[np.float64]

@@ -8,16 +8,16 @@ from typing import Any
 
 from helmrec.bench.bayes import BayesianOptimiser, BayesSettings
 from helmrec.bench.features import Episode
+from helmrec.bench.heuristics import PID, HillClimber, HillSettings, OneCache, OneCacheSettings, PIDSettings
 from helmrec.bench.lstm import LSTMSettings, train_lstm
 from helmrec.bench.milp import MILPPlanner, MILPSettings
+from helmrec.bench.model_based import ArgminSettings, MarginalSettings, MarginalUtility, MissCurveArgmin
 from helmrec.bench.predictors import FollowSettings, PredictivePolicy
+from helmrec.bench.service_cost import ServiceCost
 from helmrec.bench.trees import TreeSettings, train_trees
 from helmrec.bench.tune import Family, LogUniform, OneOf, Settings, Space, Uniform, Whole
 from helmrec.config import Frozen
-from helmrec.control.heuristics import PID, HillClimber, HillSettings, OneCache, OneCacheSettings, PIDSettings
-from helmrec.control.model_based import ArgminSettings, MarginalSettings, MarginalUtility, MissCurveArgmin
 from helmrec.control.policy import Policy
-from helmrec.control.service_cost import ServiceCost
 from helmrec.control.static import Static, StaticSettings
 
 FOLLOW: Space = {"min_distance": Uniform(0, 0.08), "slew": LogUniform(0.01, 0.1), "smoothing": Uniform(0.1, 1)}

@@ -89,7 +89,7 @@ def build(arguments: dict[str, Any]) -> Application:
 def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Application:
     """Raise what is wrong with the settings, or with the model's folder, before anything starts."""
     shape = read_manifest(model).model
-    Steering.of(settings.serve, NodeConfig(model=shape, engine=settings.engine))
+    Steering.of(settings.serve)
     _check_histories(settings.serve.history_path)
     begin = Begin(str(model), revealed(settings.engine), for_engine(settings.serve))
     told = {

@@ -23,14 +23,12 @@ from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.errors import EngineClosed, Forgotten, HelmRecError
 from helmrec.model.config import ModelConfig
-from helmrec.model.weights import read_manifest
 from helmrec.router.sketch import RowSketch, build_sketch
 from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.port import Health, InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.wire import Begin, Kind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
-from helmrec.sim.node_config import NodeConfig
 from helmrec.types import PrefillRequest, RankRequest
 
 log = logging.getLogger("helmrec.cluster")
@@ -204,7 +202,7 @@ class EngineReplica:
 
 
 def _make(model: Path, engine: EngineConfig, serve: ServeConfig) -> tuple[Engine, InProcessPort]:
-    steering = Steering.of(serve, NodeConfig(model=read_manifest(model).model, engine=engine))
+    steering = Steering.of(serve)
     made = Engine.from_model(model, seen_by(serve.policy, engine))
     return made, InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))
 

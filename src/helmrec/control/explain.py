@@ -1,66 +1,74 @@
-"""What each layer of a decision said: as a value, as a log line, as lines of JSON."""
+"""What each layer of a decision proposed, and what came of the last move: as a value, a log line, lines of JSON."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
+import msgspec
+
+from helmrec.control.layers import Proposal
+from helmrec.control.moves import MoveRecord
+from helmrec.control.policy import WindowStats
 from helmrec.errors import ConfigError
 
-_VERDICTS = ("calm", "hold", "hedge", "chase", "return", "wait")
-_CAUSES = ("base and residual", *(f"burst: {verdict}" for verdict in _VERDICTS[1:]))
 
-
-def cause(is_aside: float, verdict: float) -> str:
-    """Which layer had the last word."""
-    return "guardrail: best constant" if is_aside else _CAUSES[int(verdict)]
-
-
-class Explanation(NamedTuple):
-    """One window's decision, layer by layer. Splits are EMB shares; a named tuple, as one is made per decision."""
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One window's decision. Splits are EMB shares."""
 
     time_s: float
     alpha: float  # aimed at so far
-    base_step: float
-    base_alpha: float  # where the base alone would be now
-    residual: float  # added to it
-    verdict: float  # of the burst layer: a place in its words
-    burst_alpha: float  # where that layer would go
-    burst_left_s: float  # how long it expects the burst to stay
-    is_aside: float  # 1: the guardrail has put adapting aside
-    static_alpha: float  # the best constant lately
-    wanted: float  # what was decided
-    expected_ms: float  # mean latency there
-    expected_gain_ms: float  # per request, against staying
-    expected_cost_ms: float  # of the move, latency over all requests it delays
     measured_ms: float  # mean latency of the window
-    fresh_best: float  # least reckoned by the newest seconds
-    lasting_best: float  # and by all the curves remember
-    rate: float  # requests per second
+    predicted_ms: float | None  # for this window, a window ago; None: nothing was known then
+    arrivals_per_s: float
+    proposals: list[Proposal]  # in the order of the layers; the last one decides
+    last_move: MoveRecord | None
+
+    @classmethod
+    def of(
+        cls,
+        window: WindowStats,
+        predicted_ms: float | None,
+        proposals: list[Proposal],
+        moves: Sequence[MoveRecord],
+    ) -> Self:
+        traffic = window.traffic
+        return cls(
+            time_s=traffic.end_s,
+            alpha=window.alpha_target,
+            measured_ms=traffic.mean_ms,
+            predicted_ms=predicted_ms,
+            arrivals_per_s=traffic.arrival_rate,
+            proposals=proposals,
+            last_move=moves[-1] if moves else None,
+        )
 
     @property
-    def burst(self) -> str:
-        return _VERDICTS[int(self.verdict)]
-
-    @property
-    def cause(self) -> str:
-        """Which layer had the last word."""
-        return cause(self.is_aside, self.verdict)
+    def decided(self) -> Proposal:
+        return self.proposals[-1]
 
     def line(self) -> str:
         """For a log."""
-        guard = f"aside for {self.static_alpha:.3f}" if self.is_aside else f"best constant {self.static_alpha:.3f}"
-        burst = self.burst if self.verdict == 0 else f"{self.burst} {self.burst_alpha:.3f} ({self.burst_left_s:.0f} s)"
+        said = " | ".join(f"{one.layer} {one.alpha:.3f}: {one.reason}" for one in self.proposals)
+        predicted = "" if self.predicted_ms is None else f", predicted {self.predicted_ms:.2f} ms"
+        moved = "" if self.last_move is None else f" | last move {describe_move(self.last_move)}"
         return (
-            f"t={self.time_s:.1f} alpha {self.alpha:.3f} -> {self.wanted:.3f} by {self.cause} | "
-            f"base {self.base_step:+.2f} to {self.base_alpha:.3f} | residual {self.residual:+.4f} | burst {burst} | "
-            f"guardrail {guard} | least by fresh curves {self.fresh_best:.3f}, lasting {self.lasting_best:.3f} | "
-            f"gain {self.expected_gain_ms:+.3f} ms a request, cost {self.expected_cost_ms:.1f} ms | "
-            f"measured {self.measured_ms:.2f} ms at {self.rate:.0f}/s"
+            f"t={self.time_s:.1f} alpha {self.alpha:.3f} -> {self.decided.alpha:.3f} | {said}{moved} | "
+            f"measured {self.measured_ms:.2f} ms{predicted} at {self.arrivals_per_s:.0f} requests/s"
         )
 
     def as_json(self) -> str:
-        return json.dumps({name: round(float(value), 6) for name, value in self._asdict().items()})
+        return msgspec.json.encode(self).decode()
+
+
+def describe_move(move: MoveRecord) -> str:
+    """In words, with its predicted and its realised gain."""
+    gained = "not known yet" if move.realised_gain_ms is None else f"{move.realised_gain_ms:+.3f} ms realised"
+    return (
+        f"{move.start:.3f} -> {move.alpha:.3f} by {move.layer}, "
+        f"{move.predicted_gain_ms:+.3f} ms of stage time per request predicted, {gained}"
+    )
 
 
 def read_explanations(path: Path) -> Iterator[Explanation]:
@@ -71,7 +79,9 @@ def read_explanations(path: Path) -> Iterator[Explanation]:
         raise ConfigError(f"cannot read decisions {path}: {error}") from None
     for number, line in enumerate(lines, start=1):
         try:
-            values = {name: float(value) for name, value in json.loads(line).items()}
-            yield Explanation(**values)
-        except (TypeError, ValueError, AttributeError):
+            found = msgspec.json.decode(line, type=Explanation)
+        except msgspec.DecodeError:
             raise ConfigError(f"{path}, line {number}: not a decision, got {line[:60]!r}") from None
+        if not found.proposals:
+            raise ConfigError(f"{path}, line {number}: a decision without proposals")
+        yield found

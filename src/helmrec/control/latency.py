@@ -1,87 +1,249 @@
-"""Predict the mean latency at every split from recent miss curves and the measured costs of the node's own steps.
+"""Predict the mean latency at every split, from recent miss curves and the measured costs of the node's own steps.
 
-The model of a node: requests that come while a step runs are served together by the next (`_latency_ms`).
+A short stream of made-up requests is played through a model of the engine at every split (`play`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
+import numba
 import numpy as np
 
-from helmrec.control.costs import Floats, StageCosts
+from helmrec.control.costs import Estimator, Floats
 from helmrec.control.policy import WindowStats
-from helmrec.memory.miss_curves import GRID
-from helmrec.steps import Step
+from helmrec.memory.miss_curves import GRID, JointCurves
+from helmrec.steps import MS_PER_S, Step
 
-ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 59)
-_NEARLY_FULL = 0.97  # load beyond which the formula has no answer
-_WAITED = 0.5  # share of the interval it comes in that a request waits for
-_WAITED_BESIDE = 0.3  # and more where steps overlap; fitted to simulated nodes
+ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 30)
+RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
+_NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split, and orders they are played in
+_FEW = 1e-3  # share of requests below which nothing is said of them
 
 
-@dataclass(frozen=True, slots=True)
-class Bias:
+class Fading:
+    """A mean over requests, older ones fading with time."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self.weight = 0.0
+        self.value: Floats | None = None
+
+    def fade(self, dt_s: float) -> None:
+        self.weight *= 2.0 ** (-dt_s / self._half_life_s)
+
+    def add(self, value: Floats, weight: float, dt_s: float) -> Floats:
+        self.fade(dt_s)
+        self.weight += weight
+        if self.value is None:
+            self.value = value
+        elif weight > 0:
+            self.value = self.value + (value - self.value) * (weight / self.weight)
+        return self.value
+
+
+class Bias(NamedTuple):
     """What was measured over what the shadow caches promised at the present split."""
 
     tokens: float = 1.0
     rows: float = 1.0
+    pace: float = 1.0  # of all stages: by how much latency was longer than stage times explain
+
+
+class Work(NamedTuple):
+    """Of recent requests at each of ALPHAS, per request, as the shadow caches saw it."""
+
+    computed_tokens: Floats
+    missed_rows: Floats
+    read_rows: Floats
+    new_users: Floats  # share of requests that find none of their history
+
+
+class EngineModel(NamedTuple):
+    """What of an engine does not depend on the split: a step whatever it holds, and how steps follow each other."""
+
+    host_ms: float
+    rows_ms: float
+    compute_ms: float
+    most: int  # requests of a step
+    overlaps: bool  # a step is launched while another one computes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
+class Prediction:
     """Per request, at each of ALPHAS."""
 
-    host_ms: Floats
-    rows_ms: Floats
-    compute_ms: Floats
+    stages_ms: Floats  # host, rows and compute of a lone request, one after another
     mean_ms: Floats  # latency: stages and waits
 
     def at(self, alpha: float) -> float:
         return float(np.interp(alpha, ALPHAS, self.mean_ms))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecentWork:
-    """Work of recent requests at each of ALPHAS, per request, as the shadow caches saw it."""
+@dataclass(slots=True, eq=False)
+class LatencyModel:
+    """Learns from windows; predicts the window after the last one it saw."""
 
-    computed_tokens: Floats
-    missed_rows: Floats
-    read_rows: Floats
+    estimator: Estimator = field(default_factory=Estimator)
+    work: Work | None = None
+    rate: float = 0.0  # arrivals per second
+    _curves: JointCurves | None = None
+    _recent: Fading = field(default_factory=lambda: Fading(RECENT_S))
+    _rates: Fading = field(default_factory=lambda: Fading(RECENT_S))
+    _most: int = 1  # requests of the largest step that was seen
+    _turn: int = 0
+    _history: float = 0.0  # tokens of a request
+    _others: float = 0.0  # tokens that are computed at every split: candidates, mostly
+
+    def update(self, window: WindowStats) -> bool:
+        """Take a window in. False: it says too little to predict from."""
+        traffic = window.traffic
+        dt_s = traffic.end_s - traffic.start_s
+        self.estimator.update(window.steps)
+        self._note_curves(window.curves, dt_s)
+        num = window.steps[:, Step.REQUESTS].sum()
+        if self.estimator.costs is None or self.work is None or not traffic.num_served or not num:
+            return False
+        self.rate = float(self._rates.add(np.array(traffic.arrival_rate), dt_s, dt_s))
+        self._history = window.new_tokens_per_request + window.resident_tokens_per_request
+        self._others = max(0.0, window.steps[:, Step.TOKENS].sum() / num - window.new_tokens_per_request)
+        self._most = max(self._most, int(window.steps[:, Step.REQUESTS].max()))
+        return True
+
+    def _note_curves(self, curves: JointCurves | None, dt_s: float) -> None:
+        """Average the curves of the requests since the last window with those of the windows before."""
+        if curves is None:
+            return
+        before, self._curves = self._curves, curves
+        newest = curves if before is None else curves.since(before)
+        if newest is None:
+            return
+        known = np.stack(
+            (
+                newest.computed_tokens_per_request,
+                newest.missed_rows_per_request,
+                newest.rows_per_request,
+                1 - newest.kv_user_hit_rate,
+            )
+        )
+        known = self._recent.add(known, newest.num_requests, dt_s)
+        self.work = Work(*np.maximum(0.0, _between(known, tuple(curves.alphas.tolist()))))
+
+    def predict(self, bias: Bias = Bias()) -> Prediction:  # noqa: B008 - it cannot change
+        """Once `update` has returned True."""
+        costs, work = self.estimator.costs, self.work
+        assert costs is not None and work is not None
+        computed, missed = work.computed_tokens * bias.tokens, work.missed_rows * bias.rows
+        long = np.minimum(computed / np.maximum(work.new_users, _FEW), self._history)  # tokens, where none are found
+        short = (computed - work.new_users * long) / np.maximum(1 - work.new_users, _FEW)
+        tokens = self._others + np.stack((short, long))  # (2, ALPHAS)
+        pairs = self._others * self._history + (tokens - self._others) * (self._history / 2)
+        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * missed
+        work_ms = bias.pace * np.stack(  # (3, 2, ALPHAS)
+            (
+                costs.host_request_ms + costs.host_token_ms * tokens,
+                rows_ms * tokens / (self._others + computed),
+                costs.token_ms * tokens + costs.pair_ms * pairs,
+            )
+        )
+        fixed_ms = bias.pace * np.array((costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms))
+        engine = EngineModel(*fixed_ms, most=self._most, overlaps=costs.overlap > 0)
+        self._turn = (self._turn + 1) % len(_streams())
+        mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, work.new_users, work_ms, engine)
+        share = np.stack((1 - work.new_users, work.new_users))
+        return Prediction(costs.step_ms + (work_ms * share).sum(axis=(0, 1)), mean_ms)
 
 
-def forecast(window: WindowStats, recent: RecentWork, costs: StageCosts, bias: Bias, rate: float) -> Forecast:
-    """`rate`: arrivals per second. The window must hold requests."""
-    num = window.steps[:, Step.REQUESTS].sum()
-    history = window.new_tokens_per_request + window.resident_tokens_per_request
-    others = max(0.0, window.steps[:, Step.TOKENS].sum() / num - window.new_tokens_per_request)  # candidates, mostly
-    computed = recent.computed_tokens * bias.tokens
-    tokens, pairs = others + computed, others * history + computed * history / 2
-    host_ms = costs.host_request_ms + costs.host_token_ms * tokens
-    rows_ms = costs.read_row_ms * recent.read_rows + costs.missed_row_ms * recent.missed_rows * bias.rows
-    compute_ms = costs.token_ms * tokens + costs.pair_ms * pairs
-    return Forecast(host_ms, rows_ms, compute_ms, _latency_ms(costs, (host_ms, rows_ms, compute_ms), rate))
+@cache
+def _streams() -> Floats:
+    """(streams, 2, requests): gaps between Poisson arrivals with a mean of 1, and a number that says who is new.
 
-
-def _latency_ms(costs: StageCosts, stages: tuple[Floats, Floats, Floats], rate: float) -> Floats:
-    """Mean latency of Poisson arrivals that are served together, step after step.
-
-    A step takes a fixed part and the work of its requests; those are the ones that came during the step before. With a
-    load of `rho`, intervals between steps have a mean of fixed / (1 - rho) and a variance of rate E[work^2] / (1 -
-    rho^2) times that. A request falls into a long one more likely than into a short one, waits for half of it, and is
-    then served together with all who came in it.
+    Of evenly spread quantiles, in another order in each stream: their means are exact.
     """
-    host_ms, rows_ms, compute_ms = stages
-    fixed_ms = costs.interval_ms(
-        *(np.array([ms]) for ms in (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms))
-    )
-    work_ms = costs.interval_ms(host_ms, rows_ms, compute_ms)
-    load = rate / 1e3 * work_ms
-    crowding = np.where(load < _NEARLY_FULL, 1 / (1 - np.minimum(load, _NEARLY_FULL)), _tangent(load))
-    interval_ms = crowding * (fixed_ms + load * costs.spread * work_ms / (1 + load))
-    waited = _WAITED + _WAITED_BESIDE * costs.overlap
-    return costs.step_ms + host_ms + rows_ms + compute_ms + (waited + load) * interval_ms
+    quantiles = (np.arange(_NUM_PLAYED) + 1 / 2) / _NUM_PLAYED
+    rng = np.random.default_rng(0)
+    gaps = -np.log(1 - quantiles)
+    gaps /= gaps.mean()
+    return np.array([(rng.permutation(gaps), rng.permutation(quantiles)) for _ in range(_NUM_STREAMS)])
 
 
-def _tangent(load: Floats) -> Floats:
-    """Where a queue would never end, latency goes on growing as it did just before."""
-    free = 1 - _NEARLY_FULL
-    return 1 / free + (load - _NEARLY_FULL) / free**2
+@numba.njit(cache=True, nogil=True)
+def play(stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
+    """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
+
+    A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is
+    computed. While a step computes, the host launches the next one if anybody waits; then it waits for the step.
+    `work_ms` is (stages, new users or not, splits) per request.
+    """
+    num = stream.shape[1]
+    arrived_ms = np.cumsum(stream[0]) * gap_ms
+    total_ms = np.zeros(new_users.size)
+    for split in range(new_users.size):
+        host_ms = bus_ms = device_ms = 0.0  # when each is free
+        num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
+        while at < num or num_running:
+            if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
+                host_ms = max(host_ms, device_ms)
+                total_ms[split] += num_running * host_ms
+                num_running = 0
+                continue
+            host_ms = max(host_ms, arrived_ms[at])
+            launched_ms, rows_ms, compute_ms, first = host_ms + engine.host_ms, engine.rows_ms, engine.compute_ms, at
+            while at < num and at - first < engine.most and arrived_ms[at] <= host_ms:
+                kind = 1 if stream[1, at] < new_users[split] else 0
+                launched_ms += work_ms[0, kind, split]
+                rows_ms += work_ms[1, kind, split]
+                compute_ms += work_ms[2, kind, split]
+                total_ms[split] -= arrived_ms[at]
+                at += 1
+            host_ms = launched_ms
+            if num_running:
+                host_ms = max(host_ms, device_ms)
+                total_ms[split] += num_running * host_ms
+            bus_ms = max(launched_ms, bus_ms) + rows_ms
+            device_ms = max(bus_ms, device_ms) + compute_ms
+            num_running = at - first
+    return total_ms / num
+
+
+def _between(known: Floats, at: tuple[float, ...]) -> Floats:
+    """Curves at ALPHAS that bend between their known points but never overshoot them (Fritsch and Butland).
+
+    Straight lines would put every optimum on a known point.
+    """
+    knots = _knots(at)
+    rises = np.diff(known) / knots.widths
+    before, after = rises[:, :-1], rises[:, 1:]
+    product = before * after
+    total = knots.left * before + knots.right * after
+    inner = np.where(product > 0, product / np.where(product > 0, total, 1.0), 0.0)
+    slopes = np.concatenate((rises[:, :1], inner, rises[:, -1:]), axis=1)
+    return known @ knots.of_values + slopes @ knots.of_slopes
+
+
+class _Knots(NamedTuple):
+    widths: Floats
+    left: Floats  # weights of the rise before a knot, in its slope,
+    right: Floats  # and of the one after it
+    of_values: Floats  # (knots, ALPHAS)
+    of_slopes: Floats
+
+
+@cache
+def _knots(at: tuple[float, ...]) -> _Knots:
+    """What cubic pieces between these splits depend on besides the curve."""
+    known_at = np.array(at)
+    widths = np.diff(known_at)
+    before, after = widths[:-1], widths[1:]
+    three = 1 + 2  # as many widths in all
+    left, right = ((2 * before + after) / (three * (before + after)), (before + 2 * after) / (three * (before + after)))
+    piece = np.clip(np.searchsorted(known_at, ALPHAS, side="right") - 1, 0, widths.size - 1)
+    t = np.clip((ALPHAS - known_at[piece]) / widths[piece], 0.0, 1.0)
+    rest = 1 - t
+    of_values, of_slopes = np.zeros((2, known_at.size, ALPHAS.size))
+    column = np.arange(ALPHAS.size)
+    of_values[piece, column] = (1 + 2 * t) * rest * rest
+    of_values[piece + 1, column] += t * t * (1 + 2 * rest)
+    of_slopes[piece, column] = widths[piece] * t * rest * rest
+    of_slopes[piece + 1, column] -= widths[piece] * t * t * rest
+    return _Knots(widths, left, right, of_values, of_slopes)

@@ -80,7 +80,7 @@ class Rebalancer:
     Answers may be recorded one by one from any thread; `tick` is one caller's.
 
     `mode` may be set at any time: adaptive follows the policy; static goes to `static_alpha`, or, where that is not
-    given, to the best constant the policy's guardrail knows, and stays; freeze leaves the boundary where it is.
+    given, to the split it began with, and stays; freeze leaves the boundary where it is.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Rebalancer:
         self._policy = policy
         self._slo_ms = slo_ms
         self._tick_s = tick_s
-        self._static_alpha = static_alpha
         self._on_decision = on_decision
         limits = policy.limits if isinstance(policy, Limited) else Limits()
-        self._to_static = Limited(policy, limits)  # whichever constant it is told to go to
+        self._before = steered.stats()
+        alpha = self._before.pool.alpha_target if static_alpha is None else static_alpha
+        self._to_static = Limited(Static(StaticSettings(alpha=alpha)), limits)
         self._answers: deque[tuple[int, float]] = deque()  # user, latency in ms; NaN: it was refused
         self._bulks: list[_Answers] = []  # others, recorded together
         self._users, self._older_users = set[int](), set[int]()  # who came lately
-        self._before = steered.stats()
         self._origin_s: float | None = None  # when the first window began; ticks are counted from there
         self._start_s = self._due_s = 0.0  # when this window began, and when it ends at the latest
         self._looked_s = 0.0  # when the queue was looked at last
@@ -155,12 +155,6 @@ class Rebalancer:
         _unlimited(self._policy).decide(window)  # else it would misjudge what it sees once it may move again
         if self.mode == "freeze":
             return None
-        alpha, explained = self._static_alpha, _explanation(self._policy)
-        if alpha is None and explained is not None and explained.static_alpha == explained.static_alpha:
-            alpha = explained.static_alpha
-        if alpha is None:
-            return None
-        self._to_static.policy = Static(StaticSettings(alpha=alpha))
         return self._to_static.decide(window)
 
     def _is_early(self, now_s: float) -> bool:

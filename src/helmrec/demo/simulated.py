@@ -6,7 +6,7 @@ from typing import Any
 
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.sim.scenario import Scenario, service_cost
+from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import Options, simulate
 from helmrec.sim.workload import Phase, Users, Workload
 
@@ -56,7 +56,7 @@ def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[
     for name in (*(f"static:{alpha}" for alpha in ALPHAS), policy):
         alpha = float(name.partition(":")[2] or ALPHAS[len(ALPHAS) // 2])
         engine = config.engine.model_copy(update={"alpha": alpha})
-        decider = make_policy(name, service_cost(cost, config, trace))
+        decider = make_policy(name)
         options = Options(has_curves=needs_curves(name))
         node = config.model_copy(update={"engine": engine})
         seen = simulate(trace, node, cost, decider, SCENARIO.tick_s, options).summary(SCENARIO.warm_up_s)

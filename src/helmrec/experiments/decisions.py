@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.control.by_name import make_policy
+from helmrec.bench.baselines import make_policy
 from helmrec.control.policy import Move, Policy, WindowStats
 from helmrec.control.static import Static
 from helmrec.experiments.blocks import BLUE, ORANGE, Block, Chart, Table

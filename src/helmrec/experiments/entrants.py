@@ -5,20 +5,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helmrec.bench.baselines import POLICY_NAMES, make_policy, needs_curves
+from helmrec.bench.service_cost import ServiceCost
 from helmrec.bench.shifts import Planned
-from helmrec.control.by_name import POLICY_NAMES, make_policy, needs_curves
-from helmrec.control.helm import HelmPolicy, HelmSettings
+from helmrec.control.helm import Helm, HelmSettings
 from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
-from helmrec.control.service_cost import ServiceCost
 from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.errors import ConfigError
 
-_BARE = HelmSettings(has_residual=False, has_burst=False, has_guardrail=False)
 LAYERS = {
-    "helm base": _BARE,
-    "helm base+residual": _BARE.model_copy(update={"has_residual": True}),
-    "helm base+burst": _BARE.model_copy(update={"has_burst": True}),
-    "helm without guardrail": HelmSettings(has_guardrail=False),
+    "helm base": HelmSettings(has_residual=False, has_bursts=False, has_net=False),
+    "helm without residual": HelmSettings(has_residual=False),
+    "helm without bursts": HelmSettings(has_bursts=False),
+    "helm without net": HelmSettings(has_net=False),
 }
 
 
@@ -93,7 +92,7 @@ _TAKING_A_VALUE: dict[str, Callable[[str, ServiceCost], Entrant]] = {
 def entrant(text: str, cost: ServiceCost) -> Entrant:
     name, _, value = text.partition(":")
     if name in LAYERS:
-        return Entrant(Limited(HelmPolicy(cost, LAYERS[name]), Limits()), UNTUNED_ALPHA, True)
+        return Entrant(Limited(Helm(LAYERS[name]), Limits()), UNTUNED_ALPHA, True)
     if not value:
         return Entrant(make_policy(name, cost), UNTUNED_ALPHA, needs_curves(name))
     if name not in _TAKING_A_VALUE:

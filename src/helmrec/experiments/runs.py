@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helmrec.bench.contest import Course, Score
+from helmrec.bench.service_cost import service_cost
 from helmrec.control.policy import Move, WindowStats
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.entrants import Entrant, entrant, is_blind
 from helmrec.experiments.kept import digest_of
 from helmrec.experiments.tiers import with_traffic
 from helmrec.memory.miss_curves import JointCurves
-from helmrec.sim.scenario import Scenario, service_cost
+from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec.sim.simulate_curves import curves_at
 

@@ -1,37 +1,30 @@
 """Who moves a served engine's boundary, and what it may be shown to want."""
 
-import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.control.explain import Explanation
-from helmrec.control.helm import HelmPolicy
+from helmrec.control.explain import describe_move
+from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
-from helmrec.control.service_cost import ServiceCost
 from helmrec.failures import FailureLog
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.serve.settings import ServeConfig
-from helmrec.sim.cost import default_cost, load_cost
-from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.scenario import mean_service_cost
-from helmrec.steps import Steps, no_steps
+from helmrec.steps import Steps
 
+NO_POLICY = "none"  # nobody moves the boundary
 _SHOWN_MOVES = 5
-_REHEARSED = 6  # windows
 
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer of a controller: the split it wants, and why."""
+    """One layer of a controller: the split it proposes, and why."""
 
     name: str
-    alpha: float | None  # None: it has no wish of its own now
+    alpha: float
     note: str
 
 
@@ -54,78 +47,42 @@ class ControlView:
     asked_alpha: float | None  # None: to stay
     reason: str  # empty where it stays without one
     expected_gain_ms: float | None
-    layers: list[LayerView]
+    measured_ms: float | None  # mean latency of the window; None: nothing was answered in it
+    predicted_ms: float | None  # of the same window, a window before it
+    last_move: str | None  # what it was predicted to gain, and what came of it
+    layers: list[LayerView]  # in order; the last one decided
     moves: list[MoveView]  # the last few, newest first
-
-
-class _Untouched:
-    """An engine that may be looked at."""
-
-    def __init__(self, engine: Steered) -> None:
-        self._engine = engine
-
-    @property
-    def queue_length(self) -> int:
-        return self._engine.queue_length
-
-    def stats(self) -> Look:
-        return self._engine.stats()
-
-    def curves(self) -> JointCurves | None:
-        return self._engine.curves()
-
-    def take_steps(self) -> Steps:
-        """None: what is taken here, nobody else would see."""
-        return no_steps()
-
-    def move_alpha(self, alpha: float) -> None:
-        """It stays."""
 
 
 class Steering:
     """A policy by name, and how to show it."""
 
-    def __init__(self, name: str, slo_ms: float, tick_s: float = 1.0, cost: ServiceCost | None = None) -> None:
+    def __init__(self, name: str, slo_ms: float, tick_s: float = 1.0) -> None:
         self._name = name
-        self._cost = cost
-        self._policy = make_policy(name, cost)
+        self._policy = make_policy(name)
         self._slo_ms = slo_ms
         self._tick_s = tick_s
         self._moves: deque[MoveView] = deque(maxlen=_SHOWN_MOVES)
 
     @classmethod
-    def of(cls, config: ServeConfig, node: NodeConfig) -> "Steering | None":
+    def of(cls, config: ServeConfig) -> "Steering | None":
         """As the settings say; None if nobody is to move the boundary."""
-        if config.policy is None:
-            return None
-        path = config.policy_cost
-        calibration = default_cost() if path is None else load_cost(Path(path))
-        cost = mean_service_cost(calibration, node, node.model.window / 2, node.model.max_candidates / 2)
-        return cls(config.policy, config.slo_ms, config.tick_s, cost)
+        return None if config.policy == NO_POLICY else cls(config.policy, config.slo_ms, config.tick_s)
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
 
-    def rehearse(self, engine: Steered) -> None:
-        """Have another policy of this name look at a few windows, so that what it compiles is compiled by then."""
-        other = Rebalancer(_Untouched(engine), make_policy(self._name, self._cost), self._slo_ms, self._tick_s)
-        other.mode = "freeze"
-        for tick in range(_REHEARSED):
-            for user in range(8):
-                other.record(user, self._slo_ms)
-            other.tick(2.0 * tick * self._tick_s)
-
     @property
-    def learned(self) -> tuple[float, ...]:
-        """What the policy learned online, to be kept over a restart; nothing of one that learns nothing."""
+    def learned(self) -> dict[str, list[float]]:
+        """What the policy learned while serving, to be kept over a restart; nothing of one that learns nothing."""
         inner = self._inner
-        return tuple(inner.learned.tolist()) if isinstance(inner, HelmPolicy) else ()
+        return inner.learned if isinstance(inner, Helm) else {}
 
-    def relearn(self, learned: tuple[float, ...]) -> None:
-        """Give back what was learned, if it is of this policy's shape."""
+    def relearn(self, learned: Mapping[str, list[float]]) -> None:
+        """Give back what a policy of this name had learned on the same model, pool and device."""
         inner = self._inner
-        if isinstance(inner, HelmPolicy) and len(learned) == inner.learned.size and np.isfinite(learned).all():
-            inner.learned = np.array(learned)
+        if isinstance(inner, Helm) and learned:
+            inner.relearn(learned)
 
     @property
     def _inner(self) -> Policy:
@@ -138,7 +95,7 @@ class Steering:
     def failed_view(self, error: Exception) -> ControlView:
         """What to show of a policy that has failed."""
         reason = f"the policy failed ({type(error).__name__}: {error}): alpha is frozen until a mode is set"
-        return ControlView(self._name, "freeze", None, reason, None, [], list(self._moves))
+        return ControlView(self._name, "freeze", None, reason, None, None, None, None, [], list(self._moves))
 
     def view(self, decision: Decision | None, mode: Mode, now_s: float) -> ControlView:
         """What to show after a decision, or before the first in a mode. `now_s` is the wall clock's."""
@@ -146,13 +103,17 @@ class Steering:
         if decision is not None and move is not None:
             self._moves.appendleft(MoveView(now_s, decision.window.alpha_target, move.alpha, move.reason))
         reason = "no window has ended yet" if decision is None else "" if move is None else move.reason
+        told = None if decision is None else decision.explanation
         return ControlView(
             policy=self._name,
             mode=mode,
             asked_alpha=None if move is None else move.alpha,
             reason="frozen" if mode == "freeze" else reason,
             expected_gain_ms=None if move is None else move.expected_gain_ms,
-            layers=[] if decision is None or decision.explanation is None else layers_of(decision.explanation),
+            measured_ms=None if told is None else told.measured_ms,
+            predicted_ms=None if told is None else told.predicted_ms,
+            last_move=None if told is None or told.last_move is None else describe_move(told.last_move),
+            layers=[] if told is None else [LayerView(one.layer, one.alpha, one.reason) for one in told.proposals],
             moves=list(self._moves),
         )
 
@@ -218,13 +179,6 @@ class Controller:
         except Exception as error:
             self._freeze(error)
 
-    def warm_up(self) -> None:
-        """Compile what the policy compiles on first use, before the first window."""
-        try:
-            self._steering.rehearse(self._engine)
-        except Exception as error:
-            self._freeze(error)
-
     def set_mode(self, mode: Mode, wall_s: float) -> None:
         """Follow the policy, a constant, or nobody; a policy that has failed is asked again, from the beginning."""
         if self._is_failed:
@@ -248,26 +202,8 @@ class Controller:
         self.view = self._steering.failed_view(error)
 
 
-def seen_by(policy: str | None, engine: EngineConfig) -> EngineConfig:
+def seen_by(policy: str, engine: EngineConfig) -> EngineConfig:
     """The engine's settings, with miss curves where the policy looks at them."""
-    if policy is None or not needs_curves(policy):
+    if policy == NO_POLICY or not needs_curves(policy):
         return engine
     return engine.model_copy(update={"miss_curves": True})
-
-
-def layers_of(told: Explanation) -> list[LayerView]:
-    """What each layer of a decision said."""
-    is_calm = told.burst == "calm"
-    dwell = "calm" if is_calm else f"{told.burst}, about {told.burst_left_s:.0f} s left"
-    guard = "adapting is put aside" if told.is_aside else "best constant lately"
-    return [
-        LayerView("base", _known(told.base_alpha), f"step {told.base_step:+.2f}"),
-        LayerView("residual", _known(told.base_alpha + told.residual), f"{told.residual:+.4f} learned online"),
-        LayerView("burst", None if is_calm else _known(told.burst_alpha), dwell),
-        LayerView("guardrail", _known(told.static_alpha), guard),
-    ]
-
-
-def _known(alpha: float) -> float | None:
-    """Layers that know nothing yet say NaN."""
-    return None if math.isnan(alpha) else alpha

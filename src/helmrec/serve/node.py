@@ -12,7 +12,6 @@ from helmrec.serve.settings import ServeConfig, for_engine, revealed
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import Begin
-from helmrec.sim.node_config import NodeConfig
 
 
 def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
@@ -20,7 +19,7 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
     if not serve.engine_process:
         return swapping(model, engine, serve)
     manifest = read_manifest(model)
-    Steering.of(serve, NodeConfig(model=manifest.model, engine=engine))  # a wrong policy is told before anything starts
+    Steering.of(serve)  # a wrong policy is told before anything starts
     begin = Begin(str(model), revealed(engine), for_engine(serve))
     return ProcessPort(begin, manifest.model, engine.max_history, Limits(serve.ring_bytes, serve.replay_bytes))
 
@@ -31,6 +30,6 @@ def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingP
 
 
 def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:
-    steering = Steering.of(serve, NodeConfig(model=read_manifest(model).model, engine=engine))
+    steering = Steering.of(serve)
     made = Engine.from_model(model, seen_by(serve.policy, engine))
     return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))

@@ -51,9 +51,8 @@ class ServeConfig(Frozen):
     history_path: str | None = Field(
         None, min_length=1, repr=False, description="folder of stored histories, or a Redis; none, none are kept"
     )
-    policy: str | None = Field(None, min_length=1, description="who moves the boundary, such as hill; none, nobody")
-    policy_cost: str | None = Field(
-        None, min_length=1, description="calibration file for policies that reckon with costs; else that of an H200"
+    policy: str = Field(
+        "helm", min_length=1, description="who moves the boundary: helm, static:ALPHA, or none to leave it where it is"
     )
     slo_ms: float = Field(80.0, gt=0, description="milliseconds a ranking call should take at most")
     tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")

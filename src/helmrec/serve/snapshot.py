@@ -4,17 +4,19 @@ One safetensors file, replaced as a whole. A file that is damaged or of other ta
 start is slow, not wrong. No scores can come from it, only which rows are read ahead.
 """
 
+import hashlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -27,7 +29,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.types import IntArray
 
 log = logging.getLogger("helmrec.serve")
-_FORMAT = "helmrec-snapshot-1"
+_FORMAT = "helmrec-snapshot-2"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +38,8 @@ class Snapshot:
 
     rows: IntArray  # resident rows, coldest first
     alpha: float  # where the boundary was aimed at
-    residual: tuple[float, ...] = ()  # weights a controller learned online; none, it learned none
+    learned: Mapping[str, list[float]] = field(default_factory=dict)  # by a controller; empty, it learned nothing
+    learned_on: Mapping[str, str | int] = field(default_factory=dict)  # model, pool and device
 
 
 class SnapshotFile:
@@ -48,7 +51,7 @@ class SnapshotFile:
 
     def write(self, snapshot: Snapshot) -> None:
         """Replace the file; whoever reads it sees the old one or the new one, also after a crash."""
-        numbers = {"alpha": snapshot.alpha, "residual": list(snapshot.residual)}
+        numbers = {"alpha": snapshot.alpha, "learned": snapshot.learned, "learned_on": snapshot.learned_on}
         metadata = {"format": _FORMAT, "tables": self._tables, "numbers": json.dumps(numbers)}
         data = save({"rows": snapshot.rows}, metadata)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,11 @@ class SnapshotFile:
         alpha = float(numbers["alpha"])
         if rows.ndim != 1 or not 0 <= alpha <= 1:
             raise ValueError(f"alpha {alpha} and rows of shape {rows.shape} make no sense")
-        return Snapshot(rows, alpha, tuple(float(value) for value in numbers["residual"]))
+        learned = {name: np.array(values, np.float64) for name, values in numbers["learned"].items()}
+        if not all(values.ndim == 1 and np.isfinite(values).all() for values in learned.values()):
+            raise ValueError("what the controller learned makes no sense")
+        of = {str(name): value for name, value in numbers["learned_on"].items()}
+        return Snapshot(rows, alpha, {name: values.tolist() for name, values in learned.items()}, of)
 
 
 class SnapshotKeeper:
@@ -121,10 +128,21 @@ class SnapshotKeeper:
             with suppress(AlphaOutOfRange):  # the pool may be smaller than it was
                 engine.move_alpha(found.alpha)
                 engine.settle()
-            steering.relearn(found.residual)
+            self._relearn(found, engine, steering)
         engine.warm(found.rows)
         pool = engine.stats().pool
         log.info("restored", extra={"rows": pool.resident_rows, "of": found.rows.size, "alpha": round(pool.alpha, 4)})
+
+    @staticmethod
+    def _relearn(found: Snapshot, engine: Engine, steering: Steering) -> None:
+        """What was learned on another model, pool or device would be wrong here, and nobody would see."""
+        here = _learned_on(engine)
+        other = [name for name, value in here.items() if found.learned_on.get(name) != value]
+        if other and found.learned:
+            seen = {name: found.learned_on.get(name) for name in other}
+            log.warning("what the controller had learned is of another node and left aside", extra={"of": seen})
+        elif found.learned:
+            steering.relearn(found.learned)
 
     def keep_if_due(self, engine: Engine, steering: Steering | None, now_s: float) -> None:
         """Take a snapshot if it is time; skip one if the last is still being written."""
@@ -159,5 +177,13 @@ class SnapshotKeeper:
 
 
 def _look(engine: Engine, steering: Steering | None) -> Snapshot:
-    learned = () if steering is None else steering.learned
-    return Snapshot(engine.hot_rows(), engine.stats().pool.alpha_target, learned)
+    learned = {} if steering is None else steering.learned
+    return Snapshot(engine.hot_rows(), engine.stats().pool.alpha_target, learned, _learned_on(engine))
+
+
+def _learned_on(engine: Engine) -> dict[str, str | int]:
+    """All that what a controller learns depends on."""
+    device, shape = engine.config.device, engine.model_config.model_dump_json().encode()
+    is_card = device.startswith("cuda")
+    name = torch.cuda.get_device_name(device) if is_card else f"{device}, {torch.get_num_threads()} threads"
+    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": int(engine.config.pool_bytes), "device": name}

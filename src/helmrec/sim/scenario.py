@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from helmrec.config import EngineConfig, Frozen
-from helmrec.control.service_cost import ServiceCost
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import CostModel, CostTerms, default_cost, load_cost
@@ -143,32 +142,3 @@ def load_scenario(path: Path) -> Scenario:
         raise ConfigError(f"cannot read scenario {path}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCost:
-    """A calibration in the few coefficients that policies reckon with, for the mean request of a trace."""
-    history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
-    candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
-    return mean_service_cost(cost, config, history, candidates)
-
-
-def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candidates: float) -> ServiceCost:
-    """The same, for requests with so many events and candidates in the mean."""
-    token_ms = cost.compute_token_us / 1e3 + len(config.model.features) * cost.compute_row_ns / 1e6
-    pair_ms = cost.compute_pair_ns / 1e6
-    host_token_ms = cost.host_token_us / 1e3 + len(config.model.features) * cost.host_row_ns / 1e6
-    return ServiceCost(
-        token_ms=token_ms,
-        pair_ms=pair_ms,
-        floor_ms=candidates * (token_ms + min(history, config.model.window) * pair_ms),
-        missed_row_ms=config.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
-        host_token_ms=host_token_ms,
-        host_floor_ms=cost.host_request_ms + candidates * host_token_ms,
-        step_ms=cost.host_floor_ms + cost.compute_floor_ms,
-        kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
-        row_bytes=config.geometry.row_stride,
-        in_flight_requests=config.engine.max_batch_requests * (1 if config.engine.overlap is False else 2),
-        host_kv_bytes=config.engine.host_kv_bytes,
-        reload_token_ms=config.geometry.page_bytes / config.geometry.page_tokens / (cost.reload_gb_per_s * 1e6),
-        is_overlapping=config.engine.overlap is not False,
-    )

@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from helmrec.bench.service_cost import ServiceCost, compute_ms
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
-from helmrec.control.service_cost import ServiceCost, compute_ms
 
 
 class OneCacheSettings(Frozen):

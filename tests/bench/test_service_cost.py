@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helmrec.control.service_cost import ServiceCost, compute_ms, reckon, smooth, wait_ms
+from helmrec.bench.service_cost import ServiceCost, compute_ms, reckon, smooth, wait_ms
 from tests.control.bowl import COST, TOKENS, Bowl
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 from pydantic import Field
 
+from helmrec.bench.service_cost import ServiceCost, reckon
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
-from helmrec.control.service_cost import ServiceCost, reckon
 
 
 class ArgminSettings(Frozen):

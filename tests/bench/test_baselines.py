@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmrec.control.heuristics import PID, HillClimber, HillSettings, OneCache, OneCacheSettings, PIDSettings
-from helmrec.control.model_based import ArgminSettings, MarginalUtility, MissCurveArgmin
+from helmrec.bench.heuristics import PID, HillClimber, HillSettings, OneCache, OneCacheSettings, PIDSettings
+from helmrec.bench.model_based import ArgminSettings, MarginalUtility, MissCurveArgmin
 from helmrec.control.policy import Limited, Limits, Policy
 from helmrec.control.static import Static, StaticSettings
 from tests.control.bowl import COST, ROWS, TOKENS, Bowl, drive

@@ -1,0 +1,36 @@
+"""Simple policies by name, beside those of `control.by_name`: what the controller is compared with."""
+
+from collections.abc import Callable
+
+from helmrec.bench.heuristics import PID, HillClimber, OneCache
+from helmrec.bench.model_based import MarginalUtility, MissCurveArgmin
+from helmrec.bench.service_cost import ServiceCost
+from helmrec.control import by_name
+from helmrec.control.policy import Limited, Limits, Policy
+
+_WITHOUT_COST: dict[str, Callable[[], Policy]] = {
+    "kv-only": lambda: OneCache("kv"),
+    "emb-only": lambda: OneCache("emb"),
+    "hill": HillClimber,
+}
+_WITH_COST: dict[str, Callable[[ServiceCost], Policy]] = {
+    "pid": PID,
+    "marginal": MarginalUtility,
+    "argmin": MissCurveArgmin,
+}
+POLICY_NAMES = (*by_name.POLICY_NAMES, *_WITHOUT_COST, *_WITH_COST)
+_BLIND = ("static", "pid", "hill")
+
+
+def make_policy(text: str, cost: ServiceCost) -> Policy:
+    """Any policy by name, held to the limits every policy is held to; `cost` is for baselines that have a model."""
+    if text in _WITHOUT_COST:
+        return Limited(_WITHOUT_COST[text](), Limits())
+    if text in _WITH_COST:
+        return Limited(_WITH_COST[text](cost), Limits())
+    return by_name.make_policy(text)
+
+
+def needs_curves(text: str) -> bool:
+    """Whether the policy looks at miss curves."""
+    return text.partition(":")[0] not in _BLIND

@@ -1,0 +1,214 @@
+"""The layers of the controller. Each looks at a window and proposes a split, or has nothing to say.
+
+*Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
+what was measured at the present split. *Burst recovery* adds the bursts of the last minutes, so that the node stands
+where calm and bursts together cost least. The *net* knows no prediction: if latency has become much worse than it was
+at another split under the same load, it goes back there.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from helmrec.control.costs import Floats
+from helmrec.control.latency import ALPHAS, Bias, Fading, LatencyModel, Prediction
+from helmrec.control.policy import WindowStats
+
+JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
+MIN_GAIN = 0.005  # share of the latency that a move must promise; half of it tells two splits apart
+SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
+_MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
+PACE = 2
+_BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
+_BURST_FACTOR = 1.25  # times the calm rate from which arrivals are a burst
+_WORSE = 1.5  # times the latency that was known, from which the net acts
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one layer would do."""
+
+    layer: str
+    alpha: float
+    reason: str
+    gain_ms: float | None = None  # predicted, per request, against staying; None: a layer without a model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """All that a chooser sees beside the curve it chooses on."""
+
+    window: WindowStats
+    newest: Prediction  # of the newest seconds alone, corrected
+    idle_s: float  # since the last move
+
+
+class Chooser(Protocol):
+    """Picks a split on a curve of predicted latency. Frozen: it learns nothing while serving."""
+
+    def choose(self, mean_ms: Floats, outlook: Outlook) -> float:
+        """`mean_ms` at ALPHAS; the present target stands for staying."""
+
+
+class Rule:
+    """The split of least latency, if it promises enough; among equals the nearest."""
+
+    def choose(self, mean_ms: Floats, outlook: Outlook) -> float:
+        window = outlook.window
+        start = window.alpha_target
+        is_open = (window.alpha_min <= ALPHAS) & (window.alpha_max >= ALPHAS)
+        if not is_open.any():
+            return start
+        alphas, mean_ms = ALPHAS[is_open], mean_ms[is_open]
+        here_ms, least_ms = np.interp(start, alphas, mean_ms), mean_ms.min()
+        if here_ms - least_ms < MIN_GAIN * here_ms:
+            return start
+        equals = alphas[mean_ms <= least_ms * (1 + MIN_GAIN / 2)]
+        return float(equals[np.abs(equals - start).argmin()])
+
+
+def propose(layer: str, chooser: Chooser, mean_ms: Floats, outlook: Outlook) -> Proposal:
+    """What a chooser makes of the curve a layer predicts."""
+    start = outlook.window.alpha_target
+    alpha = chooser.choose(mean_ms, outlook)
+    here_ms, there_ms = np.interp((start, alpha), ALPHAS, mean_ms).tolist()
+    return Proposal(layer, alpha, f"predicts {there_ms:.2f} ms there, {here_ms:.2f} ms here", here_ms - there_ms)
+
+
+class Residual:
+    """Tokens and rows measured at the present split over what its shadows promised."""
+
+    def __init__(self) -> None:
+        self._seen = Fading(JUDGED_S)
+        self._pace = 1.0
+
+    def bias(self, window: WindowStats, model: LatencyModel, predicted_ms: float | None) -> Bias:
+        """Take a window in. `predicted_ms`: its latency, as it was predicted a window ago."""
+        self._note_pace(window, predicted_ms)
+        traffic, work = window.traffic, model.work
+        if work is not None and abs(window.alpha - window.alpha_target) <= SETTLED:
+            promised = [np.interp(window.alpha, ALPHAS, one) for one in (work.computed_tokens, work.missed_rows)]
+            measured = (window.new_tokens_per_request, window.missed_rows_per_request)
+            self._seen.add(np.array((measured, promised)), traffic.num_served, traffic.end_s - traffic.start_s)
+        if self._seen.value is None:
+            return Bias(pace=self._pace)
+        measured, promised = self._seen.value
+        ratio = measured / np.maximum(promised, 1 / ALPHAS.size)
+        return Bias(*np.clip(ratio, 1 / _MOST_BIAS, _MOST_BIAS).tolist(), self._pace)
+
+    def _note_pace(self, window: WindowStats, predicted_ms: float | None) -> None:
+        """Change the pace until what is measured is what is predicted; slowly, as latency is noise in short windows."""
+        traffic = window.traffic
+        if predicted_ms is not None and predicted_ms > 0 and traffic.mean_ms > 0:
+            ratio = min(max(traffic.mean_ms / predicted_ms, 1 / _MOST_BIAS), _MOST_BIAS)
+            pace = self._pace * ratio ** ((traffic.end_s - traffic.start_s) / (PACE * JUDGED_S))
+            self._pace = min(max(pace, 1 / _MOST_BIAS), _MOST_BIAS)
+
+    @property
+    def learned(self) -> list[float]:
+        return [] if self._seen.value is None else [self._seen.weight, *self._seen.value.ravel().tolist()]
+
+    def relearn(self, learned: list[float]) -> None:
+        if learned:
+            self._seen.weight, self._seen.value = learned[0], np.array(learned[1:]).reshape(2, 2)
+
+
+class Bursts:
+    """Remembers what bursts of the last minutes would have cost at every split, and how many requests they had."""
+
+    def __init__(self) -> None:
+        self._calm_rate: float | None = None
+        self._burst = Fading(_BURSTS_S)
+        self._num_calm = 0.0  # requests outside bursts, older ones fading as those of bursts do
+        self.is_burst = False
+
+    @property
+    def share(self) -> float:
+        """Of recent requests that came in bursts."""
+        return self._burst.weight / max(1.0, self._burst.weight + self._num_calm)
+
+    def mix(self, window: WindowStats, newest: Prediction, calm_ms: Floats) -> Floats:
+        """Take a window in; returns `calm_ms` with the bursts that were seen mixed in."""
+        traffic = window.traffic
+        dt_s, num = traffic.end_s - traffic.start_s, traffic.num_served
+        self._num_calm *= 2.0 ** (-dt_s / _BURSTS_S)
+        self.is_burst = self._stands_out(traffic.arrival_rate, dt_s)
+        if self.is_burst:
+            self._burst.add(newest.mean_ms, num, dt_s)
+        else:
+            self._burst.fade(dt_s)
+            self._num_calm += num
+        return calm_ms if self._burst.value is None else calm_ms + self.share * (self._burst.value - calm_ms)
+
+    def _stands_out(self, rate: float, dt_s: float) -> bool:
+        """Whether so many came that it is no chance. The calm rate follows slowly, and more slowly in a burst."""
+        calm = self._calm_rate
+        if calm is None:
+            self._calm_rate = rate
+            return False
+        chance = (1 + 2) * float(np.sqrt(calm / dt_s))  # three deviations of a Poisson count
+        is_burst = rate > _BURST_FACTOR * calm + chance
+        half_life_s = 2 * JUDGED_S * (2 * 2 if is_burst else 1)
+        self._calm_rate = rate + (calm - rate) * 2.0 ** (-dt_s / half_life_s)
+        return is_burst
+
+    @property
+    def learned(self) -> list[float]:
+        if self._burst.value is None or self._calm_rate is None:
+            return []
+        return [self._calm_rate, self._num_calm, self._burst.weight, *self._burst.value.tolist()]
+
+    def relearn(self, learned: list[float]) -> None:
+        if learned:
+            self._calm_rate, self._num_calm, self._burst.weight = learned[:3]
+            self._burst.value = np.array(learned[3:])
+
+
+class _Haven(NamedTuple):
+    """A split that was seen to do well."""
+
+    alpha: float
+    mean_ms: float
+    rate: float
+
+
+class Net:
+    """Goes back to where latency was fine, if it is not any more and no more requests come."""
+
+    def __init__(self) -> None:
+        self._haven: _Haven | None = None
+        self._seen = Fading(JUDGED_S)  # latency, arrival rate and alpha at the present split
+        self._until_s = 0.0  # while it holds
+
+    def propose(self, window: WindowStats, predicted_ms: float | None) -> Proposal | None:
+        """`predicted_ms`: for this window, a window ago."""
+        traffic = window.traffic
+        haven, now_s = self._haven, traffic.end_s
+        if haven is not None and now_s < self._until_s:
+            return Proposal("net", haven.alpha, "holds on to the split that did well")
+        is_bad = predicted_ms is not None and traffic.mean_ms > _WORSE * predicted_ms
+        if haven is not None and is_bad and self._is_worse(window, haven):
+            self._until_s = now_s + JUDGED_S
+            told = f"{traffic.mean_ms:.1f} ms measured, {haven.mean_ms:.1f} ms at {haven.alpha:.2f} under such a load"
+            return Proposal("net", haven.alpha, told)
+        if predicted_ms is not None and not is_bad:
+            self._note(window)
+        return None
+
+    def _is_worse(self, window: WindowStats, haven: _Haven) -> bool:
+        traffic = window.traffic
+        is_away = abs(window.alpha_target - haven.alpha) > SETTLED
+        is_as_loaded = traffic.arrival_rate <= _BURST_FACTOR * haven.rate
+        return is_away and is_as_loaded and traffic.mean_ms > _WORSE * haven.mean_ms
+
+    def _note(self, window: WindowStats) -> None:
+        """A window that went as predicted: where it stands is safe, once it has stood there for a while."""
+        traffic = window.traffic
+        seen = np.array((traffic.mean_ms, traffic.arrival_rate, window.alpha_target))
+        if self._seen.value is not None and abs(self._seen.value[2] - window.alpha_target) > SETTLED:
+            self._seen = Fading(JUDGED_S)
+        dt_s = traffic.end_s - traffic.start_s
+        mean_ms, rate, alpha = self._seen.add(seen, dt_s, dt_s).tolist()
+        if self._seen.weight > JUDGED_S / 2:
+            self._haven = _Haven(alpha, mean_ms, rate)

@@ -1,0 +1,72 @@
+"""A record of every move: what it was predicted to gain, and what came of it once its bytes had turned over.
+
+Gains are in stage time per request, which does not depend on how many arrive.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from helmrec.control.latency import ALPHAS, Prediction
+from helmrec.control.layers import JUDGED_S, SETTLED
+from helmrec.control.policy import WindowStats
+from helmrec.steps import Step, Steps
+
+_KEPT = 32  # moves
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRecord:
+    """Steps of the boundary that followed each other without a pause are one move."""
+
+    time_s: float  # when it began
+    start: float
+    alpha: float
+    layer: str  # that asked for it
+    predicted_gain_ms: float
+    realised_gain_ms: float | None = None  # None: not known yet, or traffic changed or it moved on before it was
+
+
+class MoveLog:
+    """The last moves, newest last."""
+
+    def __init__(self) -> None:
+        self._before_ms = self._stage_ms = float("nan")  # before the move that is judged, and recently
+        self._moved_s = -np.inf
+        self.records: deque[MoveRecord] = deque(maxlen=_KEPT)
+
+    def note(self, window: WindowStats) -> None:
+        """Take a window in: the last move is judged when it has settled and been served from for a while."""
+        now_s, took_ms = window.traffic.end_s, _stage_ms(window.steps)
+        if np.isfinite(took_ms):
+            weight = 2.0 ** (-(now_s - window.traffic.start_s) / JUDGED_S)
+            self._stage_ms = took_ms if np.isnan(self._stage_ms) else took_ms + weight * (self._stage_ms - took_ms)
+        is_due = now_s - self._moved_s > 2 * JUDGED_S and abs(window.alpha - window.alpha_target) <= SETTLED
+        if is_due and self.records and self.records[-1].realised_gain_ms is None and np.isfinite(self._before_ms):
+            gain_ms = self._before_ms - self._stage_ms
+            self.records[-1] = replace(self.records[-1], realised_gain_ms=round(gain_ms, 4))
+            self._before_ms = float("nan")
+
+    def begin(self, window: WindowStats, alpha: float, layer: str, newest: Prediction) -> None:
+        """The boundary is sent to `alpha`."""
+        now_s, start = window.traffic.end_s, window.alpha_target
+        if self.records and now_s - self._moved_s <= JUDGED_S / 2:
+            start, last = self.records[-1].start, self.records.pop()
+            time_s = last.time_s
+        else:
+            time_s, self._before_ms = now_s, self._stage_ms
+        self._moved_s = now_s
+        here_ms, there_ms = np.interp((start, alpha), ALPHAS, newest.stages_ms).tolist()
+        self.records.append(MoveRecord(time_s, start, alpha, layer, round(here_ms - there_ms, 4)))
+
+    @property
+    def idle_since_s(self) -> float:
+        """When the boundary was moved last."""
+        return self._moved_s
+
+
+def _stage_ms(steps: Steps) -> float:
+    """Measured stage time per request; NaN without requests."""
+    num = steps[:, Step.REQUESTS].sum()
+    return float(np.nansum(steps[:, (Step.HOST_MS, Step.ROWS_MS, Step.COMPUTE_MS)]) / num) if num else float("nan")
