@@ -2,6 +2,7 @@
 
     python -m scripts.live                                        # on a card; writes docs/measurements/live-h200.json
     python -m scripts.live --rows 24 --policies static:0.1 static:0.2 static:0.3 --seconds 30 --screen-s 0
+    python -m scripts.live --rows 24 --course steady --policies static:0.3 --seconds 360 --repeats 1 --screen-s 0
     python -m scripts.live --quick                                # a small model on the CPU: that it runs, no figures
 
 The setup is that of the trade-off map (`scripts.gpu_tradeoff`): 24 rows a token, where the caches compete, or one,
@@ -33,6 +34,7 @@ from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.model.profiles import profile
+from helmrec.pauses import PauseStats
 from helmrec.types import RankResult
 from scripts import gpu_traffic
 from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES, TABLE_BYTES
@@ -63,12 +65,15 @@ class Stretch(NamedTuple):
     rate_factor: float = 1.0
 
 
-STRETCHES = (
-    Stretch("steady", 0.3, (0.35, 0.35)),
-    Stretch("trend", 0.3, (0.35, 0.85)),
-    Stretch("burst", 0.2, (0.35, 0.35), 1.1),
-    Stretch("after", 0.2, (0.85, 0.85)),
-)
+COURSES = {
+    "all": (
+        Stretch("steady", 0.3, (0.35, 0.35)),
+        Stretch("trend", 0.3, (0.35, 0.85)),
+        Stretch("burst", 0.2, (0.35, 0.35), 1.1),
+        Stretch("after", 0.2, (0.85, 0.85)),
+    ),
+    "steady": (Stretch("steady", 1.0, (0.6, 0.6)),),
+}
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,17 @@ class Run:
     moves: list[str] = field(default_factory=list)
     windows: list[dict[str, float]] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)  # learned, in ms
-    before: Any = None
+    before: Any = None  # of the pool
     after: Any = None
+    pauses: PauseStats | None = None
 
 
-def plan_times(rates: dict[float, float], duration_s: float, seed: int) -> Iterator[tuple[float, float, str]]:
+def plan_times(
+    stretches: Sequence[Stretch], rates: dict[float, float], duration_s: float, seed: int
+) -> Iterator[tuple[float, float, str]]:
     """(due, hot share, stretch) of each request: Poisson arrivals at the rate that goes with the mix."""
     rng, start_s, known = np.random.default_rng(seed), 0.0, sorted(rates)
-    for stretch in STRETCHES:
+    for stretch in stretches:
         length_s, at_s = stretch.share_of_run * duration_s, 0.0
         while True:
             passed = at_s / length_s
@@ -255,16 +263,17 @@ class Stand:
             adaptive = limited.policy
             rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, adaptive))
         run.before = engine.stats().pool
+        engine.reset_pauses()
         Driver(engine, course, rebalancer, run).go()
-        run.after = engine.stats().pool
+        run.after, run.pauses = engine.stats().pool, engine.stats().pauses
         if adaptive is not None and adaptive.estimator.costs is not None:
             run.costs = asdict(adaptive.estimator.costs)
         assert engine.stats().background_failures == 0
         return run
 
-    def course(self, rates: dict[float, float], duration_s: float) -> Course:
-        planned = list(plan_times(rates, duration_s, seed=2))
-        shares = [MIXES[0]] * self.warm_up + [share for _, share, _ in planned]
+    def course(self, stretches: Sequence[Stretch], rates: dict[float, float], duration_s: float) -> Course:
+        planned = list(plan_times(stretches, rates, duration_s, seed=2))
+        shares = [stretches[0].hot_share[0]] * self.warm_up + [share for _, share, _ in planned]
         requests = self.requests.make(shares, seed=3)
         due_s = np.array([due for due, _, _ in planned])
         return Course(requests[: self.warm_up], requests[self.warm_up :], due_s, [name for _, _, name in planned])
@@ -329,7 +338,8 @@ def figures(latency_ms: NDArray[np.float64]) -> dict[str, Any]:
 
 
 def describe(course: Course, run: Run, score_after_s: float) -> dict[str, Any]:
-    names, before, after = np.array(course.stretch), run.before, run.after
+    assert run.pauses is not None
+    names, minutes, before, after = np.array(course.stretch), course.due_s // 60, run.before, run.after
     hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
     reused, total = after.reused_tokens - before.reused_tokens, after.total_tokens - before.total_tokens
     late = run.latency_ms[course.due_s >= score_after_s]
@@ -337,6 +347,8 @@ def describe(course: Course, run: Run, score_after_s: float) -> dict[str, Any]:
         "whole": figures(run.latency_ms),
         "scored": figures(late if late.size else run.latency_ms),
         "stretches": {name: figures(run.latency_ms[names == name]) for name in dict.fromkeys(course.stretch)},
+        "minutes": [figures(run.latency_ms[minutes == minute]) for minute in np.unique(minutes)],
+        "gaps": {**asdict(run.pauses), "longest_ms": round(run.pauses.longest_ms, 2)},
         "row_hit_rate": round(hits / max(1, hits + misses), 4),
         "token_reuse_rate": round(reused / max(1, total), 4),
         "alpha_over_time": run.alphas if run.moves else [],
@@ -351,6 +363,7 @@ class Measurement:
 
     def __init__(self, rows_per_token: int, flags: argparse.Namespace) -> None:
         self._flags, self._started_s = flags, time.perf_counter()
+        self._stretches = COURSES[flags.course]
         self._stand = Stand(rows_per_token, flags.quick)
         self._say(f"{rows_per_token} rows a token: ready")
         capacity = capacities(self._stand)
@@ -361,7 +374,7 @@ class Measurement:
             "duration_s": flags.seconds,
             "score_after_s": flags.score_after,
             "screen_s": flags.screen_s,
-            "stretches": [stretch._asdict() for stretch in STRETCHES],
+            "stretches": [stretch._asdict() for stretch in self._stretches],
             "screened": {},
             "runs": {},
         }
@@ -394,7 +407,7 @@ class Measurement:
         return list(dict.fromkeys(f"static:{best}" if name == BEST else name for name in self._flags.policies))
 
     def _course(self, duration_s: float) -> Course:
-        course = self._stand.course(self._rates, duration_s)
+        course = self._stand.course(self._stretches, self._rates, duration_s)
         PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
         self._say(f"{len(course.requests)} requests made")
         return course
@@ -408,6 +421,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
     parser.add_argument("--policies", nargs="*", default=[BEST, "static:0.5", "adaptive"], help="in the order of turns")
+    parser.add_argument("--course", choices=COURSES, default="all")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each policy")
     parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")
     parser.add_argument("--score-after", type=float, default=60.0, help="seconds of a run that are scored apart")

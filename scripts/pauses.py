@@ -2,8 +2,10 @@
 
     python -m scripts.pauses                                   # this machine's CPU, engine in this process
     python -m scripts.pauses --http                            # `helmrec serve` with the engine in its own process
-    python -m scripts.pauses --device cuda --minutes 6         # a card, 24 rows a token
-    python -m scripts.pauses --device cuda --minutes 6 --http --cold
+    python -m scripts.pauses --device cuda --minutes 6 --http --cold    # a card, 24 rows a token
+
+(For a card with the engine in the driver's process: `scripts.live --course steady`. There one thread that checks
+requests would be slower than the engine that serves them.)
 
 The load is open-loop and Poisson, at 70% of what the node answered when everything was offered at once. Every request
 that is not a hot user's comes from a user nobody has seen. `--cold` starts with empty caches of compiled code; the load

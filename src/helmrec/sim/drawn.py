@@ -5,12 +5,14 @@ by what the node can bear: requests of each mix are sent to it all at once, at s
 little less than the best throughput found there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from helmrec.config import EngineConfig
+from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import dlrmv3_shape
 from helmrec.sim.cost import CostModel, default_cost
 from helmrec.sim.generate import generate
@@ -40,8 +42,8 @@ KINDS: tuple[tuple[Kind, float], ...] = (
     ("steady", SHORT_S),
     ("growth", LONG_S),
 )
-_DRIFTS = {"growth": 0.2, "sine": 0.4, "turnover": 0.4}  # how far apart the best splits at both ends of a drift are
-_MOST_DRAWN = 6  # times, until they are that far
+_DRIFTS = ("growth", "sine", "turnover")
+_LOST_BY_ANY, _MOST_DRAWN = 0.1, 10  # share of the throughput that every constant loses at one end; draws until then
 _STEADY_LOADS = (0.5, 0.7, 0.9, 0.95)
 _PILOT_ALPHAS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 _PILOT_S = 60.0
@@ -102,30 +104,69 @@ def draw(which: Range, number: int, load: float | None = None) -> Drawn:
 
 
 def _draw_drift(which: Range, number: int) -> "_Parts":
-    """Draw until the best split at the end is far from the one at the beginning, or take the farthest of some."""
-    drawn, moved, enough = list[_Parts](), list[float](), _DRIFTS[KINDS[number % len(KINDS)][0]] - 1e-9
-    while not moved or (moved[-1] < enough and len(moved) < _MOST_DRAWN):
+    """Draw until no constant suits both ends, or take what suits them least of some."""
+    drawn, lost = list[_Parts](), list[float]()
+    while not lost or (lost[-1] < _LOST_BY_ANY and len(lost) < _MOST_DRAWN):
         drawn.append(_draw_parts(which, number, attempt=len(drawn)))
-        moved.append(abs(_best_split(drawn[-1], drawn[-1].calm) - _best_split(drawn[-1], drawn[-1].other)))
-    return drawn[int(np.argmax(moved))]
+        lost.append(_limits_of_best_constant(drawn[-1].plan, (drawn[-1].calm, drawn[-1].other)).lost)
+    return drawn[int(np.argmax(lost))]
 
 
 def _draw_parts(which: Range, number: int, attempt: int) -> "_Parts":
     kind, duration_s = KINDS[number % len(KINDS)]
     plan = _draw_plan(which, number, attempt)
-    rng, calm = plan.rng, plan.calm
-    if kind == "growth":  # prefixes that fit with ease at first, and hardly at the end
-        plan = plan._replace(hot_users=max(20, plan.hot_users // 3))
-    load = float(rng.uniform(0.5, 0.95)) if kind != "steady" else _STEADY_LOADS[number // len(KINDS) % 4]
+    rng = plan.rng
+    if kind == "growth":
+        plan = _with_room_to_grow(plan)
+    elif kind in _DRIFTS:
+        plan = _with_room_for_users(plan)
+    calm = plan.calm
+    load = float(rng.uniform(0.7 if kind in _DRIFTS else 0.5, 0.95))
+    if kind == "steady":
+        load = _STEADY_LOADS[number // len(KINDS) % 4]
     other = _draw_other(plan)
     if kind == "growth":
         other = calm._replace(history=plan.longest)
-    elif kind in ("sine", "turnover"):
-        hot_share, exponent = rng.uniform((0.1, 0.7), (0.95, 1.3)).tolist()
-        other = calm._replace(hot_share=hot_share, item_exponent=exponent)
+    elif kind in _DRIFTS:
+        calm, other = _draw_ends(rng, calm)
+    plan = plan._replace(calm=calm)
     scaled = _scaled(_with_events(plan, plan.longest if kind == "growth" else 1.1 * calm.history, duration_s))
-    least = min(plan.capacity, _capacity(scaled, other)) if kind in ("growth", "turnover") else None
+    least = min(_limits_of_best_constant(scaled, (calm, other)).capacities) if kind == "growth" else None
     return _Parts(scaled, calm, other, load, duration_s, least)
+
+
+def _with_room_to_grow(plan: "_Plan") -> "_Plan":
+    """Regular users whose prefixes fit with ease at first, and hardly or not at all at the end."""
+    times, share, hot_share = plan.rng.uniform((2.5, 0.6, 0.6), (4.0, 1.2, 0.9)).tolist()
+    longest = min(12_000.0, plan.calm.history * times)
+    history = longest / times
+    users = plan.users.model_copy(
+        update={"min_history": int(history * 0.3), "max_history": int(min(13_500.0, longest * 2.1))}
+    )
+    pool_bytes, model = plan.config.engine.pool_bytes, plan.config.model
+    hot_users = max(20, int(pool_bytes * share / _kv_bytes(model, longest)))
+    calm = plan.calm._replace(history=history, hot_share=hot_share)
+    return plan._replace(calm=calm, longest=longest, users=users, hot_users=hot_users)
+
+
+def _with_room_for_users(plan: "_Plan") -> "_Plan":
+    """Regular users whose prefixes fit into most of the pool."""
+    share = float(plan.rng.uniform(0.4, 0.9))
+    pool_bytes, model = plan.config.engine.pool_bytes, plan.config.model
+    return plan._replace(hot_users=max(20, int(pool_bytes * share / _kv_bytes(model, plan.calm.history))))
+
+
+def _draw_ends(rng: np.random.Generator, mix: Mix) -> tuple[Mix, Mix]:
+    """Many visitors who look at all kinds of items, and mostly regular users of popular items; either may be first."""
+    low, high = (0.15, 0.7), (0.45, 0.95)
+    visitors = mix._replace(**dict(zip(("hot_share", "item_exponent"), rng.uniform(low, high).tolist(), strict=True)))
+    low, high = (0.75, 1.0), (0.95, 1.3)
+    regulars = mix._replace(**dict(zip(("hot_share", "item_exponent"), rng.uniform(low, high).tolist(), strict=True)))
+    return (visitors, regulars) if rng.random() < 0.5 else (regulars, visitors)
+
+
+def _kv_bytes(model: ModelConfig, num_tokens: float) -> float:
+    return num_tokens * model.num_layers * model.num_heads * (model.qk_dim + model.v_dim) * _KV_ITEM_BYTES
 
 
 def _with_events(plan: "_Plan", history: float, duration_s: float) -> "_Plan":
@@ -159,7 +200,7 @@ def _draw_plan(which: Range, number: int, attempt: int) -> _Plan:
     longest = min(12_000.0, history * float(rng.uniform(1.6, 3.0)))
     num_items = max(20_000, int(pool_bytes * rng.uniform(1.0, 5.0) / _ROW_BYTES / (1 + (rows_per_token - 2) / 4)))
     model = dlrmv3_shape(f"drawn-{rows_per_token}", num_items, rows_per_token - 2)
-    kv_bytes = history * model.num_layers * model.num_heads * (model.qk_dim + model.v_dim) * _KV_ITEM_BYTES
+    kv_bytes = _kv_bytes(model, history)
     calm = Mix(float(rng.uniform(0.35, 0.9)), 0, history, float(rng.uniform(0.75, 1.25)))
     slo_ms = float(np.clip(_SLO_MS * _SLO_CAPACITY / capacity, 80, 1_000))
     config = NodeConfig(
@@ -279,9 +320,20 @@ def _capacity(plan: _Plan, mix: Mix) -> float:
     return _WITHIN_SLO * max(_throughput(plan, trace, alpha) for alpha in _PILOT_ALPHAS)
 
 
-def _best_split(parts: "_Parts", mix: Mix) -> float:
-    trace = _pilot(parts.plan, mix)
-    return max(_PILOT_ALPHAS[::2], key=lambda alpha: _throughput(parts.plan, trace, alpha))
+class _Limits(NamedTuple):
+    """What one constant bears of each of several mixes, and how much less that is than what others would, at worst."""
+
+    capacities: list[float]
+    lost: float
+
+
+def _limits_of_best_constant(plan: _Plan, mixes: Sequence[Mix]) -> _Limits:
+    """Of the constant that loses least where it suits least."""
+    traces = [_pilot(plan, mix) for mix in mixes]
+    found = np.array([[_throughput(plan, trace, alpha) for alpha in _PILOT_ALPHAS] for trace in traces])
+    kept = (found / found.max(axis=1, keepdims=True)).min(axis=0)
+    best = int(kept.argmax())
+    return _Limits((_WITHIN_SLO * found[:, best]).tolist(), float(1 - kept[best]))
 
 
 def _throughput(plan: _Plan, trace: Trace, alpha: float) -> float:
@@ -356,23 +408,36 @@ def _ramp(parts: _Parts) -> _Phases:
 
 def _sine(parts: _Parts) -> _Phases:
     """From one mix to another and back, two to five times."""
-    calm, other, cycles = parts.calm, parts.other, int(parts.plan.rng.integers(2, 6))
-    low, high = parts.rate_of(calm), parts.rate_of(other)
-    share = 0.5 / cycles
-    there, back = (
-        parts.phase("there", share, (low, high), (calm, other)),
-        parts.phase("back", share, (high, low), (other, calm)),
+    cycles = int(parts.plan.rng.integers(2, 6))
+    share = 0.25 / cycles
+    there = _drift(parts, ("leaves", "arrives"), share, (parts.calm, parts.other))
+    back = _drift(parts, ("turns", "returns"), share, (parts.other, parts.calm))
+    return (*there, *back) * cycles, ()
+
+
+def _drift(parts: _Parts, names: tuple[str, str], share: float, ends: tuple[Mix, Mix]) -> tuple[Phase, Phase]:
+    """From one mix to another in two phases; arrivals are so much of what the best constant bears along the way."""
+    start, end = ends
+    middle = start._replace(
+        hot_share=(start.hot_share + end.hot_share) / 2,
+        item_exponent=(start.item_exponent + end.item_exponent) / 2,
+        hot_first=(start.hot_first + end.hot_first) // 2,
     )
-    return (there, back) * cycles, ()
+    mixes = [mix._replace(hot_first=0) for mix in (start, middle, end)]
+    first, halfway, last = (parts.load * rate for rate in _limits_of_best_constant(parts.plan, mixes).capacities)
+    return (
+        parts.phase(names[0], share, (first, halfway), (start, middle)),
+        parts.phase(names[1], share, (halfway, last), (middle, end)),
+    )
 
 
 def _turnover(parts: _Parts) -> _Phases:
-    """The set of regular users and the popular items change all the time."""
-    calm, rng, plan = parts.calm, parts.plan.rng, parts.plan
-    end = calm._replace(hot_first=plan.hot_users * int(rng.integers(1, 6)), item_exponent=parts.other.item_exponent)
-    phase = parts.phase("turnover", 1.0, parts.rate_of(calm), (calm, end))
+    """The set of regular users and the popular items change all the time, and so does the mix."""
+    rng, plan = parts.plan.rng, parts.plan
+    end = parts.other._replace(hot_first=plan.hot_users * 2 * int(rng.integers(1, 3)))
+    phases = _drift(parts, ("turnover", "further"), 0.5, (parts.calm, end))
     drift = plan.num_items * float(rng.uniform(0.005, 0.1))
-    return (phase.model_copy(update={"drift_items_per_hour": drift}),), ()
+    return tuple(phase.model_copy(update={"drift_items_per_hour": drift}) for phase in phases), ()
 
 
 def _bursts(parts: _Parts) -> _Phases:
