@@ -19,7 +19,6 @@ JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows
 MIN_GAIN = 0.005  # share of the latency that a move must promise; half of it tells two splits apart
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
-PACE = 2
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
 _BURST_FACTOR = 1.25  # times the calm rate from which arrivals are a burst
 _WORSE = 1.5  # times the latency that was known, from which the net acts
@@ -77,7 +76,7 @@ def propose(layer: str, chooser: Chooser, mean_ms: Floats, outlook: Outlook) -> 
 
 
 class Residual:
-    """Tokens and rows measured at the present split over what its shadows promised."""
+    """What is measured at the present split over what was predicted: tokens, rows, and latency."""
 
     def __init__(self) -> None:
         self._seen = Fading(JUDGED_S)
@@ -102,16 +101,19 @@ class Residual:
         traffic = window.traffic
         if predicted_ms is not None and predicted_ms > 0 and traffic.mean_ms > 0:
             ratio = min(max(traffic.mean_ms / predicted_ms, 1 / _MOST_BIAS), _MOST_BIAS)
-            pace = self._pace * ratio ** ((traffic.end_s - traffic.start_s) / (PACE * JUDGED_S))
+            pace = self._pace * ratio ** ((traffic.end_s - traffic.start_s) / JUDGED_S)
             self._pace = min(max(pace, 1 / _MOST_BIAS), _MOST_BIAS)
 
     @property
     def learned(self) -> list[float]:
-        return [] if self._seen.value is None else [self._seen.weight, *self._seen.value.ravel().tolist()]
+        """All that was learned, for `relearn`; nothing, if nothing was."""
+        seen = self._seen
+        return [] if seen.value is None else [self._pace, seen.weight, *seen.value.ravel().tolist()]
 
     def relearn(self, learned: list[float]) -> None:
         if learned:
-            self._seen.weight, self._seen.value = learned[0], np.array(learned[1:]).reshape(2, 2)
+            self._pace, self._seen.weight = learned[:2]
+            self._seen.value = np.array(learned[2:]).reshape(2, 2)
 
 
 class Bursts:
