@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.steps import MS_PER_S, Step, Steps
+from helmrec.steps import Step, Steps
 
 Floats = NDArray[np.float64]
 
-_HOST_SHOWN = 1 / 2  # share of the host time that other stages do not hide; fitted to simulated nodes
 _HALF_LIFE_STEPS = 2_000.0  # after which a step counts half: half a minute of a busy card, minutes of a CPU
 _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
@@ -41,24 +40,12 @@ class StageCosts:
     compute_step_ms: float
     token_ms: float
     pair_ms: float
-    overlap: float  # 0: each step waits for the one before; 1: its rows are read while that one computes
-    spread: float  # of what requests take beside the fixed parts: mean square over squared mean, at least 1
+    overlap: float  # share of steps that were launched while another one was under way
 
     @property
     def step_ms(self) -> float:
         """The fixed parts of a step."""
         return self.host_step_ms + self.rows_step_ms + self.compute_step_ms
-
-    def interval_ms(self, host_ms: Floats, rows_ms: Floats, compute_ms: Floats) -> Floats:
-        """What these stages add to the time between the ends of two steps that follow each other without a pause."""
-        apart_ms = host_ms + rows_ms + compute_ms
-        return apart_ms + self.overlap * (_beside_ms(host_ms, rows_ms, compute_ms) - apart_ms)
-
-
-def _beside_ms(host_ms: Floats, rows_ms: Floats, compute_ms: Floats) -> Floats:
-    """The same where stages overlap: the longer one, and a little more where both are about as long."""
-    lead_ms = rows_ms + _HOST_SHOWN * host_ms
-    return np.cbrt(lead_ms * lead_ms * lead_ms + compute_ms * compute_ms * compute_ms)
 
 
 class Estimator:
@@ -66,9 +53,7 @@ class Estimator:
 
     def __init__(self) -> None:
         self._fits = {stage: _Fit(1 + len(work)) for stage, work in _WORK.items()}
-        self._sums = np.zeros(2)  # ms that overlap hid, and that it could have hidden
-        self._spread = np.zeros(len(_SpreadSum))
-        self._num_steps = 0.0
+        self._seen = np.zeros(3)  # steps in all; those that count, older ones fading; those of them that overlapped
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
     def update(self, steps: Steps) -> None:
@@ -79,70 +64,33 @@ class Estimator:
         keep = 2.0 ** (-len(timed) / _HALF_LIFE_STEPS)
         for stage, work in _WORK.items():
             self._fits[stage].update(timed[:, work], timed[:, stage], keep)
-        self._note_overlap(timed, keep)
-        self._num_steps += len(timed)
-        if self._num_steps >= _FEWEST_STEPS:
+        num_overlapped = np.count_nonzero(timed[1:, Step.BEGIN_S] < timed[:-1, Step.END_S])
+        self._seen *= (1, keep, keep)
+        self._seen += (len(timed), len(timed), num_overlapped)
+        self._know()
+
+    def _know(self) -> None:
+        num_steps, weight, num_overlapped = self._seen.tolist()
+        if num_steps >= _FEWEST_STEPS:
             terms = [self._fits[stage].terms() for stage in _WORK]
-            self._note_spread(timed, sum(stage[0] for stage in terms), keep)
-            self.costs = self._costs(terms)
-
-    def _costs(self, terms: list[Floats]) -> StageCosts:
-        hidden_ms, hideable_ms = self._sums
-        overlap = min(1.0, max(0.0, hidden_ms / hideable_ms)) if hideable_ms > 0 else 0.0
-        return StageCosts(*np.concatenate((*terms, [overlap, _spread(self._spread)])).tolist())
-
-    def _note_overlap(self, steps: Steps, keep: float) -> None:
-        """Of steps that followed each other without a pause: how much less than the sum of their stages they took."""
-        host_ms, rows_ms, compute_ms = steps[1:, _STAGES].T
-        apart_ms, took_ms = host_ms + rows_ms + compute_ms, np.diff(steps[:, Step.END_S]) * MS_PER_S
-        follows = (steps[1:, Step.BEGIN_S] <= steps[:-1, Step.END_S]) & (took_ms > 0)
-        hideable_ms = apart_ms - _beside_ms(host_ms, rows_ms, compute_ms)
-        self._sums *= keep
-        self._sums += (follows @ (apart_ms - took_ms), follows @ hideable_ms)
-
-    def _note_spread(self, steps: Steps, step_ms: float, keep: float) -> None:
-        """What each step took beside its fixed parts, against what as many mean requests would."""
-        served = steps[steps[:, Step.REQUESTS] > 0]
-        num, took_ms = served[:, Step.REQUESTS], served[:, _STAGES].sum(axis=1) - step_ms
-        sums = self._spread
-        sums *= keep
-        sums[:2] += num.sum(), took_ms.sum()
-        if sums[0] > 0 and sums[1] > 0:
-            off_ms = took_ms - num * (sums[1] / sums[0])
-            sums[2:] += len(num), (off_ms * off_ms / num).sum()
+            self.costs = StageCosts(*np.concatenate((*terms, [num_overlapped / weight])).tolist())
 
     @property
     def learned(self) -> list[float]:
         """All that was learned, for `relearn`."""
-        fits = [part for fit in self._fits.values() for part in (fit.moments.ravel(), fit.target)]
-        return np.concatenate([*fits, self._sums, self._spread, [self._num_steps]]).tolist()
+        return np.concatenate([part.ravel() for part in self._parts()]).tolist()
 
     def relearn(self, learned: list[float]) -> None:
         """Go on from what another estimator had learned on the same device and model."""
-        values = np.array(learned)
-        places = [fit.moments.reshape(-1) for fit in self._fits.values()]
-        targets = [fit.target for fit in self._fits.values()]
-        parts = [part for pair in zip(places, targets, strict=True) for part in pair] + [self._sums, self._spread]
-        assert values.size == sum(part.size for part in parts) + 1
-        at = 0
-        for part in parts:
-            part[:] = values[at : at + part.size]
+        values, at = np.array(learned), 0
+        assert values.size == sum(part.size for part in self._parts())
+        for part in self._parts():
+            part.flat = values[at : at + part.size]
             at += part.size
-        self._num_steps = float(values[-1])
-        self.costs = None
-        if self._num_steps >= _FEWEST_STEPS:
-            self.costs = self._costs([self._fits[stage].terms() for stage in _WORK])
+        self._know()
 
-
-_SpreadSum = ("requests", "ms they took", "steps", "squared deviation per request")
-
-
-def _spread(sums: Floats) -> float:
-    num_requests, took_ms, num_steps, squared = sums.tolist()
-    if not num_steps or not took_ms > 0:
-        return 1.0
-    mean_ms = took_ms / num_requests
-    return float(1 + squared / num_steps / (mean_ms * mean_ms))
+    def _parts(self) -> list[Floats]:
+        return [*(part for fit in self._fits.values() for part in (fit.moments, fit.target)), self._seen]
 
 
 class _Fit:

@@ -7,7 +7,7 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.control.explain import Explanation
 from helmrec.control.latency import Bias, Fading, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, Bursts, Chooser, Net, Outlook, Proposal, Residual, Rule, propose
+from helmrec.control.layers import JUDGED_S, Bursts, Chooser, Net, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import Move, WindowStats
 
@@ -60,15 +60,15 @@ class Helm:
         mean_ms = self._raw.add(raw.mean_ms, num, dt_s)
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
         self.prediction = newest = self.model.predict(bias) if settings.has_residual else raw
-        outlook = Outlook(window, newest, traffic.end_s - self.moves.idle_since_s)
-        proposals = [propose("base", self._chooser, mean_ms, outlook)]
+        view = View(window, newest, traffic.end_s - self.moves.idle_since_s)
+        proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:
             mean_ms = self._corrected.add(newest.mean_ms, num, dt_s)
-            proposals.append(propose("residual", self._chooser, mean_ms, outlook))
+            proposals.append(propose("residual", self._chooser, mean_ms, view))
         if settings.has_bursts:
             mixed_ms = self.bursts.mix(window, newest, mean_ms)
             if mixed_ms is not mean_ms:
-                proposals.append(propose("burst recovery", self._chooser, mixed_ms, outlook))
+                proposals.append(propose("burst recovery", self._chooser, mixed_ms, view))
         if settings.has_net and (back := self._net.propose(window, predicted_ms)) is not None:
             proposals.append(back)
         return proposals

@@ -146,8 +146,9 @@ class LatencyModel:
                 costs.token_ms * tokens + costs.pair_ms * pairs,
             )
         )
-        fixed_ms = bias.pace * np.array((costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms))
-        engine = EngineModel(*fixed_ms, most=self._most, overlaps=costs.overlap > 0)
+        host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms
+        fixed_ms = (bias.pace * host_ms, bias.pace * bus_ms, bias.pace * device_ms)
+        engine = EngineModel(fixed_ms[0], fixed_ms[1], fixed_ms[2], self._most, costs.overlap > 0)
         self._turn = (self._turn + 1) % len(_streams())
         mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, work.new_users, work_ms, engine)
         share = np.stack((1 - work.new_users, work.new_users))

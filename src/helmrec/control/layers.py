@@ -35,7 +35,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outlook:
+class View:
     """All that a chooser sees beside the curve it chooses on."""
 
     window: WindowStats
@@ -46,15 +46,15 @@ class Outlook:
 class Chooser(Protocol):
     """Picks a split on a curve of predicted latency. Frozen: it learns nothing while serving."""
 
-    def choose(self, mean_ms: Floats, outlook: Outlook) -> float:
+    def choose(self, mean_ms: Floats, view: View) -> float:
         """`mean_ms` at ALPHAS; the present target stands for staying."""
 
 
 class Rule:
     """The split of least latency, if it promises enough; among equals the nearest."""
 
-    def choose(self, mean_ms: Floats, outlook: Outlook) -> float:
-        window = outlook.window
+    def choose(self, mean_ms: Floats, view: View) -> float:
+        window = view.window
         start = window.alpha_target
         is_open = (window.alpha_min <= ALPHAS) & (window.alpha_max >= ALPHAS)
         if not is_open.any():
@@ -67,10 +67,10 @@ class Rule:
         return float(equals[np.abs(equals - start).argmin()])
 
 
-def propose(layer: str, chooser: Chooser, mean_ms: Floats, outlook: Outlook) -> Proposal:
+def propose(layer: str, chooser: Chooser, mean_ms: Floats, view: View) -> Proposal:
     """What a chooser makes of the curve a layer predicts."""
-    start = outlook.window.alpha_target
-    alpha = chooser.choose(mean_ms, outlook)
+    start = view.window.alpha_target
+    alpha = chooser.choose(mean_ms, view)
     here_ms, there_ms = np.interp((start, alpha), ALPHAS, mean_ms).tolist()
     return Proposal(layer, alpha, f"predicts {there_ms:.2f} ms there, {here_ms:.2f} ms here", here_ms - there_ms)
 
@@ -94,7 +94,8 @@ class Residual:
             return Bias(pace=self._pace)
         measured, promised = self._seen.value
         ratio = measured / np.maximum(promised, 1 / ALPHAS.size)
-        return Bias(*np.clip(ratio, 1 / _MOST_BIAS, _MOST_BIAS).tolist(), self._pace)
+        tokens, rows = np.clip(ratio, 1 / _MOST_BIAS, _MOST_BIAS).tolist()
+        return Bias(tokens, rows, self._pace)
 
     def _note_pace(self, window: WindowStats, predicted_ms: float | None) -> None:
         """Change the pace until what is measured is what is predicted; slowly, as latency is noise in short windows."""
