@@ -85,7 +85,7 @@ class Estimator:
         values, at = np.array(learned), 0
         assert values.size == sum(part.size for part in self._parts())
         for part in self._parts():
-            part.flat = values[at : at + part.size]
+            part.reshape(-1)[:] = values[at : at + part.size]
             at += part.size
         self._know()
 
