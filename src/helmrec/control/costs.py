@@ -66,7 +66,7 @@ class Estimator:
             self._fits[stage].update(timed[:, work], timed[:, stage], keep)
         num_overlapped = np.count_nonzero(timed[1:, Step.BEGIN_S] < timed[:-1, Step.END_S])
         self._seen *= (1, keep, keep)
-        self._seen += (len(timed), len(timed), num_overlapped)
+        self._seen += (float(len(timed)), float(len(timed)), float(num_overlapped))
         self._know()
 
     def _know(self) -> None:
