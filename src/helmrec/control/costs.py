@@ -18,12 +18,13 @@ _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
 _LEAST_MS = 1e-3  # below which clocks say nothing
 
-_WORK = {  # columns that each stage's time is linear in, beside a fixed part
-    Step.HOST_MS: (Step.REQUESTS, Step.TOKENS),
-    Step.ROWS_MS: (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
-    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS),
+_WORK = (Step.REQUESTS, Step.TOKENS, Step.PAIRS, Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED)
+_TERMS = {  # columns that each stage's time is linear in, as places in _WORK; the first term of each is the fixed part
+    Step.HOST_MS: (0, 1),
+    Step.ROWS_MS: (3, 4, 5),
+    Step.COMPUTE_MS: (1, 2),
 }
-_STAGES = list(_WORK)
+_STAGES = list(_TERMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +53,65 @@ class Estimator:
     """Takes in the steps of each window."""
 
     def __init__(self) -> None:
-        self._fits = {stage: _Fit(1 + len(work)) for stage, work in _WORK.items()}
+        num = 1 + len(_WORK)
+        self._moments = np.zeros((len(_STAGES), num, num))  # of a one and the work, weighted for each stage
+        self._targets = np.zeros((num, len(_STAGES)))  # of the work with what the stage took
         self._seen = np.zeros(3)  # steps in all; those that count, older ones fading; those of them that overlapped
+        self._terms: list[Floats] = []
+        self._turn = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
     def update(self, steps: Steps) -> None:
         """Steps in the order of their ends; those with a stage that was not timed are left out."""
-        timed = steps[np.isfinite(steps[:, _STAGES]).all(axis=1)]
-        if not len(timed):
+        took_ms = steps[:, _STAGES]
+        is_timed = np.isfinite(took_ms).all(axis=1)
+        if not is_timed.all():
+            steps, took_ms = steps[is_timed], took_ms[is_timed]
+        if not len(steps):
             return
-        keep = 2.0 ** (-len(timed) / _HALF_LIFE_STEPS)
-        for stage, work in _WORK.items():
-            self._fits[stage].update(timed[:, work], timed[:, stage], keep)
-        num_overlapped = np.count_nonzero(timed[1:, Step.BEGIN_S] < timed[:-1, Step.END_S])
-        self._seen *= (1, keep, keep)
-        self._seen += (float(len(timed)), float(len(timed)), float(num_overlapped))
+        keep = 2.0 ** (-len(steps) / _HALF_LIFE_STEPS)
+        work = np.ones((len(steps), 1 + len(_WORK)))
+        work[:, 1:] = steps[:, _WORK]
+        weight = 1 / np.maximum(took_ms, _LEAST_MS)
+        weight *= weight
+        self._moments *= keep
+        self._moments += (work.T * weight.T[:, None]) @ work
+        self._targets *= keep
+        self._targets += work.T @ (took_ms * weight)
+        num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
+        self._seen *= (1.0, keep, keep)
+        self._seen += (float(len(steps)), float(len(steps)), float(num_overlapped))
         self._know()
 
     def _know(self) -> None:
+        """Solve for the terms; once all are known, those of one stage at a time, since they change slowly."""
         num_steps, weight, num_overlapped = self._seen.tolist()
-        if num_steps >= _FEWEST_STEPS:
-            terms = [self._fits[stage].terms() for stage in _WORK]
-            self.costs = StageCosts(*np.concatenate((*terms, [num_overlapped / weight])).tolist())
+        if num_steps < _FEWEST_STEPS:
+            return
+        if self._terms:
+            self._turn = (self._turn + 1) % len(_STAGES)
+            self._terms[self._turn] = self._fitted(self._turn)
+        else:
+            self._terms = [self._fitted(stage) for stage in range(len(_STAGES))]
+        self.costs = StageCosts(*np.concatenate((*self._terms, [num_overlapped / weight])).tolist())
+
+    def _fitted(self, stage: int) -> Floats:
+        """Least squares; terms that come out negative are left out, and the others fitted again."""
+        places = np.array((0, *(1 + place for place in _TERMS[_STAGES[stage]])))
+        moments, target = self._moments[stage][places[:, None], places], self._targets[places, stage]
+        scale = np.sqrt(moments.diagonal())
+        used = np.flatnonzero(scale > 0)
+        terms = np.zeros(scale.size)
+        while used.size:
+            by = scale[used]
+            scaled = moments[used[:, None], used] / (by[:, None] * by)
+            scaled.reshape(-1)[:: used.size + 1] += _RIDGE
+            fitted = np.linalg.solve(scaled, target[used] / by)
+            if (fitted >= 0).all():
+                terms[used] = fitted / by
+                break
+            used = used[fitted >= 0]
+        return terms
 
     @property
     def learned(self) -> list[float]:
@@ -87,40 +125,8 @@ class Estimator:
         for part in self._parts():
             part.reshape(-1)[:] = values[at : at + part.size]
             at += part.size
+        self._terms = []
         self._know()
 
     def _parts(self) -> list[Floats]:
-        return [*(part for fit in self._fits.values() for part in (fit.moments, fit.target)), self._seen]
-
-
-class _Fit:
-    """Least squares of one stage; no term is ever negative."""
-
-    def __init__(self, num_terms: int) -> None:
-        self.moments = np.zeros((num_terms, num_terms))
-        self.target = np.zeros(num_terms)
-
-    def update(self, work: Floats, took_ms: Floats, keep: float) -> None:
-        weight = 1 / np.maximum(took_ms, _LEAST_MS)
-        x = np.empty((len(work), self.target.size))
-        x[:, 0], x[:, 1:] = weight, work * weight[:, None]
-        self.moments *= keep
-        self.moments += x.T @ x
-        self.target *= keep
-        self.target += (took_ms * weight) @ x
-
-    def terms(self) -> Floats:
-        """Terms that come out negative are left out, and the others fitted again."""
-        scale = np.sqrt(self.moments.diagonal())
-        used = np.flatnonzero(scale > 0)
-        terms = np.zeros(scale.size)
-        while used.size:
-            by = scale[used]
-            moments = self.moments[used[:, None], used] / (by[:, None] * by)
-            moments.flat[:: used.size + 1] += _RIDGE
-            fitted = np.linalg.solve(moments, self.target[used] / by)
-            if (fitted >= 0).all():
-                terms[used] = fitted / by
-                break
-            used = used[fitted >= 0]
-        return terms
+        return [self._moments, self._targets, self._seen]

@@ -56,10 +56,10 @@ class Helm:
         """What each layer says; the last one decides."""
         settings, traffic = self.settings, window.traffic
         num, dt_s = traffic.num_served, traffic.end_s - traffic.start_s
-        raw = self.model.predict()
-        mean_ms = self._raw.add(raw.mean_ms, num, dt_s)
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
-        self.prediction = newest = self.model.predict(bias) if settings.has_residual else raw
+        raw, newest = self.model.predict((Bias(), bias))
+        self.prediction = newest
+        mean_ms = self._raw.add(raw.mean_ms, num, dt_s)
         view = View(window, newest, traffic.end_s - self.moves.idle_since_s)
         proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:

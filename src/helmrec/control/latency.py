@@ -3,6 +3,8 @@
 A short stream of made-up requests is played through a model of the engine at every split (`play`).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -19,6 +21,7 @@ ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 30)
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split, and orders they are played in
 _FEW = 1e-3  # share of requests below which nothing is said of them
+_ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
 
 class Fading:
@@ -114,45 +117,52 @@ class LatencyModel:
         """Average the curves of the requests since the last window with those of the windows before."""
         if curves is None:
             return
-        before, self._curves = self._curves, curves
-        newest = curves if before is None else curves.since(before)
-        if newest is None:
-            return
-        known = np.stack(
-            (
-                newest.computed_tokens_per_request,
-                newest.missed_rows_per_request,
-                newest.rows_per_request,
-                1 - newest.kv_user_hit_rate,
-            )
-        )
-        known = self._recent.add(known, newest.num_requests, dt_s)
-        self.work = Work(*np.maximum(0.0, _between(known, tuple(curves.alphas.tolist()))))
+        weight, total = curves.num_requests, curves.num_requests * _stacked(curves)
+        if self._curves is not None:  # what came before then counts in both
+            keep = math.exp(curves.faded - self._curves.faded) * self._curves.num_requests
+            weight, total = weight - keep, total - keep * _stacked(self._curves)
+        self._curves = curves
+        if weight >= _ONE_REQUEST:
+            known = self._recent.add(total / weight, weight, dt_s)
+            self.work = Work(*np.maximum(0.0, _between(known, curves.alphas)))
 
-    def predict(self, bias: Bias = Bias()) -> Prediction:  # noqa: B008 - it cannot change
-        """Once `update` has returned True."""
+    def predict(self, biases: Sequence[Bias]) -> list[Prediction]:
+        """For each of several corrections, once `update` has returned True."""
         costs, work = self.estimator.costs, self.work
         assert costs is not None and work is not None
-        computed, missed = work.computed_tokens * bias.tokens, work.missed_rows * bias.rows
-        long = np.minimum(computed / np.maximum(work.new_users, _FEW), self._history)  # tokens, where none are found
-        short = (computed - work.new_users * long) / np.maximum(1 - work.new_users, _FEW)
-        tokens = self._others + np.stack((short, long))  # (2, ALPHAS)
-        pairs = self._others * self._history + (tokens - self._others) * (self._history / 2)
-        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * missed
-        work_ms = bias.pace * np.stack(  # (3, 2, ALPHAS)
+        by_tokens, by_rows, pace = np.array(biases).T[:, :, None]
+        new = np.clip(work.new_users, _FEW, 1 - _FEW)
+        computed = by_tokens * work.computed_tokens  # (biases, ALPHAS)
+        long = np.minimum(computed / new, self._history)  # tokens, where none are found
+        tokens = self._others + np.stack(((computed - new * long) / (1 - new), long))  # (2, biases, ALPHAS)
+        pair_ms = costs.pair_ms * self._history / 2  # a history token sees half of its history, a candidate all
+        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * by_rows * work.missed_rows
+        work_ms = pace * np.stack(  # (stages, 2, biases, ALPHAS)
             (
                 costs.host_request_ms + costs.host_token_ms * tokens,
-                rows_ms * tokens / (self._others + computed),
-                costs.token_ms * tokens + costs.pair_ms * pairs,
+                rows_ms / (self._others + computed) * tokens,
+                (costs.token_ms + pair_ms) * tokens + pair_ms * self._others,
             )
         )
-        host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms
-        fixed_ms = (bias.pace * host_ms, bias.pace * bus_ms, bias.pace * device_ms)
-        engine = EngineModel(fixed_ms[0], fixed_ms[1], fixed_ms[2], self._most, costs.overlap > 0)
-        self._turn = (self._turn + 1) % len(_streams())
-        mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, work.new_users, work_ms, engine)
-        share = np.stack((1 - work.new_users, work.new_users))
-        return Prediction(costs.step_ms + (work_ms * share).sum(axis=(0, 1)), mean_ms)
+        fixed_ms = (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms)
+        engine = EngineModel(*fixed_ms, self._most, costs.overlap > 0)
+        self._turn = (self._turn + 1) % _NUM_STREAMS
+        mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, new, work_ms, pace[:, 0], engine)
+        of_both = work_ms.sum(axis=0)
+        stages_ms = costs.step_ms * pace + of_both[0] + new * (of_both[1] - of_both[0])
+        return [Prediction(*one) for one in zip(stages_ms, mean_ms, strict=True)]
+
+
+def _stacked(curves: JointCurves) -> Floats:
+    """The curves in the order of `Work`."""
+    return np.array(
+        (
+            curves.computed_tokens_per_request,
+            curves.missed_rows_per_request,
+            curves.rows_per_request,
+            1 - curves.kv_user_hit_rate,
+        )
+    )
 
 
 @cache
@@ -169,56 +179,61 @@ def _streams() -> Floats:
 
 
 @numba.njit(cache=True, nogil=True)
-def play(stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
+def play(
+    stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, pace: Floats, engine: EngineModel
+) -> Floats:
     """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
 
     A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is
     computed. While a step computes, the host launches the next one if anybody waits; then it waits for the step.
-    `work_ms` is (stages, new users or not, splits) per request.
+    `work_ms` is (stages, known or new user, biases, splits) per request; `pace` is of the fixed parts of a step.
     """
-    num = stream.shape[1]
+    num, (num_biases, num_splits) = stream.shape[1], work_ms.shape[2:]
     arrived_ms = np.cumsum(stream[0]) * gap_ms
-    total_ms = np.zeros(new_users.size)
-    for split in range(new_users.size):
-        host_ms = bus_ms = device_ms = 0.0  # when each is free
-        num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
-        while at < num or num_running:
-            if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
-                host_ms = max(host_ms, device_ms)
-                total_ms[split] += num_running * host_ms
-                num_running = 0
-                continue
-            host_ms = max(host_ms, arrived_ms[at])
-            launched_ms, rows_ms, compute_ms, first = host_ms + engine.host_ms, engine.rows_ms, engine.compute_ms, at
-            while at < num and at - first < engine.most and arrived_ms[at] <= host_ms:
-                kind = 1 if stream[1, at] < new_users[split] else 0
-                launched_ms += work_ms[0, kind, split]
-                rows_ms += work_ms[1, kind, split]
-                compute_ms += work_ms[2, kind, split]
-                total_ms[split] -= arrived_ms[at]
-                at += 1
-            host_ms = launched_ms
-            if num_running:
-                host_ms = max(host_ms, device_ms)
-                total_ms[split] += num_running * host_ms
-            bus_ms = max(launched_ms, bus_ms) + rows_ms
-            device_ms = max(bus_ms, device_ms) + compute_ms
-            num_running = at - first
-    return total_ms / num
+    mean_ms = np.empty((num_biases, num_splits))
+    for bias in range(num_biases):
+        for split in range(num_splits):
+            host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free, and latency of all
+            num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
+            while at < num or num_running:
+                if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
+                    host_ms = max(host_ms, device_ms)
+                    total_ms += num_running * host_ms
+                    num_running = 0
+                    continue
+                host_ms = max(host_ms, arrived_ms[at])
+                launched_ms = host_ms + pace[bias] * engine.host_ms
+                rows_ms, compute_ms, first = pace[bias] * engine.rows_ms, pace[bias] * engine.compute_ms, at
+                while at < num and at - first < engine.most and arrived_ms[at] <= host_ms:
+                    kind = 1 if stream[1, at] < new_users[split] else 0
+                    launched_ms += work_ms[0, kind, bias, split]
+                    rows_ms += work_ms[1, kind, bias, split]
+                    compute_ms += work_ms[2, kind, bias, split]
+                    total_ms -= arrived_ms[at]
+                    at += 1
+                host_ms = launched_ms
+                if num_running:
+                    host_ms = max(host_ms, device_ms)
+                    total_ms += num_running * host_ms
+                bus_ms = max(launched_ms, bus_ms) + rows_ms
+                device_ms = max(bus_ms, device_ms) + compute_ms
+                num_running = at - first
+            mean_ms[bias, split] = total_ms / num
+    return mean_ms
 
 
-def _between(known: Floats, at: tuple[float, ...]) -> Floats:
+def _between(known: Floats, at: Floats) -> Floats:
     """Curves at ALPHAS that bend between their known points but never overshoot them (Fritsch and Butland).
 
     Straight lines would put every optimum on a known point.
     """
-    knots = _knots(at)
-    rises = np.diff(known) / knots.widths
+    knots = _knots(at.tobytes())
+    rises = (known[:, 1:] - known[:, :-1]) / knots.widths
     before, after = rises[:, :-1], rises[:, 1:]
     product = before * after
-    total = knots.left * before + knots.right * after
-    inner = np.where(product > 0, product / np.where(product > 0, total, 1.0), 0.0)
-    slopes = np.concatenate((rises[:, :1], inner, rises[:, -1:]), axis=1)
+    slopes = np.empty_like(known)
+    slopes[:, 0], slopes[:, -1] = rises[:, 0], rises[:, -1]
+    slopes[:, 1:-1] = np.where(product > 0, product / (knots.left * before + knots.right * after + (product <= 0)), 0.0)
     return known @ knots.of_values + slopes @ knots.of_slopes
 
 
@@ -231,9 +246,9 @@ class _Knots(NamedTuple):
 
 
 @cache
-def _knots(at: tuple[float, ...]) -> _Knots:
+def _knots(at: bytes) -> _Knots:
     """What cubic pieces between these splits depend on besides the curve."""
-    known_at = np.array(at)
+    known_at = np.frombuffer(at)
     widths = np.diff(known_at)
     before, after = widths[:-1], widths[1:]
     three = 1 + 2  # as many widths in all
