@@ -19,7 +19,7 @@ from helmrec.steps import MS_PER_S, Step
 
 ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 30)
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
-_NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split, and orders they are played in
+_NUM_PLAYED, _NUM_STREAMS = 256, 16  # requests that are played at each split, and orders they are played in
 _FEW = 1e-3  # share of requests below which nothing is said of them
 _ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
