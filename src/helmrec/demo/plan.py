@@ -66,7 +66,6 @@ QUICK = DemoPlan(
     history=60,
     trial_requests=12,
     trial_alphas=(0.2, 0.5),
-    policy="hill",  # nothing to compile
     has_simulation=False,
 )
 
