@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from helmrec.control.adaptive import Adaptive
 from numpy.typing import NDArray
 
 from helmrec.collector import PROCESS
 from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.control.latency import Forecast
+from helmrec.control.helm import Helm
+from helmrec.control.latency import Prediction
 from helmrec.control.policy import Limited
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
@@ -258,16 +258,16 @@ class Stand:
         run = Run(np.full(len(course.requests), np.nan))
         rebalancer, adaptive = None, None
         if alpha is None:
-            limited = make_policy(policy, None)
-            assert isinstance(limited, Limited) and isinstance(limited.policy, Adaptive)
+            limited = make_policy(policy)
+            assert isinstance(limited, Limited) and isinstance(limited.policy, Helm)
             adaptive = limited.policy
             rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, adaptive))
         run.before = engine.stats().pool
         engine.reset_pauses()
         Driver(engine, course, rebalancer, run).go()
         run.after, run.pauses = engine.stats().pool, engine.stats().pauses
-        if adaptive is not None and adaptive.estimator.costs is not None:
-            run.costs = asdict(adaptive.estimator.costs)
+        if adaptive is not None and adaptive.model.estimator.costs is not None:
+            run.costs = asdict(adaptive.model.estimator.costs)
         assert engine.stats().background_failures == 0
         return run
 
@@ -282,9 +282,9 @@ class Stand:
 class Notes:
     """Keeps what was decided: one line per move, one record per window."""
 
-    def __init__(self, run: Run, policy: Adaptive) -> None:
+    def __init__(self, run: Run, policy: Helm) -> None:
         self._run, self._policy = run, policy
-        self._forecast: Forecast | None = None  # made a window ago
+        self._forecast: Prediction | None = None  # made a window ago
         self._start_s: float | None = None
 
     def __call__(self, decision: Decision) -> None:
@@ -296,7 +296,7 @@ class Notes:
         said = {"s": at_s, "alpha": window.alpha, "measured_ms": traffic.mean_ms}
         if self._forecast is not None:
             said["predicted_ms"] = self._forecast.at(window.alpha)
-        self._forecast = self._policy.forecast
+        self._forecast = self._policy.prediction
         said |= {"arrivals_per_s": traffic.arrival_rate, "queued": traffic.num_queued, "idle": traffic.idle_share}
         self._run.windows.append({name: round(float(value), 4) for name, value in said.items()})
         if move is not None:
@@ -420,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
-    parser.add_argument("--policies", nargs="*", default=[BEST, "static:0.5", "adaptive"], help="in the order of turns")
+    parser.add_argument("--policies", nargs="*", default=[BEST, "static:0.5", "helm"], help="in the order of turns")
     parser.add_argument("--course", choices=COURSES, default="all")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each policy")
     parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")

@@ -18,13 +18,14 @@ _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
 _LEAST_MS = 1e-3  # below which clocks say nothing
 
-_WORK = (Step.REQUESTS, Step.TOKENS, Step.PAIRS, Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED)
-_TERMS = {  # columns that each stage's time is linear in, as places in _WORK; the first term of each is the fixed part
-    Step.HOST_MS: (0, 1),
-    Step.ROWS_MS: (3, 4, 5),
-    Step.COMPUTE_MS: (1, 2),
+_WORK_OF = {  # columns that each stage's time is linear in, beside a fixed part
+    Step.HOST_MS: (Step.REQUESTS, Step.TOKENS),
+    Step.ROWS_MS: (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
+    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS),
 }
-_STAGES = list(_TERMS)
+_STAGES = list(_WORK_OF)
+_WORK = sorted({column for columns in _WORK_OF.values() for column in columns})
+_TERMS = [np.array([0, *(1 + _WORK.index(column) for column in _WORK_OF[stage])]) for stage in _STAGES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Estimator:
         num = 1 + len(_WORK)
         self._moments = np.zeros((len(_STAGES), num, num))  # of a one and the work, weighted for each stage
         self._targets = np.zeros((num, len(_STAGES)))  # of the work with what the stage took
-        self._seen = np.zeros(3)  # steps in all; those that count, older ones fading; those of them that overlapped
+        self._seen = np.zeros(1 + 2)  # steps in all; with older ones fading; those of them that overlapped
         self._terms: list[Floats] = []
         self._turn = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
@@ -97,7 +98,7 @@ class Estimator:
 
     def _fitted(self, stage: int) -> Floats:
         """Least squares; terms that come out negative are left out, and the others fitted again."""
-        places = np.array((0, *(1 + place for place in _TERMS[_STAGES[stage]])))
+        places = _TERMS[stage]
         moments, target = self._moments[stage][places[:, None], places], self._targets[places, stage]
         scale = np.sqrt(moments.diagonal())
         used = np.flatnonzero(scale > 0)

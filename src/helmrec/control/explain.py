@@ -81,7 +81,7 @@ def read_explanations(path: Path) -> Iterator[Explanation]:
         try:
             found = msgspec.json.decode(line, type=Explanation)
         except msgspec.DecodeError:
-            raise ConfigError(f"{path}, line {number}: not a decision, got {line[:60]!r}") from None
+            raise ConfigError(f"{path}, line {number}: not a decision, got {line!r:.60}") from None
         if not found.proposals:
             raise ConfigError(f"{path}, line {number}: a decision without proposals")
         yield found

@@ -14,13 +14,14 @@ import numpy as np
 
 from helmrec.control.costs import Estimator, Floats
 from helmrec.control.policy import WindowStats
+from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.steps import MS_PER_S, Step
 
 ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 30)
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 256, 16  # requests that are played at each split, and orders they are played in
-_FEW = 1e-3  # share of requests below which nothing is said of them
+_FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
 _ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
 
@@ -124,7 +125,7 @@ class LatencyModel:
         self._curves = curves
         if weight >= _ONE_REQUEST:
             known = self._recent.add(total / weight, weight, dt_s)
-            self.work = Work(*np.maximum(0.0, _between(known, curves.alphas)))
+            self.work = Work(*np.maximum(0.0, between(known, curves.alphas, ALPHAS)))
 
     def predict(self, biases: Sequence[Bias]) -> list[Prediction]:
         """For each of several corrections, once `update` has returned True."""
@@ -220,46 +221,3 @@ def play(
                 num_running = at - first
             mean_ms[bias, split] = total_ms / num
     return mean_ms
-
-
-def _between(known: Floats, at: Floats) -> Floats:
-    """Curves at ALPHAS that bend between their known points but never overshoot them (Fritsch and Butland).
-
-    Straight lines would put every optimum on a known point.
-    """
-    knots = _knots(at.tobytes())
-    rises = (known[:, 1:] - known[:, :-1]) / knots.widths
-    before, after = rises[:, :-1], rises[:, 1:]
-    product = before * after
-    slopes = np.empty_like(known)
-    slopes[:, 0], slopes[:, -1] = rises[:, 0], rises[:, -1]
-    slopes[:, 1:-1] = np.where(product > 0, product / (knots.left * before + knots.right * after + (product <= 0)), 0.0)
-    return known @ knots.of_values + slopes @ knots.of_slopes
-
-
-class _Knots(NamedTuple):
-    widths: Floats
-    left: Floats  # weights of the rise before a knot, in its slope,
-    right: Floats  # and of the one after it
-    of_values: Floats  # (knots, ALPHAS)
-    of_slopes: Floats
-
-
-@cache
-def _knots(at: bytes) -> _Knots:
-    """What cubic pieces between these splits depend on besides the curve."""
-    known_at = np.frombuffer(at)
-    widths = np.diff(known_at)
-    before, after = widths[:-1], widths[1:]
-    three = 1 + 2  # as many widths in all
-    left, right = ((2 * before + after) / (three * (before + after)), (before + 2 * after) / (three * (before + after)))
-    piece = np.clip(np.searchsorted(known_at, ALPHAS, side="right") - 1, 0, widths.size - 1)
-    t = np.clip((ALPHAS - known_at[piece]) / widths[piece], 0.0, 1.0)
-    rest = 1 - t
-    of_values, of_slopes = np.zeros((2, known_at.size, ALPHAS.size))
-    column = np.arange(ALPHAS.size)
-    of_values[piece, column] = (1 + 2 * t) * rest * rest
-    of_values[piece + 1, column] += t * t * (1 + 2 * rest)
-    of_slopes[piece, column] = widths[piece] * t * rest * rest
-    of_slopes[piece + 1, column] -= widths[piece] * t * t * rest
-    return _Knots(widths, left, right, of_values, of_slopes)

@@ -113,8 +113,8 @@ class Residual:
 
     def relearn(self, learned: list[float]) -> None:
         if learned:
-            self._pace, self._seen.weight = learned[:2]
-            self._seen.value = np.array(learned[2:]).reshape(2, 2)
+            self._pace, self._seen.weight, *seen = learned
+            self._seen.value = np.array(seen).reshape(2, 2)
 
 
 class Bursts:
@@ -164,8 +164,8 @@ class Bursts:
 
     def relearn(self, learned: list[float]) -> None:
         if learned:
-            self._calm_rate, self._num_calm, self._burst.weight = learned[:3]
-            self._burst.value = np.array(learned[3:])
+            self._calm_rate, self._num_calm, self._burst.weight, *of_burst = learned
+            self._burst.value = np.array(of_burst)
 
 
 class _Haven(NamedTuple):

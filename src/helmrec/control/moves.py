@@ -45,7 +45,7 @@ class MoveLog:
         is_due = now_s - self._moved_s > 2 * JUDGED_S and abs(window.alpha - window.alpha_target) <= SETTLED
         if is_due and self.records and self.records[-1].realised_gain_ms is None and np.isfinite(self._before_ms):
             gain_ms = self._before_ms - self._stage_ms
-            self.records[-1] = replace(self.records[-1], realised_gain_ms=round(gain_ms, 4))
+            self.records[-1] = replace(self.records[-1], realised_gain_ms=gain_ms)
             self._before_ms = float("nan")
 
     def begin(self, window: WindowStats, alpha: float, layer: str, newest: Prediction) -> None:
@@ -58,7 +58,7 @@ class MoveLog:
             time_s, self._before_ms = now_s, self._stage_ms
         self._moved_s = now_s
         here_ms, there_ms = np.interp((start, alpha), ALPHAS, newest.stages_ms).tolist()
-        self.records.append(MoveRecord(time_s, start, alpha, layer, round(here_ms - there_ms, 4)))
+        self.records.append(MoveRecord(time_s, start, alpha, layer, here_ms - there_ms))
 
     @property
     def idle_since_s(self) -> float:

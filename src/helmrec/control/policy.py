@@ -37,7 +37,7 @@ class Traffic:
     @property
     def arrival_rate(self) -> float:
         """Requests per second."""
-        return self.num_requests / max(1e-9, self.end_s - self.start_s)
+        return self.num_requests / (self.end_s - self.start_s) if self.end_s > self.start_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,11 +109,15 @@ class Policy(Protocol):
         """Forget what was seen: what comes next is another stretch of traffic."""
 
 
+_EDGE = 0.02  # share of the pool that neither cache is ever left without
+_TRAVEL_S = 60.0  # over which travel is limited
+
+
 class Limits(Frozen):
     """What no policy may exceed. Travel is the sum of |change of alpha_target|."""
 
-    min_alpha: float = Field(0.02, ge=0, le=1, description="lowest EMB share asked for")
-    max_alpha: float = Field(0.98, ge=0, le=1, description="highest EMB share asked for")
+    min_alpha: float = Field(_EDGE, ge=0, le=1, description="lowest EMB share asked for")
+    max_alpha: float = Field(1 - _EDGE, ge=0, le=1, description="highest EMB share asked for")
     max_step: float = Field(0.10, gt=0, le=1, description="largest change of alpha in one window")
     travel_per_minute: float = Field(1.0, gt=0, description="largest travel within any 60 s")
 
@@ -166,7 +170,7 @@ class Limited:
 
     def _travel_left(self, now_s: float) -> float:
         steps = self._steps
-        while steps and steps[0].time_s <= now_s - 60:
+        while steps and steps[0].time_s <= now_s - _TRAVEL_S:
             self._travelled -= steps.popleft().size
         if not steps:
             self._travelled = 0.0  # what rounding left

@@ -168,7 +168,7 @@ class Rebalancer:
         expected = self._rate * (now_s - self._start_s)
         num_answers = len(self._answers) + sum(len(bulk.user_ids) for bulk in self._bulks)
         arrived = self._arrived(num_answers, self._steered.queue_length)
-        return arrived > expected + _EARLY_DEVIATIONS * (expected + 1) ** 0.5
+        return arrived > expected + _EARLY_DEVIATIONS * math.sqrt(expected + 1)
 
     def _arrived(self, num_answers: int, queue_length: int) -> int:
         return max(0, num_answers + queue_length - self._before.queue_length)
@@ -193,7 +193,7 @@ class Rebalancer:
         rate = self._arrived(len(user_ids), after.queue_length) / span_s
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         served = latency_ms[~np.isnan(latency_ms)]
-        p50_ms, p99_ms = _quantiles(served, (0.5, 0.99)) if served.size else (0.0, 0.0)
+        p50_ms, p99_ms = _quantiles(served, (1 / 2, 0.99)) if served.size else (0.0, 0.0)
         return Traffic(
             start_s=start_s,
             end_s=now_s,

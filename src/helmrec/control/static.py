@@ -1,12 +1,11 @@
-"""A split that never moves: the rival everything else is held against."""
+"""A split that never moves: the baseline of everything else."""
 
 from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
 
-UNTUNED_ALPHA = 0.5  # what someone sets who has not measured
-GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+UNTUNED_ALPHA = 1 / 2  # what someone sets who has not measured
 
 
 class StaticSettings(Frozen):
