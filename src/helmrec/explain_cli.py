@@ -1,15 +1,17 @@
 """`helmrec explain`: what each layer of the policy said, from a log of decisions or at one moment of a scenario."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
 from helmrec.console import err, out, told_plainly
-from helmrec.control.explain import Explanation, describe_move, read_explanations
+from helmrec.control.explain import Explanation, describe_move
 from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
 from helmrec.errors import ConfigError
@@ -32,6 +34,22 @@ def explain(
         for one in upto[-1 - lines : -1]:
             out.print(one.line(), highlight=False, soft_wrap=True)
         out.print(_table(upto[-1]))
+
+
+def read_explanations(path: Path) -> Iterator[Explanation]:
+    """From a file with one per line, as `as_json` writes them."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read decisions {path}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = msgspec.json.decode(line, type=Explanation)
+        except msgspec.DecodeError:
+            raise ConfigError(f"{path}, line {number}: not a decision, got {line!r:.60}") from None
+        if not found.proposals:
+            raise ConfigError(f"{path}, line {number}: a decision without proposals")
+        yield found
 
 
 class _Enough(Exception):
@@ -82,8 +100,7 @@ def _table(told: Explanation) -> Table:
     for one in told.proposals:
         table.add_row(one.layer, "stay" if one.alpha == told.alpha else f"{one.alpha:.3f}", one.reason)
     predicted = "nothing was known" if told.predicted_ms is None else f"{told.predicted_ms:.2f} ms predicted"
-    gain = "" if decided.gain_ms is None else f"{decided.gain_ms:+.3f} ms a request predicted"
-    table.add_row("decided by", decided.layer, gain)
+    table.add_row("decided by", decided.layer, f"{decided.gain_ms:+.3f} ms a request predicted")
     table.add_row("measured", f"{told.measured_ms:.2f} ms", f"{predicted}, {told.arrivals_per_s:.0f} requests/s")
     if told.last_move is not None:
         table.add_row("last move", "", describe_move(told.last_move))

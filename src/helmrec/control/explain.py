@@ -1,8 +1,7 @@
-"""What each layer of a decision proposed, and what came of the last move: as a value, a log line, lines of JSON."""
+"""What each layer of a decision proposed, and what came of the last move: as a value, a log line, a line of JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -10,7 +9,6 @@ import msgspec
 from helmrec.control.layers import Proposal
 from helmrec.control.moves import MoveRecord
 from helmrec.control.policy import WindowStats
-from helmrec.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +67,3 @@ def describe_move(move: MoveRecord) -> str:
         f"{move.start:.3f} -> {move.alpha:.3f} by {move.layer}, "
         f"{move.predicted_gain_ms:+.3f} ms of stage time per request predicted, {gained}"
     )
-
-
-def read_explanations(path: Path) -> Iterator[Explanation]:
-    """From a file with one per line, as `as_json` writes them."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read decisions {path}: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = msgspec.json.decode(line, type=Explanation)
-        except msgspec.DecodeError:
-            raise ConfigError(f"{path}, line {number}: not a decision, got {line!r:.60}") from None
-        if not found.proposals:
-            raise ConfigError(f"{path}, line {number}: a decision without proposals")
-        yield found

@@ -2,12 +2,11 @@
 
 *Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
 what was measured at the present split. *Burst recovery* adds the bursts of the last minutes, so that the node stands
-where calm and bursts together cost least. The *net* knows no prediction: if latency has become much worse than it was
-at another split under the same load, it goes back there.
+where calm and bursts together cost least.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +20,6 @@ SETTLED = 0.02  # distance of alpha from its target within which caches are what
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
 _BURST_FACTOR = 1.25  # times the calm rate from which arrivals are a burst
-_WORSE = 1.5  # times the latency that was known, from which the net acts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Proposal:
     layer: str
     alpha: float
     reason: str
-    gain_ms: float | None = None  # predicted, per request, against staying; None: a layer without a model
+    gain_ms: float  # predicted, per request, against staying
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,52 +164,3 @@ class Bursts:
         if learned:
             self._calm_rate, self._num_calm, self._burst.weight, *of_burst = learned
             self._burst.value = np.array(of_burst)
-
-
-class _Haven(NamedTuple):
-    """A split that was seen to do well."""
-
-    alpha: float
-    mean_ms: float
-    rate: float
-
-
-class Net:
-    """Goes back to where latency was fine, if it is not any more and no more requests come."""
-
-    def __init__(self) -> None:
-        self._haven: _Haven | None = None
-        self._seen = Fading(JUDGED_S)  # latency, arrival rate and alpha at the present split
-        self._until_s = 0.0  # while it holds
-
-    def propose(self, window: WindowStats, predicted_ms: float | None) -> Proposal | None:
-        """`predicted_ms`: for this window, a window ago."""
-        traffic = window.traffic
-        haven, now_s = self._haven, traffic.end_s
-        if haven is not None and now_s < self._until_s:
-            return Proposal("net", haven.alpha, "holds on to the split that did well")
-        is_bad = predicted_ms is not None and traffic.mean_ms > _WORSE * predicted_ms
-        if haven is not None and is_bad and self._is_worse(window, haven):
-            self._until_s = now_s + JUDGED_S
-            told = f"{traffic.mean_ms:.1f} ms measured, {haven.mean_ms:.1f} ms at {haven.alpha:.2f} under such a load"
-            return Proposal("net", haven.alpha, told)
-        if predicted_ms is not None and not is_bad:
-            self._note(window)
-        return None
-
-    def _is_worse(self, window: WindowStats, haven: _Haven) -> bool:
-        traffic = window.traffic
-        is_away = abs(window.alpha_target - haven.alpha) > SETTLED
-        is_as_loaded = traffic.arrival_rate <= _BURST_FACTOR * haven.rate
-        return is_away and is_as_loaded and traffic.mean_ms > _WORSE * haven.mean_ms
-
-    def _note(self, window: WindowStats) -> None:
-        """A window that went as predicted: where it stands is safe, once it has stood there for a while."""
-        traffic = window.traffic
-        seen = np.array((traffic.mean_ms, traffic.arrival_rate, window.alpha_target))
-        if self._seen.value is not None and abs(self._seen.value[2] - window.alpha_target) > SETTLED:
-            self._seen = Fading(JUDGED_S)
-        dt_s = traffic.end_s - traffic.start_s
-        mean_ms, rate, alpha = self._seen.add(seen, dt_s, dt_s).tolist()
-        if self._seen.weight > JUDGED_S / 2:
-            self._haven = _Haven(alpha, mean_ms, rate)

@@ -14,10 +14,9 @@ from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.errors import ConfigError
 
 LAYERS = {
-    "helm base": HelmSettings(has_residual=False, has_bursts=False, has_net=False),
+    "helm base": HelmSettings(has_residual=False, has_bursts=False),
     "helm without residual": HelmSettings(has_residual=False),
     "helm without bursts": HelmSettings(has_bursts=False),
-    "helm without net": HelmSettings(has_net=False),
 }
 
 
