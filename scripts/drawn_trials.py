@@ -26,12 +26,11 @@ from helmrec.bench.contest import Shown
 from helmrec.bench.service_cost import service_cost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.kept import Store, finish
+from helmrec.experiments.kept import Store, digest_of_code, finish
 from helmrec.sim.drawn import Drawn, Range, draw
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace
-from scripts.controller import digest_of_code
 from scripts.provenance import write_measurement
 
 BUILD = Path("build")
@@ -198,7 +197,7 @@ def main() -> None:
     parser.add_argument("--range", dest="which", choices=get_args(Range), default="validation")
     parser.add_argument("--numbers", type=int, default=36, help="scenarios, from the first on")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--policy", default="helm")
     parser.add_argument("--start", type=float, default=UNTUNED_ALPHA, help="alpha at the start")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write figures there")

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from helmrec.bench.baselines import make_policy
 from helmrec.bench.service_cost import ServiceCost
 from helmrec.clock import ManualClock
 from helmrec.config import EngineConfig
-from helmrec.control.by_name import make_policy
 from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Intake, Prepared

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from helmrec.bench.ppo_only import ppo_only_file
 
 from helmrec.bench.contest import Score
 from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
@@ -32,8 +31,7 @@ from scripts.provenance import write_measurement
 from scripts.rivals_runs import (
     ALPHAS,
     BUDGET,
-    HELMREC,
-    PPO_ONLY,
+    OURS,
     RIVALS,
     TAUGHT,
     OutOfTime,
@@ -59,7 +57,7 @@ LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples o
 
 class Entrants(NamedTuple):
     rivals: tuple[str, ...]
-    trained: tuple[str, ...]
+    ours: tuple[str, ...]
 
 
 class Contest(NamedTuple):
@@ -67,7 +65,7 @@ class Contest(NamedTuple):
 
     scenario: str
     rivals: tuple[str, ...]
-    trained: tuple[str, ...]
+    ours: tuple[str, ...]
 
     @property
     def places(self) -> list[Place]:
@@ -87,7 +85,7 @@ class Contest(NamedTuple):
         }
         found |= {f"{PLAN}{name}": partial(runs.replay, path=path) for name, path in self._paths(seen).items()}
         found |= {name: partial(runs.rival, name=name) for name in self.rivals}
-        return found | {name: partial(runs.trained, name=name) for name in self.trained}
+        return found | {name: partial(runs.ours, name=name) for name in self.ours}
 
     def _paths(self, seen: Hindsight) -> dict[str, list[float]]:
         """Of least cost, with moves for free and at several prices."""
@@ -145,7 +143,7 @@ def largest_loads(runs: Runs, name: str, seed: int, entrants: Entrants) -> dict[
     for alpha in {UNTUNED_ALPHA, max(constants, key=lambda one: constants[one])}:
         found[f"static {alpha:g}, no admission"] = largest(partial(runs.constant, alpha=alpha, has_admission=False))
     others: dict[str, Run] = {one: partial(runs.rival, name=one) for one in entrants.rivals}
-    others |= {one: partial(runs.trained, name=one) for one in entrants.trained}
+    others |= {one: partial(runs.ours, name=one) for one in entrants.ours}
     for one, run in others.items():
         try:
             found[one] = largest(run)
@@ -213,7 +211,7 @@ def stages(contests: Sequence[Contest], loads: Sequence[Contest], seeds: Sequenc
 def in_turn(entrants: Entrants) -> list[list[Step]]:
     """What matters most first."""
     main, few, loaded = ([Contest(name, *entrants) for name in names] for names in (MAIN, MAIN_BURSTS, LOADED))
-    others = [Contest(name, _few(entrants.rivals), entrants.trained) for name in OTHERS]
+    others = [Contest(name, _few(entrants.rivals), entrants.ours) for name in OTHERS]
     return [
         *stages(main, loaded, LOAD_SEEDS[:1]),
         *stages(others, [], ()),
@@ -249,12 +247,12 @@ class Found(NamedTuple):
 
 def gather(entrants: Entrants) -> Found:
     """What is there; the rest is named."""
-    runs, not_run = Runs(until_s=0.0), [] if PPO_ONLY in entrants.trained else [PPO_ONLY]
+    runs, not_run = Runs(until_s=0.0), list[str]()
     tables: dict[str, Any] = {}
     for name in (*MAIN, *MAIN_BURSTS, *OTHERS):
         rivals = _few(entrants.rivals) if name in OTHERS else entrants.rivals
         try:
-            tables[name] = table(runs, Contest(name, rivals, entrants.trained))
+            tables[name] = table(runs, Contest(name, rivals, entrants.ours))
         except OutOfTime:
             not_run.append(name)
     loads: dict[str, dict[int, dict[str, float | None]]] = {name: {} for name in LOADED}
@@ -275,8 +273,7 @@ def main() -> None:
     parser.add_argument("--only-run", action="store_true", help="write no table")
     flags = parser.parse_args()
     until_s = time.monotonic() + 60 * flags.minutes
-    trained = (HELMREC, PPO_ONLY) if ppo_only_file().exists() else (HELMREC,)
-    entrants = Entrants(*(tuple(one for one in names if one not in flags.without) for names in (RIVALS, trained)))
+    entrants = Entrants(*(tuple(one for one in names if one not in flags.without) for names in (RIVALS, OURS)))
     warm_up(entrants.rivals, until_s)
     run_all(entrants, until_s, flags.processes)
     if not flags.only_run:

@@ -1,6 +1,6 @@
 """Runs behind the rivals' table: who takes part, where, and each result kept under a name that says what it is of.
 
-A name holds a digest of what was tuned or trained; for our own networks also of the code that drives them. So a run
+A name holds a digest of what was tuned or trained; for our own controller, of its code. So a run
 that was stopped goes on where it was, and what has changed since is run again.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from helmrec.bench.ppo_only import ppo_only, ppo_only_file
 
 from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec.bench.contest_report import Hindsight, hindsight
@@ -26,14 +25,14 @@ from helmrec.control.by_name import make_policy
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static
 from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.kept import Store, digest_of
+from helmrec.experiments.kept import Store, digest_of, digest_of_code
 from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.workload import Phase, Workload
 
 KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("scenarios")
-CONTROL = Path("src/helmrec/control")
+CONTROLLER = digest_of_code("control")  # as it is when a run begins
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
 BUDGET = 16  # trials of each rival
 LESSON = "lesson"  # days that nobody is judged on
@@ -42,8 +41,8 @@ RIVALS = (
     "untuned 0.5", "static", "kv-only", "emb-only", "pid", "hill climber", "marginal utility", "miss-curve argmin",
     "bayesian optimisation", "milp", "xgboost", "lstm",
 )  # fmt: skip
-HELMREC, PPO_ONLY = "HelmRec", "PPO only"
-TRAINED: dict[str, Callable[[Any], Policy]] = {HELMREC: lambda cost: make_policy("helm", cost), PPO_ONLY: ppo_only}
+HELMREC = "HelmRec"
+OURS: dict[str, Callable[[], Policy]] = {HELMREC: lambda: make_policy("helm")}
 
 
 class Place(NamedTuple):
@@ -133,12 +132,8 @@ class Runs:
 
         return self._score(f"{name} {_digest(dict(settings))}", place, run)
 
-    def trained(self, place: Place, name: str) -> Score:
-        def run() -> Score:
-            found = shown(place)
-            return found.judge(TRAINED[name](found.service_cost))
-
-        return self._score(f"{name} {_digest_of_trained(name)}", place, run)
+    def ours(self, place: Place, name: str) -> Score:
+        return self._score(f"{name} {CONTROLLER}", place, lambda: shown(place).judge(OURS[name]()))
 
     def replay(self, place: Place, path: Sequence[float]) -> Score:
         """A planned path, for the oracles."""
@@ -208,7 +203,7 @@ def _episodes() -> tuple[Episode, ...]:
 
 def warm_up(rivals: Sequence[str], until_s: float) -> None:
     """Tune, teach and compile before work is spread over processes."""
-    runs, place = Runs(until_s), Place(f"{LESSON} mixed-day", 101)
+    runs = Runs(until_s)
     try:
         for name in rivals:
             _built(name, json.dumps(runs.tuned(name)))
@@ -219,20 +214,11 @@ def warm_up(rivals: Sequence[str], until_s: float) -> None:
     cut = [tuple(one.model_copy(update={"duration_s": 2.0}) for one in part) for part in _parts(short.workload)]
     workload = short.workload.model_copy(update={"opening": cut[0], "phases": cut[1]})
     tiny = Course(short.model_copy(update={"workload": workload, "warm_up_s": 1.0}), 0)
-    tiny.judge(make_policy("helm", course(place).service_cost))
+    tiny.judge(make_policy("helm"))
 
 
 def _parts(workload: Workload) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     return workload.opening, workload.phases
-
-
-@cache
-def _digest_of_trained(name: str) -> str:
-    network = CONTROL / "policies" / "base.safetensors" if name == HELMREC else ppo_only_file()
-    told = hashlib.sha256(network.read_bytes())
-    for source in sorted(CONTROL.glob("*.py")):
-        told.update(source.read_bytes())
-    return told.hexdigest()[:8]
 
 
 def plan(place: Place, seen: Hindsight, price: float) -> Any:

@@ -17,7 +17,6 @@ COSTS = StageCosts(
     token_ms=3e-4,
     pair_ms=2e-8,
     overlap=0.0,
-    spread=1.0,
 )
 
 
@@ -36,7 +35,7 @@ def work_of(num_steps: int, rng: np.random.Generator, pages: int = 20) -> Steps:
 def timed(steps: Steps, costs: StageCosts = COSTS, gap_s: float = 0.0) -> Steps:
     """The same steps with the times these costs give them, one after another, `gap_s` apart.
 
-    With an overlap of 1 a step begins when the one before it begins to compute.
+    With an overlap above 0 a step begins when the one before it begins to compute.
     """
     done = steps.copy()
     done[:, Step.HOST_MS] = (

@@ -1,78 +1,40 @@
-"""The policy that steers by what it measures, on a made-up node whose best split is known."""
+"""The controller as a whole, on a made-up node whose best split is known."""
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from helmrec.control.adaptive import Adaptive, AdaptiveSettings
 
 from helmrec.control.by_name import make_policy, needs_curves
+from helmrec.control.explain import Explanation, read_explanations
+from helmrec.control.helm import Helm, HelmSettings
 from helmrec.control.latency import ALPHAS
-from helmrec.control.policy import Limited, Limits, Policy, WindowStats
-from helmrec.memory.miss_curves import JointCurves
-from helmrec.steps import Step, no_steps
-from tests.control.bowl import ROWS, TOKENS, Bowl
-from tests.control.made_up_steps import COSTS, timed
+from helmrec.control.policy import Limited, Limits, WindowStats
+from helmrec.errors import ConfigError
+from helmrec.steps import no_steps
+from tests.control.bowl import Bowl
+from tests.control.served import Served, driven
 
-CANDIDATES = 500
-SHARED = 4  # requests of a step
-
-
-@dataclass(frozen=True)
-class Served:
-    """A bowl whose windows hold steps; shadows may promise more or less than comes of it."""
-
-    bowl: Bowl
-    promised_rows: float = 1.0  # factor of the shadows on missed rows
-
-    def window(self, alpha: float, start_s: float) -> WindowStats:
-        """One second."""
-        stats = self.bowl.window(alpha, start_s)
-        num_steps = max(1, round(self.bowl.rate / SHARED))
-        steps = np.zeros((num_steps, len(Step)))
-        spread = np.linspace(0.5, 1.5, num_steps)  # no two steps are alike
-        computed, missed = stats.new_tokens_per_request * spread, stats.missed_rows_per_request * spread[::-1]
-        steps[:, Step.REQUESTS] = SHARED
-        steps[:, Step.TOKENS] = SHARED * (CANDIDATES + computed)
-        steps[:, Step.PAIRS] = SHARED * (CANDIDATES * TOKENS + computed * TOKENS / 2)
-        steps[:, Step.ROWS_READ], steps[:, Step.ROWS_MISSED] = SHARED * ROWS, SHARED * missed
-        return replace(stats, steps=timed(steps), curves=self._curves(start_s))
-
-    def _curves(self, start_s: float) -> JointCurves:
-        """Of this second alone: what came before has faded away."""
-        curves = self.bowl.curves()
-        missed = curves.missed_rows_per_request * self.promised_rows
-        return replace(curves, num_requests=self.bowl.rate, missed_rows_per_request=missed, faded=-100 * start_s)
-
-    def best(self) -> float:
-        """Where stages together are shortest."""
-
-        def stages_ms(alpha: float) -> float:
-            computed, missed = self.bowl.computed(alpha), self.bowl.missed(alpha)
-            return computed * (COSTS.token_ms + COSTS.pair_ms * TOKENS / 2) + missed * COSTS.missed_row_ms
-
-        return float(min(ALPHAS, key=stages_ms))
+CALM, BURST = Served(Bowl(rate=60)), Served(Bowl(rate=250, kv_scale=0.15))
 
 
-def driven(policy: Policy, served: Served, alpha: float, seconds: int, start_s: int = 0) -> list[float]:
-    """Let a policy steer; returns alpha after each second."""
-    path = []
-    for second in range(start_s, start_s + seconds):
-        move = policy.decide(served.window(alpha, float(second)))
-        alpha = alpha if move is None else move.alpha
-        path.append(alpha)
-    return path
+def limited(**settings: bool) -> Limited:
+    return Limited(Helm(HelmSettings(**settings)), Limits())
 
 
-def limited(**settings: object) -> Limited:
-    return Limited(Adaptive(AdaptiveSettings(**settings)), Limits())
+def explained(helm: Helm) -> Explanation:
+    assert helm.explanation is not None
+    return helm.explanation
 
 
 @pytest.mark.parametrize("start", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("kv_scale", [0.15, 0.3, 0.6])
 def test_the_bottom_is_found_from_anywhere_within_ten_seconds(start: float, kv_scale: float) -> None:
     served = Served(Bowl(kv_scale=kv_scale))
-    assert 0.15 < served.best() < 0.85
+    assert 0.1 < served.best() < 0.9
     path = driven(limited(), served, start, 40)
     assert abs(path[10] - served.best()) < 0.12
     assert abs(path[-1] - served.best()) < 0.1
@@ -85,7 +47,7 @@ def test_it_stays_where_it_found_the_bottom() -> None:
 
 @pytest.mark.parametrize("lacks", ["curves", "steps", "answers"])
 def test_it_holds_while_it_knows_too_little(lacks: str) -> None:
-    policy, served = Adaptive(), Served(Bowl())
+    helm, served = Helm(), Served(Bowl())
     for second in range(10):
         window = served.window(0.1, float(second))
         if lacks == "curves":
@@ -94,13 +56,14 @@ def test_it_holds_while_it_knows_too_little(lacks: str) -> None:
             window = replace(window, steps=no_steps())
         else:
             window = replace(window, traffic=replace(window.traffic, num_requests=0, num_served=0))
-        assert policy.decide(window) is None
+        assert helm.decide(window) is None
+        assert helm.explanation is helm.prediction is None
 
 
 def test_it_never_leaves_what_the_pool_allows() -> None:
-    policy, served = Adaptive(), Served(Bowl(kv_scale=0.1, emb_scale=0.6))
+    helm, served = Helm(), Served(Bowl(kv_scale=0.1, emb_scale=0.6))
     for second in range(20):
-        move = policy.decide(replace(served.window(0.4, float(second)), alpha_min=0.3, alpha_max=0.45))
+        move = helm.decide(replace(served.window(0.4, float(second)), alpha_min=0.3, alpha_max=0.45))
         assert move is None or 0.3 <= move.alpha <= 0.45
 
 
@@ -112,30 +75,186 @@ def test_shadows_that_promise_wrong_are_corrected_by_what_is_measured() -> None:
     assert abs(corrected - served.best()) < 0.1
 
 
+def test_predictions_become_what_is_measured_where_stages_explain_too_little() -> None:
+    served, helm = Served(Bowl(rate=60), stall=1.4), Helm()
+    errors = []
+    for second in range(90):
+        helm.decide(served.window(0.5, float(second)))
+        told = helm.explanation
+        if told is not None and told.predicted_ms is not None:
+            errors.append(told.predicted_ms / told.measured_ms - 1)
+    assert errors[0] < -0.2
+    assert abs(np.mean(errors[-10:])) < 0.1
+
+
+def after_a_burst(policy: Limited) -> float:
+    alpha, now_s = 0.5, 0
+    for served, seconds in ((CALM, 60), (BURST, 15), (CALM, 60)):
+        alpha, now_s = driven(policy, served, alpha, seconds, now_s)[-1], now_s + seconds
+    return alpha
+
+
 def test_after_a_burst_it_stands_nearer_to_what_the_burst_wanted() -> None:
-    calm, burst = Served(Bowl(rate=20)), Served(Bowl(rate=100, kv_scale=0.1))
-    ends = {}
-    for has_memory in (False, True):
-        policy = limited(has_burst_memory=has_memory)
-        alpha, now_s = 0.5, 0
-        for served, seconds in ((calm, 60), (burst, 15), (calm, 60)):
-            alpha, now_s = driven(policy, served, alpha, seconds, now_s)[-1], now_s + seconds
-        ends[has_memory] = alpha
-    assert ends[True] > ends[False] + 0.02
-    assert calm.best() < burst.best()
+    assert CALM.best() < BURST.best()
+    assert after_a_burst(limited()) > after_a_burst(limited(has_bursts=False)) + 0.02
+
+
+def worse_when(is_away: Callable[[float], bool]) -> Callable[[float, float], WindowStats]:
+    """A node that takes five times as long where it should not be, whatever its steps say."""
+
+    def window(alpha: float, start_s: float) -> WindowStats:
+        made = CALM.window(alpha, start_s)
+        return replace(made, traffic=replace(made.traffic, mean_ms=made.traffic.mean_ms * (5 if is_away(alpha) else 1)))
+
+    return window
+
+
+@pytest.mark.parametrize("has_net", [False, True])
+def test_the_net_takes_it_back_from_where_it_was_led_astray(has_net: bool) -> None:
+    helm = Helm(HelmSettings(has_residual=False, has_bursts=False, has_net=has_net))
+    window, fine = worse_when(lambda alpha: alpha > 0.6), CALM.best()
+    for second in range(30):
+        helm.decide(window(fine, float(second)))
+    moves = [helm.decide(window(0.8, second)) for second in (30.0, 31.0)]
+    assert moves[0] is not None
+    said = [one.layer for one in explained(helm).proposals]
+    assert ("net" in said) == has_net
+    if has_net:
+        assert moves[0].alpha == pytest.approx(fine)
+        assert "measured" in moves[0].reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, ["base", "residual"]),
+        ({"has_residual": False}, ["base"]),
+        ({"has_residual": False, "has_bursts": False, "has_net": False}, ["base"]),
+    ],
+)
+def test_layers_speak_in_order_and_those_put_aside_say_nothing(settings: dict[str, bool], layers: list[str]) -> None:
+    helm = Helm(HelmSettings(**settings))
+    driven(helm, CALM, 0.5, 20)
+    told = explained(helm)
+    assert [one.layer for one in told.proposals] == layers
+    assert told.decided is told.proposals[-1]
+
+
+def test_a_move_is_that_of_the_last_layer_and_says_so() -> None:
+    helm = Helm()
+    moves = [helm.decide(CALM.window(0.1, float(second))) for second in range(10)]
+    move = next(one for one in moves if one is not None)
+    assert move.reason.startswith("residual: predicts ")
+    assert move.expected_gain_ms is not None
+    assert move.expected_gain_ms > 0
+    assert helm.moves.records[-1].layer == "residual"
+
+
+def test_a_frozen_base_of_another_kind_takes_part_in_every_layer() -> None:
+    class Middle:
+        def choose(self, mean_ms: object, view: object) -> float:
+            return 0.5
+
+    helm = Helm(chooser=Middle())
+    assert driven(helm, CALM, 0.1, 20)[-1] == 0.5
+    assert {one.alpha for one in explained(helm).proposals} == {0.5}
+
+
+def test_a_move_is_followed_until_its_gain_is_known() -> None:
+    policy = limited()
+    driven(policy, CALM, 0.1, 90)
+    helm = policy.policy
+    assert isinstance(helm, Helm)
+    first = helm.moves.records[0]
+    assert first.start == 0.1
+    assert first.alpha == pytest.approx(CALM.best(), abs=0.1)
+    assert first.predicted_gain_ms > 0
+    assert first.realised_gain_ms is not None
+    assert first.realised_gain_ms > 0
 
 
 def test_what_was_seen_is_forgotten_on_reset() -> None:
-    policy = Adaptive()
-    driven(policy, Served(Bowl()), 0.5, 20)
-    assert policy.estimator.costs is not None
-    policy.reset()
-    assert policy.estimator.costs is None
-    assert policy.forecast is None
+    helm = Helm()
+    driven(helm, CALM, 0.1, 20)
+    assert helm.model.estimator.costs is not None
+    assert helm.moves.records
+    helm.reset()
+    assert helm.model.estimator.costs is None
+    assert helm.prediction is helm.explanation is None
+    assert not helm.moves.records
+
+
+def test_what_was_learned_is_there_after_a_restart() -> None:
+    first, second = limited(), Helm()
+    after_a_burst(first)
+    before = first.policy
+    assert isinstance(before, Helm)
+    learned = json.loads(json.dumps(before.learned))  # as a snapshot keeps it
+    assert set(learned) == {"costs", "residual", "bursts"}
+    second.relearn(learned)
+    assert second.learned == before.learned
+    assert second.model.estimator.costs == before.model.estimator.costs
+    second.decide(CALM.window(0.5, 0.0))
+    assert [one.layer for one in explained(second).proposals] == ["base", "residual", "burst recovery"]
+
+
+def test_a_controller_that_learned_nothing_gives_nothing_to_learn_from() -> None:
+    first, second = Helm(), Helm()
+    second.relearn(first.learned)
+    assert second.model.estimator.costs is None
+    assert driven(second, CALM, 0.1, 20) == driven(first, CALM, 0.1, 20)
 
 
 def test_it_is_known_by_name_and_looks_at_curves() -> None:
-    policy = make_policy("adaptive", None)
+    policy = make_policy("helm")
     assert isinstance(policy, Limited)
-    assert isinstance(policy.policy, Adaptive)
-    assert needs_curves("adaptive")
+    assert isinstance(policy.policy, Helm)
+    assert needs_curves("helm")
+
+
+@pytest.mark.parametrize("text", ["rudder", "helm:0.3", "static", "static:far", "argmin"])
+def test_a_name_nobody_has_is_refused_with_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_policy(text)
+
+
+def told_after(seconds: int, start: float = 0.1) -> Explanation:
+    policy = limited()
+    driven(policy, CALM, start, seconds)
+    assert isinstance(policy.policy, Helm)
+    return explained(policy.policy)
+
+
+def test_a_log_line_says_what_each_layer_proposed_and_what_came_of_the_last_move() -> None:
+    line = told_after(90).line()
+    for words in ("alpha ", "base 0.", "residual 0.", "predicts", "last move 0.100 -> ", "ms realised", "measured"):
+        assert words in line
+    assert "requests/s" in line
+
+
+def test_a_move_that_is_under_way_is_said_to_be_not_known_yet() -> None:
+    assert "not known yet" in told_after(8).line()
+
+
+def test_decisions_come_back_from_their_lines_as_they_were(tmp_path: Path) -> None:
+    found = [told_after(8), told_after(90)]
+    path = tmp_path / "decisions.jsonl"
+    path.write_text("".join(f"{one.as_json()}\n" for one in found))
+    assert list(read_explanations(path)) == found
+
+
+def test_a_file_that_holds_no_decisions_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(f"{told_after(8).as_json()}\nnonsense\n")
+    with pytest.raises(ConfigError, match=r"line 2: not a decision, got 'nonsense'"):
+        list(read_explanations(path))
+    empty = json.loads(told_after(8).as_json()) | {"proposals": []}
+    path.write_text(json.dumps(empty))
+    with pytest.raises(ConfigError, match="line 1: a decision without proposals"):
+        list(read_explanations(path))
+    with pytest.raises(ConfigError, match="cannot read decisions"):
+        list(read_explanations(tmp_path / "none.jsonl"))
+
+
+def test_splits_that_are_compared_are_those_of_the_miss_curves() -> None:
+    assert (ALPHAS[0], ALPHAS[-1]) == (0.03, 0.9)

@@ -1,78 +1,184 @@
-"""The latency model against simulated nodes and against what must hold of any queue."""
+"""The latency model against its plain twin, simulated nodes, and what must hold of any queue."""
 
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from helmrec.control.adaptive import Adaptive
 
-from helmrec.control.latency import ALPHAS, Bias, RecentWork, forecast
+from helmrec.control.costs import Floats
+from helmrec.control.helm import Helm
+from helmrec.control.latency import ALPHAS, Bias, EngineModel, Fading, LatencyModel, play
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.drawn import OPENING_S, draw
 from helmrec.sim.simulate import Options, simulate
-from tests.control.bowl import ROWS, TOKENS, Bowl
+from helmrec.steps import no_steps
+from tests.control.bowl import GRID, ROWS, TOKENS, Bowl
 from tests.control.made_up_steps import COSTS
-from tests.control.test_adaptive import Served
+from tests.control.served import CANDIDATES, ENGINE, Asked, PlainEngine, Served, latency_ms
 
 BOWL = Bowl()
-RECENT = RecentWork(
-    computed_tokens=np.array([BOWL.computed(alpha) for alpha in ALPHAS]),
-    missed_rows=np.array([BOWL.missed(alpha) for alpha in ALPHAS]),
-    read_rows=np.full(ALPHAS.size, ROWS),
-)
-WINDOW = Served(BOWL).window(0.5, 0.0)
+WORK_MS = np.array([[0.2, 0.3], [0.5, 1.5], [1.0, 3.0]])  # host, rows and compute of who is known, of who is new
 
 
-class Watched:
-    """Looks and forecasts, and never moves."""
-
-    def __init__(self) -> None:
-        self.policy = Adaptive()
-        self.errors: list[float] = []  # of a window's latency, forecast in the one before
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        before = self.policy.forecast
-        if before is not None and stats.traffic.num_served and stats.traffic.start_s >= OPENING_S:
-            self.errors.append(abs(before.at(stats.alpha) / stats.traffic.mean_ms - 1))
-        self.policy.decide(stats)
-        return None
-
-    def reset(self) -> None:
-        self.policy.reset()
+def stream_of(num: int, rng: np.random.Generator) -> Floats:
+    return np.stack((rng.exponential(1.0, num), rng.random(num)))
 
 
-@pytest.mark.parametrize("number", [10, 12])
-def test_a_steady_node_is_forecast_a_window_ahead(number: int) -> None:
-    drawn, watched = draw("train", number, load=0.7), Watched()
-    simulate(drawn.make_trace(0), drawn.node_at(0.4), drawn.cost, watched, options=Options(has_curves=True))
-    assert np.median(watched.errors) < 0.25
+def played(stream: Floats, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
+    return float(play(stream, gap_ms, np.array([new_users]), WORK_MS[:, :, None], engine)[0])
 
 
-def test_latency_grows_with_arrivals_and_stays_finite_in_overload() -> None:
-    means = [forecast(WINDOW, RECENT, COSTS, Bias(), rate).mean_ms for rate in (1, 50, 200, 1_000, 10_000)]
-    for less, more in itertools.pairwise(means):
-        assert (more > less).all()
-    assert np.isfinite(means[-1]).all()
+def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> LatencyModel:
+    model = LatencyModel()
+    for second in range(seconds):
+        assert model.update(served.window(alpha, float(second))) == (model.estimator.costs is not None)
+    assert model.estimator.costs is not None
+    return model
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("most", [1, 3, 64])
+@pytest.mark.parametrize("gap_ms", [0.5, 3.0, 8.0, 50.0])
+def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most: int, gap_ms: float) -> None:
+    rng = np.random.default_rng(most)
+    new_users = np.array([0.0, 0.3, 1.0])
+    stream, engine = stream_of(200, rng), EngineModel(0.4, 0.1, 0.5, most, overlaps)
+    work_ms = rng.uniform(0.1, 3.0, (3, 2, new_users.size))
+    arrived_ms = np.cumsum(stream[0]) * gap_ms
+    for split, share in enumerate(new_users):
+        kinds = np.where(stream[1] < share, 1, 0)
+        asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
+        mean_ms = np.mean(PlainEngine(engine).latencies_ms(asked))
+        assert play(stream, gap_ms, new_users, work_ms, engine)[split] == pytest.approx(mean_ms, rel=1e-9)
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
-    alone = forecast(WINDOW, RECENT, COSTS, Bias(), rate=1e-6)
-    stages_ms = alone.host_ms + alone.rows_ms + alone.compute_ms
-    waited_ms = 0.5 * COSTS.step_ms  # the formula knows no idle node: steps follow each other, if empty
-    np.testing.assert_allclose(alone.mean_ms, stages_ms + COSTS.step_ms + waited_ms, rtol=1e-4)
+    stream, engine = stream_of(400, np.random.default_rng(0)), EngineModel(0.4, 0.1, 0.5, 8, overlaps=True)
+    share = float((stream[1] < 0.25).mean())
+    known_ms, new_ms = WORK_MS.sum(axis=0)
+    stages_ms = 1.0 + (1 - share) * known_ms + share * new_ms
+    assert played(stream, 1e6, engine) == pytest.approx(stages_ms)
 
 
-def test_overlap_and_equal_requests_shorten_waits() -> None:
-    plain = forecast(WINDOW, RECENT, COSTS, Bias(), rate=100).mean_ms
-    assert (forecast(WINDOW, RECENT, replace(COSTS, overlap=1.0), Bias(), rate=100).mean_ms < plain).all()
-    assert (forecast(WINDOW, RECENT, replace(COSTS, spread=2.0), Bias(), rate=100).mean_ms > plain).all()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_latency_grows_with_arrivals_and_stays_finite_in_overload(overlaps: bool) -> None:
+    stream, engine = stream_of(500, np.random.default_rng(1)), EngineModel(0.4, 0.1, 0.5, 8, overlaps)
+    means = [played(stream, gap_ms, engine) for gap_ms in (1e3, 10.0, 4.0, 2.0, 0.1)]
+    assert all(more > less for less, more in itertools.pairwise(means))
+    assert np.isfinite(means[-1])
+
+
+def test_steps_that_overlap_are_faster_under_load() -> None:
+    stream = stream_of(500, np.random.default_rng(2))
+    apart, overlapping = (played(stream, 2.5, EngineModel(0.4, 0.1, 0.5, 8, overlaps)) for overlaps in (False, True))
+    assert overlapping < 0.9 * apart
+
+
+def test_a_step_that_holds_more_bears_more() -> None:
+    stream = stream_of(500, np.random.default_rng(3))
+    few, many = (played(stream, 3.0, EngineModel(2.0, 0.1, 0.5, most, overlaps=False)) for most in (1, 16))
+    assert many < few
+
+
+@pytest.mark.parametrize("rate", [20.0, 120.0])
+def test_a_node_whose_steps_were_measured_is_predicted_at_splits_it_has_not_been_at(rate: float) -> None:
+    bowl = Bowl(rate=rate)
+    model = learned_from(Served(bowl))
+    mean_ms = np.mean([model.predict().mean_ms for _ in range(16)], axis=0)
+    for alpha in (0.2, 0.4, 0.6, 0.8):
+        assert np.interp(alpha, ALPHAS, mean_ms) == pytest.approx(latency_ms(bowl, alpha), rel=0.1), alpha
+
+
+class Watched:
+    """Looks and predicts, and never moves."""
+
+    def __init__(self) -> None:
+        self.helm = Helm()
+        self.errors: list[float] = []  # of a window's latency, predicted in the one before
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        before = self.helm.prediction
+        if before is not None and stats.traffic.num_served and stats.traffic.start_s >= OPENING_S:
+            self.errors.append(abs(before.at(stats.alpha) / stats.traffic.mean_ms - 1))
+        self.helm.decide(stats)
+        return None
+
+    def reset(self) -> None:
+        self.helm.reset()
+
+
+def test_a_steady_node_is_predicted_a_window_ahead() -> None:
+    drawn, watched = draw("train", 12, load=0.7), Watched()
+    simulate(drawn.make_trace(0), drawn.node_at(0.4), drawn.cost, watched, options=Options(has_curves=True))
+    assert len(watched.errors) > 20
+    assert np.median(watched.errors) < 0.25
 
 
 def test_what_was_measured_scales_what_shadows_promise() -> None:
-    plain, corrected = (forecast(WINDOW, RECENT, COSTS, bias, rate=20) for bias in (Bias(), Bias(tokens=2, rows=0.5)))
-    history = WINDOW.new_tokens_per_request + WINDOW.resident_tokens_per_request
-    assert history == pytest.approx(TOKENS)
-    more = RECENT.computed_tokens * (COSTS.token_ms + COSTS.pair_ms * history / 2)
-    np.testing.assert_allclose(corrected.compute_ms - plain.compute_ms, more)
-    np.testing.assert_allclose(plain.rows_ms - corrected.rows_ms, RECENT.missed_rows * COSTS.missed_row_ms / 2)
+    model = learned_from(Served(BOWL))
+    plain, corrected = (model.predict(bias).stages_ms for bias in (Bias(), Bias(tokens=0.5, rows=2.0)))
+    computed, missed = np.array([(BOWL.computed(alpha), BOWL.missed(alpha)) for alpha in GRID]).T
+    fewer_ms = computed / 2 * (COSTS.token_ms + COSTS.host_token_ms + COSTS.pair_ms * TOKENS / 2)
+    more_ms = missed * COSTS.missed_row_ms
+    changed = np.interp(GRID, ALPHAS, corrected - plain)
+    np.testing.assert_allclose(changed, more_ms - fewer_ms, rtol=0.02, atol=0.005)
+
+
+def test_the_pace_scales_all_that_a_request_takes() -> None:
+    model = learned_from(Served(BOWL))
+    model.rate = 1e-3
+    plain, slow = (model.predict(Bias(pace=pace)).mean_ms for pace in (1.0, 1.5))
+    np.testing.assert_allclose(slow, 1.5 * plain, rtol=0.02)
+
+
+def test_stages_of_a_lone_request_are_what_it_takes_on_an_idle_node() -> None:
+    model = learned_from(Served(BOWL))
+    model.rate = 1e-3
+    found = model.predict()
+    np.testing.assert_allclose(found.mean_ms, found.stages_ms, rtol=0.02)
+
+
+def test_curves_bend_between_their_points_and_never_beyond_them() -> None:
+    work = learned_from(Served(BOWL)).work
+    assert work is not None
+    for found, known in ((work.computed_tokens, BOWL.computed), (work.missed_rows, BOWL.missed)):
+        rises = np.diff(found)
+        assert (rises >= 0).all() or (rises <= 0).all()
+        at = np.array([known(alpha) for alpha in ALPHAS])
+        inside = (ALPHAS >= 0.1) & (ALPHAS <= 0.9)
+        straight = np.interp(ALPHAS, np.array(GRID), [known(alpha) for alpha in GRID])
+        assert np.abs(found - at)[inside].mean() < np.abs(straight - at)[inside].mean()
+    np.testing.assert_allclose(work.read_rows, ROWS)
+
+
+@pytest.mark.parametrize("lacks", ["curves", "steps", "answers"])
+def test_a_window_that_says_too_little_is_no_ground_for_a_prediction(lacks: str) -> None:
+    model = LatencyModel()
+    for second in range(10):
+        assert not model.update(without(lacks, Served(BOWL).window(0.5, float(second))))
+
+
+def without(lacks: str, window: WindowStats) -> WindowStats:
+    if lacks == "curves":
+        return replace(window, curves=None)
+    if lacks == "steps":
+        return replace(window, steps=no_steps())
+    return replace(window, traffic=replace(window.traffic, num_requests=0, num_served=0))
+
+
+def test_a_fading_mean_follows_a_jump_by_half_after_its_half_life() -> None:
+    mean = Fading(half_life_s=10.0)
+    for _ in range(200):
+        mean.add(np.array(1.0), 5.0, 1.0)
+    for _ in range(10):
+        found = mean.add(np.array(3.0), 5.0, 1.0)
+    assert float(found) == pytest.approx(2.0, abs=0.01)
+
+
+def test_the_engine_of_these_tests_holds_candidates_and_histories_apart() -> None:
+    """The model's `others` are the candidates: tokens that are computed at every split."""
+    model = learned_from(Served(BOWL))
+    assert model._others == pytest.approx(CANDIDATES)
+    assert model._history == pytest.approx(TOKENS)
+    assert model._most == ENGINE.most

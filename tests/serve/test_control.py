@@ -1,20 +1,25 @@
 """A policy that steers a served engine, and what may be seen of it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helmrec.clock import MonotonicClock
+from helmrec.control.by_name import make_policy
 from helmrec.control.explain import Explanation
+from helmrec.control.latency import play
+from helmrec.control.layers import Proposal
+from helmrec.control.moves import MoveRecord
 from helmrec.control.policy import Move, WindowStats
+from helmrec.control.rebalancer import Decision
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
-from helmrec.serve.control import LayerView, Steering, layers_of, seen_by
+from helmrec.serve.control import LayerView, Steering, seen_by
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
-from helmrec.sim.node_config import NodeConfig
+from tests.control.bowl import Bowl
+from tests.control.served import Served, driven
 from tests.helpers import tiny_engine
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import rank_body, rank_requests
@@ -39,7 +44,7 @@ class Wants:
 
 
 def steered(policy: Wants) -> InProcessPort:
-    steering = Steering("hill", slo_ms=80, tick_s=0.02)
+    steering = Steering("static:0.7", slo_ms=80, tick_s=0.02)
     steering._policy = policy
     return InProcessPort(tiny_engine(clock=MonotonicClock()), steering)
 
@@ -53,7 +58,7 @@ def test_a_policy_moves_the_boundary_sees_the_requests_and_is_shown() -> None:
         wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.2, abs=0.02))
         wait_for(lambda: policy.num_requests == 5)
         control = caller.get("/v1/live").json["control"]
-        assert (control["policy"], control["mode"], control["layers"]) == ("hill", "adaptive", [])
+        assert (control["policy"], control["mode"], control["layers"]) == ("static:0.7", "adaptive", [])
         (move,) = control["moves"]
         assert (move["start_alpha"], move["alpha"], move["reason"]) == (0.4, 0.2, "asked for")
 
@@ -126,7 +131,7 @@ def test_a_policy_that_cannot_even_warm_up_does_not_keep_the_server_from_startin
     def fail(*_: object) -> None:
         raise RuntimeError("it does not compile")
 
-    monkeypatch.setattr(Steering, "rehearse", fail)
+    monkeypatch.setattr(Steering, "warm_up", fail)
     with Caller(make_app(steered(Wants(0.2)), ServeConfig())) as caller:
         caller.wait_until_ready()
         assert caller.post("/v1/rank", rank_body()).status == 200
@@ -162,63 +167,89 @@ def test_refusals_are_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_for(lambda: policy.num_requests == 1)
 
 
-def told(**said: float) -> Explanation:
-    return Explanation(**{**dict.fromkeys(Explanation._fields, 0.0), **said})
+TOLD = Explanation(
+    time_s=12.0,
+    alpha=0.4,
+    measured_ms=21.5,
+    predicted_ms=20.0,
+    arrivals_per_s=430.0,
+    proposals=[Proposal("base", 0.45, "predicts less", 1.5), Proposal("net", 0.3, "it was better there")],
+    last_move=MoveRecord(2.0, 0.5, 0.4, "residual", 1.25, 0.75),
+)
 
 
-def test_layers_are_shown_as_they_explain_themselves() -> None:
-    said = {"base_alpha": 0.4, "base_step": -0.05, "residual": 0.01, "static_alpha": 0.45}
-    base, residual, burst, guard = layers_of(told(**said, verdict=2, burst_alpha=0.6, burst_left_s=12.4))
-    assert base == LayerView("base", 0.4, "step -0.05")
-    assert residual.alpha == pytest.approx(0.41)
-    assert burst == LayerView("burst", 0.6, "hedge, about 12 s left")
-    assert guard == LayerView("guardrail", 0.45, "best constant lately")
-    calm = layers_of(told(**said | {"static_alpha": float("nan")}, is_aside=1.0))[2:]
-    assert [(layer.alpha, layer.note) for layer in calm] == [(None, "calm"), (None, "adapting is put aside")]
+def test_a_decision_is_shown_with_its_layers_its_prediction_and_the_last_move() -> None:
+    steering = Steering("helm", slo_ms=80)
+    window, move = Bowl().window(0.4), Move(0.3, "net: it was better there")
+    shown = steering.view(Decision(window, move, TOLD), "adaptive", now_s=1_000.0)
+    assert shown.layers == [LayerView("base", 0.45, "predicts less"), LayerView("net", 0.3, "it was better there")]
+    assert (shown.measured_ms, shown.predicted_ms) == (21.5, 20.0)
+    assert shown.last_move is not None
+    for words in ("0.500 -> 0.400 by residual", "+1.250 ms of stage time per request predicted", "+0.750 ms realised"):
+        assert words in shown.last_move
+    assert [(one.start_alpha, one.alpha) for one in shown.moves] == [(0.4, 0.3)]
+
+
+def test_before_anything_is_known_nothing_is_made_up() -> None:
+    shown = Steering("helm", slo_ms=80).view(None, "adaptive", now_s=1_000.0)
+    assert (shown.measured_ms, shown.predicted_ms, shown.last_move, shown.layers) == (None, None, None, [])
+    assert shown.reason == "no window has ended yet"
 
 
 def test_helm_steers_a_served_engine_and_its_layers_are_shown() -> None:
     engine = tiny_engine(clock=MonotonicClock(), miss_curves=True)
-    node = NodeConfig(model=engine.model_config, engine=engine.config)
-    steering = Steering.of(ServeConfig(policy="helm", tick_s=0.05), node)
+    steering = Steering.of(ServeConfig(policy="helm", tick_s=0.05))
     with Caller(make_app(InProcessPort(engine, steering), ServeConfig())) as caller:
         caller.wait_until_ready()
+        seen = dict[str, Any]()
 
         def has_layers() -> bool:
             for request in rank_requests(6):
                 assert caller.post("/v1/rank", plain(vars_of(request))).status == 200
-            return bool(caller.get("/v1/live").json["control"]["layers"])
+            control = caller.get("/v1/live").json["control"]
+            if control["layers"] and control["predicted_ms"] is not None:
+                seen.update(control)
+            return bool(seen)
 
         wait_for(has_layers)
-        layers = caller.get("/v1/live").json["control"]["layers"]
-        if layers:  # the window that ended last may have seen no request
-            assert [layer["name"] for layer in layers] == ["base", "residual", "burst", "guardrail"]
+        assert [layer["name"] for layer in seen["layers"]][:2] == ["base", "residual"]
+        assert seen["measured_ms"] > 0
+        assert seen["predicted_ms"] > 0
 
 
 def vars_of(request: Any) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__slots__ if getattr(request, name) is not None}
 
 
-def test_policies_by_name_and_what_they_need(tmp_path: Path) -> None:
+def test_policies_by_name_and_what_they_need() -> None:
     engine = tiny_engine()
-    node = NodeConfig(model=engine.model_config, engine=engine.config)
-    assert Steering.of(ServeConfig(), node) is None
-    for name in ("static:0.3", "argmin", "helm"):
-        assert Steering.of(ServeConfig(policy=name), node) is not None
-    assert not seen_by(None, engine.config).miss_curves
-    assert not seen_by("hill", engine.config).miss_curves
-    assert seen_by("argmin", engine.config).miss_curves
-    with pytest.raises(ConfigError, match=r"policy must be static:ALPHA or one of .*, got 'shoes'"):
-        Steering.of(ServeConfig(policy="shoes"), node)
-    with pytest.raises(ConfigError, match="cannot read calibration"):
-        Steering.of(ServeConfig(policy="helm", policy_cost=str(tmp_path / "none.json")), node)
+    assert Steering.of(ServeConfig(policy="none")) is None
+    for name in ("static:0.3", "helm"):
+        assert Steering.of(ServeConfig(policy=name)) is not None
+    assert not seen_by("none", engine.config).miss_curves
+    assert not seen_by("static:0.3", engine.config).miss_curves
+    assert seen_by("helm", engine.config).miss_curves
+    for wrong in ("shoes", "hill", "argmin"):
+        with pytest.raises(ConfigError, match=rf"policy must be static:ALPHA or one of helm.*, got '{wrong}'"):
+            Steering.of(ServeConfig(policy=wrong))
 
 
-def test_a_rehearsal_moves_nothing_and_teaches_the_policy_nothing() -> None:
-    engine, policy = tiny_engine(clock=MonotonicClock()), Wants(0.2)
-    steering = Steering("static:0.7", slo_ms=80)
-    steering._policy = policy
-    before = engine.stats()
-    steering.rehearse(engine)
+def test_helm_steers_unless_the_settings_say_otherwise() -> None:
+    assert ServeConfig().policy == "helm"
+    assert Steering.of(ServeConfig()) is not None
+
+
+def test_warming_up_moves_nothing_and_teaches_the_policy_nothing() -> None:
+    engine = tiny_engine(clock=MonotonicClock())
+    steering = Steering("helm", slo_ms=80)
+    before, learned = engine.stats(), steering.learned
+    steering.warm_up()
     assert engine.stats() == before
-    assert policy.num_requests == 0
+    assert steering.learned == learned
+
+
+def test_the_first_decision_after_the_warm_up_compiles_nothing() -> None:
+    Steering("helm", slo_ms=80).warm_up()
+    compiled = len(play.signatures)
+    driven(make_policy("helm"), Served(Bowl()), 0.5, 20)
+    assert len(play.signatures) == compiled

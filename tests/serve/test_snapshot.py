@@ -1,21 +1,23 @@
 """What outlives a restart: hot rows, the split, what a controller learned; and files that cannot be used."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helmrec.control.residual import R
 from safetensors.numpy import save_file
 
 from helmrec.clock import MonotonicClock
+from helmrec.control.helm import Helm
 from helmrec.engine.engine import Engine
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.port import Health, InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import Snapshot, SnapshotFile, SnapshotKeeper
-from helmrec.sim.node_config import NodeConfig
+from tests.control.bowl import Bowl
+from tests.control.served import Served, driven
 from tests.helpers import random_request, tiny_config, tiny_engine
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.conftest import TOKEN
@@ -30,10 +32,11 @@ def file(tmp_path: Path) -> SnapshotFile:
 def test_what_is_written_is_read(file: SnapshotFile) -> None:
     assert file.read() is None
     for alpha in (0.25, 0.75):
-        file.write(Snapshot(np.array([5, 3, 9]), alpha, (0.5, -1.0)))
+        file.write(Snapshot(np.array([5, 3, 9]), alpha, {"residual": [0.5, -1.0], "bursts": []}, {"pool_bytes": 7}))
     found = file.read()
     assert found is not None
-    assert (found.rows.tolist(), found.alpha, found.residual) == ([5, 3, 9], 0.75, (0.5, -1.0))
+    assert (found.rows.tolist(), found.alpha) == ([5, 3, 9], 0.75)
+    assert (found.learned, found.learned_on) == ({"residual": [0.5, -1.0], "bursts": []}, {"pool_bytes": 7})
     assert [path.name for path in file.path.parent.iterdir()] == ["snapshot"], "nothing else is left behind"
 
 
@@ -50,11 +53,13 @@ def spoilt(file: SnapshotFile, how: str) -> None:
         save_file({"rows": np.arange(3)}, file.path)
     elif how == "alpha":
         file.write(Snapshot(np.arange(50), 7.0))
+    elif how == "learned":
+        file.write(Snapshot(np.arange(50), 0.5, {"costs": [float("nan")]}))
     else:
         SnapshotFile(file.path, tiny_config(user_context=())).write(Snapshot(np.arange(50), 0.5))
 
 
-@pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "tables"])
+@pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "learned", "tables"])
 def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
     file: SnapshotFile, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,13 +72,21 @@ def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
     assert engine.stats().pool.resident_rows == 0
 
 
-WEIGHTS = tuple(0.1 * i for i in range(len(R)))
-
-
-def steering() -> Steering:
-    engine = tiny_engine()
-    made = Steering.of(ServeConfig(policy="helm"), NodeConfig(model=engine.model_config, engine=engine.config))
+def steering(policy: str = "helm") -> Steering:
+    made = Steering.of(ServeConfig(policy=policy))
     assert made is not None
+    return made
+
+
+def experienced() -> Steering:
+    """One whose controller has learned costs, a residual and a burst."""
+    helm = Helm()
+    calm, burst = Served(Bowl(rate=60)), Served(Bowl(rate=250))
+    for served, start_s in ((calm, 0), (burst, 20), (calm, 40)):
+        driven(helm, served, 0.4, 20, start_s)
+    made = steering()
+    made.relearn(helm.learned)
+    assert all(made.learned.values())
     return made
 
 
@@ -83,9 +96,9 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
         plain({name: getattr(request, name) for name in request.__slots__ if getattr(request, name) is not None})
         for request in (random_request(rng, tiny_config(), user_id, 9) for user_id in range(8))
     ]
-    first = steering()
-    first.relearn(WEIGHTS)
+    first = experienced()
     port = InProcessPort(tiny_engine(clock=MonotonicClock()), first, SnapshotKeeper(file, 60))
+    learned = first.learned
     admin = {"authorization": f"Bearer {TOKEN}"}
     with Caller(make_app(port, ServeConfig(admin_token=TOKEN))) as caller:
         caller.wait_until_ready()
@@ -98,7 +111,8 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
     port = InProcessPort(engine, again, SnapshotKeeper(file, 60))
     with Caller(make_app(port, ServeConfig())) as caller:
         caller.wait_until_ready()
-        assert again.learned == pytest.approx(WEIGHTS)
+        assert again.learned["bursts"] == learned["bursts"]
+        assert again.learned["residual"] == learned["residual"]
         assert engine.stats().pool.alpha == 0.5
         last = caller.post("/v1/rank", bodies[-1]).json
         assert last["row_misses"] == 0
@@ -157,7 +171,7 @@ def test_a_snapshot_that_cannot_be_restored_does_not_keep_the_server_from_starti
     def fail(*_: object) -> None:
         raise RuntimeError("no room")
 
-    file.write(Snapshot(np.arange(9), 0.4, ()))
+    file.write(Snapshot(np.arange(9), 0.4))
     monkeypatch.setattr(Engine, "warm", fail)
     port = InProcessPort(tiny_engine(clock=MonotonicClock()), None, SnapshotKeeper(file, 60))
     with Caller(make_app(port, ServeConfig())) as caller:
@@ -165,12 +179,66 @@ def test_a_snapshot_that_cannot_be_restored_does_not_keep_the_server_from_starti
         assert caller.get("/v1/pool").json["background_failures"] == 1
 
 
-def test_what_was_learned_by_another_policy_is_left_aside(file: SnapshotFile) -> None:
-    file.write(Snapshot(np.arange(9), 0.999, (1.0, 2.0)))
-    other, engine = steering(), tiny_engine()
-    SnapshotKeeper(file, 60).restore(engine, other)
-    assert not any(other.learned)
-    assert engine.stats().pool.alpha == 0.4, "a split that leaves no room is not taken"
-    plain_policy = Steering("static:0.4", slo_ms=80)
-    plain_policy.relearn((1.0,))
-    assert plain_policy.learned == ()
+def kept(file: SnapshotFile, learned: Steering, engine: Engine) -> None:
+    SnapshotKeeper(file, 60).keep(engine, learned)
+
+
+def test_what_a_controller_learned_comes_back_on_the_same_node(file: SnapshotFile) -> None:
+    first, again = experienced(), steering()
+    kept(file, first, tiny_engine())
+    SnapshotKeeper(file, 60).restore(tiny_engine(), again)
+    assert again.learned == first.learned
+
+
+def _other_model(engine: Engine) -> None:
+    engine.model_config = engine.model_config.model_copy(update={"num_actions": engine.model_config.num_actions + 1})
+
+
+def _other_pool(engine: Engine) -> None:
+    engine.config = engine.config.model_copy(update={"pool_bytes": engine.config.pool_bytes + 1})
+
+
+def _other_device(engine: Engine) -> None:
+    engine.config = engine.config.model_copy(update={"device": "another"})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(_other_model, "model"), (_other_pool, "pool_bytes"), (_other_device, "device")]
+)
+def test_what_was_learned_on_another_node_is_refused_with_a_line_in_the_log(
+    file: SnapshotFile, change: Callable[[Engine], None], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine()
+    engine.rank([random_request(np.random.default_rng(0), tiny_config())])
+    kept(file, experienced(), engine)
+    again, other = steering(), tiny_engine()
+    change(other)
+    with caplog.at_level(logging.WARNING):
+        SnapshotKeeper(file, 60).restore(other, again)
+    assert again.learned == steering().learned
+    (record,) = [one for one in caplog.records if "of another node" in one.message]
+    assert list(record.of) == [named]  # type: ignore[attr-defined]
+    assert other.stats().pool.resident_rows > 0, "rows are of use all the same"
+
+
+def test_a_file_of_the_controller_before_is_left_aside(file: SnapshotFile, caplog: pytest.LogCaptureFixture) -> None:
+    file.write(Snapshot(np.arange(9), 0.5))
+    old = file.path.read_bytes().replace(b"helmrec-snapshot-2", b"helmrec-snapshot-1")
+    file.path.write_bytes(old)
+    with caplog.at_level(logging.WARNING):
+        assert file.read() is None
+    (record,) = caplog.records
+    assert "helmrec-snapshot-1" in record.reason  # type: ignore[attr-defined]
+
+
+def test_a_split_that_leaves_no_room_is_not_taken(file: SnapshotFile) -> None:
+    file.write(Snapshot(np.arange(9), 0.999))
+    engine = tiny_engine()
+    SnapshotKeeper(file, 60).restore(engine, steering())
+    assert engine.stats().pool.alpha == 0.4
+
+
+def test_a_policy_that_learns_nothing_keeps_nothing() -> None:
+    constant = steering("static:0.4")
+    constant.relearn(experienced().learned)
+    assert constant.learned == {}

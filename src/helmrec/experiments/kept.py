@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.progress import Progress
 
+import helmrec
 from helmrec.sim.cost import CostModel
 
 
@@ -25,6 +26,14 @@ def digest_of(cost: CostModel) -> str:
     """Tells calibrations apart by their figures."""
     told = cost.model_dump_json(exclude={"sources", "fit", "made"})
     return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def digest_of_code(*packages: str) -> str:
+    """Tells versions of these packages of helmrec apart by their source."""
+    source = Path(helmrec.__file__).parent
+    files = sorted(path for package in packages for path in (source / package).glob("*.py"))
+    assert files, f"no source in {packages}"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 class Store:

@@ -4,10 +4,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.explain import describe_move
 from helmrec.control.helm import Helm
+from helmrec.control.latency import EngineModel, play
 from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.failures import FailureLog
@@ -68,6 +71,12 @@ class Steering:
     def of(cls, config: ServeConfig) -> "Steering | None":
         """As the settings say; None if nobody is to move the boundary."""
         return None if config.policy == NO_POLICY else cls(config.policy, config.slo_ms, config.tick_s)
+
+    def warm_up(self) -> None:
+        """Compile what a policy compiles on first use: a compilation between two steps would hold up all requests."""
+        if isinstance(self._inner, Helm):
+            engine = EngineModel(0.0, 0.0, 0.0, most=1, overlaps=False)
+            play(np.ones((2, 1)), 1.0, np.zeros(1), np.zeros((3, 2, 1)), engine)
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
@@ -176,6 +185,13 @@ class Controller:
             decision = rebalancer.tick(now_s)
             if decision is not None:
                 self.view = self._steering.view(decision, rebalancer.mode, wall_s)
+        except Exception as error:
+            self._freeze(error)
+
+    def warm_up(self) -> None:
+        """Compile what the policy compiles on first use, before the first window."""
+        try:
+            self._steering.warm_up()
         except Exception as error:
             self._freeze(error)
 

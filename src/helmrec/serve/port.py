@@ -316,6 +316,9 @@ class InProcessPort:
             start_up.begin("snapshot")
             self._snapshots.restore(self._engine, self._steering)
         warm_up(self._engine)
+        if self._controller is not None:
+            start_up.begin("controller")
+            self._controller.warm_up()
         start_up.end()
         PROCESS.settle()
         self._engine.reset_pauses()

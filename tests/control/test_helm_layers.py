@@ -1,0 +1,303 @@
+"""Each layer of the controller by itself, and the record of moves."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helmrec.control.costs import Floats
+from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
+from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Net, Residual, Rule, View, propose
+from helmrec.control.moves import MoveLog
+from helmrec.control.policy import WindowStats
+from helmrec.steps import Step
+from tests.control.bowl import Bowl
+from tests.control.served import Served
+
+SERVED = Served(Bowl())
+FLAT = np.full(ALPHAS.size, 10.0)
+
+
+def window(alpha: float = 0.5, start_s: float = 0.0, **traffic: float) -> WindowStats:
+    """One second; `traffic` is set as given."""
+    made = SERVED.window(alpha, start_s)
+    return replace(made, traffic=replace(made.traffic, **traffic))  # type: ignore[arg-type]
+
+
+def prediction(mean_ms: Floats, stages_ms: Floats | None = None) -> Prediction:
+    return Prediction(mean_ms if stages_ms is None else stages_ms, mean_ms)
+
+
+def chosen(mean_ms: Floats, at: WindowStats) -> float:
+    return Rule().choose(mean_ms, View(at, prediction(mean_ms), idle_s=60.0))
+
+
+def test_the_rule_goes_where_latency_is_least() -> None:
+    bowl = 10 + 20 * (ALPHAS - 0.3) ** 2
+    assert chosen(bowl, window(0.7)) == pytest.approx(ALPHAS[np.abs(ALPHAS - 0.3).argmin()], abs=0.05)
+
+
+def test_the_rule_stays_for_less_than_the_least_gain() -> None:
+    least = FLAT.copy()
+    least[3] = 10 * (1 - 0.9 * MIN_GAIN)
+    assert chosen(least, window(0.5)) == 0.5
+    least[3] = 10 * (1 - 1.1 * MIN_GAIN)
+    assert chosen(least, window(0.5)) == ALPHAS[3]
+
+
+def test_the_rule_takes_the_nearest_of_equal_splits() -> None:
+    two = FLAT.copy()
+    two[[2, 20]] = 5.0
+    assert chosen(two, window(0.5)) == ALPHAS[20]
+    assert chosen(two, window(0.1)) == ALPHAS[2]
+
+
+def test_the_rule_stays_within_the_pool() -> None:
+    slope = 20 - 10 * ALPHAS
+    inside = chosen(slope, replace(window(0.4), alpha_min=0.3, alpha_max=0.45))
+    assert 0.4 < inside <= 0.45
+    assert chosen(slope, replace(window(0.4), alpha_min=0.395, alpha_max=0.405)) == 0.4
+
+
+def test_a_proposal_says_what_it_is_predicted_to_gain() -> None:
+    slope = 20 - 10 * ALPHAS
+    at = window(0.5)
+    made = propose("base", Rule(), slope, View(at, prediction(slope), idle_s=60.0))
+    assert made.layer == "base"
+    assert made.alpha == ALPHAS[-1]
+    assert made.gain_ms == pytest.approx(10 * (ALPHAS[-1] - 0.5))
+    assert made.reason == "predicts 11.00 ms there, 15.00 ms here"
+
+
+def model_of(served: Served = SERVED) -> LatencyModel:
+    model = LatencyModel()
+    for second in range(5):
+        model.update(served.window(0.5, float(second)))
+    return model
+
+
+@pytest.mark.parametrize(("promised", "expected"), [(1.0, 1.0), (1.6, 1 / 1.6), (0.7, 1 / 0.7), (5.0, 0.5), (0.1, 2.0)])
+def test_the_residual_finds_measured_over_promised_rows_within_a_factor_of_two(
+    promised: float, expected: float
+) -> None:
+    served, residual = Served(Bowl(), promised_rows=promised), Residual()
+    model, bias = model_of(served), Bias()
+    for second in range(5):
+        bias = residual.bias(served.window(0.5, float(second)), model, None)
+    assert bias.rows == pytest.approx(expected, rel=0.02)
+    assert bias.tokens == pytest.approx(1.0, rel=0.02)
+    assert bias.pace == 1.0
+
+
+def test_the_residual_learns_nothing_of_caches_that_have_not_settled() -> None:
+    served, residual = Served(Bowl(), promised_rows=1.6), Residual()
+    moving = replace(served.window(0.5, 0.0), alpha_target=0.5 + 2 * SETTLED)
+    assert residual.bias(moving, model_of(served), None) == Bias()
+
+
+def test_the_pace_grows_until_predictions_are_what_is_measured() -> None:
+    residual, model, pace = Residual(), model_of(), 1.0
+    for second in range(120):
+        pace = residual.bias(window(start_s=second, mean_ms=12.0), model, 10.0 * pace).pace
+    assert pace == pytest.approx(1.2, rel=0.01)
+
+
+@pytest.mark.parametrize(("measured_ms", "most"), [(1e6, 2.0), (1e-6, 0.5)])
+def test_the_pace_is_bounded_whatever_is_measured(measured_ms: float, most: float) -> None:
+    residual, model = Residual(), model_of()
+    for second in range(200):
+        bias = residual.bias(window(start_s=second, mean_ms=measured_ms), model, 10.0)
+    assert bias.pace == most
+
+
+def test_a_residual_that_goes_on_from_another_one_is_that_one() -> None:
+    first, second, model = Residual(), Residual(), model_of()
+    for start_s in range(5):
+        first.bias(window(start_s=start_s, mean_ms=15.0), model, 10.0)
+    second.relearn(first.learned)
+    assert second.learned == first.learned != []
+    later = window(start_s=5.0, mean_ms=15.0)
+    assert second.bias(later, model, 10.0) == first.bias(later, model, 10.0)
+    assert Residual().learned == []
+
+
+BURST = 10 + 40 * (1 - ALPHAS)  # what a burst costs at each split
+
+
+def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: Floats = FLAT) -> Floats:
+    found = FLAT
+    for second in seconds:
+        at = window(start_s=float(second), num_requests=rate, num_served=rate)
+        found = bursts.mix(at, prediction(newest_ms), FLAT)
+    return found
+
+
+def test_without_a_burst_nothing_is_mixed_in() -> None:
+    bursts = Bursts()
+    assert mixed(bursts, range(300), 200) is FLAT
+    assert bursts.share == 0
+
+
+def test_a_burst_that_was_seen_counts_by_its_share_of_requests() -> None:
+    bursts = Bursts()
+    mixed(bursts, range(60), 200)
+    mixed(bursts, range(60, 70), 500, BURST)
+    assert bursts.is_burst
+    found = mixed(bursts, range(70, 80), 200)
+    assert not bursts.is_burst
+    assert bursts.share == pytest.approx(5_000 / (5_000 + 70 * 200), rel=0.1)
+    np.testing.assert_allclose(found, FLAT + bursts.share * (BURST - FLAT))
+
+
+def test_a_burst_is_forgotten_as_calm_goes_on() -> None:
+    bursts = Bursts()
+    mixed(bursts, range(60), 200)
+    mixed(bursts, range(60, 70), 500, BURST)
+    shares = []
+    for start in range(70, 1_870, 300):
+        mixed(bursts, range(start, start + 300), 200)
+        shares.append(bursts.share)
+    assert all(later < 0.7 * before for before, later in itertools.pairwise(shares))
+    assert shares[-1] < 0.01
+
+
+def test_arrivals_that_grow_slowly_are_no_burst() -> None:
+    bursts = Bursts()
+    for second in range(600):
+        mixed(bursts, range(second, second + 1), 200 + second // 3)
+        assert not bursts.is_burst
+
+
+def test_chance_is_no_burst_where_few_arrive() -> None:
+    bursts, rng = Bursts(), np.random.default_rng(0)
+    seen = []
+    for second in range(600):
+        mixed(bursts, range(second, second + 1), int(rng.poisson(4)))
+        seen.append(bursts.is_burst)
+    assert np.mean(seen) < 0.01
+
+
+def test_bursts_that_go_on_from_others_are_those() -> None:
+    first, second = Bursts(), Bursts()
+    assert first.learned == []
+    mixed(first, range(60), 200)
+    mixed(first, range(60, 70), 500, BURST)
+    second.relearn(first.learned)
+    assert second.learned == first.learned
+    np.testing.assert_array_equal(mixed(second, range(70, 75), 200), mixed(first, range(70, 75), 200))
+
+
+def net_that_did_well(alpha: float = 0.3, mean_ms: float = 10.0) -> Net:
+    net = Net()
+    for second in range(30):
+        assert net.propose(window(alpha, second, mean_ms=mean_ms), mean_ms) is None
+    return net
+
+
+def test_the_net_goes_back_to_where_latency_was_fine() -> None:
+    found = net_that_did_well().propose(window(0.6, 40.0, mean_ms=30.0), 10.0)
+    assert found is not None
+    assert found.layer == "net"
+    assert found.alpha == pytest.approx(0.3)
+    assert found.reason == "30.0 ms measured, 10.0 ms at 0.30 under such a load"
+
+
+def test_the_net_holds_on_for_a_while_and_then_lets_go() -> None:
+    net = net_that_did_well()
+    net.propose(window(0.6, 40.0, mean_ms=30.0), 10.0)
+    held = net.propose(window(0.5, 41.0, mean_ms=10.0), 10.0)
+    assert held is not None
+    assert held.alpha == pytest.approx(0.3)
+    assert net.propose(window(0.5, 41.0 + JUDGED_S, mean_ms=10.0), 10.0) is None
+
+
+@pytest.mark.parametrize(
+    ("at", "predicted_ms"),
+    [
+        (window(0.6, 40.0, mean_ms=14.0), 8.0),  # not much worse than where it did well
+        (window(0.6, 40.0, mean_ms=30.0), 25.0),  # as predicted
+        (window(0.3, 40.0, mean_ms=30.0), 10.0),  # where it did well
+        (window(0.6, 40.0, mean_ms=30.0, num_requests=40), 10.0),  # more load than it saw there
+        (window(0.6, 40.0, mean_ms=30.0), None),  # nothing was predicted
+    ],
+)
+def test_the_net_is_silent_where_nothing_speaks_for_going_back(at: WindowStats, predicted_ms: float | None) -> None:
+    assert net_that_did_well().propose(at, predicted_ms) is None
+
+
+def test_the_net_knows_nowhere_to_go_before_it_has_stood_somewhere() -> None:
+    net = Net()
+    for second in range(5):
+        net.propose(window(0.3, second, mean_ms=10.0), 10.0)
+    assert net.propose(window(0.6, 5.0, mean_ms=100.0), 10.0) is None
+
+
+FALLING = 20 - 10 * ALPHAS
+
+
+def step_window(alpha: float, start_s: float, stage_ms: float, target: float | None = None) -> WindowStats:
+    """A window whose requests took so long in their stages."""
+    steps = np.zeros((5, len(Step)))
+    steps[:, Step.REQUESTS] = 4
+    steps[:, Step.COMPUTE_MS] = 4 * stage_ms
+    return replace(window(alpha, start_s), steps=steps, alpha_target=alpha if target is None else target)
+
+
+def noted(log: MoveLog, seconds: range, stage_ms: float, alpha: float = 0.5, target: float | None = None) -> None:
+    for second in seconds:
+        log.note(step_window(alpha, float(second), stage_ms, target))
+
+
+def test_a_move_is_recorded_with_what_it_was_predicted_to_gain() -> None:
+    log = MoveLog()
+    noted(log, range(10), 8.0)
+    log.begin(step_window(0.5, 9.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
+    (made,) = log.records
+    assert (made.time_s, made.start, made.alpha, made.layer) == (10.0, 0.5, 0.8, "base")
+    assert made.predicted_gain_ms == pytest.approx(3.0)
+    assert made.realised_gain_ms is None
+    assert log.idle_since_s == 10.0
+
+
+def test_what_came_of_a_move_is_known_once_it_has_been_served_from() -> None:
+    log = MoveLog()
+    noted(log, range(60), 8.0)
+    log.begin(step_window(0.5, 59.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
+    noted(log, range(60, 80), 6.0, 0.8)
+    assert log.records[-1].realised_gain_ms is None
+    noted(log, range(80, 120), 6.0, 0.8)
+    assert log.records[-1].realised_gain_ms == pytest.approx(2.0, rel=0.3)
+    before = log.records[-1]
+    noted(log, range(120, 160), 4.0, 0.8)
+    assert log.records[-1] == before
+
+
+def test_a_move_that_has_not_settled_is_not_judged() -> None:
+    log = MoveLog()
+    noted(log, range(60), 8.0)
+    log.begin(step_window(0.5, 59.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
+    noted(log, range(60, 120), 6.0, 0.6, target=0.8)
+    assert log.records[-1].realised_gain_ms is None
+
+
+def test_steps_that_follow_each_other_are_one_move() -> None:
+    log = MoveLog()
+    noted(log, range(30), 8.0)
+    for second, alpha in ((30, 0.5), (31, 0.6), (32, 0.7)):
+        at = step_window(alpha, float(second), 8.0)
+        log.begin(at, alpha + 0.1, "residual", prediction(FLAT, FALLING))
+    (made,) = log.records
+    assert (made.time_s, made.start) == (31.0, 0.5)
+    assert made.alpha == pytest.approx(0.8)
+    assert made.predicted_gain_ms == pytest.approx(3.0)
+    log.begin(step_window(0.8, 60.0, 8.0), 0.7, "base", prediction(FLAT, FALLING))
+    assert [one.layer for one in log.records] == ["residual", "base"]
+
+
+def test_only_the_last_moves_are_kept() -> None:
+    log = MoveLog()
+    for number in range(100):
+        log.begin(step_window(0.5, 60.0 * number, 8.0), 0.6, "base", prediction(FLAT, FALLING))
+    assert len(log.records) < 50
+    assert log.records[-1].time_s == 60.0 * 99 + 1
