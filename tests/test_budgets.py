@@ -14,6 +14,7 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {
     "engine/engine.py": "one class: the loop, and the background work between its steps",
     "serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
+    "sim/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
     "memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {}
@@ -33,7 +34,6 @@ MANY_PARAMETERS = {
     "serve_cli.py:serve": "one parameter per flag",
     "trace_cli.py:import_": "one parameter per flag",
     "trace_cli.py:make": "one parameter per flag",
-    "train_cli.py:train": "one parameter per flag",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

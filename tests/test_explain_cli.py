@@ -1,5 +1,6 @@
-"""`helmrec explain` tells what every layer said."""
+"""`helmrec explain` shows what every layer proposed, what was predicted, and what came of the last move."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,48 +8,50 @@ from typer.testing import CliRunner
 
 from helmrec.cli import app
 from helmrec.control.explain import Explanation
+from helmrec.control.layers import Proposal
+from helmrec.control.moves import MoveRecord
 
 TOLD = Explanation(
     time_s=12.0,
     alpha=0.4,
-    base_step=0.05,
-    base_alpha=0.45,
-    residual=0.01,
-    verdict=3.0,
-    burst_alpha=0.7,
-    burst_left_s=14.0,
-    is_aside=0.0,
-    static_alpha=0.52,
-    wanted=0.5,
-    expected_ms=20.0,
-    expected_gain_ms=1.5,
-    expected_cost_ms=80.0,
     measured_ms=21.5,
-    fresh_best=0.7,
-    lasting_best=0.55,
-    rate=430.0,
+    predicted_ms=20.25,
+    arrivals_per_s=430.0,
+    proposals=[
+        Proposal("base", 0.45, "predicts 19.00 ms there, 20.00 ms here", 1.0),
+        Proposal("residual", 0.5, "predicts 18.50 ms there, 20.00 ms here", 1.5),
+    ],
+    last_move=MoveRecord(2.0, 0.5, 0.4, "residual", 1.25, 0.75),
 )
+STAYS = replace(TOLD, time_s=13.0, predicted_ms=None, proposals=[Proposal("net", 0.4, "holds on")], last_move=None)
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     path = tmp_path / "decisions.jsonl"
-    later = TOLD._replace(time_s=13.0, is_aside=1.0)
-    path.write_text(f"{TOLD.as_json()}\n{later.as_json()}\n")
+    path.write_text(f"{TOLD.as_json()}\n{STAYS.as_json()}\n")
     return path
 
 
 def explain(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["explain", *words])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["explain", *words])
     return result.exit_code, result.output
 
 
-def test_every_layer_is_shown_with_gain_and_cost(log: Path) -> None:
+def test_every_layer_is_shown_with_what_it_predicts(log: Path) -> None:
     code, output = explain(str(log), "--at", "12")
     assert code == 0
-    for words in ("base", "step +0.05", "residual", "+0.0100", "burst", "chase at 0.700", "guardrail", "0.520"):
+    for words in ("base", "0.450", "predicts 19.00 ms there", "residual", "0.500", "predicts 18.50 ms there"):
         assert words in output
-    for words in ("expected gain", "+1.500 ms", "expected cost", "80.0 ms", "burst: chase"):
+    for words in ("alpha 0.400 -> 0.500", "decided by", "+1.500 ms a request predicted"):
+        assert words in output
+
+
+def test_measured_latency_stands_beside_predicted_and_the_last_move_beside_its_gain(log: Path) -> None:
+    _, output = explain(str(log), "--at", "12")
+    for words in ("21.50 ms", "20.25 ms predicted", "430 requests/s", "last move", "0.500 -> 0.400 by residual"):
+        assert words in output
+    for words in ("+1.250 ms of stage time per request predicted", "+0.750 ms realised"):
         assert words in output
 
 
@@ -56,7 +59,8 @@ def test_without_a_time_the_last_decision_is_shown_after_lines_of_those_before(l
     code, output = explain(str(log))
     assert code == 0
     assert "t=12.0 alpha 0.400 -> 0.500" in output
-    assert "adapting is put aside" in output
+    for words in ("13.0 s: alpha 0.400 -> 0.400", "net", "stay", "holds on", "nothing was known"):
+        assert words in output
 
 
 def test_a_time_before_all_decisions_is_told(log: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_run_is_what_a_contest_makes_of_the_same_policy(make_lab: MakeLab) -> 
     ground = lab.ground(NAME, 0)
     ran = lab.run([Run(ground, "helm"), Run(ground, "static:0.5")], "test")
     course = Course(ground.scenario, 0, window_s=lab.tier.window_s)
-    judged = course.judge(make_policy("helm", course.service_cost))
+    judged = course.judge(make_policy("helm"))
     score = ran[Run(ground, "helm")].score
     assert (score.mean_ms, score.costs, score.alphas) == (judged.mean_ms, judged.costs, judged.alphas)
     assert ran[Run(ground, "static:0.5")].score.mean_ms == course.static(0.5).mean_ms != score.mean_ms
