@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from helmrec.control.policy import Limited, Limits, WindowStats
 from helmrec.errors import ConfigError
 from helmrec.steps import no_steps
 from tests.control.bowl import Bowl
-from tests.control.served import Served, driven
+from tests.control.served import Served, driven, latency_ms
 
 CALM, BURST = Served(Bowl(rate=60)), Served(Bowl(rate=250, kv_scale=0.15))
 
@@ -35,9 +35,10 @@ def explained(helm: Helm) -> Explanation:
 def test_the_bottom_is_found_from_anywhere_within_ten_seconds(start: float, kv_scale: float) -> None:
     served = Served(Bowl(kv_scale=kv_scale))
     assert 0.1 < served.best() < 0.9
-    path = driven(limited(), served, start, 40)
-    assert abs(path[10] - served.best()) < 0.12
-    assert abs(path[-1] - served.best()) < 0.1
+    path, least_ms = driven(limited(), served, start, 40), latency_ms(served.bowl, served.best())
+    assert latency_ms(served.bowl, start) > 1.05 * least_ms or start == 0.5
+    assert latency_ms(served.bowl, path[10]) < 1.05 * least_ms
+    assert latency_ms(served.bowl, path[-1]) < 1.02 * least_ms
 
 
 def test_it_stays_where_it_found_the_bottom() -> None:
@@ -193,7 +194,10 @@ def test_what_was_learned_is_there_after_a_restart() -> None:
     assert set(learned) == {"costs", "residual", "bursts"}
     second.relearn(learned)
     assert second.learned == before.learned
-    assert second.model.estimator.costs == before.model.estimator.costs
+    here, there = before.model.estimator.costs, second.model.estimator.costs
+    assert here is not None
+    assert there is not None
+    assert asdict(there) == pytest.approx(asdict(here), rel=0.01, abs=1e-9)
     second.decide(CALM.window(0.5, 0.0))
     assert [one.layer for one in explained(second).proposals] == ["base", "residual", "burst recovery"]
 

@@ -26,7 +26,8 @@ def stream_of(num: int, rng: np.random.Generator) -> Floats:
 
 
 def played(stream: Floats, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
-    return float(play(stream, gap_ms, np.array([new_users]), WORK_MS[:, :, None], engine)[0])
+    work_ms = np.ascontiguousarray(WORK_MS[:, :, None, None])
+    return float(play(stream, gap_ms, np.array([new_users]), work_ms, np.ones(1), engine)[0, 0])
 
 
 def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> LatencyModel:
@@ -44,13 +45,16 @@ def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most:
     rng = np.random.default_rng(most)
     new_users = np.array([0.0, 0.3, 1.0])
     stream, engine = stream_of(200, rng), EngineModel(0.4, 0.1, 0.5, most, overlaps)
-    work_ms = rng.uniform(0.1, 3.0, (3, 2, new_users.size))
+    paces, work_ms = np.array([1.0, 1.7]), rng.uniform(0.1, 3.0, (3, 2, 2, new_users.size))
     arrived_ms = np.cumsum(stream[0]) * gap_ms
-    for split, share in enumerate(new_users):
-        kinds = np.where(stream[1] < share, 1, 0)
-        asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
-        mean_ms = np.mean(PlainEngine(engine).latencies_ms(asked))
-        assert play(stream, gap_ms, new_users, work_ms, engine)[split] == pytest.approx(mean_ms, rel=1e-9)
+    found = play(stream, gap_ms, new_users, work_ms, paces, engine)
+    for bias, pace in enumerate(paces):
+        paced = EngineModel(0.4 * pace, 0.1 * pace, 0.5 * pace, most, overlaps)
+        for split, share in enumerate(new_users):
+            kinds = np.where(stream[1] < share, 1, 0)
+            asked = [Asked(at, *work_ms[:, kind, bias, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
+            mean_ms = np.mean(PlainEngine(paced).latencies_ms(asked))
+            assert found[bias, split] == pytest.approx(mean_ms, rel=1e-9)
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
@@ -85,7 +89,7 @@ def test_a_step_that_holds_more_bears_more() -> None:
 def test_a_node_whose_steps_were_measured_is_predicted_at_splits_it_has_not_been_at(rate: float) -> None:
     bowl = Bowl(rate=rate)
     model = learned_from(Served(bowl))
-    mean_ms = np.mean([model.predict().mean_ms for _ in range(16)], axis=0)
+    mean_ms = np.mean([model.predict([Bias()])[0].mean_ms for _ in range(16)], axis=0)
     for alpha in (0.2, 0.4, 0.6, 0.8):
         assert np.interp(alpha, ALPHAS, mean_ms) == pytest.approx(latency_ms(bowl, alpha), rel=0.1), alpha
 
@@ -117,7 +121,7 @@ def test_a_steady_node_is_predicted_a_window_ahead() -> None:
 
 def test_what_was_measured_scales_what_shadows_promise() -> None:
     model = learned_from(Served(BOWL))
-    plain, corrected = (model.predict(bias).stages_ms for bias in (Bias(), Bias(tokens=0.5, rows=2.0)))
+    plain, corrected = (one.stages_ms for one in model.predict((Bias(), Bias(tokens=0.5, rows=2.0))))
     computed, missed = np.array([(BOWL.computed(alpha), BOWL.missed(alpha)) for alpha in GRID]).T
     fewer_ms = computed / 2 * (COSTS.token_ms + COSTS.host_token_ms + COSTS.pair_ms * TOKENS / 2)
     more_ms = missed * COSTS.missed_row_ms
@@ -128,14 +132,15 @@ def test_what_was_measured_scales_what_shadows_promise() -> None:
 def test_the_pace_scales_all_that_a_request_takes() -> None:
     model = learned_from(Served(BOWL))
     model.rate = 1e-3
-    plain, slow = (model.predict(Bias(pace=pace)).mean_ms for pace in (1.0, 1.5))
-    np.testing.assert_allclose(slow, 1.5 * plain, rtol=0.02)
+    plain, slow = model.predict((Bias(), Bias(pace=1.5)))
+    np.testing.assert_allclose(slow.mean_ms, 1.5 * plain.mean_ms, rtol=1e-6)
+    np.testing.assert_allclose(slow.stages_ms, 1.5 * plain.stages_ms)
 
 
 def test_stages_of_a_lone_request_are_what_it_takes_on_an_idle_node() -> None:
     model = learned_from(Served(BOWL))
     model.rate = 1e-3
-    found = model.predict()
+    (found,) = model.predict([Bias()])
     np.testing.assert_allclose(found.mean_ms, found.stages_ms, rtol=0.02)
 
 

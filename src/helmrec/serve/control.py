@@ -2,15 +2,16 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.control.by_name import make_policy, needs_curves
+from helmrec.control.costs import StageCosts
 from helmrec.control.explain import describe_move
 from helmrec.control.helm import Helm
-from helmrec.control.latency import EngineModel, play
+from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Work
 from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.failures import FailureLog
@@ -75,8 +76,9 @@ class Steering:
     def warm_up(self) -> None:
         """Compile what a policy compiles on first use: a compilation between two steps would hold up all requests."""
         if isinstance(self._inner, Helm):
-            engine = EngineModel(0.0, 0.0, 0.0, most=1, overlaps=False)
-            play(np.ones((2, 1)), 1.0, np.zeros(1), np.zeros((3, 2, 1)), engine)
+            model = LatencyModel(work=Work(*np.ones((len(Work._fields), ALPHAS.size))), rate=1.0)
+            model.estimator.costs = StageCosts(*np.ones(len(fields(StageCosts))).tolist())
+            model.predict((Bias(), Bias()))
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
