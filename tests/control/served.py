@@ -16,8 +16,9 @@ from tests.control.bowl import ROWS, TOKENS, Bowl
 from tests.control.made_up_steps import COSTS, timed
 
 CANDIDATES = 500
-SHARED = 4  # requests of a step
-NUM_SERVED = 400  # requests behind a mean latency
+SHARED = (4, 1, 7, 2, 6)  # requests of steps, in turn
+MEAN_SHARED = 4
+NUM_SERVED = 2_000  # requests behind a mean latency
 
 
 class Asked(NamedTuple):
@@ -72,7 +73,7 @@ class PlainEngine:
         return _Launched(requests, host_ms, self._device_ms)
 
 
-ENGINE = EngineModel(COSTS.host_step_ms, COSTS.rows_step_ms, COSTS.compute_step_ms, SHARED, overlaps=False)
+ENGINE = EngineModel(COSTS.host_step_ms, COSTS.rows_step_ms, COSTS.compute_step_ms, max(SHARED), overlaps=False)
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,16 @@ class Served:
     def window(self, alpha: float, start_s: float) -> WindowStats:
         """One second."""
         stats = self.bowl.window(alpha, start_s)
-        num_steps = max(1, round(self.bowl.rate / SHARED))
+        num_steps = max(1, round(self.bowl.rate / MEAN_SHARED))
         steps = np.zeros((num_steps, len(Step)))
+        shared = np.resize(SHARED, num_steps)
         spread = np.linspace(0.5, 1.5, num_steps)  # no two steps are alike
-        computed, missed = stats.new_tokens_per_request * spread, stats.missed_rows_per_request * spread[::-1]
-        steps[:, Step.REQUESTS] = SHARED
-        steps[:, Step.TOKENS] = SHARED * (CANDIDATES + computed)
-        steps[:, Step.PAIRS] = SHARED * (CANDIDATES * TOKENS + computed * TOKENS / 2)
-        steps[:, Step.ROWS_READ], steps[:, Step.ROWS_MISSED] = SHARED * ROWS, SHARED * missed
+        computed = stats.new_tokens_per_request * spread / np.average(spread, weights=shared)
+        missed = stats.missed_rows_per_request * spread[::-1] / np.average(spread[::-1], weights=shared)
+        steps[:, Step.REQUESTS] = shared
+        steps[:, Step.TOKENS] = shared * (CANDIDATES + computed)
+        steps[:, Step.PAIRS] = shared * (CANDIDATES * TOKENS + computed * TOKENS / 2)
+        steps[:, Step.ROWS_READ], steps[:, Step.ROWS_MISSED] = shared * ROWS, shared * missed
         traffic = replace(stats.traffic, mean_ms=self.stall * latency_ms(self.bowl, alpha))
         return replace(stats, traffic=traffic, steps=timed(steps), curves=self._curves(start_s))
 
@@ -113,7 +116,7 @@ def latency_ms(bowl: Bowl, alpha: float) -> float:
     """Mean latency at a split: some users find all of their history, the others none."""
     rng = np.random.default_rng(0)
     arrived_ms = np.cumsum(rng.exponential(1e3 / bowl.rate, NUM_SERVED))
-    is_new = rng.random(NUM_SERVED) < bowl.computed(alpha) / TOKENS
+    is_new = rng.permutation(NUM_SERVED) + 0.5 < NUM_SERVED * bowl.computed(alpha) / TOKENS
     row_ms = (COSTS.read_row_ms * ROWS + COSTS.missed_row_ms * bowl.missed(alpha)) / (CANDIDATES + bowl.computed(alpha))
     asked = [_asked(float(at), TOKENS if new else 0.0, row_ms) for at, new in zip(arrived_ms, is_new, strict=True)]
     return float(np.mean(PlainEngine(ENGINE).latencies_ms(asked)))
