@@ -108,7 +108,7 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder:
         init_model(Path(folder) / "model", profile("demo", NUM_ROWS), 0)
-        flags = ["--pool", "64MiB", "--port", "0", "--policy", "hill", "--set", "audit_every=20", "--set", "slo_ms=100"]
+        flags = ["--pool", "64MiB", "--port", "0", "--policy", "helm", "--set", "audit_every=20", "--set", "slo_ms=100"]
         command = [sys.executable, "-m", "helmrec", "serve", str(Path(folder) / "model"), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:

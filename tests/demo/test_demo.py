@@ -27,7 +27,7 @@ def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[S
     story, text, _ = shown
     static, adaptive = story.sides
     assert static.name.startswith("static 0.")
-    assert adaptive.name == "hill"
+    assert adaptive.name == "helm"
     for side in story.sides:
         assert side.end.answered == side.end.offered > 20
         assert all(side.parts[part].requests > 0 for part in PARTS)

@@ -132,3 +132,36 @@ def test_a_server_that_goes_away_is_told(browser: Any) -> None:
         page.wait_for_selector("text=✓ ready", timeout=20_000)
     page.wait_for_selector("text=✗ no answer", timeout=10_000)
     page.close()
+
+
+def shown_of(page: Any, control: dict[str, Any]) -> list[str]:
+    """What the page says of a controller; at once, before it looks at the server again."""
+    script = """control => {
+        showControl(control);
+        return ["decision", "predicted", "last-move", "layers"].map(id => document.getElementById(id).textContent);
+    }"""
+    found: list[str] = page.evaluate(script, control)
+    return found
+
+
+def test_the_page_shows_predicted_beside_measured_latency_and_what_came_of_the_last_move(page: Any) -> None:
+    control = {
+        "policy": "helm",
+        "mode": "adaptive",
+        "asked_alpha": 0.5,
+        "reason": "residual: predicts less",
+        "expected_gain_ms": 0.5,
+        "measured_ms": 12.5,
+        "predicted_ms": 11.0,
+        "last_move": "0.400 -> 0.500 by base, +0.310 ms predicted, +0.270 ms realised",
+        "layers": [{"name": "residual", "alpha": 0.5, "note": "predicts less"}],
+        "moves": [],
+    }
+    decision, predicted, last_move, layers = shown_of(page, control)
+    assert "Asked for 0.500: residual: predicts less" in decision
+    assert "12.5 ms measured, 11.0 ms predicted" in predicted
+    assert last_move == f"Last move: {control['last_move']}."
+    assert "residual0.500predicts less" in layers
+    unknown = control | {"measured_ms": None, "predicted_ms": None, "last_move": None}
+    assert shown_of(page, unknown)[1:3] == ["", ""]
+    assert "nothing was predicted yet" in shown_of(page, control | {"predicted_ms": None})[1]

@@ -1,5 +1,8 @@
 """A policy that steers a served engine, and what may be seen of it."""
 
+import re
+from dataclasses import fields
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from helmrec.control.rebalancer import Decision
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
-from helmrec.serve.control import LayerView, Steering, seen_by
+from helmrec.serve.control import ControlView, LayerView, Steering, seen_by
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.control.bowl import Bowl
@@ -253,3 +256,8 @@ def test_the_first_decision_after_the_warm_up_compiles_nothing() -> None:
     compiled = len(play.signatures)
     driven(make_policy("helm"), Served(Bowl()), 0.5, 20)
     assert len(play.signatures) == compiled
+
+
+def test_the_dashboard_reads_only_what_is_there_and_shows_all_of_it() -> None:
+    page = (files("helmrec.serve") / "dashboard.html").read_text()
+    assert set(re.findall(r"\bcontrol\.(\w+)", page)) == {field.name for field in fields(ControlView)}

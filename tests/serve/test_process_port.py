@@ -45,7 +45,7 @@ def engine_config(**overrides: Any) -> EngineConfig:
 
 
 def port_of(folder: Path, **overrides: Any) -> ProcessPort:
-    serve: dict[str, Any] = {"engine_process": True, "ring_bytes": 1 << 20, "log_level": "error"}
+    serve: dict[str, Any] = {"engine_process": True, "ring_bytes": 1 << 20, "log_level": "error", "policy": "none"}
     port = make_port(folder, engine_config(**overrides), ServeConfig(**serve))
     assert isinstance(port, ProcessPort)
     return port
