@@ -126,14 +126,14 @@ def test_a_policy_that_is_none_is_told(scenario: Path, policy: str) -> None:
     assert "static" in output
 
 
-def test_policies_reckon_with_the_calibration(scenario: Path) -> None:
+def test_baselines_predict_with_the_calibration(scenario: Path) -> None:
     loaded = load_scenario(scenario)
     trace = loaded.make_trace(0)
-    reckoned = service_cost(loaded.cost(), loaded.node_config(trace), trace)
-    assert reckoned.token_ms == pytest.approx(
+    predicted = service_cost(loaded.cost(), loaded.node_config(trace), trace)
+    assert predicted.token_ms == pytest.approx(
         (loaded.cost().compute_token_us + 6e-3 * loaded.cost().compute_row_ns) / 1e3
     )
-    assert reckoned.missed_row_ms == pytest.approx(1_024 / loaded.cost().sorted_beside_gb_per_s / 1e6)
+    assert predicted.missed_row_ms == pytest.approx(1_024 / loaded.cost().sorted_beside_gb_per_s / 1e6)
     assert loaded.faults.compiled().update_s.tolist() == np.arange(1.0, 5.0, 0.5).tolist()
     with pytest.raises(ConfigError):
         load_scenario(scenario.parent / "nowhere.toml")

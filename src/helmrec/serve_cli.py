@@ -29,7 +29,9 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
     history: Annotated[str | None, typer.Option(help="Folder of stored histories; none are kept without.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Who moves the boundary: helm (the default), static:ALPHA, or none.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Who moves the boundary: helm (the default), static:ALPHA, or none.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,

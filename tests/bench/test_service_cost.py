@@ -1,11 +1,11 @@
-"""The cost model policies reckon with: units, the queue, and what overlap changes."""
+"""The cost model that baselines predict with: units, the queue, and what overlap changes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from helmrec.bench.service_cost import ServiceCost, compute_ms, reckon, smooth, wait_ms
+from helmrec.bench.service_cost import ServiceCost, compute_ms, predict, smooth, wait_ms
 from tests.control.bowl import COST, TOKENS, Bowl
 
 
@@ -38,16 +38,16 @@ def test_the_wait_has_no_step_where_it_becomes_linear() -> None:
 
 def test_without_load_both_stages_simply_add_up() -> None:
     stats = Bowl(rate=1).window(0.5)
-    reckoned = reckon(stats, COST)
-    assert reckoned is not None
-    np.testing.assert_allclose(reckoned.latency_ms, reckoned.compute_ms + reckoned.lead_ms, rtol=0.02)
+    predicted = predict(stats, COST)
+    assert predicted is not None
+    np.testing.assert_allclose(predicted.latency_ms, predicted.compute_ms + predicted.lead_ms, rtol=0.02)
 
 
 def test_overlap_shortens_the_queue_not_the_lone_request() -> None:
     overlapping = COST.model_copy(update={"is_overlapping": True})
     for rate, is_shorter in ((1, False), (80, True)):
         stats = Bowl(rate=rate).window(0.5)
-        both, apart = reckon(stats, overlapping), reckon(stats, COST)
+        both, apart = predict(stats, overlapping), predict(stats, COST)
         assert both is not None
         assert apart is not None
         assert (both.latency_at(0.5) < 0.9 * apart.latency_at(0.5)) == is_shorter
@@ -56,7 +56,7 @@ def test_overlap_shortens_the_queue_not_the_lone_request() -> None:
 def test_the_host_s_time_comes_before_the_rows() -> None:
     """A host that works for every computed token makes the other stage the slower one, and tokens dearer."""
     stats, busy = Bowl(rate=1).window(0.5), COST.model_copy(update={"host_token_ms": 0.002, "host_floor_ms": 0.3})
-    with_host, without = reckon(stats, busy), reckon(stats, COST)
+    with_host, without = predict(stats, busy), predict(stats, COST)
     assert with_host is not None
     assert without is not None
     np.testing.assert_allclose(with_host.compute_ms, without.compute_ms)
@@ -70,25 +70,25 @@ def test_load_changes_which_split_is_best() -> None:
     cost = ServiceCost(token_ms=0.001, missed_row_ms=0.0005, is_overlapping=True)
     best = {}
     for rate in (1, 400):
-        reckoned = reckon(Bowl(emb_scale=0.2, kv_scale=0.45, rate=rate).window(0.5), cost)
-        assert reckoned is not None
-        best[rate] = reckoned.alphas[np.argmin(reckoned.latency_ms)]
+        predicted = predict(Bowl(emb_scale=0.2, kv_scale=0.45, rate=rate).window(0.5), cost)
+        assert predicted is not None
+        best[rate] = predicted.alphas[np.argmin(predicted.latency_ms)]
     assert abs(best[1] - best[400]) > 0.03
 
 
-def test_there_is_nothing_to_reckon_without_curves_or_requests() -> None:
+def test_there_is_nothing_to_predict_without_curves_or_requests() -> None:
     stats = Bowl().window(0.5)
-    assert reckon(replace(stats, curves=None), COST) is None
-    assert reckon(replace(stats, traffic=replace(stats.traffic, num_requests=0, num_served=0)), COST) is None
+    assert predict(replace(stats, curves=None), COST) is None
+    assert predict(replace(stats, traffic=replace(stats.traffic, num_requests=0, num_served=0)), COST) is None
 
 
 def test_the_node_of_these_tests_is_the_model_s_own() -> None:
     stats = Bowl().window(0.4)
-    reckoned = reckon(stats, COST)
-    assert reckoned is not None
+    predicted = predict(stats, COST)
+    assert predicted is not None
     assert stats.new_tokens_per_request + stats.resident_tokens_per_request == TOKENS
-    assert reckoned.latency_at(0.4) == pytest.approx(stats.traffic.mean_ms)
-    assert reckoned.latency_at(0.45) == pytest.approx(Bowl().latency_ms(0.45), rel=0.01)
+    assert predicted.latency_at(0.4) == pytest.approx(stats.traffic.mean_ms)
+    assert predicted.latency_at(0.45) == pytest.approx(Bowl().latency_ms(0.45), rel=0.01)
 
 
 def test_a_smoothed_curve_is_scipy_s_between_its_ends() -> None:

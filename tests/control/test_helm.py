@@ -58,7 +58,7 @@ def test_it_holds_while_it_knows_too_little(lacks: str) -> None:
         else:
             window = replace(window, traffic=replace(window.traffic, num_requests=0, num_served=0))
         assert helm.decide(window) is None
-        assert helm.explanation is helm.prediction is None
+        assert (helm.explanation, helm.prediction) == (None, None)
 
 
 def test_it_never_leaves_what_the_pool_allows() -> None:
@@ -181,7 +181,7 @@ def test_what_was_seen_is_forgotten_on_reset() -> None:
     assert helm.moves.records
     helm.reset()
     assert helm.model.estimator.costs is None
-    assert helm.prediction is helm.explanation is None
+    assert (helm.explanation, helm.prediction) == (None, None)
     assert not helm.moves.records
 
 

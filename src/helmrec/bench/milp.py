@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from helmrec.bench.service_cost import ServiceCost, reckon
+from helmrec.bench.service_cost import ServiceCost, predict
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
 from helmrec.errors import ConfigError
@@ -76,11 +76,11 @@ class MILPPlanner:
         self._latency_ms: deque[Floats] = deque(maxlen=self.settings.window_lag)
 
     def decide(self, stats: WindowStats) -> Move | None:
-        reckoned = reckon(stats, self.cost, NUM_ALPHAS)
-        if reckoned is None:
+        predicted = predict(stats, self.cost, NUM_ALPHAS)
+        if predicted is None:
             return None
-        self._latency_ms.append(reckoned.latency_ms)
-        alphas, costs = reckoned.alphas, self._forecast()
+        self._latency_ms.append(predicted.latency_ms)
+        alphas, costs = predicted.alphas, self._forecast()
         start = float(np.clip(stats.alpha_target, alphas[0], alphas[-1]))
         path = solve(Problem(costs, alphas, start, self.settings))
         if path is None or abs(path[0] - stats.alpha_target) < 1e-9:

@@ -1,9 +1,9 @@
-"""Policies that read the joint miss curves through a cost model. Stateless: each window is reckoned afresh."""
+"""Policies that read the joint miss curves through a cost model. Stateless: each window is predicted anew."""
 
 import numpy as np
 from pydantic import Field
 
-from helmrec.bench.service_cost import ServiceCost, reckon
+from helmrec.bench.service_cost import ServiceCost, predict
 from helmrec.config import Frozen
 from helmrec.control.policy import Move, WindowStats
 
@@ -25,18 +25,18 @@ class MissCurveArgmin:
         self.settings = settings or ArgminSettings()
 
     def decide(self, stats: WindowStats) -> Move | None:
-        settings, reckoned = self.settings, reckon(stats, self.cost)
-        if reckoned is None:
+        settings, predicted = self.settings, predict(stats, self.cost)
+        if predicted is None:
             return None
-        best = int(np.argmin(reckoned.latency_ms))
-        now, distance = stats.alpha_target, float(reckoned.alphas[best]) - stats.alpha_target
-        now_ms = reckoned.latency_at(now)
-        gain_ms = now_ms - float(reckoned.latency_ms[best])
+        best = int(np.argmin(predicted.latency_ms))
+        now, distance = stats.alpha_target, float(predicted.alphas[best]) - stats.alpha_target
+        now_ms = predicted.latency_at(now)
+        gain_ms = now_ms - float(predicted.latency_ms[best])
         if abs(distance) < settings.min_distance or gain_ms < settings.min_gain * now_ms:
             return None
         aimed = distance * settings.hedge
         alpha = now + float(np.clip(aimed, -settings.slew, settings.slew))
-        return Move(alpha, f"least predicted at {reckoned.alphas[best]:.3f}", now_ms - reckoned.latency_at(alpha))
+        return Move(alpha, f"least predicted at {predicted.alphas[best]:.3f}", now_ms - predicted.latency_at(alpha))
 
     def reset(self) -> None:
         """There is nothing to forget."""
@@ -58,18 +58,18 @@ class MarginalUtility:
         self.settings = settings or MarginalSettings()
 
     def decide(self, stats: WindowStats) -> Move | None:
-        settings, reckoned = self.settings, reckon(stats, self.cost)
-        if reckoned is None:
+        settings, predicted = self.settings, predict(stats, self.cost)
+        if predicted is None:
             return None
         now = stats.alpha_target
-        low, high = max(now - settings.reach, reckoned.alphas[0]), min(now + settings.reach, reckoned.alphas[-1])
+        low, high = max(now - settings.reach, predicted.alphas[0]), min(now + settings.reach, predicted.alphas[-1])
         if high <= low:  # beyond the curves: towards them
             return Move(now + (settings.step if now < low else -settings.step), "outside the miss curves")
-        slope_ms = (reckoned.latency_at(high) - reckoned.latency_at(low)) / (high - low)
+        slope_ms = (predicted.latency_at(high) - predicted.latency_at(low)) / (high - low)
         gain_ms = abs(slope_ms) * settings.step
-        if gain_ms < settings.min_gain * reckoned.latency_at(now):
+        if gain_ms < settings.min_gain * predicted.latency_at(now):
             return None
-        alpha = float(np.clip(now - np.copysign(settings.step, slope_ms), reckoned.alphas[0], reckoned.alphas[-1]))
+        alpha = float(np.clip(now - np.copysign(settings.step, slope_ms), predicted.alphas[0], predicted.alphas[-1]))
         if alpha == now:  # the curves end here: what lies beyond is unknown, and may leave a cache no room
             return None
         return Move(alpha, f"{'rows' if slope_ms < 0 else 'prefixes'} save more per page", gain_ms)

@@ -1,4 +1,4 @@
-"""What a request costs at another split, in milliseconds, as policies with a model reckon it.
+"""What a request costs at another split, in milliseconds, as policies with a model predict it.
 
 A few coefficients over the miss curves' means; the simulator's calibrated costs know batches, pages and copies.
 """
@@ -41,8 +41,8 @@ class ServiceCost(Frozen):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reckoning:
-    """A window reckoned over at every alpha of a grid; ms per request."""
+class SplitCosts:
+    """A window predicted at every alpha of a grid; ms per request."""
 
     alphas: Curve
     compute_ms: Curve
@@ -95,7 +95,7 @@ def with_host_tier(alphas: Curve, computed: Curve, host_share: float) -> tuple[C
     return with_it, computed - with_it
 
 
-def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Reckoning | None:
+def predict(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> SplitCosts | None:
     """The window at evenly spaced splits within its miss curves; None as long as there are none."""
     curves, traffic = stats.curves, stats.traffic
     if curves is None or not traffic.num_served:
@@ -108,11 +108,11 @@ def reckon(stats: WindowStats, cost: ServiceCost, num_alphas: int = 81) -> Recko
     lead = cost.host_floor_ms + cost.host_token_ms * computed + cost.missed_row_ms * missed
     lead += cost.reload_token_ms * reloaded
     service = np.maximum(compute, lead) if cost.is_overlapping else compute + lead
-    return Reckoning(alphas, compute, lead, compute + lead + wait_ms(service, traffic.arrival_rate))
+    return SplitCosts(alphas, compute, lead, compute + lead + wait_ms(service, traffic.arrival_rate))
 
 
 def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCost:
-    """A calibration in the few coefficients that policies reckon with, for the mean request of a trace."""
+    """A calibration in the few coefficients that these policies use, for the mean request of a trace."""
     history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
     candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
     return mean_service_cost(cost, config, history, candidates)
