@@ -23,7 +23,13 @@ TOLD = Explanation(
     ],
     last_move=MoveRecord(2.0, 0.5, 0.4, "residual", 1.25, 0.75),
 )
-STAYS = replace(TOLD, time_s=13.0, predicted_ms=None, proposals=[Proposal("net", 0.4, "holds on")], last_move=None)
+STAYS = replace(
+    TOLD,
+    time_s=13.0,
+    predicted_ms=None,
+    proposals=[Proposal("base", 0.4, "predicts 20.00 ms there, 20.00 ms here", 0.0)],
+    last_move=None,
+)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def test_without_a_time_the_last_decision_is_shown_after_lines_of_those_before(l
     code, output = explain(str(log))
     assert code == 0
     assert "t=12.0 alpha 0.400 -> 0.500" in output
-    for words in ("13.0 s: alpha 0.400 -> 0.400", "net", "stay", "holds on", "nothing was known"):
+    for words in ("13.0 s: alpha 0.400 -> 0.400", "base", "stay", "predicts 20.00 ms there", "nothing was known"):
         assert words in output
 
 

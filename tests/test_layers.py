@@ -43,7 +43,7 @@ RANKS = {
 MAY_IMPORT_TORCH_IN_MEMORY = {
     f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier", "streams")
 }
-SEEN_BY_CONTROL = {"helmrec.memory", "helmrec.memory.miss_curves", "helmrec.memory.stats"}
+SEEN_BY_CONTROL = {f"helmrec.memory{name}" for name in ("", ".curve_shape", ".miss_curves", ".stats")}
 MAY_IMPORT_CLI = {"helmrec.cli", "helmrec.__main__"}
 
 

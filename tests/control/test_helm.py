@@ -1,7 +1,6 @@
 """The controller as a whole, on a made-up node whose best split is known."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,11 +8,12 @@ import numpy as np
 import pytest
 
 from helmrec.control.by_name import make_policy, needs_curves
-from helmrec.control.explain import Explanation, read_explanations
+from helmrec.control.explain import Explanation
 from helmrec.control.helm import Helm, HelmSettings
 from helmrec.control.latency import ALPHAS
-from helmrec.control.policy import Limited, Limits, WindowStats
+from helmrec.control.policy import Limited, Limits
 from helmrec.errors import ConfigError
+from helmrec.explain_cli import read_explanations
 from helmrec.steps import no_steps
 from tests.control.bowl import Bowl
 from tests.control.served import Served, driven, latency_ms
@@ -100,37 +100,12 @@ def test_after_a_burst_it_stands_nearer_to_what_the_burst_wanted() -> None:
     assert after_a_burst(limited()) > after_a_burst(limited(has_bursts=False)) + 0.02
 
 
-def worse_when(is_away: Callable[[float], bool]) -> Callable[[float, float], WindowStats]:
-    """A node that takes five times as long where it should not be, whatever its steps say."""
-
-    def window(alpha: float, start_s: float) -> WindowStats:
-        made = CALM.window(alpha, start_s)
-        return replace(made, traffic=replace(made.traffic, mean_ms=made.traffic.mean_ms * (5 if is_away(alpha) else 1)))
-
-    return window
-
-
-@pytest.mark.parametrize("has_net", [False, True])
-def test_the_net_takes_it_back_from_where_it_was_led_astray(has_net: bool) -> None:
-    helm = Helm(HelmSettings(has_residual=False, has_bursts=False, has_net=has_net))
-    window, fine = worse_when(lambda alpha: alpha > 0.6), CALM.best()
-    for second in range(30):
-        helm.decide(window(fine, float(second)))
-    moves = [helm.decide(window(0.8, second)) for second in (30.0, 31.0)]
-    assert moves[0] is not None
-    said = [one.layer for one in explained(helm).proposals]
-    assert ("net" in said) == has_net
-    if has_net:
-        assert moves[0].alpha == pytest.approx(fine)
-        assert "measured" in moves[0].reason
-
-
 @pytest.mark.parametrize(
     ("settings", "layers"),
     [
         ({}, ["base", "residual"]),
         ({"has_residual": False}, ["base"]),
-        ({"has_residual": False, "has_bursts": False, "has_net": False}, ["base"]),
+        ({"has_residual": False, "has_bursts": False}, ["base"]),
     ],
 )
 def test_layers_speak_in_order_and_those_put_aside_say_nothing(settings: dict[str, bool], layers: list[str]) -> None:

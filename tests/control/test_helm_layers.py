@@ -8,7 +8,7 @@ import pytest
 
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Net, Residual, Rule, View, propose
+from helmrec.control.layers import MIN_GAIN, SETTLED, Bursts, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step
@@ -186,51 +186,6 @@ def test_bursts_that_go_on_from_others_are_those() -> None:
     second.relearn(first.learned)
     assert second.learned == first.learned
     np.testing.assert_array_equal(mixed(second, range(70, 75), 200), mixed(first, range(70, 75), 200))
-
-
-def net_that_did_well(alpha: float = 0.3, mean_ms: float = 10.0) -> Net:
-    net = Net()
-    for second in range(30):
-        assert net.propose(window(alpha, second, mean_ms=mean_ms), mean_ms) is None
-    return net
-
-
-def test_the_net_goes_back_to_where_latency_was_fine() -> None:
-    found = net_that_did_well().propose(window(0.6, 40.0, mean_ms=30.0), 10.0)
-    assert found is not None
-    assert found.layer == "net"
-    assert found.alpha == pytest.approx(0.3)
-    assert found.reason == "30.0 ms measured, 10.0 ms at 0.30 under such a load"
-
-
-def test_the_net_holds_on_for_a_while_and_then_lets_go() -> None:
-    net = net_that_did_well()
-    net.propose(window(0.6, 40.0, mean_ms=30.0), 10.0)
-    held = net.propose(window(0.5, 41.0, mean_ms=10.0), 10.0)
-    assert held is not None
-    assert held.alpha == pytest.approx(0.3)
-    assert net.propose(window(0.5, 41.0 + JUDGED_S, mean_ms=10.0), 10.0) is None
-
-
-@pytest.mark.parametrize(
-    ("at", "predicted_ms"),
-    [
-        (window(0.6, 40.0, mean_ms=14.0), 8.0),  # not much worse than where it did well
-        (window(0.6, 40.0, mean_ms=30.0), 25.0),  # as predicted
-        (window(0.3, 40.0, mean_ms=30.0), 10.0),  # where it did well
-        (window(0.6, 40.0, mean_ms=30.0, num_requests=40), 10.0),  # more load than it saw there
-        (window(0.6, 40.0, mean_ms=30.0), None),  # nothing was predicted
-    ],
-)
-def test_the_net_is_silent_where_nothing_speaks_for_going_back(at: WindowStats, predicted_ms: float | None) -> None:
-    assert net_that_did_well().propose(at, predicted_ms) is None
-
-
-def test_the_net_knows_nowhere_to_go_before_it_has_stood_somewhere() -> None:
-    net = Net()
-    for second in range(5):
-        net.propose(window(0.3, second, mean_ms=10.0), 10.0)
-    assert net.propose(window(0.6, 5.0, mean_ms=100.0), 10.0) is None
 
 
 FALLING = 20 - 10 * ALPHAS

@@ -12,7 +12,7 @@ from helmrec.experiments import runs
 from helmrec.experiments.contests import Field
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.entrants import entrant, is_blind
-from helmrec.experiments.kept import Store
+from helmrec.experiments.kept import Store, digest_of_code
 from helmrec.experiments.lab import Lab
 from helmrec.experiments.loads import Entry, largest_loads
 from helmrec.experiments.runs import Run, tasks_of
@@ -162,3 +162,9 @@ def test_the_largest_load_is_found_for_all_at_once(bears: float, constant: float
     found = largest_loads(cast("Lab", lab), Field(NAME), entries, "test")
     assert found == {"constant": [constant] * 2, "ours": [ours] * 2}
     assert lab.num_runs <= 2 * 2 * 4, "four bisections over fifteen loads"
+
+
+def test_code_is_told_apart_by_its_source() -> None:
+    assert digest_of_code("control") == digest_of_code("control") != digest_of_code("control", "sim")
+    with pytest.raises(AssertionError, match="nothing"):
+        digest_of_code("nothing")

@@ -176,16 +176,16 @@ TOLD = Explanation(
     measured_ms=21.5,
     predicted_ms=20.0,
     arrivals_per_s=430.0,
-    proposals=[Proposal("base", 0.45, "predicts less", 1.5), Proposal("net", 0.3, "it was better there")],
+    proposals=[Proposal("base", 0.45, "predicts less", 1.5), Proposal("residual", 0.3, "predicts even less", 2.0)],
     last_move=MoveRecord(2.0, 0.5, 0.4, "residual", 1.25, 0.75),
 )
 
 
 def test_a_decision_is_shown_with_its_layers_its_prediction_and_the_last_move() -> None:
     steering = Steering("helm", slo_ms=80)
-    window, move = Bowl().window(0.4), Move(0.3, "net: it was better there")
+    window, move = Bowl().window(0.4), Move(0.3, "residual: predicts even less", 2.0)
     shown = steering.view(Decision(window, move, TOLD), "adaptive", now_s=1_000.0)
-    assert shown.layers == [LayerView("base", 0.45, "predicts less"), LayerView("net", 0.3, "it was better there")]
+    assert shown.layers == [LayerView("base", 0.45, "predicts less"), LayerView("residual", 0.3, "predicts even less")]
     assert (shown.measured_ms, shown.predicted_ms) == (21.5, 20.0)
     assert shown.last_move is not None
     for words in ("0.500 -> 0.400 by residual", "+1.250 ms of stage time per request predicted", "+0.750 ms realised"):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +220,29 @@ def test_what_was_learned_on_another_node_is_refused_with_a_line_in_the_log(
     (record,) = [one for one in caplog.records if "of another node" in one.message]
     assert list(record.of) == [named]  # type: ignore[attr-defined]
     assert other.stats().pool.resident_rows > 0, "rows are of use all the same"
+
+
+@pytest.mark.parametrize("part", ["costs", "residual", "bursts", "missing"])
+def test_what_another_version_of_the_controller_learned_is_left_aside_and_rows_are_restored(
+    file: SnapshotFile, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine()
+    engine.rank([random_request(np.random.default_rng(0), tiny_config())])
+    kept(file, experienced(), engine)
+    found = file.read()
+    assert found is not None
+    learned = {**found.learned}
+    if part == "missing":
+        del learned["bursts"]
+    else:
+        learned[part] = learned[part][:-1]
+    file.write(replace(found, learned=learned))
+    again, other = steering(), tiny_engine()
+    with caplog.at_level(logging.WARNING):
+        SnapshotKeeper(file, 60).restore(other, again)
+    assert again.learned == steering().learned
+    assert [one.message for one in caplog.records] == ["what the controller had learned does not fit"]
+    assert other.stats().pool.resident_rows > 0
 
 
 def test_a_file_of_the_controller_before_is_left_aside(file: SnapshotFile, caplog: pytest.LogCaptureFixture) -> None:

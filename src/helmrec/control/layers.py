@@ -163,4 +163,4 @@ class Bursts:
     def relearn(self, learned: list[float]) -> None:
         if learned:
             self._calm_rate, self._num_calm, self._burst.weight, *of_burst = learned
-            self._burst.value = np.array(of_burst)
+            self._burst.value = np.array(of_burst).reshape(ALPHAS.shape)

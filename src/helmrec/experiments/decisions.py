@@ -1,4 +1,4 @@
-"""How long a decision takes, as a histogram: features, all layers and limits included."""
+"""How long a decision takes, as a histogram: the model, all layers and limits included."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from helmrec.sim.simulate import Options, simulate
 _NUM_CALLS = {"smoke": 2_000, "quick": 100_000, "full": 1_000_000}
 _PRESSED = 0.5  # of the scenario: windows enough to go through, again and again
 _SHOWN = {"median": "p50_us", "p99": "p99_us", "p99.9": "p999_us"}
-_EDGES_US = (*(0.5 * step for step in range(81)), 50.0, 100.0, 1_000.0, 1e9)
+_EDGES_US = tuple(np.geomspace(1.0, 1e7, 141).round(3).tolist())  # 20 bins a decade, up to ten seconds
 
 
 class Keeps:
@@ -97,10 +97,10 @@ def judge_decisions(figures: Figures) -> Sequence[Verdict]:
             f"the median; {told}",
         ),
         judged(
-            "Our own bound: 10 µs at the 99th percentile",
+            "Our own bound: 200 µs at the 99th percentile",
             None,
             times["p99_us"],
-            Rule(10.0, 32.0, is_more_better=False, unit="us"),
+            Rule(200.0, 1_000.0, is_more_better=False, unit="us"),
             f"{told}; other work on the machine shows here",
         ),
     )
@@ -111,10 +111,9 @@ def show_decisions(figures: Figures, measured: Measured) -> Sequence[Block]:
 
     def draw(figure: Any) -> None:
         axes, edges = figure.subplots(), np.array(times["edges_us"])
-        shown = edges[:-1] < 40
-        axes.bar(edges[:-1][shown], np.array(times["histogram"])[shown], 0.5, align="edge", color=BLUE)
+        axes.bar(edges[:-1], times["histogram"], np.diff(edges), align="edge", color=BLUE)
         axes.axvline(32, color=ORANGE, linewidth=1.5, label="paper: 32 µs")
-        axes.set(xlabel="µs per decision", ylabel="calls", yscale="log")
+        axes.set(xlabel="µs per decision", ylabel="calls", xscale="log", yscale="log", xlim=(10, 10_000))
         axes.legend(frameon=False)
 
     return (
@@ -129,7 +128,7 @@ EXPERIMENTS = (
         "Decision latency",
         "section on overhead; reviewers: histogram",
         "32 µs per decision.",
-        "Whole decisions, features, layers and limits included, over the windows of a run, again and again.",
+        "Whole decisions, model, layers and limits included, over the windows of a run, again and again.",
         measure_decisions,
         judge_decisions,
         show_decisions,

@@ -18,7 +18,6 @@ OURS, FROZEN = "helm", "frozen helm:0.5"
 _WITHOUT = {
     "residual layer": "helm without residual",
     "burst recovery layer": "helm without bursts",
-    "net": "helm without net",
 }
 _OTHERS = ("kv-only", "emb-only", "hill", "pid", "marginal", "argmin")
 _PAPER_GAPS = {

@@ -142,7 +142,11 @@ class SnapshotKeeper:
             seen = {name: found.learned_on.get(name) for name in other}
             log.warning("what the controller had learned is of another node and left aside", extra={"of": seen})
         elif found.learned:
-            steering.relearn(found.learned)
+            try:
+                steering.relearn(found.learned)
+            except (AssertionError, KeyError, ValueError) as error:  # another version of the controller wrote it
+                steering.reset()
+                log.warning("what the controller had learned does not fit", extra={"reason": repr(error)})
 
     def keep_if_due(self, engine: Engine, steering: Steering | None, now_s: float) -> None:
         """Take a snapshot if it is time; skip one if the last is still being written."""
