@@ -19,7 +19,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import Snapshot, SnapshotFile, SnapshotKeeper
 from tests.control.bowl import Bowl
 from tests.control.served import Served, driven
-from tests.helpers import random_request, tiny_config, tiny_engine
+from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.conftest import TOKEN
 from tests.serve.test_users import plain
@@ -266,3 +266,18 @@ def test_a_policy_that_learns_nothing_keeps_nothing() -> None:
     constant = steering("static:0.4")
     constant.relearn(experienced().learned)
     assert constant.learned == {}
+
+
+@pytest.mark.parametrize(("num_layers", "is_kept"), [(2, True), (3, False)])
+def test_a_swapped_model_goes_on_from_what_was_learned_if_it_has_the_same_shape(num_layers: int, is_kept: bool) -> None:
+    ports = [
+        InProcessPort(tiny_engine(tiny_model(seed, num_layers=layers), clock=MonotonicClock()), made)
+        for seed, layers, made in ((0, 2, experienced()), (1, num_layers, steering()))
+    ]
+    old, new = (port._steering for port in ports)
+    assert old is not None
+    assert new is not None
+    ports[1].inherit(ports[0])
+    assert (new.learned == old.learned) == is_kept
+    for port in ports:
+        port._engine.close()

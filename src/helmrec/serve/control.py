@@ -207,8 +207,11 @@ class Controller:
         self.view = self._steering.view(None, mode, wall_s)
 
     def inherit(self, old: "Controller") -> None:
-        """Begin with the mode of another controller and with what its policy has learned."""
+        """Begin with the mode of another controller."""
         self._rebalancer.mode = old._rebalancer.mode
+
+    def relearn(self, old: "Controller") -> None:
+        """Begin with what the policy of a controller of the same model, pool and device has learned."""
         try:
             self._steering.relearn(old._steering.learned)
         except Exception as error:

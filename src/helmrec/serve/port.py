@@ -278,6 +278,8 @@ class InProcessPort:
             self._engine.warm(old._engine.hot_rows())
         if self._controller is not None and old._controller is not None:
             self._controller.inherit(old._controller)
+            if self.model == old.model:
+                self._controller.relearn(old._controller)
 
     async def retire(self) -> None:
         """Answer what was submitted, then close. Nothing may be submitted any more; no snapshot is taken."""
