@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from helmrec.bench.baselines import make_policy
 from helmrec.bench.service_cost import ServiceCost
 from helmrec.clock import ManualClock
 from helmrec.config import EngineConfig
-from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Intake, Prepared
 from helmrec.memory.history import chain
@@ -190,12 +188,11 @@ def features_of(items: IntArray) -> dict[str, IntArray]:
     return {f"feature_{i}": (items * (2 * i + 7_919)) % NUM_ITEMS for i in range(NUM_EXTRA)}
 
 
-def serve(requests: Sequence[RankRequest], policy: str | None, **settings: Any) -> list[dict[str, Any]]:
+def serve(requests: Sequence[RankRequest], **settings: Any) -> list[dict[str, Any]]:
     """Tokens computed and rows missed per request in the second half of each phase, and what they cost."""
     clock, model = ManualClock(), small_model(0, NUM_ITEMS, NUM_EXTRA)
-    config: dict[str, Any] = {"pool_bytes": 6 << 20, "page_tokens": 32, "miss_curves": policy is not None}
+    config: dict[str, Any] = {"pool_bytes": 6 << 20, "page_tokens": 32}
     engine = Engine(model, EngineConfig(**config | settings), clock)
-    rebalancer = None if policy is None else Rebalancer(engine, make_policy(policy, PRICES), slo_ms=80)
     half = len(requests) // 4
     counted = [{"tokens": 0, "rows": 0} for _ in range(4)]
     for i, request in enumerate(requests):
@@ -203,10 +200,6 @@ def serve(requests: Sequence[RankRequest], policy: str | None, **settings: Any) 
         result = engine.rank([request])[0]
         counted[i // half]["tokens"] += result.computed_tokens - len(request.candidates)
         counted[i // half]["rows"] += result.row_misses
-        if rebalancer is not None:
-            rebalancer.record(request.user_id, 1.0)
-            rebalancer.tick(clock.now())
-    alpha = engine.stats().pool.alpha
     return [
         {
             "computed_tokens": round(each["tokens"] / half, 1),
@@ -214,7 +207,6 @@ def serve(requests: Sequence[RankRequest], policy: str | None, **settings: Any) 
             "ms_at_h200_prices": round(
                 (each["tokens"] * PRICES.token_ms + each["rows"] * PRICES.missed_row_ms) / half, 5
             ),
-            **({"alpha_at_end": round(alpha, 3)} if each is counted[3] else {}),
         }
         for each in (counted[1], counted[3])
     ]
@@ -224,11 +216,10 @@ def splits(per_phase: int) -> list[dict[str, Any]]:
     requests = two_phases(0, per_phase)
     theirs: dict[str, Any] = {"kv_admission": "always", "row_admission": "always"}
     ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        f"fixed split, alpha {alpha}, everything admitted": partial(serve, requests, None, alpha=alpha, **theirs)
+        f"fixed split, alpha {alpha}, everything admitted": partial(serve, requests, alpha=alpha, **theirs)
         for alpha in (0.2, 0.5, 0.8)
     }
-    ways["ours, alpha fixed at 0.5"] = partial(serve, requests, None, alpha=0.5)
-    ways["ours, alpha from 0.5 by the controller"] = partial(serve, requests, "helm", alpha=0.5)
+    ways["ours, alpha fixed at 0.5"] = partial(serve, requests, alpha=0.5)
     rows = []
     for name, run in ways.items():
         returning, passing = run()
