@@ -68,7 +68,7 @@ class Drawn:
     """A scenario. Figures are counted from `scored_from_s` on; `bursts_s` are the bursts in it, from and until."""
 
     name: str
-    kind: Kind
+    kind: str
     load: float  # share of the capacity, at the busiest time
     workload: Workload
     config: NodeConfig

@@ -1,39 +1,44 @@
-"""A policy against constants on scenarios drawn at random (`helmrec.sim.drawn`).
+"""Policies against constant splits on simulated scenarios: drawn at random (`helmrec.sim.drawn`), and the frozen ones.
 
-    python -m scripts.drawn_trials                                     # 36 scenarios of the validation range, one seed
-    python -m scripts.drawn_trials --range test --numbers 60 --seeds 3 --out docs/measurements/drawn-test.json
-    python -m scripts.drawn_trials --policy helm --start 0.1
+    python -m scripts.controller_trials                                # 36 scenarios of the validation range, one seed
+    python -m scripts.controller_trials --range test --numbers 60 --seeds 3 --out docs/measurements/controller-test.json
+    python -m scripts.controller_trials --range frozen --seeds 3 --out docs/measurements/controller-frozen.json
+    python -m scripts.controller_trials --policies helm "helm base" "helm without bursts" --starts 0.1 0.5 0.9
 
 Constants lie on a grid of 0.05, and 0.03: every second one is run, then the neighbours of the two best. The best is the
-one with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; the policy starts at
-`--start` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the first
-burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes on.
+one with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; a policy starts at one
+of `--starts` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the
+first burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes
+on.
 """
 
 import argparse
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from helmrec.bench.baselines import make_policy
 from helmrec.bench.contest import Shown
 from helmrec.bench.service_cost import service_cost
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
+from helmrec.experiments.entrants import entrant
 from helmrec.experiments.kept import Store, digest_of_code, finish
-from helmrec.sim.drawn import Drawn, Range, draw
+from helmrec.sim.drawn import OPENING_S, RANGES, Drawn, Range, draw
+from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace
 from scripts.provenance import write_measurement
 
-BUILD = Path("build")
+BUILD, SCENARIOS = Path("build"), Path("scenarios")
+FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
+BURSTS = ("burst", "flood", "flash")  # names of phases
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
 AFTER_BURST_S = 10.0  # that the first burst's queue may take to drain
@@ -44,7 +49,7 @@ SIMULATOR, CONTROLLER = digest_of_code("sim", "memory"), digest_of_code("control
 class Ground(NamedTuple):
     """All constants on one scenario and seed."""
 
-    which: Range
+    which: Range | Literal["frozen"]
     number: int
     seed: int
 
@@ -71,8 +76,34 @@ class Trial(NamedTuple):
 
 @cache
 def scene(ground: Ground) -> tuple[Drawn, Trace]:
-    drawn = draw(ground.which, ground.number)
-    return drawn, drawn.make_trace(ground.seed)
+    if ground.which != "frozen":
+        drawn = draw(ground.which, ground.number)
+        return drawn, drawn.make_trace(ground.seed)
+    scenario = load_scenario(SCENARIOS / f"{FROZEN[ground.number]}.toml")
+    trace = scenario.make_trace(ground.seed)
+    assert scenario.workload is not None
+    return Drawn(
+        name=scenario.name,
+        kind=scenario.name,
+        load=float("nan"),
+        workload=scenario.workload,
+        config=scenario.node_config(trace),
+        cost=scenario.cost(),
+        bursts_s=first_burst(scenario),
+        scored_from_s=OPENING_S,
+    ), trace
+
+
+def first_burst(scenario: Scenario) -> tuple[tuple[float, float], ...]:
+    """From and until; none, if the scenario has none."""
+    workload = scenario.workload
+    assert workload is not None
+    now_s = sum(phase.duration_s for phase in workload.opening)
+    for phase in workload.phases:
+        if phase.name in BURSTS:
+            return ((now_s, now_s + phase.duration_s),)
+        now_s += phase.duration_s
+    return ()
 
 
 def sweep(ground: Ground) -> dict[str, Any]:
@@ -96,7 +127,7 @@ def sweep(ground: Ground) -> dict[str, Any]:
 def judge(trial: Trial) -> dict[str, Any]:
     drawn, trace = scene(trial.ground)
     config = drawn.node_at(trial.start)
-    policy = make_policy(trial.policy, service_cost(drawn.cost, config, trace))
+    policy = entrant(trial.policy, service_cost(drawn.cost, config, trace)).policy
     shown = Shown(policy, load_curves(trial.ground.curves_path), tick_s=1.0)
     result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
@@ -171,8 +202,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def show(rows: dict[str, dict[str, Any]]) -> None:
-    table = Table("scenario", "best constant", "mean", "P99", "within SLO", "untuned 0.5", "first burst", "alpha")
+def show(title: str, rows: dict[str, dict[str, Any]]) -> None:
+    names = ("scenario", "best constant", "mean", "P99", "within SLO", "untuned 0.5", "first burst", "alpha")
+    table = Table(*names, title=title)
     for name, row in rows.items():
         first = row.get("first_burst_p99_over_untuned")
         path = " ".join(f"{alpha:.2f}" for alpha in row["alphas"][::4])
@@ -192,29 +224,56 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
         console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
 
 
+def by_kind(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Average over the scenarios of each kind, with a 95% interval (bootstrap over scenarios)."""
+    rng, found = np.random.default_rng(0), dict[str, dict[str, float]]()
+    for kind in sorted({row["kind"] for row in rows.values()}):
+        own = [row for row in rows.values() if row["kind"] == kind]
+        found[kind] = {"scenarios": len(own)}
+        for name in ("mean_over_best", "p99_over_best"):
+            values = np.array([row[name] for row in own])
+            drawn = values[rng.integers(values.size, size=(2_000, values.size))].mean(axis=1)
+            low, high = np.percentile(drawn, (2.5, 97.5))
+            found[kind] |= {name: float(values.mean()), f"{name}_low": float(low), f"{name}_high": float(high)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--range", dest="which", choices=get_args(Range), default="validation")
-    parser.add_argument("--numbers", type=int, default=36, help="scenarios, from the first on")
+    parser.add_argument("--range", dest="which", choices=(*RANGES, "frozen"), default="validation")
+    parser.add_argument("--numbers", type=int, default=36, help="scenarios, from the first on; all of the frozen ones")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--policy", default="helm")
-    parser.add_argument("--start", type=float, default=UNTUNED_ALPHA, help="alpha at the start")
+    parser.add_argument("--policies", nargs="+", default=["helm"], help="as experiments name them")
+    parser.add_argument("--starts", type=float, nargs="+", default=[UNTUNED_ALPHA], help="alpha at the start")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write figures there")
     args = parser.parse_args()
-    grounds = [Ground(args.which, number, seed) for number in range(args.numbers) for seed in range(args.seeds)]
-    store = Store(BUILD / "drawn-trials.jsonl", "1")
+    numbers = range(len(FROZEN) if args.which == "frozen" else args.numbers)
+    grounds = [Ground(args.which, number, seed) for number in numbers for seed in range(args.seeds)]
+    store = Store(BUILD / "controller-trials.jsonl", "1")
     finish(grounds, sweep, store, args.processes, "constants")
-    trials = [Trial(ground, args.policy, args.start) for ground in grounds]
-    finish(trials, judge, store, args.processes, args.policy)
-    rows = {}
-    for number in range(args.numbers):
-        own = [trial for trial in trials if trial.ground.number == number]
-        scores, constants = ([store.found[one.name] for one in own], [store.found[one.ground.name] for one in own])
-        rows[scene(own[0].ground)[0].name] = compare(scores, constants)
-    show(rows)
+    found: dict[str, Any] = {}
+    for policy in args.policies:
+        for start in args.starts:
+            trials = [Trial(ground, policy, start) for ground in grounds]
+            finish(trials, judge, store, args.processes, f"{policy} from {start:g}")
+            rows = {}
+            for number in numbers:
+                own = [trial for trial in trials if trial.ground.number == number]
+                scores, constants = (
+                    [store.found[one.name] for one in own],
+                    [store.found[one.ground.name] for one in own],
+                )
+                drawn = scene(own[0].ground)[0]
+                rows[drawn.name] = {"kind": drawn.kind, **compare(scores, constants)}
+            show(f"{policy} from {start:g}", rows)
+            found[f"{policy} from {start:g}"] = {
+                "summary": summary(list(rows.values())),
+                "kinds": by_kind(rows),
+                "scenarios": rows,
+            }
     if args.out is not None:
-        write_measurement(args.out, {"policy": args.policy, "summary": summary(list(rows.values())), "scenarios": rows})
+        write_measurement(args.out, {"range": args.which, "seeds": args.seeds, "policies": found})
 
 
 if __name__ == "__main__":
