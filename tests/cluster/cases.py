@@ -35,7 +35,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
 
 def plain_settings(**overrides: Any) -> dict[str, Any]:
     pool_bytes = TINY_PAGES * tiny_geometry(tiny_model().config).page_bytes
-    return {"pool_bytes": pool_bytes, "page_tokens": 4, "log_level": "error"} | overrides
+    return {"pool_bytes": pool_bytes, "page_tokens": 4, "log_level": "error", "policy": "none"} | overrides
 
 
 def settings(**overrides: Any) -> Settings:
