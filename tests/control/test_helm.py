@@ -123,7 +123,16 @@ def test_a_move_is_that_of_the_last_layer_and_says_so() -> None:
     assert move.reason.startswith("residual: predicts ")
     assert move.expected_gain_ms is not None
     assert move.expected_gain_ms > 0
-    assert helm.moves.records[-1].layer == "residual"
+
+
+def test_only_moves_that_were_made_are_recorded() -> None:
+    stays, goes = Helm(), Helm()
+    asked = [stays.decide(CALM.window(0.1, float(second))) for second in range(20)]  # somebody holds the boundary
+    assert any(move is not None for move in asked)
+    assert not stays.moves.records
+    path = driven(goes, CALM, 0.1, 20)
+    assert goes.moves.records[-1].layer == "residual"
+    assert goes.moves.records[-1].alpha == path[-1]
 
 
 def test_a_frozen_base_of_another_kind_takes_part_in_every_layer() -> None:

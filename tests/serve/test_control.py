@@ -233,7 +233,9 @@ def test_policies_by_name_and_what_they_need() -> None:
     assert not seen_by("static:0.3", engine.config).miss_curves
     assert seen_by("helm", engine.config).miss_curves
     for wrong in ("shoes", "hill", "argmin"):
-        with pytest.raises(ConfigError, match=rf"policy must be static:ALPHA or one of helm.*, got '{wrong}'"):
+        with pytest.raises(
+            ConfigError, match=rf"policy must be helm.*, static:ALPHA or, of a server, none, got '{wrong}'"
+        ):
             Steering.of(ServeConfig(policy=wrong))
 
 

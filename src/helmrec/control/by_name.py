@@ -12,7 +12,8 @@ def check_policy(text: str) -> None:
     """Refuse a name nobody has, before anything is made ready for it."""
     name, _, value = text.partition(":")
     if name != "static" and (value or name not in POLICY_NAMES):
-        raise ConfigError(f"policy must be static:ALPHA or one of {', '.join(POLICY_NAMES)}, got {text!r}")
+        known = ", ".join(POLICY_NAMES)
+        raise ConfigError(f"policy must be {known}, static:ALPHA or, of a server, none, got {text!r}")
 
 
 def make_policy(text: str) -> Policy:

@@ -1,6 +1,7 @@
 """The controller: three layers over a model of latency that is learned from the node's own steps."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -19,6 +20,14 @@ class HelmSettings(Frozen):
     has_bursts: bool = Field(True, description="weigh bursts of the last minutes in calm")
 
 
+class _Asked(NamedTuple):
+    """A move that was asked for."""
+
+    window: WindowStats
+    layer: str
+    prediction: Prediction
+
+
 class Helm:
     """Held to `Limits` from outside, as every policy."""
 
@@ -34,11 +43,12 @@ class Helm:
         self.moves = MoveLog()
         self.prediction: Prediction | None = None  # of the window after the last one
         self.explanation: Explanation | None = None
+        self._asked: _Asked | None = None  # in the last window
         self._raw, self._corrected = Fading(JUDGED_S), Fading(JUDGED_S)
 
     def decide(self, window: WindowStats) -> Move | None:
         predicted_ms = None if self.prediction is None else self.prediction.at(window.alpha)
-        self.moves.note(window)
+        self._note_move(window)
         if not self.model.update(window):
             self.prediction = self.explanation = None
             return None
@@ -48,8 +58,15 @@ class Helm:
         if winner.alpha == window.alpha_target:
             return None
         assert self.prediction is not None
-        self.moves.begin(window, winner.alpha, winner.layer, self.prediction)
+        self._asked = _Asked(window, winner.layer, self.prediction)
         return Move(winner.alpha, f"{winner.layer}: {winner.reason}", winner.gain_ms)
+
+    def _note_move(self, window: WindowStats) -> None:
+        """Keep what became of the last move: limits or an operator may have changed or forbidden it."""
+        asked, self._asked = self._asked, None
+        if asked is not None and window.alpha_target != asked.window.alpha_target:
+            self.moves.begin(asked.window, window.alpha_target, asked.layer, asked.prediction)
+        self.moves.note(window)
 
     def _propose(self, window: WindowStats, predicted_ms: float | None) -> list[Proposal]:
         """What each layer says; the last one decides."""

@@ -150,7 +150,7 @@ class LatencyModel:
         self._turn = (self._turn + 1) % _NUM_STREAMS
         mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, new, work_ms, pace[:, 0], engine)
         of_both = work_ms.sum(axis=0)
-        stages_ms = costs.step_ms * pace + of_both[0] + new * (of_both[1] - of_both[0])
+        stages_ms = costs.step_ms + (of_both[0] + new * (of_both[1] - of_both[0])) / pace
         return [Prediction(*one) for one in zip(stages_ms, mean_ms, strict=True)]
 
 

@@ -19,9 +19,11 @@ def between(known: Floats, known_at: Floats, at: Floats) -> Floats:
     rises = (known[:, 1:] - known[:, :-1]) / knots.widths
     before, after = rises[:, :-1], rises[:, 1:]
     product = before * after
+    is_turn = product <= 0
+    weighted = np.where(is_turn, 1.0, knots.left * before + knots.right * after)
     slopes = np.empty_like(known)
     slopes[:, 0], slopes[:, -1] = rises[:, 0], rises[:, -1]
-    slopes[:, 1:-1] = np.where(product > 0, product / (knots.left * before + knots.right * after + (product <= 0)), 0.0)
+    slopes[:, 1:-1] = np.where(is_turn, 0.0, product / weighted)
     return known @ knots.of_values + slopes @ knots.of_slopes
 
 
