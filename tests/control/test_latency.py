@@ -8,7 +8,7 @@ import pytest
 
 from helmrec.control.costs import Floats
 from helmrec.control.helm import Helm
-from helmrec.control.latency import ALPHAS, Bias, EngineModel, Fading, LatencyModel, play
+from helmrec.control.latency import ALPHAS, RECENT_S, Bias, EngineModel, Fading, LatencyModel, play
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.drawn import OPENING_S, draw
 from helmrec.sim.simulate import Options, simulate
@@ -129,12 +129,12 @@ def test_what_was_measured_scales_what_shadows_promise() -> None:
     np.testing.assert_allclose(changed, more_ms - fewer_ms, rtol=0.02, atol=0.005)
 
 
-def test_the_pace_scales_all_that_a_request_takes() -> None:
+def test_the_pace_scales_latency_and_not_stage_times() -> None:
     model = learned_from(Served(BOWL))
     model.rate = 1e-3
     plain, slow = model.predict((Bias(), Bias(pace=1.5)))
     np.testing.assert_allclose(slow.mean_ms, 1.5 * plain.mean_ms, rtol=1e-6)
-    np.testing.assert_allclose(slow.stages_ms, 1.5 * plain.stages_ms)
+    np.testing.assert_allclose(slow.stages_ms, plain.stages_ms)  # which are what clocks measure
 
 
 def test_stages_of_a_lone_request_are_what_it_takes_on_an_idle_node() -> None:
@@ -187,3 +187,17 @@ def test_the_engine_of_these_tests_holds_candidates_and_histories_apart() -> Non
     assert model._others == pytest.approx(CANDIDATES)
     assert model._history == pytest.approx(TOKENS)
     assert model._most == ENGINE.most
+
+
+def test_only_what_is_new_in_miss_curves_is_averaged_with_windows_before() -> None:
+    served, model = Served(BOWL), LatencyModel()
+    first = served.window(0.5, 0.0)
+    assert first.curves is not None
+    curves = replace(first.curves, num_requests=100.0, faded=0.0)
+    later = replace(curves, num_requests=200.0, missed_rows_per_request=1.5 * curves.missed_rows_per_request)
+    model.update(replace(first, curves=curves))
+    assert model.work is not None
+    before = model.work.missed_rows
+    model.update(replace(first, curves=later))  # the newest hundred missed twice as many
+    kept = 100 * 2 ** (-1 / RECENT_S)
+    np.testing.assert_allclose(model.work.missed_rows, before * (kept + 2 * 100) / (kept + 100), rtol=1e-6)

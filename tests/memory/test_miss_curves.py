@@ -295,14 +295,10 @@ def test_the_difference_of_two_looks_is_what_came_between_them(half_life: float 
     for request in visits[200:]:
         whole.observe(request)
         later.observe(request)
-    own, expected = whole.curves().since(before), later.curves()
-    assert own is not None
-    assert own.num_requests == pytest.approx(expected.num_requests)
-    for name in ("computed_tokens_per_request", "missed_rows_per_request", "rows_per_request"):
-        np.testing.assert_allclose(getattr(own, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
-
-
-def test_two_looks_with_nothing_between_them_say_nothing() -> None:
-    curves = make_curves(half_life_requests=50.0)
-    curves.observe(visit(1, 12))
-    assert curves.curves().since(curves.curves()) is None
+    after, expected = whole.curves(), later.curves()
+    kept = np.exp(after.faded - before.faded) * before.num_requests
+    weight = after.num_requests - kept
+    assert weight == pytest.approx(expected.num_requests)
+    for name in ("computed_tokens_per_request", "missed_rows_per_request", "rows_per_request", "kv_user_hit_rate"):
+        own = (after.num_requests * getattr(after, name) - kept * getattr(before, name)) / weight
+        np.testing.assert_allclose(own, getattr(expected, name), rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ Not modelled: the host tier, forks (a changed history replaces the one before), 
 own) and a row order other than LRU.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,7 +28,6 @@ Curve = NDArray[np.float64]  # (alphas,)
 
 GRID = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _MAX_ALPHAS = 62
-_ONE_REQUEST = 0.5  # a weight that rounding cannot make
 MOST_WAITING = 512  # requests whose rows wait to be read
 _SAMPLED_SLOTS = 1 << 14  # of the whole pool: a cost of microseconds, an error below a hundredth
 
@@ -119,19 +118,6 @@ class JointCurves:
     missed_rows_per_request: Curve  # and how many of them over the bus
     computed_tokens_per_request: Curve  # history tokens; candidates come on top at every alpha
     faded: float = 0.0  # logarithm of the weight that the very first request has by now
-
-    def since(self, before: "JointCurves") -> "JointCurves | None":
-        """What the requests after an earlier look say alone; None if there were none."""
-        keep = float(np.exp(self.faded - before.faded)) * before.num_requests
-        weight = self.num_requests - keep
-        if weight < _ONE_REQUEST:
-            return None
-        own = {
-            field.name: (self.num_requests * getattr(self, field.name) - keep * getattr(before, field.name)) / weight
-            for field in fields(self)
-            if field.name.endswith("_per_request")
-        }
-        return replace(self, num_requests=weight, **own)
 
 
 class JointMissCurves:
