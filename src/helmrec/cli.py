@@ -34,6 +34,7 @@ from helmrec.plan_cli import plan
 from helmrec.serve_cli import serve
 from helmrec.simulate_cli import run_simulate
 from helmrec.trace_cli import trace_app
+from helmrec.train_cli import train
 from helmrec.types import RankRequest, RankResult
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ app.command()(serve)
 app.command("simulate")(run_simulate)
 app.command()(explain)
 app.command()(plan)
+app.command()(train)
 
 
 def _bytes_bar() -> Progress:

@@ -1,11 +1,12 @@
 """Policies by the names commands know them by."""
 
 from helmrec.control.helm import Helm
+from helmrec.control.network import POLICIES, Network
 from helmrec.control.policy import Limited, Limits, Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 
-POLICY_NAMES = ("helm",)
+POLICY_NAMES = ("helm", "ppo")
 
 
 def check_policy(text: str) -> None:
@@ -25,7 +26,8 @@ def make_policy(text: str) -> Policy:
             return Static(StaticSettings(alpha=float(value)))
         except ValueError:
             raise ConfigError(f"policy static needs an alpha, as in static:0.4, got {text!r}") from None
-    return Limited(Helm(), Limits())
+    chooser = Network(POLICIES / "ppo.safetensors") if name == "ppo" else None
+    return Limited(Helm(chooser=chooser), Limits())
 
 
 def needs_curves(text: str) -> bool:

@@ -76,7 +76,8 @@ class Helm:
         raw, newest = self.model.predict((Bias(), bias))
         self.prediction = newest
         mean_ms = self._raw.add(raw.mean_ms, num, dt_s)
-        view = View(window, newest, traffic.end_s - self.moves.idle_since_s)
+        idle_s = traffic.end_s - self.moves.idle_since_s
+        view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share)
         proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:
             mean_ms = self._corrected.add(newest.mean_ms, num, dt_s)

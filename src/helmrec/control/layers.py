@@ -39,6 +39,8 @@ class View:
     window: WindowStats
     newest: Prediction  # of the newest seconds alone, corrected
     idle_s: float  # since the last move
+    predicted_ms: float | None = None  # latency of this window, as it was predicted a window ago
+    realised: float | None = None  # over predicted gain of late moves; None: none is known
 
 
 class Chooser(Protocol):

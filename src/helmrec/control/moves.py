@@ -34,6 +34,7 @@ class MoveLog:
     def __init__(self) -> None:
         self._before_ms = self._stage_ms = float("nan")  # before the move that is judged, and recently
         self._moved_s = -np.inf
+        self._gains_ms = np.zeros(2)  # realised and predicted; each judged move halves those before
         self.records: deque[MoveRecord] = deque(maxlen=_KEPT)
 
     def note(self, window: WindowStats) -> None:
@@ -45,6 +46,7 @@ class MoveLog:
         is_due = now_s - self._moved_s > 2 * JUDGED_S and abs(window.alpha - window.alpha_target) <= SETTLED
         if is_due and self.records and self.records[-1].realised_gain_ms is None and np.isfinite(self._before_ms):
             gain_ms = self._before_ms - self._stage_ms
+            self._gains_ms = self._gains_ms / 2 + (gain_ms, self.records[-1].predicted_gain_ms)
             self.records[-1] = replace(self.records[-1], realised_gain_ms=gain_ms)
             self._before_ms = float("nan")
 
@@ -59,6 +61,12 @@ class MoveLog:
         self._moved_s = now_s
         here_ms, there_ms = np.interp((start, alpha), ALPHAS, newest.stages_ms).tolist()
         self.records.append(MoveRecord(time_s, start, alpha, layer, here_ms - there_ms))
+
+    @property
+    def realised_share(self) -> float | None:
+        """Realised over predicted gain of late moves; None: no gain was predicted and judged."""
+        realised_ms, predicted_ms = self._gains_ms.tolist()
+        return realised_ms / predicted_ms if predicted_ms > 0 else None
 
     @property
     def idle_since_s(self) -> float:

@@ -1,0 +1,89 @@
+"""A frozen network as the base of the controller: it steps along a curve of predicted latency, or holds.
+
+All figures come with the file of weights. Nothing here knows how training works.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from helmrec.config import Frozen
+from helmrec.control.costs import Floats
+from helmrec.control.layers import View
+from helmrec.control.observation import Sight, Signal, observe, signals_of
+from helmrec.errors import ConfigError, ModelError
+
+POLICIES = Path(__file__).parent / "policies"
+
+
+class NetworkRecord(Frozen):
+    """What is written beside the weights."""
+
+    near: tuple[float, ...] = Field(description="distances from the split at which both curves are seen")
+    whole: tuple[float, ...] = Field(description="splits at which the averaged curve is seen")
+    signals: tuple[str, ...] = Field(description="names of signals")
+    steps: tuple[float, ...] = Field(description="of alpha, one per action")
+    shares: tuple[float, ...] = Field(description="of the way to the least of the averaged curve, added to the step")
+    newest_shares: tuple[float, ...] = Field(description="of the way to the least of the newest curve, added as well")
+    centre: tuple[float, ...] = Field(description="subtracted from inputs")
+    scale: tuple[float, ...] = Field(description="that inputs are divided by then")
+    most: float = Field(gt=0, description="largest input, either sign, after that")
+    training: dict[str, Any] = Field(description="seed, steps, design, learning curve")
+
+    @property
+    def sight(self) -> Sight:
+        unknown = set(self.signals) - {signal.name.lower() for signal in Signal}
+        if unknown:
+            raise ModelError(f"signals must be names of signals, got {sorted(unknown)}")
+        signals = np.array([Signal[name.upper()] for name in self.signals], np.int64)
+        return Sight(np.array(self.near, float), np.array(self.whole, float), signals)
+
+
+class Network:
+    """A chooser that was trained. Its two hidden layers are rectified."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` of the weights; the record stands beside them."""
+        try:
+            self.record = NetworkRecord.model_validate_json(path.with_suffix(".json").read_bytes())
+            weights = {name: value.astype(float) for name, value in load_file(path).items()}
+        except (OSError, ValueError, ConfigError, SafetensorError) as error:
+            raise ModelError(f"cannot read network {path}: {error}") from None
+        self._sight = self.record.sight
+        self._ways = np.array((self.record.steps, self.record.shares, self.record.newest_shares))
+        self._centre, self._scale = np.array(self.record.centre), np.array(self.record.scale)
+        self._layers = [(weights.get(f"weight{n}"), weights.get(f"bias{n}")) for n in range(len(weights) // 2)]
+        self._check(path)
+
+    def _check(self, path: Path) -> None:
+        sight, width = self._sight, self._centre.size
+        num_inputs = 2 * sight.near.size + sight.whole.size + sight.signals.size
+        if {num_inputs} != {width, self._scale.size}:
+            raise ModelError(f"{path}: record must scale its {num_inputs} inputs, got {width} and {self._scale.size}")
+        for number, (weight, bias) in enumerate(self._layers):
+            if weight is None or bias is None or weight.shape != (bias.size, width):
+                raise ModelError(f"{path}: layer {number} does not fit {width} inputs")
+            width = bias.size
+        if width != len(self.record.steps):
+            raise ModelError(f"{path}: {width} outputs for {len(self.record.steps)} steps")
+
+    def forward(self, inputs: Floats) -> Floats:
+        """Logits of the steps."""
+        x, last = inputs, len(self._layers) - 1
+        for number, (weight, bias) in enumerate(self._layers):
+            x = weight @ x + bias
+            if number < last:
+                x = np.maximum(x, 0)
+        return x
+
+    def choose(self, mean_ms: Floats, view: View) -> float:
+        signals = signals_of(view)
+        inputs = (observe(mean_ms, view.newest.mean_ms, signals, self._sight) - self._centre) / self._scale
+        logits = self.forward(np.clip(inputs, -self.record.most, self.record.most))
+        start, low, high = view.window.alpha_target, signals[Signal.LOW], signals[Signal.HIGH]
+        way = (1, signals[Signal.DISTANCE], signals[Signal.NEWEST_DISTANCE]) @ self._ways[:, logits.argmax()]
+        return start if not way or low > high else float(min(max(start + way, low), high))

@@ -1,0 +1,1 @@
+"""Train the network of the controller: many simple nodes at once, and PPO."""
