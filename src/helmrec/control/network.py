@@ -27,8 +27,7 @@ class NetworkRecord(Frozen):
     whole: tuple[float, ...] = Field(description="splits at which the averaged curve is seen")
     signals: tuple[str, ...] = Field(description="names of signals")
     steps: tuple[float, ...] = Field(description="of alpha, one per action")
-    shares: tuple[float, ...] = Field(description="of the way to the least of the averaged curve, added to the step")
-    newest_shares: tuple[float, ...] = Field(description="of the way to the least of the newest curve, added as well")
+    least: float = Field(ge=0, description="step below which it holds")
     centre: tuple[float, ...] = Field(description="subtracted from inputs")
     scale: tuple[float, ...] = Field(description="that inputs are divided by then")
     most: float = Field(gt=0, description="largest input, either sign, after that")
@@ -44,7 +43,11 @@ class NetworkRecord(Frozen):
 
 
 class Network:
-    """A chooser that was trained. Its two hidden layers are rectified."""
+    """A chooser that was trained. Hidden layers are rectified; it takes the mean of the steps by their likelihood.
+
+    The likeliest step would not do: a policy that moves every other second is nearly as good as one that always does,
+    so training leaves holding likely where a move is right.
+    """
 
     def __init__(self, path: Path) -> None:
         """`path` of the weights; the record stands beside them."""
@@ -54,7 +57,7 @@ class Network:
         except (OSError, ValueError, ConfigError, SafetensorError) as error:
             raise ModelError(f"cannot read network {path}: {error}") from None
         self._sight = self.record.sight
-        self._ways = np.array((self.record.steps, self.record.shares, self.record.newest_shares))
+        self._steps = np.array(self.record.steps)
         self._centre, self._scale = np.array(self.record.centre), np.array(self.record.scale)
         self._layers = [(weights.get(f"weight{n}"), weights.get(f"bias{n}")) for n in range(len(weights) // 2)]
         self._check(path)
@@ -84,6 +87,7 @@ class Network:
         signals = signals_of(view)
         inputs = (observe(mean_ms, view.newest.mean_ms, signals, self._sight) - self._centre) / self._scale
         logits = self.forward(np.clip(inputs, -self.record.most, self.record.most))
+        likely = np.exp(logits - logits.max())
+        step = float(likely @ self._steps / likely.sum())
         start, low, high = view.window.alpha_target, signals[Signal.LOW], signals[Signal.HIGH]
-        way = (1, signals[Signal.DISTANCE], signals[Signal.NEWEST_DISTANCE]) @ self._ways[:, logits.argmax()]
-        return start if not way or low > high else float(min(max(start + way, low), high))
+        return start if abs(step) < self.record.least or low > high else float(min(max(start + step, low), high))

@@ -1,6 +1,7 @@
 """A fleet of nodes as the vectorised environment of Stable-Baselines3."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numba
@@ -12,7 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.observation import Sight, Signal, observe
-from helmrec.train.designs import REACH, Design
+from helmrec.train.designs import STEPS, Design
 from helmrec.train.fleet import Fleet
 
 MOST = 5.0  # largest input after scaling, either sign
@@ -21,7 +22,7 @@ _FINITE = 20.0  # largest input before scaling: the time since a move that never
 
 
 class SteeringEnv(VecEnv):  # type: ignore[misc]
-    """An action is one of the design's. Episodes end by time, and the next node follows at once."""
+    """An action is the number of a step of alpha. Episodes end by time, and the next node follows at once."""
 
     render_mode = None
 
@@ -29,7 +30,7 @@ class SteeringEnv(VecEnv):  # type: ignore[misc]
         self.design, self._sight = design, design.sight
         self.centre, self.scale = input_scale(design)
         space = spaces.Box(-MOST, MOST, (self.centre.size,), np.float32)
-        super().__init__(num_nodes, space, spaces.Discrete(len(design.actions.steps)))
+        super().__init__(num_nodes, space, spaces.Discrete(len(STEPS)))
         self.fleet = Fleet(num_nodes, seed)
         self._actions = np.zeros(num_nodes, np.int64)
         self.lost = np.zeros(2)  # sum of expected latency over the least one, as logarithms, and seconds of nodes
@@ -42,7 +43,7 @@ class SteeringEnv(VecEnv):  # type: ignore[misc]
 
     def step_wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
         start = self.fleet.signals[:, Signal.ALPHA].copy()
-        targets = self.design.actions.targets(self._actions, self.fleet.signals)
+        targets = np.clip(start + np.array(STEPS)[self._actions], ALPHAS[0], ALPHAS[-1])
         outcome = self.fleet.step(targets)
         self.lost += (outcome.expected.sum(), float(targets.size))
         rewards = self.design.rewards(outcome, np.abs(targets - start)).astype(np.float32)
@@ -77,12 +78,13 @@ def scaled(inputs: Floats, centre: Floats, scale: Floats) -> NDArray[np.float32]
     return np.clip((inputs - centre) / scale, -MOST, MOST).astype(np.float32)
 
 
+@cache
 def input_scale(design: Design) -> Sequence[Floats]:
     """Mean and deviation of every input, over nodes that wander; the same for every seed of a training."""
     fleet, sight = Fleet(64, seed=0), design.sight
     seen = []
     for _ in range(_SEEN_S):
-        steps = fleet.rng.uniform(-REACH, REACH, 64) * (fleet.rng.random(64) < 0.2)
+        steps = fleet.rng.uniform(STEPS[0], STEPS[-1], 64) * (fleet.rng.random(64) < 0.2)
         fleet.step(np.clip(fleet.signals[:, Signal.ALPHA] + steps, ALPHAS[0], ALPHAS[-1]))
         seen.append(np.clip(observe_all(fleet, sight), -_FINITE, _FINITE))
     inputs = np.concatenate(seen)

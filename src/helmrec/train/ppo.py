@@ -20,10 +20,11 @@ from stable_baselines3.common.callbacks import BaseCallback
 from helmrec.config import Frozen
 from helmrec.control.network import NetworkRecord
 from helmrec.errors import ConfigError, ModelError
-from helmrec.train.designs import DESIGNS, design
+from helmrec.train.designs import DESIGNS, STEPS, design
 from helmrec.train.env import MOST, SteeringEnv
 
 CHECKPOINT = "checkpoint.safetensors"
+_LEAST = 0.003  # step of alpha that is worth a move of the boundary
 _ROUND = 64  # steps of each node between two updates
 
 
@@ -130,7 +131,8 @@ class Training:
             near=chosen.near,
             whole=chosen.whole,
             signals=chosen.signals,
-            **chosen.actions._asdict(),
+            steps=STEPS,
+            least=_LEAST,
             centre=tuple(self.env.centre.tolist()),
             scale=tuple(self.env.scale.tolist()),
             most=MOST,
