@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from helmrec.config import Frozen
 from helmrec.control.costs import Floats
+from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
 from helmrec.control.observation import Sight, Signal, observe, signals_of
 from helmrec.errors import ConfigError, ModelError
@@ -59,8 +60,13 @@ class Network:
         self._sight = self.record.sight
         self._steps = np.array(self.record.steps)
         self._centre, self._scale = np.array(self.record.centre), np.array(self.record.scale)
-        self._layers = [(weights.get(f"weight{n}"), weights.get(f"bias{n}")) for n in range(len(weights) // 2)]
+        names = [(f"weight{number}", f"bias{number}") for number in range(len(weights) // 2)]
+        if weights.keys() != {name for pair in names for name in pair}:
+            raise ModelError(f"{path}: must hold weights and biases of layers, got {sorted(weights)}")
+        self._layers = [(weights[weight], weights[bias]) for weight, bias in names]
         self._check(path)
+        flat = np.ones(ALPHAS.size)
+        observe(flat, flat, np.zeros(len(Signal)), self._sight)  # compiled before it is needed
 
     def _check(self, path: Path) -> None:
         sight, width = self._sight, self._centre.size
@@ -68,7 +74,7 @@ class Network:
         if {num_inputs} != {width, self._scale.size}:
             raise ModelError(f"{path}: record must scale its {num_inputs} inputs, got {width} and {self._scale.size}")
         for number, (weight, bias) in enumerate(self._layers):
-            if weight is None or bias is None or weight.shape != (bias.size, width):
+            if weight.shape != (bias.size, width):
                 raise ModelError(f"{path}: layer {number} does not fit {width} inputs")
             width = bias.size
         if width != len(self.record.steps):

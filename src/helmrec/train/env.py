@@ -21,7 +21,7 @@ _SEEN_S = 200  # seconds of random steps that inputs are scaled by
 _FINITE = 20.0  # largest input before scaling: the time since a move that never was is infinite
 
 
-class SteeringEnv(VecEnv):  # type: ignore[misc]
+class SteeringEnv(VecEnv):
     """An action is the number of a step of alpha. Episodes end by time, and the next node follows at once."""
 
     render_mode = None

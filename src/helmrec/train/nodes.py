@@ -107,7 +107,7 @@ def draw_node(rng: np.random.Generator, node: Nodes, mixes: Floats) -> None:
     slower = WITHIN_SLO * MS_PER_S / capacity / _cycle_ms(node, mixes)
     for name in _COSTS:
         node[name] *= slower
-    node["rate"] = load * capacity / max(1.0, node["burst_rate"])
+    node["rate"] = load * capacity / max(1.0, float(node["burst_rate"]))
     node["alpha"] = node["emb"] = rng.uniform(ALPHAS[0], ALPHAS[-1])
     node["kv"] = 1 - node["alpha"]
     node["pace"], node["moved_s"] = 1.0, -np.inf

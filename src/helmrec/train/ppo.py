@@ -111,18 +111,21 @@ class Training:
         save_file(tensors, unfinished, {"training": json.dumps(known)})
         unfinished.replace(folder / CHECKPOINT)
         save_file(self._weights(), folder / "network.safetensors")
-        (folder / "network.json").write_text(self._record().model_dump_json(indent=1) + "\n")
+        (folder / "network.json").write_text(self._record().model_dump_json() + "\n")
 
     def _points(self) -> list[dict[str, Any]]:
         return [point.model_dump() for point in self.curve]
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        policy = self.model.policy
-        layers = [*(part for part in policy.mlp_extractor.policy_net if hasattr(part, "weight")), policy.action_net]
+        """Of the layers that end in the steps, in the names of `control.network`."""
+        state = self.model.policy.state_dict()
+        inner = sorted(
+            name for name in state if name.startswith("mlp_extractor.policy_net") and name.endswith("weight")
+        )
         found = {}
-        for number, layer in enumerate(layers):
-            found[f"weight{number}"] = layer.weight.detach().clone()
-            found[f"bias{number}"] = layer.bias.detach().clone()
+        for number, name in enumerate([*inner, "action_net.weight"]):
+            found[f"weight{number}"] = state[name].clone()
+            found[f"bias{number}"] = state[name.removesuffix("weight") + "bias"].clone()
         return found
 
     def _record(self) -> NetworkRecord:
@@ -170,7 +173,7 @@ class Training:
         policy.optimizer.load_state_dict(state)
 
 
-class _EachRound(BaseCallback):  # type: ignore[misc]
+class _EachRound(BaseCallback):
     def __init__(self, training: Training, on_round: Callable[[int], None]) -> None:
         super().__init__()
         self._training, self._on_round = training, on_round
