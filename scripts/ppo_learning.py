@@ -47,7 +47,7 @@ def chooser_of(network: Network) -> Chooser:
     def choose(fleet: Fleet) -> Floats:
         logits = np.array([network.forward(line) for line in scaled(observe_all(fleet, sight), centre, scale)])
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
-        step = likely @ np.array(record.steps) / likely.sum(axis=1)
+        step = np.clip(record.factor * (likely @ np.array(record.steps)) / likely.sum(axis=1), STEPS[0], STEPS[-1])
         start = fleet.signals[:, Signal.ALPHA]
         return np.clip(start + np.where(np.abs(step) < record.least, 0.0, step), ALPHAS[0], ALPHAS[-1])
 

@@ -28,6 +28,7 @@ class NetworkRecord(Frozen):
     whole: tuple[float, ...] = Field(description="splits at which the averaged curve is seen")
     signals: tuple[str, ...] = Field(description="names of signals")
     steps: tuple[float, ...] = Field(description="of alpha, one per action")
+    factor: float = Field(gt=0, description="that their mean is multiplied by")
     least: float = Field(ge=0, description="step below which it holds")
     centre: tuple[float, ...] = Field(description="subtracted from inputs")
     scale: tuple[float, ...] = Field(description="that inputs are divided by then")
@@ -47,7 +48,7 @@ class Network:
     """A chooser that was trained. Hidden layers are rectified; it takes the mean of the steps by their likelihood.
 
     The likeliest step would not do: a policy that moves every other second is nearly as good as one that always does,
-    so training leaves holding likely where a move is right.
+    so training leaves holding likely where a move is right. For the same reason the mean is multiplied by a factor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,6 +95,6 @@ class Network:
         inputs = (observe(mean_ms, view.newest.mean_ms, signals, self._sight) - self._centre) / self._scale
         logits = self.forward(np.clip(inputs, -self.record.most, self.record.most))
         likely = np.exp(logits - logits.max())
-        step = float(likely @ self._steps / likely.sum())
+        step = self.record.factor * float(likely @ self._steps / likely.sum())
         start, low, high = view.window.alpha_target, signals[Signal.LOW], signals[Signal.HIGH]
         return start if abs(step) < self.record.least or low > high else float(min(max(start + step, low), high))
