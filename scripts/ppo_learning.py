@@ -24,7 +24,7 @@ from helmrec.train.fleet import Fleet
 from scripts.provenance import write_measurement
 
 OUT, PICTURE = Path("docs/measurements/ppo.json"), Path("docs/images/ppo-learning.png")
-SEED, NUM_NODES, NUM_S = 999, 256, 600
+SEED, NUM_NODES, NUM_S = 999, 256, 400
 SMOOTH = 5  # points of a learning curve that are averaged in the picture
 Chooser = Callable[[Fleet], Floats]
 
@@ -72,9 +72,9 @@ def plot(trainings: list[dict[str, Any]], rule_lost: float) -> None:
     for training in trainings:
         done, lost = np.array([(point["steps"], 100 * point["lost"]) for point in training["curve"]]).T
         mean = np.convolve(lost, np.ones(SMOOTH) / SMOOTH, "valid")
-        label = f"{training['design']}, seed {training['seed']}"
+        label = f"{training['design']}, seed {training['seed']}, {training['steps']:,} steps"
         axis.plot(done[SMOOTH - 1 :], mean, label=label, linewidth=1)
-    axis.axhline(100 * rule_lost, color="black", linestyle="--", linewidth=1, label="the plain rule")
+    axis.axhline(100 * rule_lost, color="black", linestyle="--", linewidth=1, label="the plain rule, on other nodes")
     axis.set(xlabel="steps", ylabel="expected latency above the best split, %", yscale="log")
     axis.legend(fontsize="small")
     figure.savefig(PICTURE, dpi=110)
