@@ -28,6 +28,7 @@ RANKS = {
     "bench": 6,
     "experiments": 6,
     "train": 6,
+    "train_cli": 6,
     "explain_cli": 6,
     "calibrate": 6,
     "simulate_cli": 6,

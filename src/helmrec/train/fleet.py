@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from helmrec.control.costs import Floats
-from helmrec.control.latency import ALPHAS, RECENT_S, play
+from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
 from helmrec.control.layers import JUDGED_S
 from helmrec.control.observation import Signal
 from helmrec.steps import MS_PER_S
@@ -140,6 +140,12 @@ def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> Ser
 
 
 @numba.njit(cache=True)
+def _play(stream: Floats, rate: float, new: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
+    """Mean latency at splits, of `work_ms` (stages, known or new user, splits)."""
+    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, 1, new.size)), np.ones(1), engine)[0]
+
+
+@numba.njit(cache=True)
 def _true_latency(node: Any, mix: Floats, rate: float, stream: Floats) -> tuple[float, float]:
     """Expected without a queue left from before: the least at any split, and that of the present caches."""
     num = SPLITS.size
@@ -149,7 +155,7 @@ def _true_latency(node: Any, mix: Floats, rate: float, stream: Floats) -> tuple[
         work = work_of(node, mix, emb, kv)
         fill_stages(node, mix[Mix.HISTORY], work, np.ones(3), work_ms[:, :, split])
         new[split] = work.new
-    total_ms = play(stream, MS_PER_S / rate, new, work_ms, engine_of(node, np.ones(3)))
+    total_ms = _play(stream, rate, new, work_ms, engine_of(node, np.ones(3)))
     return min(total_ms[:num].min(), total_ms[num]), total_ms[num]
 
 
@@ -181,7 +187,7 @@ def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: Served, s
         here_ms, there_ms = np.interp(node.move_from, SPLITS, stages_ms), np.interp(node.alpha, SPLITS, stages_ms)
         node.move_gain = here_ms - there_ms
     node.rate_seen = max(1.0, served.num + keep * (node.rate_seen - served.num))
-    mean_ms = play(stream, MS_PER_S / node.rate_seen, new, work_ms, engine_of(node, factors))
+    mean_ms = _play(stream, node.rate_seen, new, work_ms, engine_of(node, factors))
     return np.interp(ALPHAS, SPLITS, mean_ms)
 
 
