@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helmrec.config import EngineConfig
-from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
+from helmrec.policies import make_policy, needs_curves
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.rivals import policies
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster

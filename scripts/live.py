@@ -26,7 +26,6 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.collector import PROCESS
-from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.helm import Helm
 from helmrec.control.latency import Prediction
 from helmrec.control.policy import Limited
@@ -35,6 +34,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.model.profiles import profile
 from helmrec.pauses import PauseStats
+from helmrec.policies import make_policy, needs_curves
 from helmrec.types import RankResult
 from scripts import gpu_traffic
 from scripts.gpu_tradeoff import NUM_HOT, POOL_BYTES, TABLE_BYTES

@@ -18,7 +18,6 @@ import numpy as np
 
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
-from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited
 from helmrec.control.rebalancer import Rebalancer
@@ -28,6 +27,7 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.warm_up import warm_up
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
+from helmrec.policies import make_policy, needs_curves
 from helmrec.sim.generate import generate
 from helmrec.sim.requests import rank_requests
 from scripts.live import BEST, SCREENED, SLO_MS, Course, Driver, Notes, Run, describe, figures

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import MIN_GAIN
-from helmrec.control.network import Network
-from helmrec.control.observation import Signal
+from helmrec.ppo.network import Network
+from helmrec.ppo.observation import Signal
 from helmrec.train.designs import STEPS
 from helmrec.train.env import observe_all, scaled
 from helmrec.train.fleet import Fleet

@@ -21,11 +21,11 @@ from helmrec.bench.features import Episode
 from helmrec.bench.rivals import learned_rivals, simple_rivals, solver_rivals
 from helmrec.bench.shifts import Planned, switch_prices
 from helmrec.bench.tune import Family, Value, tune
-from helmrec.control.by_name import make_policy
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.kept import Store, digest_of, digest_of_code
+from helmrec.policies import make_policy
 from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario

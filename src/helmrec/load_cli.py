@@ -13,10 +13,10 @@ from rich.table import Table
 
 from helmrec.config import EngineConfig
 from helmrec.console import err, out, told_plainly
-from helmrec.control.by_name import POLICY_NAMES, check_policy, make_policy, needs_curves
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
 from helmrec.serve.load import HttpLoad
 from helmrec.sim.requests import rank_requests
 from helmrec.sim.trace import Trace

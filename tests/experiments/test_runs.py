@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from helmrec.bench.contest import Course
-from helmrec.control.by_name import make_policy
 from helmrec.errors import ConfigError
 from helmrec.experiments import runs
 from helmrec.experiments.contests import Field
@@ -17,6 +16,7 @@ from helmrec.experiments.lab import Lab
 from helmrec.experiments.loads import Entry, largest_loads
 from helmrec.experiments.runs import Run, tasks_of
 from helmrec.experiments.tiers import TIERS, for_nodes, resized
+from helmrec.policies import make_policy
 from helmrec.sim.scenario import load_scenario
 from tests.experiments.conftest import ROOT, MakeLab
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from helmrec.clock import MonotonicClock
-from helmrec.control.by_name import make_policy
 from helmrec.control.explain import Explanation
 from helmrec.control.latency import play
 from helmrec.control.layers import Proposal
@@ -17,6 +16,7 @@ from helmrec.control.policy import Move, WindowStats
 from helmrec.control.rebalancer import Decision
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
+from helmrec.policies import make_policy
 from helmrec.serve.app import make_app
 from helmrec.serve.control import ControlView, LayerView, Steering, seen_by
 from helmrec.serve.port import InProcessPort

@@ -7,8 +7,8 @@ import pytest
 
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
-from helmrec.control.observation import Signal
 from helmrec.errors import ConfigError
+from helmrec.ppo.observation import Signal
 from helmrec.train.designs import DESIGNS, design
 from helmrec.train.fleet import Fleet
 

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from helmrec.cli import app
-from helmrec.control.network import Network
 from helmrec.errors import ConfigError, ModelError
+from helmrec.ppo.network import Network
 from helmrec.train.designs import STEPS
 from helmrec.train.ppo import CHECKPOINT, Training, TrainSettings
 

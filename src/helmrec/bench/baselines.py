@@ -1,11 +1,11 @@
-"""Simple policies by name, beside those of `control.by_name`: what the controller is compared with."""
+"""Simple policies by name, beside those of `helmrec.policies`: what the controller is compared with."""
 
 from collections.abc import Callable
 
+from helmrec import policies
 from helmrec.bench.heuristics import PID, HillClimber, OneCache
 from helmrec.bench.model_based import MarginalUtility, MissCurveArgmin
 from helmrec.bench.service_cost import ServiceCost
-from helmrec.control import by_name
 from helmrec.control.policy import Limited, Limits, Policy
 
 _WITHOUT_COST: dict[str, Callable[[], Policy]] = {
@@ -18,7 +18,7 @@ _WITH_COST: dict[str, Callable[[ServiceCost], Policy]] = {
     "marginal": MarginalUtility,
     "argmin": MissCurveArgmin,
 }
-POLICY_NAMES = (*by_name.POLICY_NAMES, *_WITHOUT_COST, *_WITH_COST)
+POLICY_NAMES = (*policies.POLICY_NAMES, *_WITHOUT_COST, *_WITH_COST)
 _BLIND = ("static", "pid", "hill")
 
 
@@ -28,7 +28,7 @@ def make_policy(text: str, cost: ServiceCost) -> Policy:
         return Limited(_WITHOUT_COST[text](), Limits())
     if text in _WITH_COST:
         return Limited(_WITH_COST[text](cost), Limits())
-    return by_name.make_policy(text)
+    return policies.make_policy(text)
 
 
 def needs_curves(text: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helmrec.config import EngineConfig
-from helmrec.control.by_name import make_policy, needs_curves
+from helmrec.policies import make_policy, needs_curves
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import Options, simulate
 from helmrec.sim.workload import Phase, Users, Workload

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from helmrec.config import EngineConfig
-from helmrec.control.by_name import make_policy, needs_curves
 from helmrec.control.costs import StageCosts
 from helmrec.control.explain import describe_move
 from helmrec.control.helm import Helm
@@ -16,6 +15,7 @@ from helmrec.control.policy import Limited, Policy
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.failures import FailureLog
 from helmrec.memory.miss_curves import JointCurves
+from helmrec.policies import make_policy, needs_curves
 from helmrec.serve.settings import ServeConfig
 from helmrec.steps import Steps
 

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from helmrec.control.costs import Floats
-from helmrec.control.observation import Sight, Signal
 from helmrec.errors import ConfigError
+from helmrec.ppo.observation import Sight, Signal
 from helmrec.train.fleet import Outcome
 
 STEPS = (-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1)  # of alpha in a second; `Limits` allows no larger ones

@@ -12,7 +12,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
-from helmrec.control.observation import Sight, Signal, observe
+from helmrec.ppo.observation import Sight, Signal, observe
 from helmrec.train.designs import STEPS, Design
 from helmrec.train.fleet import Fleet
 

@@ -12,7 +12,7 @@ import numpy as np
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
 from helmrec.control.layers import JUDGED_S
-from helmrec.control.observation import Signal
+from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
 from helmrec.train.nodes import NODE, Mix, draw_node
 from helmrec.train.second import (
@@ -232,7 +232,7 @@ def _average(node: Any, newest_ms: Floats, served: Served, curves: Any) -> None:
 
 @numba.njit(cache=True)
 def _fill_signals(node: Any, served: Served, known_ms: float, signals: Floats) -> None:
-    """As `control.observation.signals_of` does."""
+    """As `ppo.observation.signals_of` does."""
     signals[Signal.LOW], signals[Signal.HIGH], signals[Signal.ALPHA] = ALPHAS[0], ALPHAS[-1], node.alpha
     signals[Signal.BEHIND] = 0.0
     signals[Signal.BUSY], signals[Signal.COMPUTE_BUSY] = served.busy, served.compute_busy

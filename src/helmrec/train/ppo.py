@@ -18,8 +18,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 from helmrec.config import Frozen
-from helmrec.control.network import NetworkRecord
 from helmrec.errors import ConfigError, ModelError
+from helmrec.ppo.network import NetworkRecord
 from helmrec.train.designs import DESIGNS, STEPS, design
 from helmrec.train.env import MOST, SteeringEnv
 
@@ -118,7 +118,7 @@ class Training:
         return [point.model_dump() for point in self.curve]
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Of the layers that end in the steps, in the names of `control.network`."""
+        """Of the layers that end in the steps, in the names of `ppo.network`."""
         state = self.model.policy.state_dict()
         inner = sorted(
             name for name in state if name.startswith("mlp_extractor.policy_net") and name.endswith("weight")

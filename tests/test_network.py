@@ -11,14 +11,14 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from helmrec.control.by_name import make_policy
 from helmrec.control.helm import Helm
 from helmrec.control.latency import ALPHAS, Prediction
 from helmrec.control.layers import View
-from helmrec.control.network import POLICIES, Network, NetworkRecord
-from helmrec.control.observation import Signal, observe, signals_of
 from helmrec.control.policy import Limited
 from helmrec.errors import ModelError
+from helmrec.policies import make_policy
+from helmrec.ppo.network import SHIPPED, Network, NetworkRecord
+from helmrec.ppo.observation import Signal, observe, signals_of
 from tests.control.bowl import Bowl
 
 STEPS = (-0.1, 0.0, 0.1)
@@ -145,11 +145,11 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_the_network_that_ships_steers_by_its_name() -> None:
     policy = make_policy("ppo")
     assert isinstance(policy, Limited) and isinstance(policy.policy, Helm)
-    assert Network(POLICIES / "ppo.safetensors").record.training["done"] >= 2_000_000
+    assert Network(SHIPPED).record.training["done"] >= 2_000_000
 
 
 def test_a_forward_pass_takes_a_few_small_products() -> None:
-    network = Network(POLICIES / "ppo.safetensors")
+    network = Network(SHIPPED)
     inputs, square, line = np.zeros(len(network.record.centre)), np.zeros((32, 32)), np.zeros(32)
     assert least_s(lambda: network.forward(inputs)) < 15 * least_s(lambda: square @ line)
 

@@ -1,10 +1,10 @@
 """Policies by the names commands know them by."""
 
 from helmrec.control.helm import Helm
-from helmrec.control.network import POLICIES, Network
 from helmrec.control.policy import Limited, Limits, Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
+from helmrec.ppo.network import SHIPPED, Network
 
 POLICY_NAMES = ("helm", "ppo")
 
@@ -26,7 +26,7 @@ def make_policy(text: str) -> Policy:
             return Static(StaticSettings(alpha=float(value)))
         except ValueError:
             raise ConfigError(f"policy static needs an alpha, as in static:0.4, got {text!r}") from None
-    chooser = Network(POLICIES / "ppo.safetensors") if name == "ppo" else None
+    chooser = Network(SHIPPED) if name == "ppo" else None
     return Limited(Helm(chooser=chooser), Limits())
 
 

@@ -15,10 +15,10 @@ from helmrec.config import Frozen
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
-from helmrec.control.observation import Sight, Signal, observe, signals_of
 from helmrec.errors import ConfigError, ModelError
+from helmrec.ppo.observation import Sight, Signal, observe, signals_of
 
-POLICIES = Path(__file__).parent / "policies"
+SHIPPED = Path(__file__).parent / "ppo.safetensors"
 
 
 class NetworkRecord(Frozen):
