@@ -19,7 +19,7 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
     if not serve.engine_process:
         return swapping(model, engine, serve)
     manifest = read_manifest(model)
-    Steering.of(serve)  # a wrong policy is told before anything starts
+    Steering.of(serve)  # raises if the policy is unknown, before anything starts
     begin = Begin(str(model), revealed(engine), for_engine(serve))
     return ProcessPort(begin, manifest.model, engine.max_history, Limits(serve.ring_bytes, serve.replay_bytes))
 
