@@ -2,6 +2,7 @@
 
 import json
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError
-from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.load import Load, Snapshot, Tally, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.sim.families import family, preset
 from helmrec.sim.generate import generate
 from helmrec.sim.trace_file import write_trace
-from tests.helpers import random_request, tiny_engine
+from tests.helpers import random_request, tiny_engine, tiny_model
 
 
 def live_engine(**settings: Any) -> Engine:
@@ -137,3 +138,20 @@ def test_a_policy_moves_the_boundary_under_load_and_sees_every_request() -> None
     assert 0 < sum(window.traffic.num_requests for window in policy.windows) <= 60
     assert max(window.traffic.compute_busy for window in policy.windows) > 0
     engine.check()
+
+
+def test_answers_may_come_while_figures_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = Tally()
+    tally.answer(0.0, 1.0)
+
+    def percentile(values: Any, shares: Any) -> Any:
+        held = memoryview(values) if isinstance(values, array) else None  # as NumPy holds it while it computes
+        tally.answer(1.0, 2.0)
+        del held
+        return [0.0 for _ in shares]
+
+    monkeypatch.setattr("helmrec.load.np.percentile", percentile)
+    engine = tiny_engine(tiny_model())
+    with engine:
+        tally.snapshot(1.0, engine.stats().pool)
+    assert len(tally.latencies_ms) > 1

@@ -18,6 +18,7 @@ from helmrec.model.config import EncoderConfig
 from helmrec.model.hstu import dense_shapes
 from helmrec.model.weights import (
     DENSE,
+    LoadedModel,
     init_model,
     load_model,
     random_dense,
@@ -322,3 +323,14 @@ def test_a_streamed_table_that_is_not_finite_is_refused_wherever_its_parts_break
 def _parts(rows: torch.Tensor, size: int) -> list[bytes]:
     whole = rows.view(torch.uint8).numpy().tobytes()
     return [whole[start : start + size] for start in range(0, len(whole), size)]
+
+
+@pytest.mark.parametrize(("dtype", "num_more"), [(torch.float16, 0), (torch.float32, 1)])
+def test_tables_that_are_not_what_the_configuration_says_are_refused(dtype: torch.dtype, num_more: int) -> None:
+    model = tiny_model()
+    assert model.config.row_dtype == "float32"
+    tables = {
+        name: torch.zeros(len(rows) + num_more, rows.shape[1], dtype=dtype) for name, rows in model.tables.items()
+    }
+    with pytest.raises(ModelError, match=r"must be \(.*\) of float32, got "):
+        LoadedModel(model.config, model.version, model.dense, tables)
