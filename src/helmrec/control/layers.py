@@ -21,6 +21,8 @@ SETTLED = 0.02  # distance of alpha from its target within which caches are what
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
 _BURST_FACTOR = 1.25  # times the work of calm traffic from which it is a burst
+_BURST_DEVIATIONS = 3.0  # of a Poisson count, by which it must be more than that
+_BURST_WEIGHT = 0.25  # of a burst in what counts as calm: one that lasts becomes that
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,9 @@ class Bursts:
         least = _BURST_FACTOR * calm
         if not was_burst and (predicted_ms is None or traffic.mean_ms <= _MOST_BIAS * predicted_ms):
             num = traffic.arrival_rate * dt_s
-            least += (1 + 2) * math.sqrt(calm * now / max(1.0, num))  # three deviations of a Poisson count
+            least += _BURST_DEVIATIONS * math.sqrt(calm * now / max(1.0, num))
         self.is_burst = now > least and self._calm.weight > RECENT_S  # before, it is not known what calm is
-        self._calm.add(offered_ms, dt_s / (2 * 2) if self.is_burst else dt_s, dt_s)  # a burst that lasts is calm
+        self._calm.add(offered_ms, dt_s * (_BURST_WEIGHT if self.is_burst else 1.0), dt_s)
         return self.is_burst != was_burst
 
     def mix(self, window: WindowStats, newest: Prediction, calm_ms: Floats) -> Floats:
