@@ -4,16 +4,20 @@
     python -m scripts.controller_trials --range test --numbers 60 --seeds 3 --out docs/measurements/controller-test.json
     python -m scripts.controller_trials --range frozen --seeds 3 --out docs/measurements/controller-frozen.json
     python -m scripts.controller_trials --policies helm "helm base" "helm without bursts" --starts 0.1 0.5 0.9
+    python -m scripts.controller_trials --range test --numbers 60 --kinds steady --loads 0.5 0.7 0.9 0.95
+    python -m scripts.controller_trials --range test --numbers 60 --every 3 --scored-from 120 --wrong-costs
 
-Constants lie on a grid of 0.05, and 0.03: every second one is run, then the neighbours of the two best. The best is the
-one with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; a policy starts at one
+Constants lie on a grid of 0.05, and 0.03: every second one is run, then those beside the two best. The best is the one
+with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; a policy starts at one
 of `--starts` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the
 first burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes
 on.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,15 +29,23 @@ from rich.table import Table
 
 from helmrec.bench.contest import Shown
 from helmrec.bench.service_cost import service_cost
+from helmrec.control.costs import Estimator
+from helmrec.control.helm import Helm
+from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.entrants import entrant
 from helmrec.experiments.kept import Store, digest_of_code, finish
-from helmrec.sim.drawn import OPENING_S, RANGES, Drawn, Range, draw
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
+from helmrec.sim.node import Node
+from helmrec.sim.node_config import prepare_requests
+from helmrec.sim.node_state import make_outcomes
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.sim.simulate_curves import record_curves
 from helmrec.sim.trace import Trace
+from helmrec.steps import Step
 from scripts.provenance import write_measurement
 
 BUILD, SCENARIOS = Path("build"), Path("scenarios")
@@ -42,45 +54,79 @@ BURSTS = ("burst", "flood", "flash")  # names of phases
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
 AFTER_BURST_S = 10.0  # that the first burst's queue may take to drain
+WRONG, TAUGHT_S = " with ", 30.0
+TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
+    "host_step_ms": (Step.HOST_MS, None),
+    "host_request_ms": (Step.HOST_MS, Step.REQUESTS),
+    "host_token_ms": (Step.HOST_MS, Step.TOKENS),
+    "rows_step_ms": (Step.ROWS_MS, None),
+    "read_row_ms": (Step.ROWS_MS, Step.ROWS_READ),
+    "missed_row_ms": (Step.ROWS_MS, Step.ROWS_MISSED),
+    "compute_step_ms": (Step.COMPUTE_MS, None),
+    "token_ms": (Step.COMPUTE_MS, Step.TOKENS),
+    "pair_ms": (Step.COMPUTE_MS, Step.PAIRS),
+}
 
 SIMULATOR, CONTROLLER = digest_of_code("sim", "memory"), digest_of_code("control")  # as they are when a run begins
 
 
-class Ground(NamedTuple):
-    """All constants on one scenario and seed."""
+class Case(NamedTuple):
+    """A scenario and a seed: its miss curves, and constants on the coarse grid."""
 
     which: Range | Literal["frozen"]
     number: int
     seed: int
+    load: float | None = None  # None: the one that was drawn
+    scored_from_s: float = OPENING_S
 
     @property
     def name(self) -> str:
-        return f"constants {self.which} {self.number} seed {self.seed} {SIMULATOR}"
+        changed = "" if self.load is None else f" load {self.load:g}"
+        changed += "" if self.scored_from_s == OPENING_S else f" from {self.scored_from_s:g} s"
+        return f"constants {self.which} {self.number} seed {self.seed}{changed} {SIMULATOR}"
+
+    def curves(self) -> list[JointCurves | None]:
+        """At every look; kept in a file once they are recorded."""
+        load = "" if self.load is None else f"-{self.load:g}"
+        path = BUILD / "curves" / f"{self.which}-{self.number}-{self.seed}{load}-{SIMULATOR}.npz"
+        if not path.exists():
+            drawn, trace = scene(self)
+            recorded = record_curves(trace, drawn.node_at(UNTUNED_ALPHA), drawn.cost, LOOK_EVERY)
+            save_curves(path.with_suffix(f".{os.getpid()}"), recorded)
+            path.with_suffix(f".{os.getpid()}").rename(path)
+        return load_curves(path)
+
+
+class Finer(NamedTuple):
+    """Constants beside those that were best over all seeds."""
+
+    case: Case
+    alphas: tuple[float, ...]
 
     @property
-    def curves_path(self) -> Path:
-        return BUILD / "curves" / f"drawn-{self.which}-{self.number}-{self.seed}-{SIMULATOR}.npz"
+    def name(self) -> str:
+        return f"{' '.join(f'{alpha:g}' for alpha in self.alphas)} of {self.case.name}"
 
 
 class Trial(NamedTuple):
-    """A policy on one of them."""
+    """A policy on a case."""
 
-    ground: Ground
+    case: Case
     policy: str
     start: float
 
     @property
     def name(self) -> str:
-        return f"{self.policy} from {self.start:g}, {CONTROLLER}, on {self.ground.name}"
+        return f"{self.policy} from {self.start:g}, {CONTROLLER}, on {self.case.name}"
 
 
 @cache
-def scene(ground: Ground) -> tuple[Drawn, Trace]:
-    if ground.which != "frozen":
-        drawn = draw(ground.which, ground.number)
-        return drawn, drawn.make_trace(ground.seed)
-    scenario = load_scenario(SCENARIOS / f"{FROZEN[ground.number]}.toml")
-    trace = scenario.make_trace(ground.seed)
+def scene(case: Case) -> tuple[Drawn, Trace]:
+    if case.which != "frozen":
+        drawn = draw(case.which, case.number, case.load)
+        return replace(drawn, scored_from_s=case.scored_from_s), drawn.make_trace(case.seed)
+    scenario = load_scenario(SCENARIOS / f"{FROZEN[case.number]}.toml")
+    trace = scenario.make_trace(case.seed)
     assert scenario.workload is not None
     return Drawn(
         name=scenario.name,
@@ -90,7 +136,7 @@ def scene(ground: Ground) -> tuple[Drawn, Trace]:
         config=scenario.node_config(trace),
         cost=scenario.cost(),
         bursts_s=first_burst(scenario),
-        scored_from_s=OPENING_S,
+        scored_from_s=case.scored_from_s,
     ), trace
 
 
@@ -106,33 +152,57 @@ def first_burst(scenario: Scenario) -> tuple[tuple[float, float], ...]:
     return ()
 
 
-def sweep(ground: Ground) -> dict[str, Any]:
-    """Scores of constants, by alpha; miss curves are recorded on the way."""
-    drawn, trace = scene(ground)
-    save_curves(ground.curves_path, record_curves(trace, drawn.node_at(UNTUNED_ALPHA), drawn.cost))
-    scores: dict[float, dict[str, float]] = {}
+def sweep(case: Case) -> dict[str, Any]:
+    """Scores of constants on the coarse grid, by alpha."""
+    return sweep_finer(Finer(case, COARSE))
 
-    def run(alphas: Sequence[float]) -> None:
-        for alpha in alphas:
-            if alpha not in scores and LEAST <= alpha <= min(MOST, drawn.config.alpha_max):
-                policy = Static(StaticSettings(alpha=alpha))
-                scores[alpha] = score(drawn, simulate(trace, drawn.node_at(alpha), drawn.cost, policy))
 
-    run(COARSE)
-    for alpha in sorted(scores, key=lambda one: scores[one]["mean_ms"])[:2]:
-        run([round(alpha - FINE_STEP, 2), round(alpha + FINE_STEP, 2)])
-    return {f"{alpha:g}": one for alpha, one in scores.items()}
+def sweep_finer(finer: Finer) -> dict[str, Any]:
+    drawn, trace = scene(finer.case)
+    return {
+        f"{alpha:g}": score(
+            drawn, simulate(trace, drawn.node_at(alpha), drawn.cost, Static(StaticSettings(alpha=alpha)))
+        )
+        for alpha in finer.alphas
+        if alpha <= drawn.config.alpha_max
+    }
+
+
+def beside_best(scores: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """Splits of the fine grid next to the two that are best over these seeds."""
+    best = sorted(scores[0], key=lambda alpha: _mean(scores, alpha, "mean_ms"))[:2]
+    around = {round(float(alpha) + side, 2) for alpha in best for side in (-FINE_STEP, FINE_STEP)}
+    return tuple(sorted(alpha for alpha in around - set(COARSE) if LEAST <= alpha <= MOST))
 
 
 def judge(trial: Trial) -> dict[str, Any]:
-    drawn, trace = scene(trial.ground)
+    drawn, trace = scene(trial.case)
     config = drawn.node_at(trial.start)
-    policy = entrant(trial.policy, service_cost(drawn.cost, config, trace)).policy
-    shown = Shown(policy, load_curves(trial.ground.curves_path), tick_s=1.0)
+    name, _, wrong = trial.policy.partition(WRONG)
+    policy = entrant(name, service_cost(drawn.cost, config, trace)).policy
+    if wrong:
+        assert isinstance(policy, Helm)
+        teach_wrong(policy, wrong, drawn, trace)
+    shown = Shown(policy, trial.case.curves(), tick_s=LOOK_EVERY)
     result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
     path = [round(alpha, 3) for alpha in alphas[:: max(1, len(alphas) // 20)]]
     return {**score(drawn, result), "alphas": path, "decision_us": shown.decision_us}
+
+
+def teach_wrong(policy: Helm, wrong: str, drawn: Drawn, trace: Trace) -> None:
+    """Let a controller learn from half a minute of steps in which one term is a multiple of the true one."""
+    term, _, factor = wrong.partition(" x ")
+    stage, work = TERMS[term]
+    node = Node(drawn.config, drawn.cost, prepare_requests(trace, drawn.config), make_outcomes(trace.num_requests))
+    node.send(np.arange(trace.num_requests), trace.time_s)
+    node.run_until(TAUGHT_S)
+    steps, true = node.take_steps(), Estimator()
+    true.update(steps)
+    if true.costs is not None:  # else too few steps to have learned anything
+        amount = 1.0 if work is None else steps[:, work]
+        steps[:, stage] += (float(factor) - 1) * getattr(true.costs, term) * amount
+        policy.model.estimator.update(steps)
 
 
 def score(drawn: Drawn, result: SimResult) -> dict[str, float]:
@@ -158,8 +228,7 @@ def _figures(result: SimResult, chosen: NDArray[np.bool_]) -> dict[str, float]:
 
 def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One scenario over its seeds: the policy's figures over those of the best constant."""
-    known = set.intersection(*(set(one) for one in constants))
-    best = min(known, key=lambda alpha: _mean(constants, alpha, "mean_ms"))
+    best = min(constants[0], key=lambda alpha: _mean(constants, alpha, "mean_ms"))
     mean_ms, p99_ms, within = (
         _mean([{"": one} for one in scores], "", name) for name in ("mean_ms", "p99_ms", "within_slo")
     )
@@ -224,52 +293,88 @@ def show(title: str, rows: dict[str, dict[str, Any]]) -> None:
         console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
 
 
-def by_kind(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Average over the scenarios of each kind, with a 95% interval (bootstrap over scenarios)."""
-    rng, found = np.random.default_rng(0), dict[str, dict[str, float]]()
+def by_kind(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Average over the scenarios of each kind, with a 95% interval."""
+    found: dict[str, dict[str, Any]] = {}
     for kind in sorted({row["kind"] for row in rows.values()}):
         own = [row for row in rows.values() if row["kind"] == kind]
         found[kind] = {"scenarios": len(own)}
         for name in ("mean_over_best", "p99_over_best"):
-            values = np.array([row[name] for row in own])
-            drawn = values[rng.integers(values.size, size=(2_000, values.size))].mean(axis=1)
-            low, high = np.percentile(drawn, (2.5, 97.5))
-            found[kind] |= {name: float(values.mean()), f"{name}_low": float(low), f"{name}_high": float(high)}
+            found[kind][name] = interval([row[name] for row in own])
     return found
+
+
+def against(rows: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """How much longer the mean latency of `rows` is than ours, by kind; above 0: ours is shorter."""
+    longer = {name: row["mean_ms"] / ours[name]["mean_ms"] - 1 for name, row in rows.items()}
+    kinds = sorted({row["kind"] for row in rows.values()})
+    return {kind: interval([longer[name] for name, row in rows.items() if row["kind"] == kind]) for kind in kinds}
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Average and its 95% interval (bootstrap over scenarios)."""
+    seen = np.array(values)
+    drawn = seen[np.random.default_rng(0).integers(seen.size, size=(2_000, seen.size))].mean(axis=1)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return {"average": float(seen.mean()), "low": float(low), "high": float(high)}
+
+
+def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
+    """By scenario and load, one per seed."""
+    if args.which == "frozen":
+        numbers = list(range(len(FROZEN)))
+    else:
+        numbers = list(range(0, args.numbers, args.every))
+        numbers = [number for number in numbers if not args.kinds or KINDS[number % len(KINDS)][0] in args.kinds]
+    return {
+        f"{number} {load}": [Case(args.which, number, seed, load, args.scored_from) for seed in range(args.seeds)]
+        for number in numbers
+        for load in args.loads or [None]
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--range", dest="which", choices=(*RANGES, "frozen"), default="validation")
     parser.add_argument("--numbers", type=int, default=36, help="scenarios, from the first on; all of the frozen ones")
+    parser.add_argument("--every", type=int, default=1, help="only every so many of them")
+    parser.add_argument("--kinds", nargs="+", help="only these kinds of drawn scenarios")
+    parser.add_argument("--loads", type=float, nargs="+", help="shares of the capacity, in place of those drawn")
+    parser.add_argument("--scored-from", type=float, default=OPENING_S, help="second from which requests count")
+    parser.add_argument("--wrong-costs", action="store_true", help="helm, each cost halved and doubled at the start")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--policies", nargs="+", default=["helm"], help="as experiments name them")
     parser.add_argument("--starts", type=float, nargs="+", default=[UNTUNED_ALPHA], help="alpha at the start")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write figures there")
     args = parser.parse_args()
-    numbers = range(len(FROZEN) if args.which == "frozen" else args.numbers)
-    grounds = [Ground(args.which, number, seed) for number in numbers for seed in range(args.seeds)]
-    store = Store(BUILD / "controller-trials.jsonl", "1")
-    finish(grounds, sweep, store, args.processes, "constants")
+    if args.wrong_costs:
+        args.policies = [f"helm{WRONG}{term} x {factor}" for term in TERMS for factor in ("0.5", "2")]
+    cases = cases_of(args)
+    store = Store(BUILD / "controller-trials.jsonl", "2")
+    finish([case for own in cases.values() for case in own], sweep, store, args.processes, "constants")
+    finer = {
+        number: [Finer(case, beside_best([store.found[case.name] for case in own])) for case in own]
+        for number, own in cases.items()
+    }
+    finish([one for own in finer.values() for one in own], sweep_finer, store, args.processes, "finer constants")
     found: dict[str, Any] = {}
     for policy in args.policies:
         for start in args.starts:
-            trials = [Trial(ground, policy, start) for ground in grounds]
-            finish(trials, judge, store, args.processes, f"{policy} from {start:g}")
-            rows = {}
-            for number in numbers:
-                own = [trial for trial in trials if trial.ground.number == number]
-                scores, constants = (
-                    [store.found[one.name] for one in own],
-                    [store.found[one.ground.name] for one in own],
-                )
-                drawn = scene(own[0].ground)[0]
-                rows[drawn.name] = {"kind": drawn.kind, **compare(scores, constants)}
+            trials = {number: [Trial(case, policy, start) for case in own] for number, own in cases.items()}
+            everyone = [trial for own in trials.values() for trial in own]
+            finish(everyone, judge, store, args.processes, f"{policy} from {start:g}")
+            rows: dict[str, dict[str, Any]] = {}
+            for number, own in trials.items():
+                constants = [store.found[one.case.name] | store.found[one.name] for one in finer[number]]
+                drawn = scene(own[0].case)[0]
+                name = drawn.name if own[0].case.load is None else f"{drawn.name} at {drawn.load:g}"
+                rows[name] = {"kind": drawn.kind, **compare([store.found[one.name] for one in own], constants)}
             show(f"{policy} from {start:g}", rows)
             found[f"{policy} from {start:g}"] = {
                 "summary": summary(list(rows.values())),
                 "kinds": by_kind(rows),
+                "mean_over_first_policy": against(rows, next(iter(found.values()))["scenarios"] if found else rows),
                 "scenarios": rows,
             }
     if args.out is not None:

@@ -89,10 +89,21 @@ def test_predictions_become_what_is_measured_where_stages_explain_too_little() -
 
 
 def after_a_burst(policy: Limited) -> float:
-    alpha, now_s = 0.5, 0
-    for served, seconds in ((CALM, 60), (BURST, 15), (CALM, 60)):
-        alpha, now_s = driven(policy, served, alpha, seconds, now_s)[-1], now_s + seconds
-    return alpha
+    """Where it stands in the last of three half minutes, on average; a burst came before the first."""
+    alpha, now_s, path = 0.5, 0, list[float]()
+    for served, seconds in ((CALM, 60), (BURST, 15), (CALM, 90)):
+        path = driven(policy, served, alpha, seconds, now_s)
+        alpha, now_s = path[-1], now_s + seconds
+    return float(np.mean(path[-30:]))
+
+
+def test_a_burst_is_answered_at_once() -> None:
+    policy = limited()
+    alpha = driven(policy, CALM, 0.5, 60)[-1]
+    path = driven(policy, BURST, alpha, 3, 60)
+    assert alpha < BURST.best() - 0.05
+    assert path[0] > alpha + 0.05
+    assert path[-1] == pytest.approx(BURST.best(), abs=0.07)
 
 
 def test_after_a_burst_it_stands_nearer_to_what_the_burst_wanted() -> None:

@@ -126,9 +126,11 @@ BURST = 10 + 40 * (1 - ALPHAS)  # what a burst costs at each split
 
 
 def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: Floats = FLAT) -> Floats:
+    """What is chosen on after these seconds, in which every request takes as much work as any other."""
     found = FLAT
     for second in seconds:
         at = window(start_s=float(second), num_requests=rate, num_served=rate)
+        bursts.note(at, rate * FLAT, predicted_ms=None)
         found = bursts.mix(at, prediction(newest_ms), FLAT)
     return found
 
@@ -137,6 +139,49 @@ def test_without_a_burst_nothing_is_mixed_in() -> None:
     bursts = Bursts()
     assert mixed(bursts, range(300), 200) is FLAT
     assert bursts.share == 0
+
+
+def test_in_a_burst_it_is_chosen_on_the_burst_alone() -> None:
+    bursts = Bursts()
+    mixed(bursts, range(60), 200)
+    np.testing.assert_allclose(mixed(bursts, range(60, 61), 500, BURST), BURST)
+    mixed(bursts, range(61, 90), 200)
+    np.testing.assert_allclose(mixed(bursts, range(90, 91), 500, 2 * BURST), 2 * BURST)
+
+
+def is_burst(bursts: Bursts, at: WindowStats, offered_ms: Floats, predicted_ms: float | None = None) -> bool:
+    bursts.note(at, offered_ms, predicted_ms)
+    return bursts.is_burst
+
+
+def test_requests_that_take_more_work_are_a_burst_too() -> None:
+    bursts, calm = Bursts(), 100 * FLAT
+    for second in range(30):
+        assert not is_burst(bursts, window(start_s=float(second), num_requests=400), calm)
+    assert not is_burst(bursts, window(start_s=30.0, num_requests=400), 1.2 * calm)
+    assert is_burst(bursts, window(start_s=31.0, num_requests=400), 1.6 * calm)
+    assert is_burst(bursts, window(start_s=32.0, num_requests=400), 1.3 * calm)  # in a burst, chance has no say
+    assert not is_burst(bursts, window(start_s=33.0, num_requests=400), 1.2 * calm)
+
+
+def test_work_is_compared_where_the_node_stood_before_the_burst() -> None:
+    """Elsewhere the burst may cost no more than calm traffic did."""
+    bursts, calm = Bursts(), 100 * FLAT
+    dear_at_low_splits = calm * np.where(ALPHAS < 0.6, 2.0, 1.0)
+    for second in range(30):
+        is_burst(bursts, window(0.4, float(second), num_requests=400), calm)
+    assert is_burst(bursts, window(0.4, 30.0, num_requests=400), dear_at_low_splits)
+    assert is_burst(bursts, window(0.8, 31.0, num_requests=400), dear_at_low_splits)
+
+
+def test_requests_that_queue_confirm_what_might_be_chance() -> None:
+    doubtful = 130 * FLAT
+    for predicted_ms, expected in ((40.0, False), (10.0, True)):
+        bursts = Bursts()
+        for second in range(30):
+            is_burst(bursts, window(start_s=float(second), num_requests=50), 100 * FLAT)
+        at = window(start_s=30.0, num_requests=50, mean_ms=25.0)
+        assert is_burst(bursts, at, doubtful, predicted_ms) == expected
 
 
 def test_a_burst_that_was_seen_counts_by_its_share_of_requests() -> None:

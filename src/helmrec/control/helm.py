@@ -72,6 +72,8 @@ class Helm:
         """What each layer says; the last one decides."""
         settings, traffic = self.settings, window.traffic
         num, dt_s = traffic.num_served, traffic.end_s - traffic.start_s
+        if settings.has_bursts and self.bursts.note(window, self.model.offered_ms(window), predicted_ms):
+            self.model.start_over()
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
         raw, newest = self.model.predict((Bias(), bias))
         self.prediction = newest

@@ -32,6 +32,7 @@ class Fading:
         self._half_life_s = half_life_s
         self.weight = 0.0
         self.value: Floats | None = None
+        self._newest: tuple[Floats, float] | None = None  # value and weight that were added last
 
     def fade(self, dt_s: float) -> None:
         self.weight *= 2.0 ** (-dt_s / self._half_life_s)
@@ -39,11 +40,17 @@ class Fading:
     def add(self, value: Floats, weight: float, dt_s: float) -> Floats:
         self.fade(dt_s)
         self.weight += weight
+        self._newest = value, weight
         if self.value is None:
             self.value = value
         elif weight > 0:
             self.value = self.value + (value - self.value) * (weight / self.weight)
         return self.value
+
+    def start_over(self) -> None:
+        """Forget all but what was added last."""
+        if self._newest is not None:
+            self.value, self.weight = self._newest
 
 
 class Bias(NamedTuple):
@@ -92,6 +99,7 @@ class LatencyModel:
     work: Work | None = None
     rate: float = 0.0  # arrivals per second
     _curves: JointCurves | None = None
+    _newest: Work | None = None  # of the last window alone
     _recent: Fading = field(default_factory=lambda: Fading(RECENT_S))
     _rates: Fading = field(default_factory=lambda: Fading(RECENT_S))
     _most: int = 1  # requests of the largest step that was seen
@@ -124,8 +132,27 @@ class LatencyModel:
             weight, total = weight - keep, total - keep * _stacked(self._curves)
         self._curves = curves
         if weight >= _ONE_REQUEST:
-            known = self._recent.add(total / weight, weight, dt_s)
-            self.work = Work(*np.maximum(0.0, between(known, curves.alphas, ALPHAS)))
+            own = total / weight
+            both = np.concatenate((self._recent.add(own, weight, dt_s), own))
+            recent, newest = np.maximum(0.0, between(both, curves.alphas, ALPHAS)).reshape(2, len(own), ALPHAS.size)
+            self.work, self._newest = Work(*recent), Work(*newest)
+
+    def offered_ms(self, window: WindowStats) -> Floats:
+        """Work that came in per second of the last window, at each of ALPHAS, in milliseconds of all stages."""
+        costs, work = self.estimator.costs, self._newest
+        assert costs is not None and work is not None
+        token_ms = costs.host_token_ms + costs.token_ms + costs.pair_ms * self._history / 2
+        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * work.missed_rows
+        request_ms = costs.host_request_ms + rows_ms + token_ms * (self._others + work.computed_tokens)
+        return window.traffic.arrival_rate * request_ms
+
+    def start_over(self) -> None:
+        """Traffic has changed: what came before the last window no longer counts."""
+        self._recent.start_over()
+        self._rates.start_over()
+        self.work = self._newest
+        assert self._rates.value is not None
+        self.rate = float(self._rates.value)
 
     def predict(self, biases: Sequence[Bias]) -> list[Prediction]:
         """For each of several corrections, once `update` has returned True."""

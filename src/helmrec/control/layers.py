@@ -1,17 +1,18 @@
 """The layers of the controller. Each looks at a window and proposes a split, or has nothing to say.
 
 *Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
-what was measured at the present split. *Burst recovery* adds the bursts of the last minutes, so that the node stands
-where calm and bursts together cost least.
+what was measured at the present split. *Burst recovery* answers a burst at once, by what its own requests need, and
+then stands where calm and the bursts of the last minutes together cost least.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from helmrec.control.costs import Floats
-from helmrec.control.latency import ALPHAS, Bias, Fading, LatencyModel, Prediction
+from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel, Prediction
 from helmrec.control.policy import WindowStats
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
@@ -19,7 +20,9 @@ MIN_GAIN = 0.005  # share of the latency that a move must promise; half of it te
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
-_BURST_FACTOR = 1.25  # times the calm rate from which arrivals are a burst
+_BURST_FACTOR = 1.25  # times the work of calm traffic from which it is a burst
+_BURST_DEVIATIONS = 3.0  # of a Poisson count, by which it must be more than that
+_BURST_WEIGHT = 0.25  # of a burst in what counts as calm: one that lasts becomes that
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,51 +121,64 @@ class Residual:
 
 
 class Bursts:
-    """Remembers what bursts of the last minutes would have cost at every split, and how many requests they had."""
+    """In a burst, goes where the burst alone would cost least; in calm, weighs the bursts of the last minutes.
+
+    A burst is work that stands out: arrivals, times what each of them takes at the split where the node stood.
+    """
 
     def __init__(self) -> None:
-        self._calm_rate: float | None = None
-        self._burst = Fading(_BURSTS_S)
+        self._calm = Fading(2 * JUDGED_S)  # work per second outside bursts, at ALPHAS
+        self._stood_at = 0.0  # alpha when the burst began
+        self._present = Fading(JUDGED_S)  # prediction for the burst that is on
+        self._past = Fading(_BURSTS_S)  # for all bursts
         self._num_calm = 0.0  # requests outside bursts, older ones fading as those of bursts do
         self.is_burst = False
 
     @property
     def share(self) -> float:
         """Of recent requests that came in bursts."""
-        return self._burst.weight / max(1.0, self._burst.weight + self._num_calm)
+        return self._past.weight / max(1.0, self._past.weight + self._num_calm)
+
+    def note(self, window: WindowStats, offered_ms: Floats, predicted_ms: float | None) -> bool:
+        """Take a window in, with the work per second that came in it. True: a burst has begun or ended.
+
+        What chance alone may bring is no burst, unless requests took much longer than predicted: then they queue.
+        """
+        traffic, was_burst = window.traffic, self.is_burst
+        dt_s = traffic.end_s - traffic.start_s
+        if not was_burst:
+            self._stood_at = window.alpha
+        calm_ms = offered_ms if self._calm.value is None else self._calm.value
+        now, calm = (float(np.interp(self._stood_at, ALPHAS, one)) for one in (offered_ms, calm_ms))
+        least = _BURST_FACTOR * calm
+        if not was_burst and (predicted_ms is None or traffic.mean_ms <= _MOST_BIAS * predicted_ms):
+            num = traffic.arrival_rate * dt_s
+            least += _BURST_DEVIATIONS * math.sqrt(calm * now / max(1.0, num))
+        self.is_burst = now > least and self._calm.weight > RECENT_S  # before, it is not known what calm is
+        self._calm.add(offered_ms, dt_s * (_BURST_WEIGHT if self.is_burst else 1.0), dt_s)
+        return self.is_burst != was_burst
 
     def mix(self, window: WindowStats, newest: Prediction, calm_ms: Floats) -> Floats:
-        """Take a window in; returns `calm_ms` with the bursts that were seen mixed in."""
+        """What to choose on: the prediction for the present burst, or `calm_ms` with earlier bursts mixed in."""
         traffic = window.traffic
         dt_s, num = traffic.end_s - traffic.start_s, traffic.num_served
         self._num_calm *= 2.0 ** (-dt_s / _BURSTS_S)
-        self.is_burst = self._stands_out(traffic.arrival_rate, dt_s)
         if self.is_burst:
-            self._burst.add(newest.mean_ms, num, dt_s)
-        else:
-            self._burst.fade(dt_s)
-            self._num_calm += num
-        return calm_ms if self._burst.value is None else calm_ms + self.share * (self._burst.value - calm_ms)
-
-    def _stands_out(self, rate: float, dt_s: float) -> bool:
-        """Whether so many came that it is no chance. The calm rate follows slowly, and more slowly in a burst."""
-        calm = self._calm_rate
-        if calm is None:
-            self._calm_rate = rate
-            return False
-        chance = (1 + 2) * float(np.sqrt(calm / dt_s))  # three deviations of a Poisson count
-        is_burst = rate > _BURST_FACTOR * calm + chance
-        half_life_s = 2 * JUDGED_S * (2 * 2 if is_burst else 1)
-        self._calm_rate = rate + (calm - rate) * 2.0 ** (-dt_s / half_life_s)
-        return is_burst
+            self._past.add(newest.mean_ms, num, dt_s)
+            return self._present.add(newest.mean_ms, num, dt_s)
+        self._present.weight = 0.0
+        self._past.fade(dt_s)
+        self._num_calm += num
+        return calm_ms if self._past.value is None else calm_ms + self.share * (self._past.value - calm_ms)
 
     @property
     def learned(self) -> list[float]:
-        if self._burst.value is None or self._calm_rate is None:
+        if self._past.value is None or self._calm.value is None:
             return []
-        return [self._calm_rate, self._num_calm, self._burst.weight, *self._burst.value.tolist()]
+        weights = (self._num_calm, self._past.weight, self._calm.weight)
+        return [*weights, *self._past.value.tolist(), *self._calm.value.tolist()]
 
     def relearn(self, learned: list[float]) -> None:
         if learned:
-            self._calm_rate, self._num_calm, self._burst.weight, *of_burst = learned
-            self._burst.value = np.array(of_burst).reshape(ALPHAS.shape)
+            self._num_calm, self._past.weight, self._calm.weight, *curves = learned
+            self._past.value, self._calm.value = np.array(curves).reshape(2, ALPHAS.size)
