@@ -5,11 +5,12 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Estimator, StageCosts
+from helmrec.control.costs import Estimator, StageCosts, add_steps
 from helmrec.steps import Step, no_steps
 from tests.control.made_up_steps import COSTS, timed, work_of
 
 STAGES = (Step.HOST_MS, Step.ROWS_MS, Step.COMPUTE_MS)
+WORK = sorted((Step.REQUESTS, Step.TOKENS, Step.PAIRS, Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED))
 
 
 def learned(*windows: np.ndarray) -> StageCosts:
@@ -111,3 +112,31 @@ def test_what_is_too_little_to_know_costs_is_too_little_after_a_restart() -> Non
     assert second.costs is None
     second.update(timed(work_of(20, np.random.default_rng(11))))
     assert second.costs is not None
+
+
+def added_plainly(steps: np.ndarray, half_life: float, moments: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
+    """The plain twin of `add_steps`."""
+    steps = steps[np.isfinite(steps[:, STAGES]).all(axis=1)]
+    work = np.column_stack((np.ones(len(steps)), steps[:, WORK]))
+    keep = 2.0 ** (-len(steps) / half_life)
+    moments *= keep
+    targets *= keep
+    for place, stage in enumerate(STAGES):
+        weight = 1 / np.maximum(steps[:, stage], 1e-3) ** 2
+        moments[place] += (work.T * weight) @ work
+        targets[:, place] += work.T @ (weight * steps[:, stage])
+    num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
+    return len(steps), num_overlapped, keep
+
+
+@pytest.mark.parametrize("num", [0, 1, 50])
+def test_steps_are_added_as_plain_sums_are(num: int) -> None:
+    rng = np.random.default_rng(num)
+    steps = timed(work_of(num, rng)) if num else no_steps()
+    steps[::7, Step.COMPUTE_MS] = np.nan
+    steps[::5, Step.HOST_MS] = 0.0
+    before = rng.random((len(STAGES), 1 + len(WORK), 1 + len(WORK))), rng.random((1 + len(WORK), len(STAGES)))
+    ours, plain = ([one.copy() for one in before] for _ in range(2))
+    assert add_steps(steps, 100.0, *ours) == pytest.approx(added_plainly(steps, 100.0, *plain))
+    for one, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(one, other)

@@ -195,6 +195,16 @@ def test_a_burst_that_was_seen_counts_by_its_share_of_requests() -> None:
     np.testing.assert_allclose(found, FLAT + bursts.share * (BURST - FLAT))
 
 
+def test_only_the_beginning_of_a_long_burst_is_remembered() -> None:
+    """Later on the boundary has followed, so calm need not be prepared for it."""
+    short, long = Bursts(), Bursts()
+    for bursts, lasts in ((short, 15), (long, 60)):
+        mixed(bursts, range(120), 200)
+        mixed(bursts, range(120, 120 + lasts), 500, BURST)
+        mixed(bursts, range(120 + lasts, 121 + lasts), 200)
+    assert long.share < short.share
+
+
 def test_a_burst_is_forgotten_as_calm_goes_on() -> None:
     bursts = Bursts()
     mixed(bursts, range(60), 200)

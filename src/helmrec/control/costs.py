@@ -6,6 +6,7 @@ assumed: before the first steps nothing is known, and `Estimator.costs` is None.
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,9 +24,10 @@ _WORK_OF = {  # columns that each stage's time is linear in, beside a fixed part
     Step.ROWS_MS: (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
     Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS),
 }
-_STAGES = list(_WORK_OF)
-_WORK = sorted({column for columns in _WORK_OF.values() for column in columns})
-_TERMS = [np.array([0, *(1 + _WORK.index(column) for column in _WORK_OF[stage])]) for stage in _STAGES]
+_STAGES = tuple(int(stage) for stage in _WORK_OF)
+_WORK = tuple(sorted({int(column) for columns in _WORK_OF.values() for column in columns}))
+_BEGIN_S, _END_S = int(Step.BEGIN_S), int(Step.END_S)
+_TERMS = [np.array([0, *(1 + _WORK.index(column) for column in columns)]) for columns in _WORK_OF.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +66,11 @@ class Estimator:
 
     def update(self, steps: Steps) -> None:
         """Steps in the order of their ends; those with a stage that was not timed are left out."""
-        took_ms = steps[:, _STAGES]
-        is_timed = np.isfinite(took_ms).all(axis=1)
-        if not is_timed.all():
-            steps, took_ms = steps[is_timed], took_ms[is_timed]
-        if not len(steps):
-            return
-        keep = 2.0 ** (-len(steps) / _HALF_LIFE_STEPS)
-        work = np.ones((len(steps), 1 + len(_WORK)))
-        work[:, 1:] = steps[:, _WORK]
-        weight = 1 / np.maximum(took_ms, _LEAST_MS)
-        weight *= weight
-        self._moments *= keep
-        self._moments += (work.T * weight.T[:, None]) @ work
-        self._targets *= keep
-        self._targets += work.T @ (took_ms * weight)
-        num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
-        self._seen *= (1.0, keep, keep)
-        self._seen += (float(len(steps)), float(len(steps)), float(num_overlapped))
-        self._know()
+        num, num_overlapped, keep = add_steps(steps, _HALF_LIFE_STEPS, self._moments, self._targets)
+        if num:
+            self._seen *= (1.0, keep, keep)
+            self._seen += (num, num, num_overlapped)
+            self._know()
 
     def _know(self) -> None:
         """Solve for the terms; once all are known, those of one stage at a time, since they change slowly."""
@@ -131,3 +119,35 @@ class Estimator:
 
     def _parts(self) -> list[Floats]:
         return [self._moments, self._targets, self._seen]
+
+
+@numba.njit(cache=True, nogil=True)
+def add_steps(steps: Steps, half_life_steps: float, moments: Floats, targets: Floats) -> tuple[float, float, float]:
+    """Fade the moments by as many steps as were timed in all stages, and add theirs.
+
+    Returns how many those are, how many of them were launched while the one before was under way, and the share of the
+    earlier moments that was kept. A step is weighted by the inverse square of what the stage took: relative errors.
+    """
+    is_timed = np.ones(len(steps), np.bool_)
+    for stage in _STAGES:
+        is_timed &= np.isfinite(steps[:, stage])
+    num = np.count_nonzero(is_timed)
+    keep = 2.0 ** (-num / half_life_steps)
+    moments *= keep
+    targets *= keep
+    work, ended_s, num_overlapped = np.ones(1 + len(_WORK)), -np.inf, 0.0
+    for at in np.flatnonzero(is_timed):
+        num_overlapped += steps[at, _BEGIN_S] < ended_s
+        ended_s = steps[at, _END_S]
+        for term, column in enumerate(_WORK):
+            work[1 + term] = steps[at, column]
+        for place, stage in enumerate(_STAGES):
+            took_ms = steps[at, stage]
+            least_ms = max(took_ms, _LEAST_MS)
+            weight = 1.0 / (least_ms * least_ms)
+            for term in range(work.size):
+                weighted = weight * work[term]
+                targets[term, place] += weighted * took_ms
+                for other in range(work.size):
+                    moments[place, term, other] += weighted * work[other]
+    return float(num), num_overlapped, keep

@@ -121,7 +121,7 @@ class Residual:
 
 
 class Bursts:
-    """In a burst, goes where the burst alone would cost least; in calm, weighs the bursts of the last minutes.
+    """In a burst, goes where the burst alone would cost least; in calm, weighs the beginnings of the last bursts.
 
     A burst is work that stands out: arrivals, times what each of them takes at the split where the node stood.
     """
@@ -129,6 +129,7 @@ class Bursts:
     def __init__(self) -> None:
         self._calm = Fading(2 * JUDGED_S)  # work per second outside bursts, at ALPHAS
         self._stood_at = 0.0  # alpha when the burst began
+        self._lasted_s = 0.0  # so long the burst has been on
         self._present = Fading(JUDGED_S)  # prediction for the burst that is on
         self._past = Fading(_BURSTS_S)  # for all bursts
         self._num_calm = 0.0  # requests outside bursts, older ones fading as those of bursts do
@@ -163,11 +164,13 @@ class Bursts:
         traffic = window.traffic
         dt_s, num = traffic.end_s - traffic.start_s, traffic.num_served
         self._num_calm *= 2.0 ** (-dt_s / _BURSTS_S)
-        if self.is_burst:
-            self._past.add(newest.mean_ms, num, dt_s)
-            return self._present.add(newest.mean_ms, num, dt_s)
-        self._present.weight = 0.0
         self._past.fade(dt_s)
+        if self.is_burst:
+            self._lasted_s += dt_s
+            if self._lasted_s <= JUDGED_S:  # later ones need no memory: the boundary has followed by then
+                self._past.add(newest.mean_ms, num, dt_s=0.0)
+            return self._present.add(newest.mean_ms, num, dt_s)
+        self._present.weight = self._lasted_s = 0.0
         self._num_calm += num
         return calm_ms if self._past.value is None else calm_ms + self.share * (self._past.value - calm_ms)
 
