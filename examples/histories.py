@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from helmrec.model.window import gap_bucket
-from helmrec.sim.importers import read_log
+from helmrec.traffic.importers import read_log
 from helmrec.types import IntArray
 
 HELD_OUT = 2  # of each user's events: the model is asked for them and never learns from them

@@ -28,11 +28,11 @@ from helmrec.router.rivals import policies
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import default_cost
-from helmrec.sim.families import Shape, family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import Status
-from helmrec.sim.trace import Trace
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.state import Status
+from helmrec.traffic.families import Shape, family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 from scripts.provenance import provenance
 
 OUT = Path("docs/measurements/cluster.json")

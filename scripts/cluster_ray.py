@@ -34,9 +34,9 @@ from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 from helmrec.model.weights import init_model
 from helmrec.serve.settings import Given, Settings, resolve
 from helmrec.serve.wire import pack_call
-from helmrec.sim.imported import ImportConfig, trace_of_log
-from helmrec.sim.importers import read_log
-from helmrec.sim.requests import rank_requests
+from helmrec.traffic.imported import ImportConfig, trace_of_log
+from helmrec.traffic.importers import read_log
+from helmrec.traffic.requests import rank_requests
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
 

@@ -21,10 +21,10 @@ from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.experiments.entrants import entrant
 from helmrec.experiments.kept import Store, finish
+from helmrec.sim.curves import record_curves
 from helmrec.sim.drawn import OPENING_S
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
-from helmrec.sim.simulate_curves import record_curves
 from scripts.controller_trials import AFTER_BURST_S, BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
 from scripts.provenance import write_measurement
 

@@ -37,15 +37,15 @@ from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.entrants import entrant
 from helmrec.experiments.kept import Store, digest_of_code, finish
 from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.curves import record_curves
 from helmrec.sim.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import prepare_requests
-from helmrec.sim.node_state import make_outcomes
+from helmrec.sim.node.config import prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import make_outcomes
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
-from helmrec.sim.simulate_curves import record_curves
-from helmrec.sim.trace import Trace
 from helmrec.steps import Step
+from helmrec.traffic.trace import Trace
 from scripts.provenance import write_measurement
 
 BUILD, SCENARIOS = Path("build"), Path("scenarios")

@@ -20,7 +20,7 @@ from helmrec.bench.cells import MOVE_BYTES, POOL_GB, REGIMES, SLO_MS, Cell, Regi
 from helmrec.bench.contest import Course
 from helmrec.bench.judge import largest_of
 from helmrec.sim.scenario import Scenario
-from helmrec.sim.workload import Phase
+from helmrec.traffic.workload import Phase
 from scripts.map import FAVOURABLE, MAIN, OUT, from_json
 
 FOLDER = Path("scenarios")

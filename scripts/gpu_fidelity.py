@@ -25,13 +25,13 @@ from helmrec.load import Load
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
 from helmrec.sim.cost import CostModel, default_cost, load_cost
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import make_outcomes
-from helmrec.sim.requests import rank_requests
-from helmrec.sim.trace import Trace
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import make_outcomes
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace import Trace
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
 

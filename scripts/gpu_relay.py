@@ -27,7 +27,7 @@ from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.engine.pipeline import Pipeline
-from helmrec.engine.relay import Relay, _first_tokens
+from helmrec.engine.relay.pre_inference import Relay, _first_tokens
 from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile

@@ -28,8 +28,8 @@ from helmrec.engine.warm_up import warm_up
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.policies import make_policy, needs_curves
-from helmrec.sim.generate import generate
-from helmrec.sim.requests import rank_requests
+from helmrec.traffic.generate import generate
+from helmrec.traffic.requests import rank_requests
 from scripts.live import BEST, SCREENED, SLO_MS, Course, Driver, Notes, Run, describe, figures
 from scripts.provenance import write_measurement
 

@@ -15,9 +15,9 @@ from helmrec.engine.engine import Engine
 from helmrec.loadgen import LoadGenConfig, ServerScenario
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.sim.families import family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.requests import rank_requests
+from helmrec.traffic.families import family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.requests import rank_requests
 from scripts.provenance import write_measurement
 
 OUT = Path(__file__).parents[1] / "docs" / "measurements" / "loadgen-cpu.json"

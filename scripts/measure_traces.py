@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.model.profiles import profile
-from helmrec.sim.describe import describe
-from helmrec.sim.families import Shape, family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.requests import rank_requests
-from helmrec.sim.rows import RowReads, candidate_rows, history_rows, row_reads, row_space
-from helmrec.sim.trace import Trace, index_histories
-from helmrec.sim.trace_file import read_trace, write_trace
+from helmrec.traffic.describe import describe
+from helmrec.traffic.families import Shape, family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.rows import RowReads, candidate_rows, history_rows, row_reads, row_space
+from helmrec.traffic.trace import Trace, index_histories
+from helmrec.traffic.trace_file import read_trace, write_trace
 from scripts.provenance import write_measurement
 
 IntArray = NDArray[np.int64]

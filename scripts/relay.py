@@ -20,11 +20,11 @@ import numpy as np
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import default_cost
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.relay import CascadeResult, Relaying, simulate_cascade
-from helmrec.sim.trace import Trace
-from helmrec.sim.workload import Phase, Users, Workload
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.workload import Phase, Users, Workload
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/relay.json")

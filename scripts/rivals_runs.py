@@ -26,10 +26,10 @@ from helmrec.control.static import Static
 from helmrec.experiments.curve_file import load_curves, save_curves
 from helmrec.experiments.kept import Store, digest_of, digest_of_code
 from helmrec.policies import make_policy
-from helmrec.sim.families import Shape, family
 from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
-from helmrec.sim.workload import Phase, Workload
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.workload import Phase, Workload
 
 KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("scenarios")
 CONTROLLER = digest_of_code("control")  # as it is when a run begins

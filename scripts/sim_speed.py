@@ -14,11 +14,11 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
 from helmrec.sim.cluster import ByHash, ClusterConfig, Fleet, simulate_cluster
 from helmrec.sim.cost import default_cost
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.simulate import Options, SimResult, simulate
-from helmrec.sim.trace import Trace
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 from scripts.provenance import write_measurement
 
 NUM_ITEMS = 1 << 22

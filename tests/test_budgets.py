@@ -15,6 +15,7 @@ LONG_FILES: dict[str, str] = {
     "engine/engine.py": "one class: the loop, and the background work between its steps",
     "serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
     "sim/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
+    "sim/node/kv.py": "the compiled twin of kv_cache.py, and of the log of visits that admits its prefixes",
     "memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {}

@@ -18,9 +18,9 @@ RANKS = {
     "control": 3,
     "router": 3,
     "history": 3,
-    "relay": 3,
     "engine": 4,
     "ppo": 4,
+    "traffic": 4,
     "sim": 5,
     "load": 5,
     "policies": 5,
@@ -131,7 +131,7 @@ def test_baselines_of_the_bench_serve_only_comparisons() -> None:
 
 def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:
     pure = {
-        m for m in IMPORTS if layer(m) in (*BASE, "memory", "control", "history", "sim")
+        m for m in IMPORTS if layer(m) in (*BASE, "memory", "control", "history", "traffic", "sim")
     } - MAY_IMPORT_TORCH_IN_MEMORY
     assert {"helmrec.memory.pool", "helmrec.memory.kv_cache", "helmrec.types"} <= pure
     for module in pure:

@@ -16,9 +16,9 @@ from helmrec.errors import ConfigError, QueueFull
 from helmrec.loadgen import LoadGenConfig, Offer, ServerScenario, Verdict, largest_valid
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.sim.families import family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.trace_file import write_trace
+from helmrec.traffic.families import family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace_file import write_trace
 from tests.helpers import random_request, tiny_engine
 
 

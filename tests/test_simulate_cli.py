@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from helmrec.bench.service_cost import service_cost
 from helmrec.cli import app
 from helmrec.errors import ConfigError
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
 from helmrec.sim.scenario import load_scenario
-from helmrec.sim.trace_file import write_trace
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace_file import write_trace
 
 runner = CliRunner()
 

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from helmrec.cli import app
-from helmrec.sim.trace_file import read_trace
+from helmrec.traffic.trace_file import read_trace
 
 runner = CliRunner()
-FIXTURES = Path(__file__).parent / "sim" / "fixtures"
+FIXTURES = Path(__file__).parent / "traffic" / "fixtures"
 SMALL = ["--preset", "amazon-video-games", "--rate", "10", "--duration", "20"]
 
 

@@ -2,7 +2,7 @@
 
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.engine.relay import RelayStats
+from helmrec.engine.relay.pre_inference import RelayStats
 from helmrec.errors import (
     AlphaOutOfRange,
     ConfigError,

@@ -18,9 +18,9 @@ from helmrec.engine.engine import Engine
 from helmrec.load import Load, Snapshot, arrival_times
 from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
 from helmrec.serve.load import HttpLoad
-from helmrec.sim.requests import rank_requests
-from helmrec.sim.trace import Trace
-from helmrec.sim.trace_file import read_trace
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.trace_file import read_trace
 
 _SLOW_DRIVER_MS = 5.0
 

@@ -13,8 +13,8 @@ from helmrec.console import err, out, told_plainly
 from helmrec.engine.engine import Engine
 from helmrec.errors import TraceError
 from helmrec.loadgen import LoadGenConfig, ServerScenario, Verdict
-from helmrec.sim.requests import rank_requests
-from helmrec.sim.trace_file import read_trace
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace_file import read_trace
 
 _SPARE = 1.2  # LoadGen draws how many queries fit the time
 

@@ -11,8 +11,8 @@ from helmrec.console import err, out, told_plainly
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import default_cost, load_cost
-from helmrec.sim.families import PRESETS
 from helmrec.sim.plan import Plan, PlanConfig, make_plan
+from helmrec.traffic.families import PRESETS
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag

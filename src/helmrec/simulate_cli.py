@@ -15,11 +15,11 @@ from helmrec.bench.baselines import POLICY_NAMES, make_policy, needs_curves
 from helmrec.bench.service_cost import service_cost
 from helmrec.console import err, out, told_plainly
 from helmrec.control.static import Static, StaticSettings
-from helmrec.sim.node_state import FloatArray
+from helmrec.sim.node.state import FloatArray
 from helmrec.sim.oracle import quasi_static
+from helmrec.sim.plot import Star, plot_run
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import Options, SimResult, simulate
-from helmrec.sim.simulate_plot import Star, plot_run
 
 _FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
 _STAR_ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -8,14 +8,14 @@ from rich.table import Table
 
 from helmrec.console import out, told_plainly
 from helmrec.errors import ConfigError
-from helmrec.sim.describe import PUBLISHED, Description, describe
-from helmrec.sim.families import FAMILIES, PRESETS, family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.imported import ImportConfig, trace_of_log
-from helmrec.sim.importers import READERS, read_log
-from helmrec.sim.plot import plot_trace
-from helmrec.sim.trace_file import read_trace, write_trace
-from helmrec.sim.workload import Workload, load_workload
+from helmrec.traffic.describe import PUBLISHED, Description, describe
+from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.imported import ImportConfig, trace_of_log
+from helmrec.traffic.importers import READERS, read_log
+from helmrec.traffic.plot import plot_trace
+from helmrec.traffic.trace_file import read_trace, write_trace
+from helmrec.traffic.workload import Workload, load_workload
 
 trace_app = typer.Typer(help="Make, import, describe and plot traces of traffic.", no_args_is_help=True)
 

@@ -5,7 +5,7 @@ from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer, scaled
 from helmrec.bench.contest_report import hindsight, row, spent
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.scenario import Scenario
-from helmrec.sim.workload import Phase, Workload
+from helmrec.traffic.workload import Phase, Workload
 
 
 def scenario(rate: float = 60) -> Scenario:

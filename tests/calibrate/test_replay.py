@@ -4,11 +4,11 @@ import pytest
 from helmrec.calibrate.replay import replay
 from helmrec.config import EngineConfig
 from helmrec.model.profiles import profile
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import make_outcomes
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import make_outcomes
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
 from tests.calibrate.test_fit import TRUE
 from tests.sim.test_simulate import COST
 

@@ -23,7 +23,7 @@ from helmrec.config import RelayConfig
 from helmrec.engine import engine as engine_module
 from helmrec.engine import intake
 from helmrec.engine.intake import RowUpdate
-from helmrec.engine.relay import Relay
+from helmrec.engine.relay.pre_inference import Relay
 from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention
 from helmrec.memory.arena import Arena

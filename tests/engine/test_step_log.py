@@ -14,7 +14,7 @@ from helmrec.memory.host_pages import HostPages
 from helmrec.model.hstu import HstuModel
 from helmrec.steps import Step, Steps
 from helmrec.types import RankResult
-from tests.engine.test_relay import finish, rank_of, signal_of
+from tests.engine.relay.test_pre_inference import finish, rank_of, signal_of
 from tests.helpers import random_request, tiny_engine, tiny_model
 
 HOST_TIER: dict[str, Any] = {"host_kv_bytes": "64KiB", "kv_reload": "always", "kv_admission": "always"}

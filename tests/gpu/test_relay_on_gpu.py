@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.test_relay import finish, signal_of
+from tests.engine.relay.test_pre_inference import finish, signal_of
 from tests.helpers import random_request, tiny_engine, tiny_model
 
 from helmrec.config import RelayConfig

@@ -8,10 +8,10 @@ from helmrec.router.rivals import policies
 from helmrec.router.slices import Fixed, SliceRouter
 from helmrec.router.state import ClusterState
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, NodeLoss, simulate_cluster
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node_state import Status
-from helmrec.sim.trace import Trace
+from helmrec.sim.node.state import Status
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 from tests.router.cases import request
 from tests.sim.test_cluster import CONFIG, FLEET
 

@@ -24,9 +24,9 @@ from helmrec.serve.client import Client
 from helmrec.serve.load import HttpLoad
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
-from helmrec.sim.families import family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.trace_file import write_trace
+from helmrec.traffic.families import family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace_file import write_trace
 from tests.helpers import tiny_engine
 from tests.serve.asgi import on_loopback, wait_for
 from tests.serve.cases import rank_requests

@@ -8,8 +8,8 @@ import pytest
 from helmrec.config import RelayConfig
 from helmrec.sim.cascade import CascadeConfig
 from helmrec.sim.relay import Relaying, simulate_cascade
-from tests.sim.cases import small_trace
-from tests.sim.test_node_conformance import SLOW, node_config
+from tests.sim.node.test_conformance import SLOW, node_config
+from tests.traffic.cases import small_trace
 
 CASCADE = CascadeConfig(retrieval_ms=400, preprocessing_ms=200)
 RELAY = RelayConfig(risk=0.0, budget_ms=150, hold_ms=1_500, chunk_tokens=21, max_held=0.6, max_compute=0.9)

@@ -4,11 +4,11 @@ import pytest
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 from helmrec.sim.cluster import ByHash, ClusterConfig, ClusterResult, Fleet, LeastLoaded, NodeLoss, simulate_cluster
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node_state import FloatArray, Status, no_faults
+from helmrec.sim.node.state import FloatArray, Status, no_faults
 from helmrec.sim.simulate import simulate
-from helmrec.sim.trace import Trace
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 from tests.sim.test_simulate import COST, dlrmv3
 

@@ -5,13 +5,13 @@ same bytes. What a lost node does to others is in `test_cluster.py`.
 import numpy as np
 import pytest
 
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import prepare_requests
-from helmrec.sim.node_state import Faults, Outcomes, Status, make_outcomes, no_faults
+from helmrec.sim.node.config import prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import Faults, Outcomes, Status, make_outcomes, no_faults
 from helmrec.sim.simulate import finish
-from helmrec.sim.trace import Trace
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 from tests.sim.test_simulate import COST, dlrmv3
 
 SLOW = np.array([[4.0, 9.0, 0.005]])

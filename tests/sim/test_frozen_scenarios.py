@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from helmrec.control.static import Static, StaticSettings
-from helmrec.sim.generate import generate
 from helmrec.sim.scenario import load_scenario
 from helmrec.sim.simulate import simulate
+from helmrec.traffic.generate import generate
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 HASHES = {

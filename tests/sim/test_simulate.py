@@ -7,15 +7,15 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import BusLoad, Work, compute_ms, default_cost, rows_ms
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import Faults, Status, make_outcomes, no_faults
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import Faults, Status, make_outcomes, no_faults
 from helmrec.sim.simulate import Options, SimResult, simulate
-from helmrec.sim.trace import Trace
-from tests.sim.cases import small_trace
-from tests.sim.test_node_conformance import PAGE_BYTES, SLOW, node_config
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
+from tests.sim.node.test_conformance import PAGE_BYTES, SLOW, node_config
+from tests.traffic.cases import small_trace
 
 COST = default_cost()
 

@@ -5,17 +5,17 @@ import pytest
 
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.cluster import ByHash, ClusterConfig, Fleet, NodeLoss, simulate_cluster
-from helmrec.sim.families import Shape, family
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import prepare_requests
-from helmrec.sim.node_state import C, N, make_outcomes
+from helmrec.sim.curves import curves_at, record_curves
+from helmrec.sim.node.config import prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import C, N, make_outcomes
 from helmrec.sim.simulate import Options, simulate
-from helmrec.sim.simulate_curves import curves_at, record_curves
 from helmrec.sim.steered import SteeredNode
-from helmrec.sim.trace import Trace
-from helmrec.sim.workload import Phase, Workload
 from helmrec.steps import Step
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.workload import Phase, Workload
 from tests.sim.test_simulate import COST, dlrmv3, static
 
 CONFIG = dlrmv3(row_sample=1 / 256)
@@ -84,7 +84,7 @@ def test_steps_of_the_windows_are_all_that_ended(burst: Trace, node: Node) -> No
 def test_taken_steps_are_not_there_again_and_of_too_many_the_latest_are(
     node: Node, burst: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("helmrec.sim.node.CAPACITY", 16)
+    monkeypatch.setattr("helmrec.sim.node.node.CAPACITY", 16)
     small = Node(CONFIG, COST, node.requests, make_outcomes(burst.num_requests))
     small.send(np.arange(burst.num_requests), burst.time_s)
     for each in (node, small):

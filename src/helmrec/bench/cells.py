@@ -11,9 +11,9 @@ from pydantic import Field
 from helmrec.config import EngineConfig, Frozen
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.scenario import with_bus_speed
-from helmrec.sim.workload import Phase, Users, Workload
+from helmrec.traffic.workload import Phase, Users, Workload
 
 SLO_MS = 80.0  # the published limit of ranking (MLPerf DLRMv3)
 POOL_GB = 80.0  # what a card of 141 GB leaves beside weights, buffers and graphs, with room

@@ -16,12 +16,12 @@ from helmrec.bench.service_cost import ServiceCost, service_cost
 from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.memory.miss_curves import JointCurves
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.curves import curves_at, record_curves
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
-from helmrec.sim.simulate_curves import curves_at, record_curves
-from helmrec.sim.trace import Trace
-from helmrec.sim.workload import Workload
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.workload import Workload
 
 Floats = NDArray[np.float64]
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from helmrec.bench.cells import SLO_MS, Cell, Regime
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.cost import CostModel
-from helmrec.sim.generate import generate
 from helmrec.sim.simulate import SimResult, simulate
-from helmrec.sim.trace import Trace
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 
 Floats = NDArray[np.float64]
 

@@ -7,8 +7,8 @@ from helmrec.bench.judge import Search, largest_load
 from helmrec.bench.load_curve import run_static
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.cost import CostModel
-from helmrec.sim.generate import generate
 from helmrec.sim.simulate import simulate
+from helmrec.traffic.generate import generate
 
 _ALPHA, _HELD_S = 0.5, 60.0
 

@@ -12,8 +12,8 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.control.policy import WindowStats
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.trace import Trace
+from helmrec.sim.node.config import NodeConfig
+from helmrec.traffic.trace import Trace
 
 Curve = NDArray[np.float64]  # (alphas,)
 

@@ -14,11 +14,11 @@ from helmrec.bench.judge import largest_of
 from helmrec.bench.load_curve import run_static
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.cost import CostModel, tokens_ms
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.oracle import SwitchPrices, cheapest_path, switching_costs
 from helmrec.sim.simulate import SimResult, simulate
-from helmrec.sim.trace import Trace
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 
 Floats = NDArray[np.float64]
 

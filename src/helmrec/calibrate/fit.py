@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from helmrec.calibrate.replay import replay
 from helmrec.calibrate.timed import Measured
 from helmrec.sim.cost import CostTerms
-from helmrec.sim.node_state import FloatArray
+from helmrec.sim.node.state import FloatArray
 from helmrec.types import IntArray
 
 _OUTLIER = 0.15  # relative error from which on a step pulls no harder

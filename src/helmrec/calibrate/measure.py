@@ -18,7 +18,7 @@ from helmrec.engine.row_graphs import ORDER_FROM
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense, total_table_bytes
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 
 Progress = Callable[[str, int, int], None]  # told what is being done, and how much of how much is
 

@@ -4,7 +4,7 @@ import numba
 import numpy as np
 
 from helmrec.sim.cost import BusLoad, CostTerms, Work, compute_ms, host_ms, reload_ms, rows_ms
-from helmrec.sim.node_state import FloatArray
+from helmrec.sim.node.state import FloatArray
 from helmrec.types import IntArray
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.errors import ConfigError
-from helmrec.sim.node_state import FloatArray
+from helmrec.sim.node.state import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
 from helmrec.sim.cost import default_cost
-from helmrec.sim.node_config import NodeConfig
+from helmrec.sim.node.config import NodeConfig
 
 ENGINES, INGRESS = "engines", "ingress"
 _ROUTING_TASKS_PERIODS = 4  # report periods after which a replica that does not report is asked again

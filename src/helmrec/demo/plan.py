@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.sim.families import Shape, family
-from helmrec.sim.workload import Workload
+from helmrec.traffic.families import Shape, family
+from helmrec.traffic.workload import Workload
 
 PARTS = ("steady", "trend", "burst")
 _BURSTS = 2  # in the last part

@@ -16,7 +16,7 @@ from helmrec.demo.trial import Trial, try_splits
 from helmrec.load import Snapshot
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.sim.generate import generate
+from helmrec.traffic.generate import generate
 
 _UTILISATION = 0.4  # of what one request after the other takes: bursts come on top, and driver and server share cores
 _MOST_PER_S = 150.0

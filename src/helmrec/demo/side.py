@@ -22,8 +22,8 @@ from helmrec.serve.client import Client
 from helmrec.serve.live import LiveAnswer
 from helmrec.serve.load import HttpLoad
 from helmrec.serve.samples import Sample
-from helmrec.sim.requests import rank_requests
-from helmrec.sim.trace import Trace
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace import Trace
 
 _AUDIT_EVERY = 20
 _START_S = 300.0  # on a busy machine a policy may compile for a minute or two, once

@@ -8,7 +8,7 @@ from helmrec.config import EngineConfig
 from helmrec.policies import make_policy, needs_curves
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import Options, simulate
-from helmrec.sim.workload import Phase, Users, Workload
+from helmrec.traffic.workload import Phase, Users, Workload
 
 ALPHAS = (0.2, 0.4, 0.6, 0.8)
 _CALM: dict[str, Any] = {"rate": 591, "hot_users": 600, "item_exponent": 1}

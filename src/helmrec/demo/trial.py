@@ -8,8 +8,8 @@ from pathlib import Path
 from helmrec.config import EngineConfig
 from helmrec.demo.plan import DemoPlan
 from helmrec.engine.engine import Engine
-from helmrec.sim.generate import generate
-from helmrec.sim.requests import rank_requests
+from helmrec.traffic.generate import generate
+from helmrec.traffic.requests import rank_requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
-from helmrec.engine.relay import Decided, Relay, RelayStats, tell
+from helmrec.engine.relay.pre_inference import Decided, Relay, RelayStats, tell
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler, refuse

@@ -22,7 +22,7 @@ from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.rivals import policies
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
-from helmrec.sim.node_config import NodeConfig, prepare_requests
+from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.scenario import Scenario
 
 OURS, BY_USER = "emb-kv-aware", "session-hash"

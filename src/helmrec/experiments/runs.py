@@ -21,9 +21,9 @@ from helmrec.experiments.entrants import Entrant, entrant, is_blind
 from helmrec.experiments.kept import digest_of
 from helmrec.experiments.tiers import with_traffic
 from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.curves import curves_at
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
-from helmrec.sim.simulate_curves import curves_at
 
 Settings = tuple[tuple[str, Any], ...]  # names with values
 _REFUSED_MS = 10_000.0  # as in contests

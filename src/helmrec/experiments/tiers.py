@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import ByteSize
 
 from helmrec.sim.scenario import Scenario
-from helmrec.sim.workload import Phase, Workload
+from helmrec.traffic.workload import Phase, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from helmrec.experiments.contests import Field, contest, scores, sweep
 from helmrec.experiments.experiment import Experiment, Figures, Measured
 from helmrec.experiments.lab import Lab
 from helmrec.experiments.strategies import OURS
-from helmrec.sim.trace import index_histories
+from helmrec.traffic.trace import index_histories
 
 SCENARIO = "evaluation/four-hours"
 

@@ -8,8 +8,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from helmrec.engine.relay.trigger import Verdict
 from helmrec.history.events import Events
-from helmrec.relay.trigger import Verdict
 from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
 from helmrec.serve.routes import Endpoint, json_answer

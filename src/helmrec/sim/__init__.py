@@ -1,1 +1,1 @@
-"""Workloads, traces and what is simulated on them. No torch here: everything decides, nothing acts on a device."""
+"""What is simulated on traces. No torch here: everything decides, nothing acts on a device."""

@@ -18,13 +18,13 @@ from helmrec.config import Frozen
 from helmrec.control.policy import Policy
 from helmrec.errors import ConfigError
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
-from helmrec.sim.popularity import mix
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
 from helmrec.sim.simulate import Summary, summarise
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
-from helmrec.sim.trace import Trace
+from helmrec.traffic.popularity import mix
+from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 
 

@@ -19,11 +19,11 @@ from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Policy
 from helmrec.router.sketch import DEFAULT_SAMPLES, RowSample, RowSketch, sketch_of_hashes
 from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.node_rows import ABSENT
-from helmrec.sim.node_state import C, FloatArray, Requests
-from helmrec.sim.rows import RowReads, candidate_rows, history_rows
+from helmrec.sim.node.config import NodeConfig
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.rows import ABSENT
+from helmrec.sim.node.state import C, FloatArray, Requests
+from helmrec.traffic.rows import RowReads, candidate_rows, history_rows
 from helmrec.types import IntArray
 
 Words = NDArray[np.uint64]

@@ -15,13 +15,13 @@ from helmrec.config import EngineConfig
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import dlrmv3_shape
 from helmrec.sim.cost import CostModel, default_cost
-from helmrec.sim.generate import generate
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import make_outcomes
-from helmrec.sim.trace import Trace
-from helmrec.sim.workload import Phase, Users, Workload
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import make_outcomes
 from helmrec.steps import Step
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.workload import Phase, Users, Workload
 
 Range = Literal["train", "validation", "test"]
 Kind = Literal["steady", "step", "ramp", "sine", "growth", "burst", "flood", "turnover"]

@@ -19,12 +19,12 @@ from helmrec.router.policy import EmbKVAware
 from helmrec.sim.cluster import ClusterConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import CostModel
-from helmrec.sim.families import family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import FloatArray, Outcomes, Status
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.state import FloatArray, Outcomes, Status
 from helmrec.sim.simulate import simulate
-from helmrec.sim.trace import Trace
+from helmrec.traffic.families import family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
 
 ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
 _WARM_UP = 0.5  # share of a run that fills the caches and is not counted

@@ -1,104 +1,72 @@
-"""One page of pictures of a trace."""
+"""Pictures of a simulated run: where the boundary was, what the caches hit, how long answers took."""
 
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from helmrec.errors import ConfigError, TraceError
-from helmrec.sim.describe import item_counts, return_times
-from helmrec.sim.trace import Trace, index_histories
+from helmrec.errors import ConfigError
+from helmrec.sim.oracle import QuasiStatic
+from helmrec.sim.simulate import SimResult
 
-_NUM_BINS = 240
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9702b", "#8a8f98"
 
 
-def plot_trace(trace: Trace, path: Path) -> None:
-    """Arrivals, who asks with how much history, item popularity and return times; the format follows the name."""
-    if not trace.num_requests:
-        raise TraceError("a trace without requests cannot be plotted")
+class Star(NamedTuple):
+    """The best split of each window in hindsight, and the band around it that loses next to nothing."""
+
+    window_s: float
+    found: QuasiStatic
+
+
+def plot_run(result: SimResult, title: str, path: Path, star: Star | None = None) -> None:
+    """Alpha beside alpha*, hit rates, latencies, share within the SLO, bytes over time; the format follows the name."""
     figure = _figure()
-    figure.suptitle(f"{trace.catalogue.source}: {trace.num_requests:,} requests, {trace.num_users:,} users")
-    (arrivals, who), (items, returns) = figure.subplots(2, 2)
-    _plot_arrivals(arrivals, trace)
-    _plot_who(who, trace)
-    _plot_items(items, trace)
-    _plot_returns(returns, trace)
+    figure.suptitle(title)
+    (alpha, hits), (latency, within), (moved, rest) = figure.subplots(3, 2, sharex=True)
+    rest.remove()
+    end_s, windows = [window.stats.traffic.end_s for window in result.windows], result.windows
+    if star is not None:
+        _draw_star(alpha, star)
+    _lines(alpha, end_s, {"target": [w.stats.alpha_target for w in windows]}, color=_GREY, linestyle="--")
+    _lines(alpha, end_s, {"alpha": [w.stats.alpha for w in windows]}, color=_BLUE)
+    alpha.set(title="boundary", ylabel="EMB share of the pool", ylim=(0, 1))
+    _lines(hits, end_s, {"rows": [w.stats.emb_hit_rate for w in windows]}, color=_BLUE)
+    _lines(hits, end_s, {"KV tokens": [w.stats.kv_token_hit_rate for w in windows]}, color=_ORANGE)
+    hits.set(title="hit rates", ylim=(0, 1))
+    _lines(latency, end_s, {"p50": [w.stats.traffic.p50_ms for w in windows]}, color=_BLUE)
+    _lines(latency, end_s, {"p99": [w.stats.traffic.p99_ms for w in windows]}, color=_ORANGE)
+    latency.axhline(result.slo_ms, color=_GREY, linestyle="--", linewidth=1, label="SLO")
+    latency.set(title="latency", ylabel="ms", yscale="log")
+    _lines(within, end_s, {"in SLO": [w.stats.traffic.slo_satisfaction for w in windows]}, color=_BLUE)
+    within.set(title="answered within the SLO", ylim=(0, 1.02), xlabel="time (s)")
+    causes = [cause for cause, num in result.pool.bytes_by_cause.items() if num]
+    spans_s = np.array([w.stats.traffic.end_s - w.stats.traffic.start_s for w in windows])
+    for cause in causes:
+        _lines(moved, end_s, {cause: np.array([w.bytes_by_cause[cause] for w in windows]) / 1e9 / spans_s})
+    moved.set(title="bytes moved, by cause", ylabel="GB/s", xlabel="time (s)")
+    for axes in (alpha, hits, latency, *((moved,) if causes else ())):
+        axes.legend(fontsize="small")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise TraceError(f"cannot write {path}: {error}") from None
+        raise ConfigError(f"cannot write {path}: {error}") from None
 
 
-def _plot_arrivals(axes: Any, trace: Trace) -> None:
-    edges = _edges(trace)
-    counts, _ = np.histogram(trace.time_s, edges)
-    axes.step(edges[:-1], counts / np.diff(edges), where="post", color=_BLUE, linewidth=1.2)
-    axes.set(xlabel="time (s)", ylabel="requests per second", title="arrivals, shaded by phase", ylim=(0, None))
-    changes = np.flatnonzero(np.diff(trace.phase)) + 1
-    starts = np.concatenate(([0], changes, [trace.num_requests - 1]))
-    named: set[int] = set()
-    for begin, end in pairwise(starts):
-        code = int(trace.phase[begin])
-        label = trace.phase_names[code] if code not in named else None
-        named.add(code)
-        axes.axvspan(trace.time_s[begin], trace.time_s[end], color=f"C{code}", alpha=0.12, linewidth=0, label=label)
-    if len(named) > 1:
-        axes.legend(fontsize="small", loc="upper left", ncols=2)
+def _draw_star(axes: Any, star: Star) -> None:
+    edges = star.window_s * np.arange(star.found.alpha.size + 1)
+    axes.stairs(star.found.alpha, edges, label="alpha*", color=_ORANGE, linewidth=1.2)
+    axes.stairs(star.found.high, edges, baseline=star.found.low, fill=True, color=_ORANGE, alpha=0.15)
 
 
-def _plot_who(axes: Any, trace: Trace) -> None:
-    histories, edges = index_histories(trace), _edges(trace)
-    axes.step(edges[:-1], _binned(trace, edges, histories.visit > 0), where="post", color=_BLUE, linewidth=1.2)
-    axes.set(xlabel="time (s)", title="who asks, and with how much history", ylim=(0, 1))
-    axes.set_ylabel("share by users seen before", color=_BLUE)
-    lengths = axes.twinx()
-    lengths.step(edges[:-1], _binned(trace, edges, histories.length), where="post", color=_ORANGE, linewidth=1.2)
-    lengths.set_ylabel("mean history (events)", color=_ORANGE)
-    lengths.set_ylim(0, None)
-
-
-def _plot_items(axes: Any, trace: Trace) -> None:
-    counts = item_counts(trace)
-    axes.set(xlabel="rank", ylabel="times", title="items of appended events, and a line of slope -1.2")
-    if not counts.size:
-        return
-    ranks = np.arange(1, counts.size + 1)
-    axes.loglog(ranks, counts, color=_BLUE, linewidth=1.4)
-    anchor = counts.size**0.5
-    axes.loglog(ranks, counts[int(anchor) - 1] * (ranks / anchor) ** -1.2, color=_GREY, linewidth=1, linestyle="--")
-    axes.set_ylim(0.7, counts[0] * 2.0)
-
-
-def _plot_returns(axes: Any, trace: Trace) -> None:
-    gaps = np.sort(return_times(trace))
-    axes.set(xlabel="seconds since the user's last request", ylabel="share of returns", title="return times")
-    if gaps.size:
-        axes.set_xscale("log")
-        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=_BLUE, linewidth=1.4)
-    axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=_GREY, label="news clicks, published")
-    axes.legend(fontsize="small", loc="upper left")
-    axes.set_ylim(0, 1)
-    if gaps.size:  # after all is drawn: what fits to the right is then kept
-        axes.set_xlim(left=max(1e-3, float(np.quantile(gaps, 0.01))))
-
-
-def _edges(trace: Trace) -> NDArray[np.float64]:
-    return np.linspace(0, max(trace.duration_s, 1e-9), _NUM_BINS + 1)
-
-
-def _binned(trace: Trace, edges: NDArray[np.float64], values: NDArray[Any]) -> NDArray[np.float64]:
-    """Mean per bin; nothing is drawn where nobody asked."""
-    counts, _ = np.histogram(trace.time_s, edges)
-    sums, _ = np.histogram(trace.time_s, edges, weights=values.astype(np.float64))
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+def _lines(axes: Any, x: list[float], named: dict[str, Any], **style: Any) -> None:
+    for name, y in named.items():
+        axes.plot(x, y, label=name, linewidth=1.2, **style)
 
 
 def _figure() -> Any:
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415 - only pictures need it
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'helmrec[bench]'") from None
-    return Figure(figsize=(12, 7.5), layout="constrained")
+        raise ConfigError("pictures need matplotlib: pip install 'helmrec[bench]'") from None
+    return Figure(figsize=(12, 10), layout="constrained")

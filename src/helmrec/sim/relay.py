@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from helmrec.sim.cascade import CascadeConfig
 from helmrec.sim.cluster import ByHash
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_relay import VERDICTS, R, T
-from helmrec.sim.node_state import C, FloatArray, Outcomes, Status, make_outcomes
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.relay import VERDICTS, R, T
+from helmrec.sim.node.state import C, FloatArray, Outcomes, Status, make_outcomes
 from helmrec.sim.simulate import finish
-from helmrec.sim.trace import Trace
+from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 
 

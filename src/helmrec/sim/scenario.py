@@ -11,13 +11,13 @@ from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import CostModel, CostTerms, default_cost, load_cost
-from helmrec.sim.families import Shape, family, preset
-from helmrec.sim.generate import generate
-from helmrec.sim.node_config import NodeConfig
-from helmrec.sim.node_state import Faults
-from helmrec.sim.trace import Trace
-from helmrec.sim.trace_file import read_trace
-from helmrec.sim.workload import Workload
+from helmrec.sim.node.config import NodeConfig
+from helmrec.sim.node.state import Faults
+from helmrec.traffic.families import Shape, family, preset
+from helmrec.traffic.generate import generate
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.trace_file import read_trace
+from helmrec.traffic.workload import Workload
 
 
 class SlowBus(Frozen):

@@ -14,11 +14,11 @@ from helmrec.control.policy import Policy
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.memory.stats import PoolStats
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node import Node
-from helmrec.sim.node_config import NodeConfig, prepare_requests
-from helmrec.sim.node_state import Faults, FloatArray, Outcomes, Status, make_outcomes
+from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.node import Node
+from helmrec.sim.node.state import Faults, FloatArray, Outcomes, Status, make_outcomes
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
-from helmrec.sim.trace import Trace
+from helmrec.traffic.trace import Trace
 
 _LOOKS_PER_TICK = round(1 / LOOK_EVERY)
 

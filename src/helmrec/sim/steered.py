@@ -7,8 +7,8 @@ from helmrec.control.policy import Move, Policy, WindowStats
 from helmrec.control.rebalancer import Decision, Mode, Rebalancer
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
-from helmrec.sim.node import Node
-from helmrec.sim.simulate_curves import CurveFeed
+from helmrec.sim.curves import CurveFeed
+from helmrec.sim.node.node import Node
 from helmrec.steps import Steps
 
 

@@ -1,1 +1,0 @@
-"""Pre-inferred prefixes: which signals are worth computing ahead, and who holds what until its rank. Pure."""

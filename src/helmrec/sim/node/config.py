@@ -1,0 +1,126 @@
+"""Settings of a simulated node, and what a trace asks of it: checked here, then handed to compiled code."""
+
+import numpy as np
+from pydantic import Field
+
+from helmrec.config import EngineConfig, Frozen
+from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
+from helmrec.memory.geometry import PageGeometry
+from helmrec.model.config import ModelConfig
+from helmrec.sim.cost import CostModel
+from helmrec.sim.node.host import PLACES
+from helmrec.sim.node.kv import KVRules
+from helmrec.sim.node.relay import relay_rules
+from helmrec.sim.node.state import ALWAYS_RELOAD, MEASURED_RELOAD, NEVER_RELOAD, Requests, Setup
+from helmrec.traffic.rows import row_reads, row_space
+from helmrec.traffic.trace import Trace, index_histories
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PAGE_TOKENS = 128  # the engine's on a card
+_ADMISSION = {"always": 0, "second-visit": 1, "benefit": 2}
+_RELOAD = {"never": NEVER_RELOAD, "always": ALWAYS_RELOAD, "measured": MEASURED_RELOAD}
+_LINEAR_TOKENS = 2_048  # as ExpectedBenefit
+
+
+class NodeConfig(Frozen):
+    """One node: the engine's own settings over a model's shape. What the simulator cannot follow is refused."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    row_sample: float = Field(1 / 256, gt=0, le=1, description="share of the rows that is simulated; 1 is all")
+    slo_ms: float = Field(80.0, gt=0, description="what answers are held against")
+
+    @property
+    def geometry(self) -> PageGeometry:
+        model = self.model
+        return PageGeometry(
+            page_tokens=self.engine.page_tokens or _PAGE_TOKENS,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            qk_dim=model.qk_dim,
+            v_dim=model.v_dim,
+            kv_itemsize=_ITEMSIZE[model.dtype],
+            row_dim=model.row_dim,
+            row_itemsize=_ITEMSIZE[model.row_dtype],
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return self.engine.pool_bytes // self.geometry.page_bytes
+
+    @property
+    def request_pages(self) -> int:
+        """Pages of the longest request."""
+        return self.geometry.pages_for(self.model.max_prefix_tokens)
+
+    @property
+    def alpha_max(self) -> float:
+        """Beyond this, KV could not hold one request."""
+        return 1 - self.request_pages / self.num_pages
+
+    def pages_at(self, alpha: float) -> int:
+        """EMB pages of a split, rounded as the pool does."""
+        pages = int(np.floor(alpha * self.num_pages + 0.5))
+        if not 0 <= alpha <= 1 or self.num_pages - pages < self.request_pages:
+            raise AlphaOutOfRange(f"alpha must be between 0 and {self.alpha_max:.4f}, got {alpha!r}")
+        return pages
+
+
+def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
+    """`rate`: share of the rows that is simulated, as the row space came out."""
+    _check(config)
+    engine, geometry = config.engine, config.geometry
+    page_bytes = geometry.page_bytes
+    return Setup(
+        rules=KVRules(geometry.page_tokens, engine.max_forks, _ADMISSION[engine.kv_admission], _LINEAR_TOKENS),
+        terms=cost.terms(),
+        num_context=len(config.model.user_context),
+        num_request_context=len(config.model.request_context),
+        rows_per_event=len(config.model.features),
+        page_bytes=page_bytes,
+        row_bytes=geometry.row_stride,
+        rows_per_page=geometry.rows_per_page,
+        rate=rate,
+        max_batch_tokens=engine.max_batch_tokens,
+        max_batch_requests=engine.max_batch_requests,
+        queue_limit=engine.queue_limit,
+        deadline_ms=np.inf if engine.deadline_ms is None else engine.deadline_ms,
+        refill_bytes=int(engine.refill_bytes_per_step),
+        save_pages=max(1, engine.save_bytes_per_step // page_bytes),
+        move_pages=max(1, engine.move_bytes_per_step // page_bytes),
+        request_pages=config.request_pages,
+        batch_pages=geometry.pages_for(engine.max_batch_tokens),
+        reload=_RELOAD[engine.kv_reload],
+        overlaps=engine.overlap is not False,
+        relay=relay_rules(engine),
+    )
+
+
+def _check(config: NodeConfig) -> None:
+    engine = config.engine
+    if config.num_pages < config.request_pages + 1:
+        needed = (config.request_pages + 1) * config.geometry.page_bytes
+        raise PoolTooSmall(f"pool_bytes must be at least {needed}, got {int(engine.pool_bytes)}")
+    if engine.row_order != "lru":
+        raise ConfigError(f"row_order must be 'lru' in the simulator, got {engine.row_order!r}")
+    if engine.kv_freshness != "exact":
+        raise ConfigError(f"kv_freshness must be 'exact' in the simulator, got {engine.kv_freshness!r}")
+    if config.request_pages >= PLACES:
+        raise ConfigError(f"a request must take fewer than {PLACES} pages, got {config.request_pages}")
+
+
+def prepare_requests(trace: Trace, config: NodeConfig) -> Requests:
+    """What the requests of a trace ask of nodes like this one; shared by all of them."""
+    space = row_space(trace, config.model, config.row_sample)
+    length, window = index_histories(trace).length, config.model.window
+    step = max(1, window // 4)
+    place = -(-np.maximum(0, length - window) // step)  # as `window_anchor` of a client that sends the last events
+    if place.max(initial=0) >= PLACES:
+        raise ConfigError(f"a history must move through fewer than {PLACES} windows, got {place.max()}")
+    return Requests(
+        reads=row_reads(trace, space),
+        window=place,
+        anchor=place * step,
+        num_tokens=len(config.model.user_context) + length - place * step,
+        item=trace.item,
+    )

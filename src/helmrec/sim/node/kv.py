@@ -1,0 +1,451 @@
+"""KV prefixes of a simulated node: `KVCache`, `PageLedger` and `VisitLog`, compiled.
+
+Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts a prefix,
+extends one or reuses one; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not
+named. Every decision is made as there; `tests/sim/node/test_conformance.py` holds one to the other.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.sim.node.jit import inner
+from helmrec.types import IntArray
+
+NONE = -1
+SHORT = -2  # pages are short for now
+_MOST_VISITORS = 1 << 16  # users whose visits are counted, as VisitLog
+_USER, _COUNT, _BEFORE, _AFTER = 0, 1, 2, 3  # columns of `Visits.lines`
+
+
+class Kv(IntEnum):
+    """Places in `KVState.counts`."""
+
+    FREE = 0  # pages
+    EMB = 1
+    HELD = 2
+    DRAINING = 3
+    RESERVE = 4  # kept free for the next step
+    IDLE = 5  # pages of kept prefixes nobody uses
+    RUNNING = 6  # pages of prefixes whose fate is not decided
+    REUSED = 7  # tokens
+    TOTAL = 8
+    EVICTED = 9  # pages
+    REFUSED = 10  # prefixes
+    STALE = 11  # cuts
+    RETURNS = 12
+    STRANGERS = 13
+    USERS = 14
+    EPOCH = 15  # of the rows
+    SPARE = 16  # slots on the stack
+
+
+class P(IntEnum):
+    """Fields of a prefix."""
+
+    USER = 0
+    WINDOW = 1
+    TOKENS = 2
+    PAGES = 3
+    SETTLED = 4
+    PINS = 5
+    KIND = 6
+    BEFORE = 7
+    AFTER = 8
+    MATE = 9  # another prefix of the same user
+    GENERATION = 10  # tells apart prefixes that lived in one slot
+    VERIFIED = 11  # row epoch up to which its rows were held against updates
+    MADE = 12  # row epoch of its first token
+    GUEST = 13  # has not earned its pages: it was computed before anybody asked, or there was room
+
+
+SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
+
+
+class KVRules(NamedTuple):
+    page_tokens: int
+    max_forks: int
+    admission: int  # 0 always, 1 second visit, 2 expected benefit
+    linear_tokens: int
+
+
+class Visits(NamedTuple):
+    """Who came lately, and how often. Bounded, the user seen longest ago forgotten first."""
+
+    place: NDArray[np.int32]  # (users,) line of a user plus one; zero is none
+    lines: IntArray  # (limit + 1, 4) user, count, neighbours; the last one holds the ends and how many there are
+    last_s: NDArray[np.float64]  # (limit,)
+
+
+class Seen(NamedTuple):
+    num: int  # this visit included
+    last_s: float  # when the visit before was; without one, this one
+
+
+class KVState(NamedTuple):
+    counts: IntArray
+    prefix: IntArray  # (slots + 1, fields); the last line holds the ends of the order, coldest first
+    last_use_s: NDArray[np.float64]  # (slots,)
+    head: NDArray[np.int32]  # (users,) slot of a user's first prefix plus one; zero is none
+    spare: NDArray[np.int32]  # stack of empty slots
+    visits: Visits
+
+
+def make_kv(num_pages: int, num_users: int) -> KVState:
+    """All pages are free. A prefix has a page at least, so there are never more prefixes than pages."""
+    prefix = np.zeros((num_pages + 1, len(P)), np.int64)
+    prefix[num_pages, P.BEFORE] = prefix[num_pages, P.AFTER] = num_pages
+    counts = np.zeros(len(Kv), np.int64)
+    counts[Kv.FREE] = counts[Kv.SPARE] = num_pages
+    return KVState(
+        counts=counts,
+        prefix=prefix,
+        last_use_s=np.zeros(num_pages),
+        head=np.zeros(num_users, np.int32),
+        spare=np.arange(num_pages - 1, -1, -1).astype(np.int32),
+        visits=make_visits(num_users),
+    )
+
+
+def make_visits(num_users: int) -> Visits:
+    limit = min(_MOST_VISITORS, max(1, num_users))
+    lines = np.zeros((limit + 1, 4), np.int64)
+    lines[limit, _BEFORE] = lines[limit, _AFTER] = limit
+    return Visits(np.zeros(num_users, np.int32), lines, np.zeros(limit))
+
+
+@inner
+def find_prefix(kv: KVState, user: int, window: int) -> int:
+    """The slot of a user's prefix of this window, or NONE."""
+    slot = int(kv.head[user]) - 1
+    while slot != NONE and kv.prefix[slot, P.WINDOW] != window:
+        slot = kv.prefix[slot, P.MATE]
+    return slot
+
+
+@inner
+def note_lookup(kv: KVState, user: int, slot: int) -> None:
+    """Count lookups of resident users, and how many of them matched nothing."""
+    if _num_kept(kv, user):
+        kv.counts[Kv.RETURNS] += 1
+        kv.counts[Kv.STRANGERS] += slot == NONE
+
+
+@inner
+def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> tuple[int, int, int]:
+    """Pin pages for a history: the prefix's slot, or SHORT, tokens that are resident, and those it held before."""
+    slot = find_prefix(kv, user, window)
+    prefix = kv.prefix
+    is_new = slot == NONE
+    if is_new:
+        slot = _take_slot(kv, user, window)
+    before = prefix[slot, P.TOKENS]
+    resident = min(before, num_tokens)
+    _pin(kv, slot)
+    if resident < num_tokens and not _grow(kv, rules, slot, num_tokens):
+        if is_new:
+            prefix[slot, P.PINS] = 0
+            _release_slot(kv, slot)
+        else:
+            unpin(kv, rules, slot)
+        return SHORT, 0, 0
+    return slot, resident, before
+
+
+@inner
+def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
+    counts, prefix = kv.counts, kv.prefix
+    missing = pages_for(rules, num_tokens) - prefix[slot, P.PAGES]
+    short = missing - counts[Kv.FREE]
+    if short > counts[Kv.IDLE]:
+        return False
+    if short > 0:
+        evict(kv, rules, short)
+    counts[Kv.FREE] -= missing
+    counts[Kv.HELD] += missing
+    prefix[slot, P.PAGES] += missing
+    if prefix[slot, P.KIND] == RUNNING:
+        counts[Kv.RUNNING] += missing
+    prefix[slot, P.TOKENS] = num_tokens
+    return True
+
+
+@inner
+def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> int:
+    """The step has ended: unpin, keep or drop the prefix; returns where saving begins. `served`: resident and all."""
+    prefix, user, was_guest = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.GUEST]
+    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
+    kv.last_use_s[slot] = now_s
+    is_kept = is_ahead or _count_visit(kv, rules, slot, served, now_s)
+    if prefix[slot, P.KIND] == RUNNING and is_kept:
+        _adopt(kv, slot)
+        prefix[slot, P.GUEST] |= is_ahead
+    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]
+    if prefix[slot, P.KIND] == KEPT:
+        ends = prefix.shape[0] - 1
+        take_out(prefix, slot)
+        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.GUEST] else ends)
+    unpin(kv, rules, slot)
+    _limit_forks(kv, rules, user)
+    return (0 if was_guest else served[0]) if is_saved else NONE
+
+
+@inner
+def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
+    """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
+    counts, prefix = kv.counts, kv.prefix
+    counts[Kv.REUSED] += served[0]
+    counts[Kv.TOTAL] += served[1]
+    seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
+    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]:
+        return True
+    prefix[slot, P.GUEST] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    others = counts[Kv.RUNNING] - prefix[slot, P.PAGES]
+    return not prefix[slot, P.GUEST] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
+
+
+@inner
+def record_visit(visits: Visits, user: int, now_s: float) -> Seen:
+    """Count this visit."""
+    lines, ends = visits.lines, visits.lines.shape[0] - 1
+    line = int(visits.place[user]) - 1
+    last_s = now_s
+    if line >= 0:
+        last_s = visits.last_s[line]
+        _take_visit_out(lines, line)
+    elif lines[ends, _COUNT] < ends:
+        line = lines[ends, _COUNT]
+        lines[ends, _COUNT] += 1
+        lines[line, _COUNT] = 0
+    else:
+        line = lines[ends, _AFTER]
+        _take_visit_out(lines, line)
+        visits.place[lines[line, _USER]] = 0
+        lines[line, _COUNT] = 0
+    visits.place[user] = line + 1
+    lines[line, _USER] = user
+    lines[line, _COUNT] += 1
+    visits.last_s[line] = now_s
+    last = lines[ends, _BEFORE]
+    lines[line, _BEFORE], lines[line, _AFTER] = last, ends
+    lines[last, _AFTER] = lines[ends, _BEFORE] = line
+    return Seen(lines[line, _COUNT], last_s)
+
+
+@inner
+def _take_visit_out(lines: IntArray, line: int) -> None:
+    before, after = lines[line, _BEFORE], lines[line, _AFTER]
+    lines[before, _AFTER] = after
+    lines[after, _BEFORE] = before
+
+
+@inner
+def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
+    """As `kv_admission` decides without room; `seen` is how often the user came and how long ago it came before."""
+    if rules.admission < 2 or seen[0] < 2:
+        return rules.admission == 0 or seen[0] >= 2
+    coldest = _coldest_idle(kv)
+    if coldest != NONE and kv.prefix[coldest, P.GUEST]:
+        return True
+    coldest_idle_s = 0.0 if coldest == NONE else now_s - kv.last_use_s[coldest]
+    saving = 1 + kv.prefix[slot, P.TOKENS] / rules.linear_tokens
+    return saving * coldest_idle_s >= seen[1]
+
+
+@inner
+def _adopt(kv: KVState, slot: int) -> None:
+    prefix = kv.prefix
+    kv.counts[Kv.RUNNING] -= prefix[slot, P.PAGES]
+    kv.counts[Kv.USERS] += _num_kept(kv, prefix[slot, P.USER]) == 0
+    prefix[slot, P.KIND] = KEPT
+    put_last(prefix, slot)
+
+
+@inner
+def _num_kept(kv: KVState, user: int) -> int:
+    num, slot = 0, int(kv.head[user]) - 1
+    while slot != NONE:
+        num += kv.prefix[slot, P.KIND] == KEPT
+        slot = kv.prefix[slot, P.MATE]
+    return num
+
+
+@inner
+def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
+    """Of a user's windows the ones used longest ago go; mates are few, so each round looks at all of them."""
+    prefix = kv.prefix
+    for _ in range(_num_kept(kv, user) - rules.max_forks):
+        oldest, slot = NONE, int(kv.head[user]) - 1
+        while slot != NONE:
+            is_idle = prefix[slot, P.KIND] == KEPT and prefix[slot, P.PINS] == 0
+            if is_idle and (oldest == NONE or kv.last_use_s[slot] <= kv.last_use_s[oldest]):
+                oldest = slot
+            slot = prefix[slot, P.MATE]
+        if oldest == NONE:
+            return
+        truncate(kv, rules, oldest, 0)
+
+
+@inner
+def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
+    """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+    freed = 0
+    while freed < num_pages:
+        victim = _coldest_idle(kv)
+        if victim == NONE:
+            break
+        dropped = min(kv.prefix[victim, P.PAGES], num_pages - freed)
+        _drop(kv, rules, victim, kv.prefix[victim, P.PAGES] - dropped)
+        _release_if_empty(kv, victim)
+        freed += dropped
+    kv.counts[Kv.EVICTED] += freed
+    return freed
+
+
+@inner
+def _coldest_idle(kv: KVState) -> int:
+    prefix, ends = kv.prefix, kv.prefix.shape[0] - 1
+    slot = prefix[ends, P.AFTER]
+    while slot != ends and prefix[slot, P.PINS]:
+        slot = prefix[slot, P.AFTER]
+    return NONE if slot == ends else slot
+
+
+@inner
+def truncate(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> None:
+    """Keep the first tokens; a prefix that is left empty and unpinned is gone."""
+    prefix = kv.prefix
+    num_tokens = min(num_tokens, prefix[slot, P.TOKENS])
+    _drop(kv, rules, slot, pages_for(rules, num_tokens))
+    prefix[slot, P.TOKENS] = num_tokens
+    prefix[slot, P.SETTLED] = min(prefix[slot, P.SETTLED], num_tokens)
+    if prefix[slot, P.PINS] == 0:
+        _release_if_empty(kv, slot)
+
+
+@inner
+def _drop(kv: KVState, rules: KVRules, slot: int, keep: int) -> None:
+    counts, prefix = kv.counts, kv.prefix
+    dropped = prefix[slot, P.PAGES] - keep
+    prefix[slot, P.PAGES] = keep
+    counts[Kv.FREE] += dropped
+    counts[Kv.HELD] -= dropped
+    if prefix[slot, P.KIND] == RUNNING:
+        counts[Kv.RUNNING] -= dropped
+    elif prefix[slot, P.PINS] == 0:
+        counts[Kv.IDLE] -= dropped
+    prefix[slot, P.TOKENS] = min(prefix[slot, P.TOKENS], keep * rules.page_tokens)
+    prefix[slot, P.SETTLED] = min(prefix[slot, P.SETTLED], prefix[slot, P.TOKENS])
+
+
+@inner
+def _pin(kv: KVState, slot: int) -> None:
+    if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.PINS] == 0:
+        kv.counts[Kv.IDLE] -= kv.prefix[slot, P.PAGES]
+    kv.prefix[slot, P.PINS] += 1
+
+
+@inner
+def unpin(kv: KVState, rules: KVRules, slot: int) -> None:
+    prefix = kv.prefix
+    prefix[slot, P.PINS] -= 1
+    if prefix[slot, P.PINS]:
+        return
+    if prefix[slot, P.KIND] == RUNNING:
+        kv.counts[Kv.REFUSED] += 1
+        truncate(kv, rules, slot, 0)
+        return
+    kv.counts[Kv.IDLE] += prefix[slot, P.PAGES]
+    _release_if_empty(kv, slot)
+
+
+@inner
+def _take_slot(kv: KVState, user: int, window: int) -> int:
+    counts, prefix = kv.counts, kv.prefix
+    counts[Kv.SPARE] -= 1
+    slot = int(kv.spare[counts[Kv.SPARE]])
+    generation = prefix[slot, P.GENERATION]
+    prefix[slot] = 0
+    prefix[slot, P.GENERATION] = generation
+    prefix[slot, P.USER], prefix[slot, P.WINDOW] = user, window
+    prefix[slot, P.KIND] = RUNNING
+    prefix[slot, P.VERIFIED] = prefix[slot, P.MADE] = counts[Kv.EPOCH]
+    prefix[slot, P.MATE] = int(kv.head[user]) - 1
+    kv.head[user] = slot + 1
+    return slot
+
+
+@inner
+def _release_if_empty(kv: KVState, slot: int) -> None:
+    prefix = kv.prefix
+    if prefix[slot, P.PAGES]:
+        return
+    is_kept = prefix[slot, P.KIND] == KEPT
+    if is_kept:
+        take_out(prefix, slot)
+    _release_slot(kv, slot)
+    kv.counts[Kv.USERS] -= is_kept and _num_kept(kv, prefix[slot, P.USER]) == 0
+
+
+@inner
+def _release_slot(kv: KVState, slot: int) -> None:
+    counts, prefix = kv.counts, kv.prefix
+    user = prefix[slot, P.USER]
+    if kv.head[user] == slot + 1:
+        kv.head[user] = prefix[slot, P.MATE] + 1
+    else:
+        before = int(kv.head[user]) - 1
+        while prefix[before, P.MATE] != slot:
+            before = prefix[before, P.MATE]
+        prefix[before, P.MATE] = prefix[slot, P.MATE]
+    prefix[slot, P.KIND] = SPARE
+    prefix[slot, P.SETTLED] = 0
+    prefix[slot, P.GENERATION] += 1
+    kv.spare[counts[Kv.SPARE]] = slot
+    counts[Kv.SPARE] += 1
+
+
+@inner
+def take_out(prefix: IntArray, slot: int) -> None:
+    before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
+    prefix[before, P.AFTER] = after
+    prefix[after, P.BEFORE] = before
+
+
+@inner
+def put_last(prefix: IntArray, slot: int) -> None:
+    _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE])
+
+
+@inner
+def put_first(prefix: IntArray, slot: int) -> None:
+    _put(prefix, slot, prefix.shape[0] - 1)
+
+
+@inner
+def _put(prefix: IntArray, slot: int, before: int) -> None:
+    """Behind `before`, which may be the line that holds the ends."""
+    after = prefix[before, P.AFTER]
+    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = before, after
+    prefix[before, P.AFTER] = prefix[after, P.BEFORE] = slot
+
+
+@inner
+def pages_for(rules: KVRules, num_tokens: int) -> int:
+    return -(-num_tokens // rules.page_tokens)
+
+
+def check_kv(kv: KVState, rules: KVRules) -> None:
+    counts, lines = kv.counts, kv.prefix[:-1]
+    held = lines[lines[:, P.KIND] != SPARE]
+    kept = held[held[:, P.KIND] == KEPT]
+    assert counts[[Kv.FREE, Kv.EMB, Kv.HELD, Kv.DRAINING]].sum() == len(lines), "a page is lost"
+    assert held[:, P.PAGES].sum() == counts[Kv.HELD], "pages held and prefixes disagree"
+    assert np.array_equal(held[:, P.PAGES], -(-held[:, P.TOKENS] // rules.page_tokens)), "a page is not filled"
+    assert (held[:, P.PAGES] > 0).all(), "an empty prefix is kept"
+    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are off"
+    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are off"
+    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are off"
+    assert counts[Kv.SPARE] + len(held) == len(lines), "a slot is lost"

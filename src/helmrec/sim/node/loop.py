@@ -1,0 +1,141 @@
+"""The life of a simulated node: plan a batch, launch it, wait for the one before, commit, work in the background.
+
+The order of things is that of `Engine.step` and `Pipeline`: at most two steps are on their way, and while one
+computes, the rows of the next are read.
+"""
+
+import numba
+import numpy as np
+
+from helmrec.sim.cost import reload_ms
+from helmrec.sim.node.jit import inner
+from helmrec.sim.node.kv import Kv
+from helmrec.sim.node.plan import (
+    advance_boundary,
+    commit_step,
+    is_ahead_step,
+    learn_reload_cost,
+    next_batch,
+    save_sealed,
+    take_arrivals,
+)
+from helmrec.sim.node.pre_inference import next_chunks, take_signals
+from helmrec.sim.node.relay import R
+from helmrec.sim.node.state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, Status
+from helmrec.sim.node.step import bus_speed_at, launch, log_step, read_ahead
+
+
+@numba.njit(cache=True)
+def run_until(
+    node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], until_s: float
+) -> None:
+    """Let the node live until `until_s`. Whatever has been sent to it by then is in the inbox."""
+    counts, clocks, (inbox, out, faults) = node.counts, node.clocks, io
+    while clocks[C.NOW_S] < until_s:
+        stalled_until_s = _stall_end(faults, clocks[C.NOW_S])
+        if stalled_until_s > clocks[C.NOW_S]:
+            clocks[C.NOW_S] = stalled_until_s
+            continue
+        take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
+        if counts[N.ENDING] >= 0:
+            _end_step(node, setup, requests, io)
+            take_arrivals(node, setup, inbox, out, clocks[C.NOW_S])
+        if _update_is_due(node, faults):
+            _update_rows(node, setup, requests, faults)
+            continue
+        which = 1 - counts[N.IN_FLIGHT] if counts[N.IN_FLIGHT] >= 0 else 0
+        take_signals(node, setup, requests, clocks[C.NOW_S])
+        at = (which, clocks[C.NOW_S])
+        if next_batch(node, setup, requests, io, at) or next_chunks(node, setup, requests, faults, at):
+            _launch(node, setup, requests, io, which)
+        elif counts[N.IN_FLIGHT] >= 0:
+            _wait_for(node, counts[N.IN_FLIGHT])
+            counts[N.IN_FLIGHT] = -1
+        else:
+            clocks[C.NOW_S] = min(until_s, _next_arrival_s(node, inbox))
+
+
+@inner
+def _next_arrival_s(node: NodeState, inbox: Inbox) -> float:
+    """When the next request or signal comes; infinite if none is on its way."""
+    counts, relay, next_s = node.counts, node.relay, np.inf
+    if counts[N.INBOX_NEXT] < counts[N.INBOX_END]:
+        next_s = inbox.time_s[counts[N.INBOX_NEXT]]
+    if relay.counts[R.SIGNAL_NEXT] < relay.counts[R.SIGNAL_END]:
+        next_s = min(next_s, relay.time_s[relay.counts[R.SIGNAL_NEXT]])
+    return next_s
+
+
+@inner
+def _launch(node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], which: int) -> None:
+    """Launch a planned step; then the one before is waited for, or this one where steps do not overlap."""
+    counts, clocks = node.counts, node.clocks
+    now_s, before = clocks[C.NOW_S], counts[N.IN_FLIGHT]
+    clocks[C.NOW_S] += launch(node, setup, requests, io[1], (which, now_s, bus_speed_at(io[2], now_s)))
+    if not setup.overlaps:
+        _wait_for(node, which)
+        return
+    counts[N.IN_FLIGHT] = which
+    if before >= 0:
+        _wait_for(node, before)
+
+
+@inner
+def _wait_for(node: NodeState, which: int) -> None:
+    node.counts[N.ENDING] = which
+    node.clocks[C.NOW_S] = max(node.clocks[C.NOW_S], node.step[which, 1])
+
+
+@inner
+def _end_step(node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults]) -> None:
+    """Settle the step that was waited for, hand out its results, then do what must not delay them."""
+    counts, now_s, which, (inbox, out, faults) = node.counts, node.clocks[C.NOW_S], node.counts[N.ENDING], io
+    counts[N.ENDED] += 1
+    log_step(node, which, now_s)
+    commit_step(node, setup, requests, which, now_s)
+    for index in range(0 if is_ahead_step(node, which) else node.size[which]):
+        request = node.members[which, index, Member.REQUEST]
+        out.status[request] = Status.SERVED
+        out.latency_ms[request] = (now_s - node.arrived_s[which, index]) * 1e3 + setup.terms.intake_ms
+        out.queue_ms[request] = (node.step[which, 0] - node.arrived_s[which, index]) * 1e3
+        inbox.log[counts[N.LOGGED]] = request
+        counts[N.LOGGED] += 1
+        counts[N.SERVED] += 1
+    counts[N.ENDING] = -1
+    learn_reload_cost(node, which)
+    save_sealed(node, setup)
+    advance_boundary(node, setup)
+    read_ahead(node, setup, which, (now_s, bus_speed_at(faults, now_s)))
+    node.clocks[C.NOW_S] += setup.terms.background_ms / 1e3
+
+
+@inner
+def _stall_end(faults: Faults, now_s: float) -> float:
+    """When a stall that holds the node now is over; now, if none does."""
+    end_s = now_s
+    for i in range(faults.stall.shape[0]):
+        if faults.stall[i, 0] <= now_s < faults.stall[i, 1]:
+            end_s = max(end_s, faults.stall[i, 1])
+    return end_s
+
+
+@inner
+def _update_is_due(node: NodeState, faults: Faults) -> bool:
+    epoch = node.kv.counts[Kv.EPOCH]
+    return epoch < faults.update_s.size and faults.update_s[epoch] <= node.clocks[C.NOW_S]
+
+
+@inner
+def _update_rows(node: NodeState, setup: Setup, requests: Requests, faults: Faults) -> None:
+    """End what runs, then let items change: KV made from them lapses, and the new rows cross the bus."""
+    counts, clocks, epoch = node.counts, node.clocks, node.kv.counts[Kv.EPOCH]
+    if counts[N.IN_FLIGHT] >= 0:
+        _wait_for(node, counts[N.IN_FLIGHT])
+        counts[N.IN_FLIGHT] = -1
+        return
+    draws = requests.reads.draws
+    num_bytes = faults.update_share[epoch] * draws.num_lanes * draws.num_blocks * setup.row_bytes
+    took_ms = reload_ms(setup.terms, num_bytes, bus_speed_at(faults, clocks[C.NOW_S]))
+    node.kv.counts[Kv.EPOCH] += 1
+    clocks[C.NOW_S] += took_ms / 1e3
+    counts[N.UPDATE_BYTES] += int(num_bytes)

@@ -1,0 +1,373 @@
+"""Which requests of a simulated node run next, and what follows when they have: `Scheduler` and `Pool`, compiled."""
+
+import numba
+import numpy as np
+
+from helmrec.sim.cost import reload_ms, tokens_ms
+from helmrec.sim.node.host import NONE, Host, find, note_sealed, page_key, save, want
+from helmrec.sim.node.jit import inner
+from helmrec.sim.node.kv import SHORT, Kv, P, commit, evict, find_prefix, note_lookup, plan, truncate, unpin
+from helmrec.sim.node.relay import J, T, add_share, end_lease
+from helmrec.sim.node.relay import R as Relay
+from helmrec.sim.node.rows import resize
+from helmrec.sim.node.state import (
+    ALWAYS_RELOAD,
+    NEVER_RELOAD,
+    C,
+    Faults,
+    Inbox,
+    Member,
+    N,
+    NodeState,
+    Outcomes,
+    Requests,
+    Setup,
+    Status,
+)
+from helmrec.traffic.popularity import Index, draw_event, mix, rules_at, user_word
+from helmrec.types import IntArray
+
+_SMOOTHING, _PROMISED, _CAUTION = 0.1, 0.85, 3  # as Scheduler
+_RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as ReloadCosts
+
+
+@inner
+def take_arrivals(node: NodeState, setup: Setup, inbox: Inbox, out: Outcomes, now_s: float) -> None:
+    """Queue what has come until now, or refuse it at once if it has no chance."""
+    counts = node.counts
+    while counts[N.INBOX_NEXT] < counts[N.INBOX_END] and inbox.time_s[counts[N.INBOX_NEXT]] <= now_s:
+        place = counts[N.INBOX_NEXT]
+        counts[N.INBOX_NEXT] += 1
+        counts[N.ARRIVED] += 1
+        num = counts[N.QUEUED]
+        if num >= setup.queue_limit:
+            _refuse(node, inbox, out, place, Status.QUEUE_FULL)
+        elif _is_hopeless(node, setup, num, inbox.time_s[place]):
+            _refuse(node, inbox, out, place, Status.HOPELESS)
+        else:
+            node.queue[(counts[N.QUEUE_BEGIN] + num) % node.queue.size] = place
+            counts[N.QUEUED] += 1
+
+
+@inner
+def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
+    """Would a request that comes now miss its deadline? An idle node always tries."""
+    clocks, oldest, newest = node.clocks, node.counts[N.ENDING], node.counts[N.IN_FLIGHT]
+    num_running = (node.size[oldest] if oldest >= 0 else 0) + (node.size[newest] if newest >= 0 else 0)
+    if not num and not num_running:
+        return False
+    left_ms = 0.0
+    if num_running:
+        spent_s = now_s - max(node.step[oldest if oldest >= 0 else newest, 0], clocks[C.LAST_ENDED_S])
+        left_ms = max(0.0, clocks[C.MS_PER_REQUEST] * num_running - spent_s * 1e3)
+    ahead_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms
+    slower = clocks[C.STEP_DEVIATION_S] / clocks[C.STEP_S] if clocks[C.STEP_S] else 0.0
+    expected_ms = ahead_ms * (1 + slower) + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
+    return expected_ms > _PROMISED * setup.deadline_ms
+
+
+@inner
+def _refuse(node: NodeState, inbox: Inbox, out: Outcomes, place: int, status: int) -> None:
+    out.status[inbox.request[place]] = status
+    node.counts[N.REFUSED] += 1
+    _log(node, inbox, place)
+
+
+@inner
+def _log(node: NodeState, inbox: Inbox, place: int) -> None:
+    inbox.log[node.counts[N.LOGGED]] = inbox.request[place]
+    node.counts[N.LOGGED] += 1
+
+
+@inner
+def next_batch(
+    node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], at: tuple[int, float]
+) -> int:
+    """Plan the oldest requests that fit one step into step place at[0], at time at[1]; returns how many."""
+    (inbox, out, faults), (which, now_s) = io, at
+    counts, budget, num = node.counts, setup.max_batch_tokens, 0
+    node.clocks[C.PLANNED_COMPUTE_S] = node.clocks[C.PLANNED_LOAD_S] = 0.0
+    while counts[N.QUEUED] and num < setup.max_batch_requests:
+        place = node.queue[counts[N.QUEUE_BEGIN]]
+        request = inbox.request[place]
+        likely_s = node.clocks[C.STEP_S] + _CAUTION * node.clocks[C.STEP_DEVIATION_S]
+        step_s = likely_s if counts[N.QUEUED] > 1 else 0.0
+        is_late = now_s + step_s > inbox.time_s[place] + setup.deadline_ms / 1e3
+        if is_late:
+            out.status[request] = Status.EXPIRED
+            counts[N.REFUSED] += 1
+            counts[N.EXPIRED] += 1
+            _log(node, inbox, place)
+        elif not _plan_member(node, setup, requests, faults, (which, num, request, budget)):
+            break
+        else:
+            node.arrived_s[which, num] = inbox.time_s[place]
+            budget -= _computed(setup, requests, node.members[which, num])
+            num += 1
+        counts[N.QUEUE_BEGIN] = (counts[N.QUEUE_BEGIN] + 1) % node.queue.size
+        counts[N.QUEUED] -= 1
+    node.size[which] = num
+    node.step[which, 0] = now_s
+    return num
+
+
+@inner
+def _computed(setup: Setup, requests: Requests, member: IntArray) -> int:
+    """Tokens a member computes."""
+    others = member[Member.ASKED] + setup.num_request_context
+    return member[Member.TOKENS] - member[Member.RESIDENT] + others
+
+
+@inner
+def _plan_member(
+    node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int, int, int]
+) -> bool:
+    """Pin pages for a request if it fits the budget; the first of a step has none.
+
+    `at`: step, member, request, budget.
+    """
+    which, index, request, budget = at
+    kv, member = node.kv, node.members[which, index]
+    tokens, num_candidates = requests.num_tokens[request], requests.reads.num_candidates[request]
+    most = tokens + num_candidates + setup.num_request_context
+    if index and most > budget and most - resident_tokens(node, requests, request) > budget:
+        return False
+    member[Member.REQUEST], member[Member.TOKENS], member[Member.ASKED] = request, tokens, num_candidates
+    if not plan_tokens(node, setup, requests, faults, (which, index)):
+        return False
+    if index and _computed(setup, requests, member) > budget:  # less was fresh than was resident
+        truncate(kv, setup.rules, member[Member.PREFIX], member[Member.BEFORE])
+        unpin(kv, setup.rules, member[Member.PREFIX])
+        return False
+    return True
+
+
+@inner
+def resident_tokens(node: NodeState, requests: Requests, request: int) -> int:
+    """Tokens of a history that are at best resident."""
+    slot = find_prefix(node.kv, requests.reads.user[request], requests.window[request])
+    return min(node.kv.prefix[slot, P.TOKENS], requests.num_tokens[request]) if slot != NONE else 0
+
+
+@inner
+def plan_tokens(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> bool:
+    """Pin pages for the tokens of a member, whose request is named; False if pages are short. `at`: step, member."""
+    kv, member = node.kv, node.members[at[0], at[1]]
+    request, tokens = member[Member.REQUEST], member[Member.TOKENS]
+    user, window = requests.reads.user[request], requests.window[request]
+    member[Member.PREFIX] = NONE
+    member[Member.RESIDENT] = member[Member.LOADED] = 0
+    if tokens == 0:
+        return True
+    slot = find_prefix(kv, user, window)
+    note_lookup(kv, user, slot)
+    if slot != NONE and kv.prefix[slot, P.VERIFIED] != kv.counts[Kv.EPOCH]:
+        _cut_stale(node, setup, requests, faults, (slot, request, tokens))
+    slot, resident, before = plan(kv, setup.rules, user, window, tokens)
+    if slot == SHORT:
+        return False
+    member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = slot, resident, before
+    if node.host.counts[Host.PAGES]:
+        _reload(node, setup, requests, faults, at)
+        resident = member[Member.RESIDENT]
+        node.clocks[C.PLANNED_COMPUTE_S] += tokens_ms(setup.terms, resident, tokens, setup.rows_per_event) / 1e3
+        node.clocks[C.PLANNED_LOAD_S] += member[Member.LOADED] * _page_s(setup)
+    return True
+
+
+@inner
+def _cut_stale(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int, int]) -> None:
+    """Cut a prefix at its first token whose row changed since it was last held against updates."""
+    kv, (slot, request, tokens) = node.kv, at
+    shared = min(kv.prefix[slot, P.TOKENS], tokens)
+    span = (shared, kv.prefix[slot, P.VERIFIED], kv.counts[Kv.EPOCH])
+    fresh = fresh_tokens(setup, requests, faults, request, span)
+    kv.prefix[slot, P.VERIFIED] = kv.counts[Kv.EPOCH]
+    if fresh < shared:
+        kv.counts[Kv.STALE] += 1
+        truncate(kv, setup.rules, slot, fresh)
+
+
+@inner
+def fresh_tokens(setup: Setup, requests: Requests, faults: Faults, request: int, span: tuple[int, int, int]) -> int:
+    """Leading tokens of a history without an item that changed; span: tokens, and the row epochs since and until."""
+    reads, (num_tokens, since, until) = requests.reads, span
+    user = reads.user[request]
+    backlog, own = np.int64(reads.backlog[user]), reads.own_start[user]
+    word, draws = user_word(reads.draws, user), reads.draws
+    alias, rules = draws.alias[draws.law[0]], rules_at(draws, 0)
+    for token in range(setup.num_context, num_tokens):
+        index = requests.anchor[request] + token - setup.num_context
+        item = draw_event(alias, rules, word, index) if index < backlog else requests.item[own + index - backlog]
+        for update in range(since, until):
+            if has_changed(item, faults.update_salt[update], faults.update_share[update]):
+                return token
+    return num_tokens
+
+
+@numba.njit(cache=True)
+def has_changed(item: Index, salt: int, share: float) -> bool:
+    """Whether an update of `share` of all items touches this one."""
+    return bool((mix(item, salt) >> np.uint64(11)) * 2.0**-53 < share)
+
+
+@inner
+def _reload(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> None:
+    """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
+    member, host, page_tokens = node.members[at[0], at[1]], node.host, setup.rules.page_tokens
+    request, resident = member[Member.REQUEST], member[Member.RESIDENT]
+    user, window = requests.reads.user[request], requests.window[request]
+    if resident % page_tokens and node.kv.prefix[member[Member.PREFIX], P.PINS] > 1:
+        return  # a page may not be loaded over what others still write or read
+    first = resident // page_tokens
+    page, oldest = first, 1 << 62
+    while (page + 1) * page_tokens <= member[Member.TOKENS]:
+        slot = find(host, page_key(user, window, page))
+        if slot == NONE:
+            break
+        want(host, slot)
+        oldest = min(oldest, host.epoch[slot])
+        page += 1
+    end = page * page_tokens
+    current = node.kv.counts[Kv.EPOCH]
+    if page > first and oldest < current:
+        end = fresh_tokens(setup, requests, faults, request, (end, oldest, current)) // page_tokens * page_tokens
+    num_pages = end // page_tokens - first
+    if page == first or end <= resident or setup.reload == NEVER_RELOAD:
+        return
+    if setup.reload == ALWAYS_RELOAD or _prefers_reload(node, setup, (resident, end, num_pages)):
+        host.counts[Host.RELOADED] += num_pages
+        member[Member.RESIDENT], member[Member.LOADED] = end, num_pages
+
+
+@inner
+def _prefers_reload(node: NodeState, setup: Setup, span: tuple[int, int, int]) -> bool:
+    """Whether pages are cheaper than computing tokens; span: first and end token, pages. A refusal is doubted."""
+    start, end, num_pages = span
+    clocks, computing_s = node.clocks, tokens_ms(setup.terms, start, end, setup.rows_per_event) / 1e3
+    is_cheaper = num_pages * clocks[C.RELOAD_PAGE_S] < computing_s
+    if not is_cheaper:
+        clocks[C.RELOAD_PAGE_S] *= _DOUBT
+    load_s = clocks[C.PLANNED_LOAD_S] + num_pages * _page_s(setup)
+    return is_cheaper and load_s <= clocks[C.PLANNED_COMPUTE_S] + computing_s
+
+
+@inner
+def _page_s(setup: Setup) -> float:
+    """That a page from the host takes on an idle bus."""
+    return reload_ms(setup.terms, float(setup.page_bytes), 1.0) / 1e3
+
+
+@inner
+def learn_reload_cost(node: NodeState, which: int) -> None:
+    """As `ReloadCosts`: what taking pages back delayed the step that did."""
+    num_pages = 0
+    for index in range(node.size[which]):
+        num_pages += node.members[which, index, Member.LOADED]
+    if num_pages:
+        page_s = max(0.0, node.step[which, 3]) / num_pages
+        node.clocks[C.RELOAD_PAGE_S] += _RELOAD_SMOOTHING * (page_s - node.clocks[C.RELOAD_PAGE_S])
+
+
+@inner
+def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, now_s: float) -> None:
+    """The step has ended: settle its pages, then evict until the pages the next one may need are free."""
+    kv, page_tokens = node.kv, setup.rules.page_tokens
+    for index in range(node.size[which]):
+        member = node.members[which, index]
+        slot, resident, tokens = member[Member.PREFIX], member[Member.RESIDENT], member[Member.TOKENS]
+        if slot == NONE:
+            continue
+        owner = (slot, kv.prefix[slot, P.GENERATION])
+        first = commit(kv, setup.rules, slot, (resident, tokens), now_s, not member[Member.ASKED])
+        if first != NONE and node.host.key.size:
+            note_sealed(node.host, owner, first // page_tokens, tokens // page_tokens)
+    evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
+    took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
+    node.clocks[C.LAST_ENDED_S] = now_s
+    error_s = took_s - node.clocks[C.STEP_S]
+    node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
+    node.clocks[C.STEP_S] += _SMOOTHING * error_s
+    add_share(node.relay, T.LATE_BUSY_S, now_s, took_s)
+    node.relay.clocks[T.STEPS_S] += took_s
+    if is_ahead_step(node, which):
+        node.relay.counts[Relay.STEPS] += 1
+        for index in range(node.size[which]):  # the jobs of its chunks are still those to be looked at next
+            job = node.relay.job[node.relay.counts[Relay.JOB_NEXT] + index]
+            job[J.REACHED] = node.members[which, index, Member.TOKENS]
+        node.relay.clocks[T.BUSY_S] += took_s
+        add_share(node.relay, T.AHEAD_BUSY_S, now_s, took_s)
+        return
+    took_ms = took_s * 1e3 / node.size[which]
+    node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
+    for index in range(node.size[which]):
+        end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], Relay.USED)
+
+
+@inner
+def is_ahead_step(node: NodeState, which: int) -> bool:
+    """Whether nobody asked for it yet."""
+    return node.members[which, 0, Member.ASKED] == 0
+
+
+@inner
+def save_sealed(node: NodeState, setup: Setup) -> None:
+    """Copy sealed pages to the host, oldest first, within the budget of a step."""
+    host, kv, waiting = node.host, node.kv, node.host.waiting
+    saved = 0
+    while saved < setup.save_pages and host.counts[Host.WAITING]:
+        place = host.counts[Host.WAITING_BEGIN]
+        slot, page = waiting[place, 0], waiting[place, 2]
+        prefix = kv.prefix[slot]
+        is_there = prefix[P.GENERATION] == waiting[place, 1]
+        if is_there and (page + 1) * setup.rules.page_tokens <= prefix[P.SETTLED]:
+            saved += save(host, page_key(prefix[P.USER], prefix[P.WINDOW], page), prefix[P.MADE])
+        waiting[place, 2] += 1
+        if waiting[place, 2] == waiting[place, 3] or not is_there:
+            host.counts[Host.WAITING_BEGIN] = (place + 1) % waiting.shape[0]
+            host.counts[Host.WAITING] -= 1
+    node.counts[N.SAVE_BYTES] += saved * setup.page_bytes
+
+
+@inner
+def advance_boundary(node: NodeState, setup: Setup) -> None:
+    """Free pages no step reads any more, then move the boundary towards its target by a bounded step."""
+    counts, pages = node.counts, node.kv.counts
+    while counts[N.DRAINS] and node.drains[counts[N.DRAIN_BEGIN], 0] <= counts[N.ENDED] - 1:
+        drained = node.drains[counts[N.DRAIN_BEGIN], 1]
+        pages[Kv.DRAINING] -= drained
+        pages[Kv.FREE] += drained
+        counts[N.DRAIN_BEGIN] = (counts[N.DRAIN_BEGIN] + 1) % node.drains.shape[0]
+        counts[N.DRAINS] -= 1
+    gap = counts[N.TARGET] - pages[Kv.EMB]
+    step = min(abs(gap), setup.move_pages)
+    if gap > 0:
+        _grow_rows(node, setup, step)
+    elif gap < 0:
+        pages[Kv.EMB] -= step
+        pages[Kv.DRAINING] += step
+        place = (counts[N.DRAIN_BEGIN] + counts[N.DRAINS]) % node.drains.shape[0]
+        node.drains[place, 0], node.drains[place, 1] = counts[N.LAUNCHED], step
+        counts[N.DRAINS] += 1
+        resize(node.rows, row_capacity(setup, pages[Kv.EMB]))
+
+
+@inner
+def _grow_rows(node: NodeState, setup: Setup, num: int) -> None:
+    pages = node.kv.counts
+    num = min(num, pages[Kv.FREE] + pages[Kv.HELD] - setup.request_pages)
+    if num <= 0:
+        return
+    if num > pages[Kv.FREE]:
+        evict(node.kv, setup.rules, num - pages[Kv.FREE])
+    num = min(num, pages[Kv.FREE])
+    pages[Kv.FREE] -= num
+    pages[Kv.EMB] += num
+    node.counts[N.GROW_BYTES] += num * setup.page_bytes
+    resize(node.rows, row_capacity(setup, pages[Kv.EMB]))
+
+
+@numba.njit(cache=True)
+def row_capacity(setup: Setup, num_pages: int) -> int:
+    """Slots of so many pages, of sampled rows."""
+    return int(num_pages * setup.rows_per_page * setup.rate + 1e-9)

@@ -1,0 +1,276 @@
+"""Prefixes computed ahead on a simulated node: trigger and leases of `helmrec.engine.relay`, compiled.
+
+Every decision is made as there; `tests/sim/node/test_relay.py` holds one to the other. All signals of a run are held
+equally long, so leases end in the order they were granted.
+"""
+
+from enum import IntEnum
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.config import EngineConfig
+from helmrec.engine.relay.trigger import SHARE_S
+from helmrec.sim.node.jit import inner
+from helmrec.sim.node.kv import KEPT, KVState, P, put_first, put_last, take_out
+from helmrec.types import IntArray
+
+NONE = -1
+
+
+class R(IntEnum):
+    """Places in `RelayState.counts`."""
+
+    SIGNAL_NEXT = 0
+    SIGNAL_END = 1
+    GRANT_NEXT = 2  # of those granted, the first that may not have ended
+    GRANT_END = 3
+    JOB_NEXT = 4
+    JOB_END = 5
+    LEASES = 6
+    HELD_PAGES = 7
+    USED = 8
+    EXPIRED = 9
+    STEPS = 10
+    MOST_HELD_PAGES = 11  # ever
+    ADMITTED = 12  # signals by what became of them
+    RESIDENT = 13
+    NOT_AT_RISK = 14
+    HELD_ALREADY = 15
+    NO_ROOM = 16
+    TOO_BUSY = 17
+    LOST = 18  # leases whose prefix did not stay
+
+
+VERDICTS = (R.ADMITTED, R.RESIDENT, R.NOT_AT_RISK, R.HELD_ALREADY, R.NO_ROOM, R.TOO_BUSY)
+
+
+class J(IntEnum):
+    """Columns of `RelayState.job`."""
+
+    REQUEST = 0  # whose history is to be computed
+    LEASE = 1  # as in `RelayState.lease`
+    REACHED = 2  # tokens that were there when its last chunk had been computed
+
+
+class T(IntEnum):
+    """Places in `RelayState.clocks`."""
+
+    AHEAD_BUSY_S = 0  # fading, as `ComputeShare`
+    AHEAD_AT_S = 1
+    LATE_BUSY_S = 2  # with whatever steps
+    LATE_AT_S = 3
+    BUSY_S = 4  # that steps ahead took, all together
+    MOST_SHARE = 5  # ever
+    PROMISED_S = 6  # of computing that has not been done
+    STEPS_S = 7  # that all steps took, of the engine's time
+
+
+class RelayRules(NamedTuple):
+    """`RelayConfig` as compiled code takes it."""
+
+    budget_ms: float
+    risk: float
+    hold_s: float
+    chunk_tokens: int
+    max_held: float
+    max_compute: float
+    max_leases: int
+
+
+class RelayState(NamedTuple):
+    """Signals sent to a node, and what became of them; arrays by signal grow with what is sent."""
+
+    counts: IntArray
+    clocks: NDArray[np.float64]
+    request: IntArray  # (signals,)
+    time_s: NDArray[np.float64]  # (signals,) when they come
+    granted: IntArray  # (signals,) users, in order
+    end_s: NDArray[np.float64]  # (signals,) of the leases granted
+    job: IntArray  # (signals, 3) histories to be computed, in order
+    lease: IntArray  # (users,) place among those granted plus one; zero is none
+    pages: IntArray  # (users,) its lease may take
+    promised_s: NDArray[np.float64]  # (users,) to be computed for its lease
+
+
+def relay_rules(engine: EngineConfig) -> RelayRules:
+    config = engine.relay
+    return RelayRules(
+        config.budget_ms,
+        config.risk,
+        config.hold_ms / 1e3,
+        engine.chunk_tokens,
+        config.max_held,
+        config.max_compute,
+        config.max_leases,
+    )
+
+
+def make_relay(num_users: int) -> RelayState:
+    clocks = np.zeros(len(T))
+    clocks[T.AHEAD_AT_S] = clocks[T.LATE_AT_S] = -np.inf
+    none, never = np.empty(0, np.int64), np.empty(0)
+    lease, pages = np.zeros((2, num_users), np.int64)
+    jobs = np.empty((0, len(J)), np.int64)
+    return RelayState(
+        np.zeros(len(R), np.int64), clocks, none, never, none, never, jobs, lease, pages, np.zeros(num_users)
+    )
+
+
+def with_signals(relay: RelayState, requests: IntArray, times_s: NDArray[np.float64]) -> RelayState:
+    """Room for these signals after those there are."""
+    room, empty = np.zeros(requests.size, np.int64), np.zeros(requests.size)
+    relay.counts[R.SIGNAL_END] += requests.size
+    return relay._replace(
+        request=np.append(relay.request, requests),
+        time_s=np.append(relay.time_s, times_s),
+        granted=np.append(relay.granted, room),
+        end_s=np.append(relay.end_s, empty),
+        job=np.append(relay.job, np.zeros((requests.size, len(J)), np.int64), axis=0),
+    )
+
+
+@inner
+def share(relay: RelayState, busy: int, now_s: float) -> float:
+    """Of late time; `busy` names a pair of clocks."""
+    late_s = max(0.0, now_s - relay.clocks[busy + 1])
+    return relay.clocks[busy] * exp(-late_s / SHARE_S) / SHARE_S
+
+
+@inner
+def add_share(relay: RelayState, busy: int, now_s: float, busy_s: float) -> None:
+    relay.clocks[busy] = share(relay, busy, now_s) * SHARE_S + busy_s
+    relay.clocks[busy + 1] = now_s
+
+
+class Wanted(NamedTuple):
+    """A signal as the trigger sees it."""
+
+    inline_ms: float
+    ahead_s: float
+    num_missing: int
+    num_pages: int
+
+
+@inner
+def judge(relay: RelayState, rules: RelayRules, user: int, wanted: Wanted, at: tuple[float, int]) -> int:
+    """As `trigger.decide`; `at`: now, and pages that prefixes may hold."""
+    counts, (now_s, kv_pages) = relay.counts, at
+    if relay.lease[user]:
+        return R.HELD_ALREADY
+    if wanted.inline_ms < rules.risk * rules.budget_ms:
+        return R.NOT_AT_RISK
+    if counts[R.LEASES] >= rules.max_leases or counts[R.HELD_PAGES] + wanted.num_pages > rules.max_held * kv_pages:
+        return R.NO_ROOM
+    if not wanted.num_missing:
+        return R.RESIDENT
+    is_busy = compute_share(relay, now_s) + wanted.ahead_s / SHARE_S > rules.max_compute
+    return R.TOO_BUSY if is_busy else R.ADMITTED
+
+
+@inner
+def compute_share(relay: RelayState, now_s: float) -> float:
+    """Of late time, that went into computing ahead, and what has been promised of the time to come."""
+    return share(relay, T.AHEAD_BUSY_S, now_s) + relay.clocks[T.PROMISED_S] / SHARE_S
+
+
+@inner
+def promise(relay: RelayState, user: int, seconds: float) -> None:
+    """What is to be computed for a user with a lease: none, if all is there."""
+    relay.clocks[T.PROMISED_S] += seconds - relay.promised_s[user]
+    relay.promised_s[user] = seconds
+
+
+@inner
+def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: float) -> None:
+    counts = relay.counts
+    place = counts[R.GRANT_END]
+    counts[R.GRANT_END] += 1
+    relay.granted[place], relay.end_s[place] = user, end_s
+    relay.lease[user], relay.pages[user] = place + 1, num_pages
+    counts[R.LEASES] += 1
+    counts[R.HELD_PAGES] += num_pages
+    counts[R.MOST_HELD_PAGES] = max(counts[R.MOST_HELD_PAGES], counts[R.HELD_PAGES])
+    _hold(kv, user)
+
+
+@inner
+def end_lease(relay: RelayState, user: int, why: int) -> None:
+    """`why`: R.USED, R.EXPIRED or R.LOST; nothing happens to a user without one."""
+    if relay.lease[user]:
+        promise(relay, user, 0.0)
+        relay.lease[user] = 0
+        relay.counts[R.LEASES] -= 1
+        relay.counts[R.HELD_PAGES] -= relay.pages[user]
+        relay.counts[why] += 1
+
+
+@inner
+def lose_lease(relay: RelayState, kv: KVState, user: int) -> None:
+    """What was computed for a user did not stay."""
+    end_lease(relay, user, R.LOST)
+    _release(kv, user)
+
+
+@inner
+def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
+    """Let go what no rank has come for, and keep what is held away from eviction."""
+    counts = relay.counts
+    while counts[R.GRANT_NEXT] < counts[R.GRANT_END] and relay.end_s[counts[R.GRANT_NEXT]] <= now_s:
+        place = counts[R.GRANT_NEXT]
+        user = relay.granted[place]
+        counts[R.GRANT_NEXT] += 1
+        if relay.lease[user] == place + 1:
+            end_lease(relay, user, R.EXPIRED)
+            _release(kv, user)
+    for place in range(counts[R.GRANT_NEXT], counts[R.GRANT_END]):
+        if relay.lease[relay.granted[place]] == place + 1:
+            _hold(kv, relay.granted[place])
+
+
+@inner
+def _hold(kv: KVState, user: int) -> None:
+    """As `KVCache.hold`, the prefix made first first."""
+    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
+        slot = _mate(kv, user, mate)
+        if kv.prefix[slot, P.KIND] == KEPT:
+            take_out(kv.prefix, slot)
+            put_last(kv.prefix, slot)
+
+
+@inner
+def _release(kv: KVState, user: int) -> None:
+    """As `KVCache.release`."""
+    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
+        slot = _mate(kv, user, mate)
+        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.GUEST]:
+            take_out(kv.prefix, slot)
+            put_first(kv.prefix, slot)
+
+
+@inner
+def _num_mates(kv: KVState, user: int) -> int:
+    num, slot = 0, int(kv.head[user]) - 1
+    while slot != NONE:
+        num += 1
+        slot = kv.prefix[slot, P.MATE]
+    return num
+
+
+@inner
+def _mate(kv: KVState, user: int, number: int) -> int:
+    """The prefix of a user made so many before its last."""
+    slot = int(kv.head[user]) - 1
+    for _ in range(number):
+        slot = kv.prefix[slot, P.MATE]
+    return slot
+
+
+def check_relay(relay: RelayState) -> None:
+    counts, held = relay.counts, relay.lease > 0
+    assert counts[R.LEASES] == np.count_nonzero(held), "leases are miscounted"
+    assert counts[R.HELD_PAGES] == relay.pages[held].sum(), "held pages are miscounted"
+    assert counts[R.JOB_NEXT] <= counts[R.JOB_END], "a job is lost"
+    assert counts[list(VERDICTS)].sum() == counts[R.SIGNAL_NEXT], "a signal is not counted"
