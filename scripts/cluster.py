@@ -24,7 +24,6 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
 from helmrec.policies import make_policy, needs_curves
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.router.rivals import policies
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import default_cost
@@ -33,6 +32,7 @@ from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
+from helmrec_bench.baselines.routers import policies
 from scripts.provenance import provenance
 
 OUT = Path("docs/measurements/cluster.json")

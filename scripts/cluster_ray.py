@@ -89,7 +89,7 @@ def deployed(folder: Path, **changes: Any) -> Iterator[ClusterConfig]:
     """An application of its own on the Ray that runs: cold caches, a router that knows nobody."""
     from ray import serve  # noqa: PLC0415 - after its environment
 
-    from helmrec.cluster.command import deploy  # noqa: PLC0415
+    from helmrec.cluster.deploy import deploy  # noqa: PLC0415
 
     cluster = cluster_config(HERE | changes)
     deploy(folder, settings(), cluster)
@@ -338,7 +338,7 @@ def _wait_for_traffic(known: set[str], killed_s: float) -> float | None:
 
 def scale(folder: Path) -> dict[str, Any]:
     """Two replicas, then four, then two, under load all the time."""
-    from helmrec.cluster.command import deploy  # noqa: PLC0415
+    from helmrec.cluster.deploy import deploy  # noqa: PLC0415
 
     payloads = bodies(trace_requests(600))
     steps: dict[str, Any] = {}
@@ -376,7 +376,7 @@ def stale(folder: Path) -> dict[str, Any]:
 
 def update(folder: Path) -> dict[str, Any]:
     """Another model under load, replica by replica: every answer is of one of the two."""
-    from helmrec.cluster.command import deploy  # noqa: PLC0415
+    from helmrec.cluster.deploy import deploy  # noqa: PLC0415
 
     other = folder.parent / "other"
     init_model(other, model_config(), seed=1)
@@ -427,7 +427,7 @@ def main() -> None:
     kept = json.loads(OUT.read_text()).get("parts", {}) if OUT.exists() else {}
     here = cluster_config(HERE | {"replicas": 4})
     prepare_environment(here)
-    from helmrec.cluster.command import ray_of  # noqa: PLC0415 - after its environment
+    from helmrec.cluster.deploy import ray_of  # noqa: PLC0415 - after its environment
 
     with tempfile.TemporaryDirectory(prefix="cluster-") as place, ray_of(here):
         folder = Path(place) / "small"

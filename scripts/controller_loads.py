@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from helmrec.bench.contest import Shown, scaled
-from helmrec.bench.service_cost import service_cost
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA
-from helmrec.experiments.entrants import entrant
-from helmrec.experiments.kept import Store, finish
 from helmrec.sim.curves import record_curves
-from helmrec.sim.drawn import OPENING_S
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
+from helmrec_bench.baselines.service_cost import service_cost
+from helmrec_bench.drawn import OPENING_S
+from helmrec_bench.judging.contest import Shown, scaled
+from helmrec_bench.lab.policies import entrant
+from helmrec_bench.lab.store import Store, finish
 from scripts.controller_trials import AFTER_BURST_S, BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
 from scripts.provenance import write_measurement
 

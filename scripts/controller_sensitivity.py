@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from helmrec.control import costs, helm, latency, layers, moves, policy, rebalancer
-from helmrec.experiments.kept import Store, finish
+from helmrec_bench.lab.store import Store, finish
 from scripts.controller_trials import BUILD, Case, Trial, judge
 from scripts.provenance import write_measurement
 

@@ -1,4 +1,4 @@
-"""Policies against constant splits on simulated scenarios: drawn at random (`helmrec.sim.drawn`), and the frozen ones.
+"""Policies against constant splits on simulated scenarios: drawn at random (`drawn`), and the frozen ones.
 
     python -m scripts.controller_trials                                # 36 scenarios of the validation range, one seed
     python -m scripts.controller_trials --range test --numbers 60 --seeds 3 --out docs/measurements/controller-test.json
@@ -27,18 +27,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from helmrec.bench.contest import Shown
-from helmrec.bench.service_cost import service_cost
 from helmrec.control.costs import Estimator
 from helmrec.control.helm import Helm
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
-from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.entrants import entrant
-from helmrec.experiments.kept import Store, digest_of_code, finish
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.curves import record_curves
-from helmrec.sim.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
 from helmrec.sim.node.config import prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes
@@ -46,9 +40,15 @@ from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.steps import Step
 from helmrec.traffic.trace import Trace
+from helmrec_bench.baselines.service_cost import service_cost
+from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
+from helmrec_bench.judging.contest import Shown
+from helmrec_bench.lab.curve_file import load_curves, save_curves
+from helmrec_bench.lab.policies import entrant
+from helmrec_bench.lab.store import Store, digest_of_code, finish
 from scripts.provenance import write_measurement
 
-BUILD, SCENARIOS = Path("build"), Path("scenarios")
+BUILD, SCENARIOS = Path("build"), Path("src/helmrec_bench/scenarios")
 FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
 BURSTS = ("burst", "flood", "flash")  # names of phases
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -67,7 +67,7 @@ TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
     "pair_ms": (Step.COMPUTE_MS, Step.PAIRS),
 }
 
-SIMULATOR, CONTROLLER = digest_of_code("sim", "memory"), digest_of_code("control")  # as they are when a run begins
+SIMULATOR, CONTROLLER = digest_of_code("sim", "traffic", "memory"), digest_of_code("control")  # when a run begins
 
 
 class Case(NamedTuple):

@@ -2,7 +2,7 @@
 
     python -m scripts.freeze_scenarios            # all, or those named: control, main, stress
 
-Reads docs/measurements/map.json, writes scenarios/*.toml. They are frozen: docs/decisions/0015-frozen-scenarios.md says
+Reads docs/measurements/map.json, writes src/helmrec_bench/scenarios/*.toml. They are frozen: docs/decisions/0015-frozen-scenarios.md says
 why they are what they are, and tests/sim/test_frozen_scenarios.py holds their content. Run it again only to take up a
 new calibration, before any controller has been judged with it.
 """
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.cells import MOVE_BYTES, POOL_GB, REGIMES, SLO_MS, Cell, Regime
-from helmrec.bench.contest import Course
-from helmrec.bench.judge import largest_of
 from helmrec.sim.scenario import Scenario
 from helmrec.traffic.workload import Phase
+from helmrec_bench.judging.contest import Course
+from helmrec_bench.judging.judge import largest_of
+from helmrec_bench.map.cells import MOVE_BYTES, POOL_GB, REGIMES, SLO_MS, Cell, Regime
 from scripts.map import FAVOURABLE, MAIN, OUT, from_json
 
-FOLDER = Path("scenarios")
+FOLDER = Path("src/helmrec_bench/scenarios")
 LOAD = 0.85  # of the largest load the best constant serves within the SLO
 SHARES = tuple(round(0.5 + 0.04 * step, 2) for step in range(14))  # of what the regimes of the map alone would bear
 LIMIT_SEED = 40  # nobody is judged on it

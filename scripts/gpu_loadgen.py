@@ -31,12 +31,12 @@ import torch
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.loadgen import LoadGenConfig, ServerScenario, Verdict, largest_valid
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
 from helmrec.types import RankRequest, RankResult
+from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, Verdict, largest_valid
 from scripts.gpu_traffic import Mix, Traffic, serving_config, serving_engine, set_limit
 from scripts.provenance import write_measurement
 

@@ -32,8 +32,8 @@ from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense
-from helmrec.sim.cascade import CascadeConfig
 from helmrec.types import IntArray, PrefillRequest, RankRequest, RankResult
+from helmrec_bench.cascade import CascadeConfig
 from scripts.gpu_traffic import serving_config
 from scripts.provenance import write_measurement
 

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.cell_report import (
+from helmrec.sim.cost import default_cost
+from helmrec_bench.lab.store import Store, digest_of, finish
+from helmrec_bench.map.cell_report import (
     best_alpha,
     constant_rate_limit,
     following_rate_limit,
     regime_figures,
 )
-from helmrec.bench.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, SLO_MS, Cell, Regime
-from helmrec.bench.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
-from helmrec.bench.map_checks import held_capacity, sampled
-from helmrec.bench.shifts import Shift, run_shift, within_slo
-from helmrec.experiments.kept import Store, digest_of, finish
-from helmrec.sim.cost import default_cost
+from helmrec_bench.map.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, SLO_MS, Cell, Regime
+from helmrec_bench.map.checks import held_capacity, sampled
+from helmrec_bench.map.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
+from helmrec_bench.map.shifts import Shift, run_shift, within_slo
 from scripts.map_plots import plot_map
 from scripts.provenance import write_measurement
 

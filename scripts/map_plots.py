@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from helmrec.bench.load_curve import LoadCurve
+from helmrec_bench.map.load_curve import LoadCurve
 
 _BLUE, _ORANGE, _GREY, _GREEN = "#2563a8", "#d9702b", "#8a8f98", "#2f8f5b"
 _COLOURS = {"returning": _BLUE, "browsing": _ORANGE, "flood": _GREY}

@@ -12,12 +12,12 @@ from typing import Any
 
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.loadgen import LoadGenConfig, ServerScenario
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
+from helmrec_bench.loadgen import LoadGenConfig, ServerScenario
 from scripts.provenance import write_measurement
 
 OUT = Path(__file__).parents[1] / "docs" / "measurements" / "loadgen-cpu.json"

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from helmrec.bench.service_cost import ServiceCost
 from helmrec.clock import ManualClock
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
@@ -28,6 +27,7 @@ from helmrec.memory.history import chain
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, RankRequest
+from helmrec_bench.baselines.service_cost import ServiceCost
 from scripts.provenance import write_measurement
 
 NUM_ITEMS, NUM_EXTRA = 50_000, 7  # of the second trace: rows of all eight tables take twice the pool

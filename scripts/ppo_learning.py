@@ -18,9 +18,9 @@ from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import MIN_GAIN
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
-from helmrec.train.designs import STEPS
-from helmrec.train.env import observe_all, scaled
-from helmrec.train.fleet import Fleet
+from helmrec_bench.train.designs import STEPS
+from helmrec_bench.train.env import observe_all, scaled
+from helmrec_bench.train.fleet import Fleet
 from scripts.provenance import write_measurement
 
 OUT, PICTURE = Path("docs/measurements/ppo.json"), Path("docs/images/ppo-learning.png")

@@ -1,11 +1,11 @@
-"""Where a figure comes from, as scripts write it down; `helmrec.experiments.provenance` knows machine and commit."""
+"""Where a figure comes from, as scripts write it down; `helmrec_bench.lab.provenance` knows machine and commit."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from helmrec.experiments import provenance as known
+from helmrec_bench.lab import provenance as known
 
 
 def provenance() -> dict[str, Any]:

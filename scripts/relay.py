@@ -21,10 +21,10 @@ from helmrec.config import EngineConfig, RelayConfig
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig
-from helmrec.sim.relay import CascadeResult, Relaying, simulate_cascade
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.workload import Phase, Users, Workload
+from helmrec_bench.cascade import CascadeResult, Relaying, simulate_cascade
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/relay.json")

@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.contest import Score
-from helmrec.bench.contest_report import Hindsight, hindsight, row, spent
-from helmrec.bench.judge import interval, largest_of
-from helmrec.bench.shifts import PRICES
 from helmrec.control.static import UNTUNED_ALPHA
-from helmrec.experiments.kept import digest_of
+from helmrec_bench.judging.contest import Score
+from helmrec_bench.judging.contest_report import Hindsight, hindsight, row, spent
+from helmrec_bench.judging.judge import interval, largest_of
+from helmrec_bench.lab.store import digest_of
+from helmrec_bench.map.shifts import PRICES
 from scripts.provenance import write_measurement
 from scripts.rivals_runs import (
     ALPHAS,

@@ -15,23 +15,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.bench.contest import WINDOW_S, Course, Score, Wanderer
-from helmrec.bench.contest_report import Hindsight, hindsight
-from helmrec.bench.features import Episode
-from helmrec.bench.rivals import learned_rivals, simple_rivals, solver_rivals
-from helmrec.bench.shifts import Planned, switch_prices
-from helmrec.bench.tune import Family, Value, tune
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static
-from helmrec.experiments.curve_file import load_curves, save_curves
-from helmrec.experiments.kept import Store, digest_of, digest_of_code
 from helmrec.policies import make_policy
-from helmrec.sim.oracle import cheapest_path, switching_costs
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.workload import Phase, Workload
+from helmrec_bench.baselines.features import Episode
+from helmrec_bench.baselines.oracle import cheapest_path, switching_costs
+from helmrec_bench.baselines.tune import Family, Value, tune
+from helmrec_bench.baselines.tuned import learned_rivals, simple_rivals, solver_rivals
+from helmrec_bench.judging.contest import WINDOW_S, Course, Score, Wanderer
+from helmrec_bench.judging.contest_report import Hindsight, hindsight
+from helmrec_bench.lab.curve_file import load_curves, save_curves
+from helmrec_bench.lab.lab import Place
+from helmrec_bench.lab.store import Store, digest_of, digest_of_code
+from helmrec_bench.map.shifts import Planned, switch_prices
 
-KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("scenarios")
+KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Place().scenarios
 CONTROLLER = digest_of_code("control")  # as it is when a run begins
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
 BUDGET = 16  # trials of each rival

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Policy
-from helmrec.router.rivals import policies
 from helmrec.router.sketch import RowSketch, build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent
 from helmrec.sim.cost import default_cost
+from helmrec_bench.baselines.routers import policies
 from scripts.provenance import write_measurement
 
 OUT = Path("docs/measurements/router-speed.json")

@@ -1,4 +1,7 @@
-"""Imports point one way, as docs/architecture.md says: RANKS holds who stands above whom."""
+"""Imports point one way, as docs/architecture.md says: who stands later in an order may import who stands earlier.
+
+Each unit, a package or a module right below `helmrec` or `helmrec_bench`, has a place of its own.
+"""
 
 import ast
 from pathlib import Path
@@ -6,52 +9,36 @@ from pathlib import Path
 import pytest
 
 import helmrec
+import helmrec_bench
 
-SOURCE = Path(helmrec.__file__).parent
-BASE = ("types", "config", "errors", "clock", "failures", "pauses", "collector", "redaction", "steps")
-RANKS = {
-    **dict.fromkeys(BASE, 0),
-    "console": 1,
-    "kernels": 1,
-    "memory": 2,
-    "model": 3,
-    "control": 3,
-    "router": 3,
-    "history": 3,
-    "engine": 4,
-    "ppo": 4,
-    "traffic": 4,
-    "sim": 5,
-    "load": 5,
-    "policies": 5,
-    "loadgen": 5,
-    "serve": 6,
-    "demo": 6,
-    "bench": 6,
-    "experiments": 6,
-    "train": 6,
-    "train_cli": 6,
-    "explain_cli": 6,
-    "calibrate": 6,
-    "simulate_cli": 6,
-    "trace_cli": 6,
-    "load_cli": 6,
-    "loadgen_cli": 6,
-    "serve_cli": 6,
-    "import_cli": 6,
-    "cluster": 6,
-    "plan_cli": 6,
-    "cli": 7,
-}
+SOURCE = Path(helmrec.__file__).parents[1]
+PACKAGES = ("helmrec", "helmrec_bench")
+BASE = (
+    *("types", "errors", "redaction", "clock", "collector", "pauses", "steps", "extensions"),
+    *("config", "failures"),
+)
+PRODUCT = (
+    *BASE,
+    *("kernels", "memory", "model"),
+    *("control", "router", "history", "engine", "ppo", "policies"),
+    *("traffic", "load", "sim", "serve"),
+    *("calibrate", "cluster", "demo", "cli", "__main__"),
+)
+EVALUATION = (
+    *("scenarios", "report", "baselines", "judging", "map", "lab"),
+    *("cascade", "drawn", "loadgen", "train", "experiments", "cli"),
+)
+RANKS = {("helmrec", name): rank for rank, name in enumerate(PRODUCT)}
+RANKS |= {("helmrec_bench", name): len(PRODUCT) + rank for rank, name in enumerate(EVALUATION)}
 MAY_IMPORT_TORCH_IN_MEMORY = {
     f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "host_tier", "streams")
 }
 SEEN_BY_CONTROL = {f"helmrec.memory{name}" for name in ("", ".curve_shape", ".miss_curves", ".stats")}
-MAY_IMPORT_CLI = {"helmrec.cli", "helmrec.__main__"}
+SEEN_BY_SIMULATOR = {f"helmrec.engine{name}" for name in ("", ".relay", ".relay.trigger")}
 
 
 def module_name(path: Path) -> str:
-    parts = ("helmrec", *path.relative_to(SOURCE).with_suffix("").parts)
+    parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -68,17 +55,25 @@ def imported_names(source: str) -> set[str]:
     return names
 
 
-IMPORTS = {module_name(path): imported_names(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+PATHS = {module_name(path): path for package in PACKAGES for path in sorted((SOURCE / package).rglob("*.py"))}
+IMPORTS = {module: imported_names(path.read_text()) for module, path in PATHS.items()}
+
+
+def unit(module: str) -> tuple[str, str]:
+    """The package and the part of it that a module of ours belongs to; "" for the package itself."""
+    parts = module.split(".")
+    return parts[0], parts[1] if len(parts) > 1 else ""
 
 
 def layer(module: str) -> str:
-    """The part of the house a module of ours belongs to; "" for the package itself."""
-    return module.split(".")[1] if "." in module else ""
+    """The part of the product that a module belongs to; "" for the package itself and for the evaluation."""
+    package, name = unit(module)
+    return name if package == "helmrec" else ""
 
 
 def ours(module: str) -> set[str]:
-    """Modules of this package that `module` imports."""
-    return {name for name in IMPORTS[module] if name in IMPORTS and name != "helmrec"}
+    """Modules of ours that `module` imports."""
+    return {name for name in IMPORTS[module] if name in IMPORTS and name not in PACKAGES}
 
 
 def uses(module: str, library: str) -> bool:
@@ -94,15 +89,26 @@ def reach(module: str) -> set[str]:
     return found
 
 
-def test_every_module_has_a_layer() -> None:
-    unknown = {module for module in IMPORTS if layer(module) not in {"", "__main__", *RANKS}}
-    assert not unknown, "say in RANKS where these stand"
+def test_both_packages_are_looked_at() -> None:
+    assert Path(helmrec_bench.__file__).parents[1] == SOURCE
+    assert {unit(module)[0] for module in IMPORTS} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("module", [module for module in IMPORTS if layer(module) in RANKS])
+def test_every_module_has_a_place() -> None:
+    unknown = {module for module in IMPORTS if unit(module) not in {*RANKS, *((package, "") for package in PACKAGES)}}
+    assert not unknown, "say in PRODUCT or EVALUATION where these stand"
+
+
+@pytest.mark.parametrize("module", [module for module in IMPORTS if unit(module) in RANKS])
 def test_imports_point_down(module: str) -> None:
-    upwards = {name for name in ours(module) if RANKS[layer(name)] > RANKS[layer(module)]}
-    assert not upwards
+    others = {name for name in ours(module) if unit(name) != unit(module)}
+    assert not {name for name in others if RANKS[unit(name)] >= RANKS[unit(module)]}
+
+
+def test_the_product_does_not_know_the_evaluation() -> None:
+    """Not even by name, in text that could be imported later."""
+    assert [module for module in IMPORTS if unit(module)[0] == "helmrec" and uses(module, "helmrec_bench")] == []
+    assert [m for m, path in PATHS.items() if unit(m)[0] == "helmrec" and "helmrec_bench" in path.read_text()] == []
 
 
 def test_base_knows_only_itself() -> None:
@@ -124,9 +130,9 @@ def test_routing_sees_base_and_the_sampling_hash_only() -> None:
             assert not any(uses(seen, library) for library in ("torch", "ray", "socket", "time", "random"))
 
 
-def test_baselines_of_the_bench_serve_only_comparisons() -> None:
-    users = {layer(m) for m in IMPORTS if any(layer(o) == "bench" for o in ours(m))}
-    assert users <= {"bench", "cli", "experiments", "simulate_cli"}
+def test_the_simulator_knows_of_the_engine_only_the_rule_of_the_relay() -> None:
+    for module in (m for m in IMPORTS if layer(m) == "sim"):
+        assert {m for m in ours(module) if layer(m) == "engine"} <= SEEN_BY_SIMULATOR
 
 
 def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:
@@ -158,7 +164,8 @@ def test_ray_stays_in_the_cluster() -> None:
 
 
 def test_a_single_node_needs_nothing_of_a_cluster() -> None:
-    assert {layer(m) for m in IMPORTS if any(layer(o) == "cluster" for o in ours(m))} <= {"cluster", "serve_cli"}
+    users = {m for m in IMPORTS if any(layer(o) == "cluster" for o in ours(m)) and layer(m) != "cluster"}
+    assert users == {"helmrec.cli.serve"}
 
 
 def test_pickle_is_imported_nowhere() -> None:
@@ -166,14 +173,18 @@ def test_pickle_is_imported_nowhere() -> None:
 
 
 def test_nothing_imports_the_command_line() -> None:
-    users = {module for module in IMPORTS if "helmrec.cli" in IMPORTS[module]}
-    assert users <= MAY_IMPORT_CLI
+    """The evaluation uses its console, since its commands are commands of `helmrec`."""
+    users = {module for module in IMPORTS if any(layer(name) == "cli" for name in ours(module))}
+    assert {layer(module) for module in users} <= {"cli", "__main__", ""}
+    seen = {name for module in users if not layer(module) for name in ours(module) if layer(name) == "cli"}
+    assert seen <= {"helmrec.cli", "helmrec.cli.console"}
 
 
 def test_modules_import_modules_never_the_package_itself() -> None:
     """`from helmrec import Engine` inside the package would tie every layer to the top one."""
     exports = {f"helmrec.{name}" for name in helmrec.__all__}
-    below = [module for module in IMPORTS if layer(module) in RANKS and RANKS[layer(module)] < RANKS["demo"]]
+    below = [module for module in IMPORTS if RANKS.get(unit(module), len(RANKS)) < RANKS["helmrec", "serve"]]
+    assert below
     assert [module for module in below if exports & IMPORTS[module]] == []
 
 

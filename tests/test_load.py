@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from helmrec.cli import app
+from helmrec.cli.main import app
 from helmrec.clock import MonotonicClock
 from helmrec.control.policy import Move, WindowStats
 from helmrec.control.rebalancer import Rebalancer

@@ -1,5 +1,5 @@
 """`python -m helmrec` is the `helmrec` command."""
 
-from helmrec.cli import app
+from helmrec.cli.main import app
 
 app()

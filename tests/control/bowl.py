@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from helmrec.bench.service_cost import ServiceCost, wait_ms
 from helmrec.control.policy import Policy, Traffic, WindowStats
 from helmrec.memory.miss_curves import JointCurves
+from helmrec_bench.baselines.service_cost import ServiceCost, wait_ms
 
 COST = ServiceCost(token_ms=0.001, floor_ms=0.5, missed_row_ms=0.0005, is_overlapping=False)
 TOKENS, ROWS = 6_000.0, 24_000.0

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helmrec.cli.main.explain import read_explanations
 
 from helmrec.control.explain import Explanation
 from helmrec.control.helm import Helm, HelmSettings
 from helmrec.control.latency import ALPHAS
 from helmrec.control.policy import Limited, Limits
 from helmrec.errors import ConfigError
-from helmrec.explain_cli import read_explanations
 from helmrec.policies import make_policy, needs_curves
 from helmrec.steps import no_steps
 from tests.control.bowl import Bowl

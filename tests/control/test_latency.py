@@ -10,9 +10,9 @@ from helmrec.control.costs import Floats
 from helmrec.control.helm import Helm
 from helmrec.control.latency import ALPHAS, RECENT_S, Bias, EngineModel, Fading, LatencyModel, play
 from helmrec.control.policy import Move, WindowStats
-from helmrec.sim.drawn import OPENING_S, draw
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps
+from helmrec_bench.drawn import OPENING_S, draw
 from tests.control.bowl import GRID, ROWS, TOKENS, Bowl
 from tests.control.made_up_steps import COSTS
 from tests.control.served import CANDIDATES, ENGINE, Asked, PlainEngine, Served, latency_ms

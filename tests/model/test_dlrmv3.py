@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from helmrec.cli import app
+from helmrec.cli.main import app
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, ModelError, NonFiniteScores, RequestError

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from helmrec.router.cost import Stages, Work, expected_ms, service_ms, stages_of
 from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
 from helmrec.router.policy import Choice, EmbKVAware, Reason, RouterSettings, Weighing, price
-from helmrec.router.rivals import policies
 from helmrec.router.sketch import sample_rows
+from helmrec_bench.baselines.routers import policies
 from tests.router.cases import COST, NUM_BITS, fresh_nodes, holding, request
 
 OURS = EmbKVAware(COST)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.router.rivals import policies
 from helmrec.router.slices import Fixed, SliceRouter
 from helmrec.router.state import ClusterState
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, NodeLoss, simulate_cluster
@@ -12,6 +11,7 @@ from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
+from helmrec_bench.baselines.routers import policies
 from tests.router.cases import request
 from tests.sim.test_cluster import CONFIG, FLEET
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from helmrec.cli import app
+from helmrec.cli.main import app
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine

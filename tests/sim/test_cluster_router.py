@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.router.rivals import policies
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, NodeLoss, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import prepare_requests
@@ -12,6 +11,7 @@ from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
+from helmrec_bench.baselines.routers import policies
 from tests.sim.test_cluster import CONFIG, FLEET
 
 COST = RouterCost.from_calibration(FLEET.cost.model_dump(), TokenShape(6, 1_024, 10_240))

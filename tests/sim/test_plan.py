@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from helmrec.cli import app
+from helmrec.cli.main import app
+from helmrec.cli.plan import milliseconds
 from helmrec.errors import ConfigError
-from helmrec.plan_cli import milliseconds
 from helmrec.sim.cost import default_cost
 from helmrec.sim.plan import Plan, PlanConfig, Point, _fewest, make_plan
 

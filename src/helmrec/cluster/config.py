@@ -8,13 +8,11 @@ from pydantic import ByteSize, Field, model_validator
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
+from helmrec.extensions import ROUTERS, extensions
 from helmrec.router.policy import RouterSettings
 from helmrec.router.state import StateSettings
 
-ROUTERS = (
-    *("emb-kv-aware", "kv-aware", "emb-aware", "dynamo-style"),
-    *("session-hash", "least-loaded", "power-of-two", "random"),
-)
+OURS = "emb-kv-aware"  # the router of the product; others come from packages that add them
 
 
 class Scaling(Frozen):
@@ -47,7 +45,7 @@ class ClusterConfig(Frozen):
     ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by what it knows and what replicas report")
     cpus_per_ingress: float = Field(0.5, ge=0)
     max_waiting: int = Field(256, ge=1, description="requests a replica takes at once; the engine queues and refuses")
-    router: str = Field("emb-kv-aware", description="who chooses a replica")
+    router: str = Field(OURS, description="who chooses a replica")
     routing: RouterSettings = RouterSettings()
     memory: StateSettings = Field(StateSettings(sketch_bits=1 << 15), description="what a router keeps in mind")
     calibration: str | None = Field(None, min_length=1, description="costs the router reckons with; else an H200's")
@@ -61,8 +59,8 @@ class ClusterConfig(Frozen):
 
     @model_validator(mode="after")
     def _knows_its_router(self) -> Self:
-        if self.router not in ROUTERS:
-            raise ValueError(f"router must be one of {', '.join(ROUTERS)}")
+        if self.router != OURS and self.router not in (added := extensions(ROUTERS)):
+            raise ValueError(f"router must be one of {', '.join((OURS, *added))}")
         return self
 
 

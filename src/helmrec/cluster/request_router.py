@@ -13,12 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from helmrec.cluster.config import OURS
 from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
+from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
 from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware, Policy, RouterSettings
-from helmrec.router.rivals import policies
 from helmrec.router.state import ClusterState, StateSettings
 
 log = logging.getLogger("helmrec.cluster")
@@ -86,9 +87,10 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
 
 def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> Policy:
     made = RouterCost(**cost)
-    if router == "emb-kv-aware":
+    if router == OURS:
         return EmbKVAware(made, RouterSettings(**routing))
-    return policies(made, np.random.default_rng(seed))[router]()
+    added: Policy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))
+    return added
 
 
 def _name(replica_id: ReplicaID) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helmrec.errors import ConfigError
-from helmrec.sim.oracle import QuasiStatic
+from helmrec.sim.quasi_static import QuasiStatic
 from helmrec.sim.simulate import SimResult
 
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9702b", "#8a8f98"

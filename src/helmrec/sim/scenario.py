@@ -1,6 +1,7 @@
 """A scenario: traffic, node, faults and what is counted, as one TOML file. Everything of a run but policy and seed."""
 
 import tomllib
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
+from helmrec.extensions import SCENARIOS, extensions
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import CostModel, CostTerms, default_cost, load_cost
 from helmrec.sim.node.config import NodeConfig
@@ -128,6 +130,17 @@ def with_bus_speed(cost: CostModel, speed: float) -> CostModel:
     links = [name for name in CostTerms._fields if name.endswith("_gb_per_s") and name != "hit_gb_per_s"]
     changed: dict[str, Any] = {name: getattr(cost, name) * speed for name in links}
     return cost.model_copy(update={**changed, "name": f"{cost.name}, bus x {speed:g}"})
+
+
+def find_scenario(path: Path) -> Path:
+    """The file itself, or, where there is none, the scenario of this name that an installed package adds."""
+    if path.exists() or path.suffix == ".toml":
+        return path
+    for entry in extensions(SCENARIOS).values():
+        installed = Path(str(files(entry.load()))) / f"{path}.toml"
+        if installed.is_file():
+            return installed
+    return path
 
 
 def load_scenario(path: Path) -> Scenario:

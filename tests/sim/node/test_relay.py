@@ -11,7 +11,6 @@ from helmrec.engine.relay.pre_inference import Relay
 from helmrec.engine.scheduler import Batch, Scheduled
 from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.ledger import Owner
-from helmrec.sim.cascade import CascadeConfig
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
@@ -21,6 +20,7 @@ from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.rows import context_rows, history_rows
 from helmrec.traffic.trace import Trace
 from helmrec.types import PrefillRequest
+from helmrec_bench.cascade import CascadeConfig
 from tests.sim.node.plain_node import PlainNode, _Step
 from tests.sim.node.test_conformance import PAGE_BYTES, SLOW, assert_same, node_config
 from tests.traffic.cases import small_trace

@@ -1,0 +1,111 @@
+"""`helmrec explain`: what each layer of the policy said, from a log of decisions or at one moment of a scenario."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from helmrec.cli.console import err, out, told_plainly
+from helmrec.control.explain import Explanation, describe_move
+from helmrec.control.helm import Helm
+from helmrec.control.policy import Limited, Limits, Move, WindowStats
+from helmrec.errors import ConfigError
+from helmrec.sim.scenario import find_scenario, load_scenario
+from helmrec.sim.simulate import Options, simulate
+
+
+def explain(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A scenario (.toml, or the name of an installed one), or decisions of `helmrec load`."),
+    ],
+    at_s: Annotated[float | None, typer.Option("--at", help="Second of the decision; default: the last one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of a scenario's traffic.", min=0)] = 0,
+    lines: Annotated[int, typer.Option(help="Log lines shown before it.", min=0)] = 5,
+) -> None:
+    """Show what each layer of a decision proposed, what was predicted, and what came of the last move."""
+    with told_plainly():
+        path = find_scenario(path)
+        found = _replayed(path, seed, at_s) if path.suffix == ".toml" else list(read_explanations(path))
+        upto = [one for one in found if at_s is None or one.time_s <= at_s + 1e-9]
+        if not upto:
+            raise ConfigError(f"{path} holds no decision{'' if at_s is None else f' up to {at_s:g} s'}")
+        for one in upto[-1 - lines : -1]:
+            out.print(one.line(), highlight=False, soft_wrap=True)
+        out.print(_table(upto[-1]))
+
+
+def read_explanations(path: Path) -> Iterator[Explanation]:
+    """From a file with one per line, as `as_json` writes them."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read decisions {path}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = msgspec.json.decode(line, type=Explanation)
+        except msgspec.DecodeError:
+            raise ConfigError(f"{path}, line {number}: not a decision, got {line!r:.60}") from None
+        if not found.proposals:
+            raise ConfigError(f"{path}, line {number}: a decision without proposals")
+        yield found
+
+
+class _Enough(Exception):
+    """What was to be seen has been."""
+
+
+class _Explained:
+    """Keeps what a policy said in each window."""
+
+    def __init__(self, policy: Helm) -> None:
+        self._limited = Limited(policy, Limits())
+        self._helm = policy
+        self.explanations: list[Explanation] = []
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        move = self._limited.decide(stats)
+        if (told := self._helm.explanation) is not None:
+            self.explanations.append(told)
+        return move
+
+    def reset(self) -> None:
+        self._limited.reset()
+
+
+def _replayed(path: Path, seed: int, until_s: float | None) -> list[Explanation]:
+    """Run a scenario anew and listen."""
+    scenario = load_scenario(path)
+    trace, cost = scenario.make_trace(seed), scenario.cost()
+    config = scenario.node_config(trace)
+    policy = _Explained(Helm())
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("replaying", total=trace.duration_s)
+
+        def on_tick(now_s: float) -> None:
+            bar.update(task, completed=now_s)
+            if until_s is not None and now_s >= until_s:
+                raise _Enough
+
+        with suppress(_Enough):
+            options = Options(scenario.faults.compiled(), has_curves=True, on_tick=on_tick)
+            simulate(trace, config, cost, policy, scenario.tick_s, options)
+    return policy.explanations
+
+
+def _table(told: Explanation) -> Table:
+    decided, title = told.decided, f"{told.time_s:.1f} s: alpha {told.alpha:.3f} -> {told.decided.alpha:.3f}"
+    table = Table("layer", "proposes", "why", title=title)
+    for one in told.proposals:
+        table.add_row(one.layer, "stay" if one.alpha == told.alpha else f"{one.alpha:.3f}", one.reason)
+    predicted = "nothing was known" if told.predicted_ms is None else f"{told.predicted_ms:.2f} ms predicted"
+    table.add_row("decided by", decided.layer, f"{decided.gain_ms:+.3f} ms a request predicted")
+    table.add_row("measured", f"{told.measured_ms:.2f} ms", f"{predicted}, {told.arrivals_per_s:.0f} requests/s")
+    if told.last_move is not None:
+        table.add_row("last move", "", describe_move(told.last_move))
+    return table

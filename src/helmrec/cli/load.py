@@ -1,0 +1,119 @@
+"""`helmrec load`: offer a trace to a model, or to a server, and watch the latency."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.live import Live
+from rich.table import Table
+
+from helmrec.cli.console import err, out, told_plainly
+from helmrec.config import EngineConfig
+from helmrec.control.rebalancer import Decision, Rebalancer
+from helmrec.engine.engine import Engine
+from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
+from helmrec.serve.load import HttpLoad
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace import Trace
+from helmrec.traffic.trace_file import read_trace
+
+_SLOW_DRIVER_MS = 5.0
+
+
+def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model folder, or a server's http:// address.")],
+    trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
+    rate: Annotated[float | None, typer.Option(help="Poisson requests per second; else the trace's own times.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Stop after so many.", min=1)] = None,
+    pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
+    alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Who moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
+    ] = None,
+    decisions: Annotated[Path | None, typer.Option(help="Write what helm decided, for `helmrec explain`.")] = None,
+    slo_ms: Annotated[float, typer.Option("--slo", help="Milliseconds a request should take at most.")] = 80,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
+    results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
+) -> None:
+    """Offer the requests of a trace to a model, on time, and report latency from when each was due.
+
+    A server has a pool and a policy of its own: with a URL, the options for them are not looked at.
+    """
+    with told_plainly():
+        trace = read_trace(trace_path)
+        times_s = arrival_times(trace.time_s, rate, seed)[:requests]
+        if model.startswith(("http://", "https://")):
+            _conclude(_load_server(model, deadline_ms, trace, times_s), results)
+            return
+        if policy is not None:
+            check_policy(policy)
+        settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
+        settings["miss_curves"] = policy is not None and needs_curves(policy)
+        with err.status("getting the model ready"):
+            engine = Engine.from_model(Path(model), EngineConfig(**settings))
+            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
+        with engine, Live(console=err, transient=True, auto_refresh=False) as live:
+            rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
+            end = Load(engine, rebalancer).run(
+                rank_requests(trace, engine.model_config),
+                times_s,
+                lambda seen: live.update(_table(seen), refresh=True),
+            )
+        _conclude(end, results)
+
+
+def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDArray[np.float64]) -> Snapshot:
+    load = HttpLoad(url, deadline_ms)
+    model = load.model()
+    with Live(console=err, transient=True, auto_refresh=False) as live:
+        return load.run(
+            rank_requests(trace, model), model, times_s, lambda seen: live.update(_table(seen), refresh=True)
+        )
+
+
+def _conclude(end: Snapshot, results: Path | None) -> None:
+    out.print(_table(end))
+    if end.lag_p99_ms > _SLOW_DRIVER_MS:
+        err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
+    if results is not None:
+        results.write_text(json.dumps(asdict(end), indent=2) + "\n")
+
+
+def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | None) -> Rebalancer:
+    decider = make_policy(policy)
+    if decisions is None:
+        return Rebalancer(engine, decider, slo_ms)
+    decisions.write_text("")
+    starts_s = list[float]()  # of the windows
+
+    def note(decision: Decision) -> None:
+        starts_s.append(decision.window.traffic.start_s)
+        if (told := decision.explanation) is not None:
+            with decisions.open("a") as lines:
+                lines.write(replace(told, time_s=told.time_s - starts_s[0]).as_json() + "\n")
+
+    return Rebalancer(engine, decider, slo_ms, on_decision=note)
+
+
+def _table(seen: Snapshot) -> Table:
+    table = Table(title=f"{seen.elapsed_s:.1f} s", show_header=False)
+    refused = ", ".join(f"{num} {cause}" for cause, num in seen.refused.items()) or "none"
+    for label, value in (
+        ("offered / answered", f"{seen.offered:,} / {seen.answered:,} ({seen.answered / seen.elapsed_s:,.1f}/s)"),
+        ("refused, failed", f"{refused}; {seen.failed}"),
+        ("refused after p99", f"{seen.refused_p99_ms:.1f} ms"),
+        ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (p99 of late {seen.recent_p99_ms:.1f})"),
+        ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
+        ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),
+        ("rows hit", f"{seen.pool.row_hit_rate:.1%}"),
+        ("alpha, wanted", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
+    ):
+        table.add_row(label, value)
+    return table

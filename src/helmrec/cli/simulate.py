@@ -1,0 +1,152 @@
+"""`helmrec simulate`: policies on a scenario, over seeds."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from helmrec.cli.console import err, out, told_plainly
+from helmrec.control.static import Static, StaticSettings
+from helmrec.sim.node.state import FloatArray
+from helmrec.sim.plot import Star, plot_run
+from helmrec.sim.policies import find_policy, policy_names
+from helmrec.sim.quasi_static import quasi_static
+from helmrec.sim.scenario import Scenario, find_scenario, load_scenario
+from helmrec.sim.simulate import Options, SimResult, simulate
+
+_FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
+_STAR_ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_STAR_WINDOW_S = 10.0
+_REFUSED_MS = 10_000.0
+
+
+def run_simulate(
+    path: Annotated[
+        Path, typer.Argument(metavar="SCENARIO", help="A scenario as TOML, or the name of an installed one.")
+    ],
+    policies: Annotated[
+        list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(policy_names())}; may repeat.")
+    ],
+    seeds: Annotated[int, typer.Option(help="Traces made, from seed 0 on.", min=1)] = 1,
+    report: Annotated[Path | None, typer.Option("--out", help="Write the figures as JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for a picture per policy, of the first seed.")] = None,
+    has_star: Annotated[
+        bool, typer.Option("--star", help="Sweep constants for alpha*, for report and pictures: nine runs a seed.")
+    ] = False,
+) -> None:
+    """Simulate a node on a scenario under one or more policies and compare them."""
+    with told_plainly():
+        scenario = load_scenario(find_scenario(path))
+        with Progress(console=err, transient=True) as bar:
+            task = bar.add_task("simulating", total=None)
+            runs = {
+                policy: [
+                    _run(scenario, policy, seed, lambda done, total: bar.update(task, completed=done, total=total))
+                    for seed in range(seeds)
+                ]
+                for policy in policies
+            }
+            star = _star(scenario, seeds, bar) if has_star else None
+        out.print(_table(scenario, runs))
+        for policy in _not_full(scenario, runs):
+            err.print(f"{policy}: a cache was still filling up when counting began; a longer warm_up_s tells more")
+        if report is not None:
+            report.write_text(json.dumps(_as_json(scenario, runs, star), indent=2) + "\n")
+        if plots is not None:
+            _plot_all(scenario, runs, plots, star)
+
+
+def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, float], None]) -> SimResult:
+    trace, cost, chosen = scenario.make_trace(seed), scenario.cost(), find_policy(policy)
+    config = scenario.node_config(trace)
+    options = Options(
+        faults=scenario.faults.compiled(),
+        has_curves=chosen.needs_curves,
+        on_tick=lambda now_s: progress(now_s, trace.duration_s),
+    )
+    decider = chosen.make(cost, config, trace)
+    start = StaticSettings(alpha=config.engine.alpha)
+    if isinstance(decider, Static):  # born there, as a tuned node would be
+        start = decider.settings
+    engine = config.engine.model_copy(update={"alpha": start.alpha})
+    return simulate(trace, config.model_copy(update={"engine": engine}), cost, decider, scenario.tick_s, options)
+
+
+def _star(scenario: Scenario, seeds: int, bar: Progress) -> Star:
+    """Windows of whole ticks; latencies are summed over seeds, a refused request counts as ten seconds."""
+    window_s = max(_STAR_WINDOW_S, scenario.tick_s)
+    swept = []
+    for alpha in bar.track(_STAR_ALPHAS, description="sweeping constants"):
+        runs = [_run(scenario, f"static:{alpha}", seed, lambda done, total: None) for seed in range(seeds)]
+        swept.append(np.sum([_window_costs(run, window_s) for run in runs], axis=0))
+    return Star(window_s, quasi_static(np.column_stack(swept), np.array(_STAR_ALPHAS)))
+
+
+def _window_costs(run: SimResult, window_s: float) -> FloatArray:
+    place = (run.arrived_s // window_s).astype(np.int64)
+    num = int(np.ceil(run.windows[-1].stats.traffic.end_s / window_s))
+    latency_ms = np.nan_to_num(run.outcomes.latency_ms, nan=_REFUSED_MS)
+    return np.bincount(np.minimum(place, num - 1), latency_ms, num).astype(np.float64)
+
+
+def _figures(scenario: Scenario, results: list[SimResult]) -> dict[str, list[float]]:
+    summaries = [asdict(result.summary(scenario.warm_up_s)) for result in results]
+    return {name: [float(summary[name]) for summary in summaries] for name in (*_FIGURES, "num_refused")}
+
+
+def _table(scenario: Scenario, runs: dict[str, list[SimResult]]) -> Table:
+    """Means over seeds, and the spread of the mean where there is more than one."""
+    first = next(iter(runs.values()))
+    num_requests = sum(result.arrived_s.size for result in first)
+    title = f"{scenario.name}: {num_requests:,} requests, {len(first)} seeds, costs of {first[0].calibration}"
+    table = Table("policy", "mean ms", "p50", "p99", "in SLO", "reuse", "rows missed", "last alpha", title=title)
+    for policy, results in runs.items():
+        figures = _figures(scenario, results)
+        last = np.mean([result.pool.alpha for result in results])
+        cells = (f"{np.mean(figures[name]):.2f}{_spread(figures[name])}" for name in _FIGURES[:3])
+        slo, reuse, missed = (float(np.mean(figures[name])) for name in _FIGURES[3:])
+        table.add_row(policy, *cells, f"{slo:.2%}", f"{reuse:.1%}", f"{missed:,.0f}", f"{last:.3f}")
+    return table
+
+
+def _not_full(scenario: Scenario, runs: dict[str, list[SimResult]]) -> list[str]:
+    """Policies under which some run began to count before both caches had evicted."""
+    return [
+        policy
+        for policy, results in runs.items()
+        if any(run.evicting_from_s is None or run.evicting_from_s > scenario.warm_up_s for run in results)
+    ]
+
+
+def _spread(values: list[float]) -> str:
+    return f" ±{np.std(values, ddof=1) / np.sqrt(len(values)):.2f}" if len(values) > 1 else ""
+
+
+def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]], star: Star | None) -> dict[str, Any]:
+    known = {} if star is None else {"alpha_star": {"window_s": star.window_s, "alpha": star.found.alpha.tolist()}}
+    return {
+        "scenario": scenario.model_dump(mode="json"),
+        **known,
+        "policies": {
+            policy: {
+                "calibration": results[0].calibration,
+                "by_seed": _figures(scenario, results),
+                "bytes_by_cause": [result.pool.bytes_by_cause for result in results],
+                "window_end_s": [[w.stats.traffic.end_s for w in result.windows] for result in results],
+                "alpha_by_window": [[round(w.stats.alpha, 4) for w in result.windows] for result in results],
+            }
+            for policy, results in runs.items()
+        },
+    }
+
+
+def _plot_all(scenario: Scenario, runs: dict[str, list[SimResult]], folder: Path, star: Star | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for policy, results in runs.items():
+        plot_run(results[0], f"{scenario.name}, {policy}", folder / f"{policy.replace(':', '-')}.png", star)

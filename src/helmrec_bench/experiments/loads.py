@@ -1,0 +1,227 @@
+"""The largest load within the SLO: what an operator pays for. Who bears how much, and what each part adds to it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from helmrec_bench.experiments.ablations import EXPANDER
+from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
+from helmrec_bench.experiments.routing import BY_USER, NUM_NODES, largest_cluster_loads
+from helmrec_bench.experiments.routing import OURS as ROUTER
+from helmrec_bench.experiments.strategies import FAMILIES, OURS
+from helmrec_bench.judging.judge import interval
+from helmrec_bench.lab.contests import Field
+from helmrec_bench.lab.lab import Lab
+from helmrec_bench.lab.runs import Run, Settings
+from helmrec_bench.report.blocks import Block, Chart, Table, bars
+from helmrec_bench.report.claims import Rule, Verdict, judged
+
+_LRU: Settings = (("kv_admission", "always"), ("row_admission", "always"))
+_TUNED = (0.7, 0.8, 0.9)  # splits an operator would try: lower ones bear less here (`latency-vs-ratio`)
+Entry = tuple[str, Settings]  # policy and engine
+
+
+class _Search:
+    """Bisection over rising loads for one entry and seed: asks for one run at a time."""
+
+    def __init__(self, field: Field, policy: str, seed: int, loads: Sequence[float]) -> None:
+        self._field, self._policy, self.seed, self._loads = field, policy, seed, loads
+        self._low, self._high = -1, len(loads)
+
+    @property
+    def is_over(self) -> bool:
+        return self._high - self._low <= 1
+
+    def next_run(self, lab: Lab) -> Run:
+        load = self._loads[(self._low + self._high) // 2]
+        ground = lab.ground(self._field.scenario, self.seed, load * self._field.load)
+        return Run(ground, self._policy, self._field.engine)
+
+    def told(self, *, is_met: bool) -> None:
+        middle = (self._low + self._high) // 2
+        self._low, self._high = (middle, self._high) if is_met else (self._low, middle)
+
+    @property
+    def load(self) -> float:
+        """0 where not even the lowest is met."""
+        return self._loads[self._low] if self._low >= 0 else 0.0
+
+
+def largest_loads(lab: Lab, field: Field, entries: Mapping[str, Entry], what: str) -> dict[str, list[float]]:
+    """By seed, as multiples of the scenario's arrivals. All searches go on together, so runs share their grounds."""
+    searches = {
+        name: [_Search(replace(field, engine=engine), policy, seed, lab.tier.loads) for seed in lab.seeds]
+        for name, (policy, engine) in entries.items()
+    }
+    slo_ms = lab.scenario(field.scenario).slo_ms
+    while open_ones := [one for ones in searches.values() for one in ones if not one.is_over]:
+        runs = [one.next_run(lab) for one in open_ones]
+        found = lab.run(runs, what)
+        for one, run in zip(open_ones, runs, strict=True):
+            one.told(is_met=found[run].score.meets(slo_ms))
+    return {name: [one.load for one in ones] for name, ones in searches.items()}
+
+
+def measure_loads(lab: Lab) -> Figures:
+    policies = ["static:0.5", *(f"static:{alpha:g}" for alpha in _TUNED), "argmin", OURS]
+    found = {}
+    for family in ("Steady", "Burst"):
+        entries: dict[str, Entry] = {policy: (policy, ()) for policy in policies}
+        found[family] = largest_loads(lab, Field(FAMILIES[family]), entries, f"largest load, {family}")
+    return {"families": found}
+
+
+def _best_static(loads: Mapping[str, Sequence[float]]) -> str:
+    return max((name for name in loads if name.startswith("static:")), key=lambda name: float(np.mean(loads[name])))
+
+
+def judge_loads(figures: Figures) -> Sequence[Verdict]:
+    ratios, told = [], []
+    for family, loads in figures["families"].items():
+        best = _best_static(loads)
+        ours, constant, untuned = (float(np.mean(loads[name])) for name in (OURS, best, "static:0.5"))
+        ratios.append(ours / constant if constant else float("nan"))
+        told.append(f"{family} {ours:.2f} against {constant:.2f} ({best}) and {untuned:.2f} (untuned)")
+    return (
+        judged(
+            "Throughput within the SLO is not worse than the best static policy's",
+            "throughput not worse",
+            min(ratios),
+            Rule(0.99, 0.95, unit="ratio"),
+            "largest load in multiples of the frozen arrivals: " + "; ".join(told),
+        ),
+    )
+
+
+def show_loads(figures: Figures, measured: Measured) -> Sequence[Block]:
+    families = figures["families"]
+
+    def draw(figure: Any) -> None:
+        for axes, (family, loads) in zip(figure.subplots(1, len(families)), families.items(), strict=True):
+            values = [float(np.mean(seen)) for seen in loads.values()]
+            bars(axes, list(loads), values, frozenset({OURS}), title=family, xlabel="x the frozen arrivals")
+
+    rows = [[name, *(_spread(loads[name]) for loads in families.values())] for name in next(iter(families.values()))]
+    return (
+        Chart(draw, "Largest load at P99 within the SLO, nothing refused."),
+        Table(("policy", *families), rows, "Mean over seeds, least and largest.", marked=frozenset({OURS})),
+    )
+
+
+def _spread(loads: Sequence[float]) -> str:
+    return f"{np.mean(loads):.2f} ({min(loads):.2f} to {max(loads):.2f})"
+
+
+RUNGS = ("untuned split, LRU", "tuned split, LRU", "+ admission", "+ expander", "+ controller")
+
+
+def measure_ladder(lab: Lab) -> Figures:
+    """Tuned: the split that bears most, tried on the very traffic it is judged on, which favours it."""
+    field = Field(FAMILIES["Burst"])
+    host: Settings = tuple((name, int(value * lab.tier.size)) for name, value in EXPANDER)
+    entries: dict[str, Entry] = {RUNGS[0]: ("static:0.5", _LRU), RUNGS[4]: (OURS, host)}
+    kinds: dict[str, Settings] = {RUNGS[1]: _LRU, RUNGS[2]: (), RUNGS[3]: host}
+    tried = {f"{rung} at {alpha:g}": (rung, alpha) for rung in kinds for alpha in _TUNED}
+    entries |= {name: (f"static:{alpha:g}", kinds[rung]) for name, (rung, alpha) in tried.items()}
+    loads = largest_loads(lab, field, entries, "ladder")
+    rungs = {RUNGS[0]: {"alpha": 0.5, "loads": loads[RUNGS[0]]}}
+    for rung in kinds:
+        best = max((name for name in tried if tried[name][0] == rung), key=lambda name: float(np.mean(loads[name])))
+        rungs[rung] = {"alpha": tried[best][1], "loads": loads[best]}
+    rungs[RUNGS[4]] = {"alpha": None, "loads": loads[RUNGS[4]]}
+    return {
+        "scenario": FAMILIES["Burst"],
+        "rungs": rungs,
+        "tried": loads,
+        "num_nodes": NUM_NODES[lab.tier.name],
+        "cluster": largest_cluster_loads(lab, FAMILIES["Burst"], host),
+    }
+
+
+def judge_ladder(figures: Figures) -> Sequence[Verdict]:
+    mean = {rung: float(np.mean(one["loads"])) for rung, one in figures["rungs"].items()}
+    told = ", ".join(f"{rung} {load:.2f}" for rung, load in mean.items())
+    last, cluster = mean[RUNGS[4]], figures["cluster"]
+    return (
+        judged(
+            "What a user gains over an untuned split with LRU",
+            None,
+            last / mean[RUNGS[0]] if mean[RUNGS[0]] else float("nan"),
+            Rule(1.1, 1.02, unit="ratio"),
+            f"largest load at P99 within the SLO: {told}",
+        ),
+        judged(
+            "What a user gains over a tuned split with LRU, as peers deploy it",
+            None,
+            last / mean[RUNGS[1]] if mean[RUNGS[1]] else float("nan"),
+            Rule(1.05, 1.0, unit="ratio"),
+            f"the split was tuned on the traffic it is judged on: {told}",
+        ),
+        judged(
+            "What the router adds on a cluster, over routing by user hash",
+            None,
+            cluster[ROUTER] / cluster[BY_USER] if cluster[BY_USER] else float("nan"),
+            Rule(1.05, 1.0, unit="ratio"),
+            f"largest load of each of {figures['num_nodes']} nodes with admission and expander, splits that stay, one "
+            f"seed: {cluster[ROUTER]:.2f} against {cluster[BY_USER]:.2f}",
+        ),
+    )
+
+
+def show_ladder(figures: Figures, measured: Measured) -> Sequence[Block]:
+    rungs = figures["rungs"]
+
+    def draw(figure: Any) -> None:
+        values = [float(np.mean(one["loads"])) for one in rungs.values()]
+        ours = frozenset(list(rungs)[2:])
+        bars(
+            figure.subplots(),
+            list(rungs),
+            values,
+            ours,
+            xlabel=f"largest load, x the arrivals of {figures['scenario']}",
+        )
+
+    first = float(np.mean(rungs[RUNGS[0]]["loads"])) or float("nan")
+    rows = []
+    for rung, one in rungs.items():
+        alpha = "moves" if one["alpha"] is None else f"{one['alpha']:g}"
+        seen = interval([load / first for load in one["loads"]])
+        rows.append([rung, alpha, _spread(one["loads"]), f"{seen.mean:.2f} x"])
+    nodes = f"each of {figures['num_nodes']} nodes"
+    for router, load in figures["cluster"].items():
+        rows.append([f"{nodes}, {router} router", "stays", f"{load:.2f}", f"{load / first:.2f} x"])
+    return (
+        Chart(draw, "Largest load at P99 within the SLO as parts are switched on one after another."),
+        Table(
+            ("rung", "alpha", "largest load", "over the first"),
+            rows,
+            "Mean over seeds, least and largest; clusters: one seed.",
+        ),
+    )
+
+
+EXPERIMENTS = (
+    Experiment(
+        "largest-load",
+        "Largest load within the SLO",
+        "throughput at the SLO",
+        "Throughput is not worse than the best static policy's.",
+        "Bisection over loads, for constants, miss-curve argmin and ours.",
+        measure_loads,
+        judge_loads,
+        show_loads,
+    ),
+    Experiment(
+        "ladder",
+        "What a user gains, part by part",
+        "our question",
+        "From what one would deploy instead (a fixed split with LRU) to everything switched on.",
+        "Largest load of each rung on bursts; then of nodes behind two routers.",
+        measure_ladder,
+        judge_ladder,
+        show_ladder,
+    ),
+)

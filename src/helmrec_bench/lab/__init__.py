@@ -1,0 +1,1 @@
+"""How experiments are run: one simulated run, tiers, finished pieces, where results come from."""

@@ -1,0 +1,203 @@
+"""One simulated run: who steers which node under which traffic, and what is kept of it.
+
+All experiments are made of these, so a run that two of them ask for is made once.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from helmrec.control.policy import Move, WindowStats
+from helmrec.memory.miss_curves import JointCurves
+from helmrec.sim.curves import curves_at
+from helmrec.sim.scenario import Scenario
+from helmrec.sim.simulate import SimResult, simulate
+from helmrec_bench.baselines.service_cost import service_cost
+from helmrec_bench.judging.contest import Course, Score
+from helmrec_bench.lab.curve_file import load_curves, save_curves
+from helmrec_bench.lab.policies import Entrant, entrant, is_blind
+from helmrec_bench.lab.store import digest_of
+from helmrec_bench.lab.tiers import with_traffic
+
+Settings = tuple[tuple[str, Any], ...]  # names with values
+_REFUSED_MS = 10_000.0  # as in contests
+
+
+class Ground(NamedTuple):
+    """Traffic: a scenario as read and resized, a seed, how dense, and what is changed of every phase."""
+
+    scenario: Scenario
+    seed: int
+    load: float
+    window_s: float
+    traffic: Settings
+
+    @property
+    def digest(self) -> str:
+        told = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
+        told += json.dumps([self.seed, self.load, self.window_s, self.traffic])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def course(self) -> Course:
+        assert self.scenario.workload is not None
+        workload = with_traffic(self.scenario.workload, **dict(self.traffic))
+        scenario = self.scenario.model_copy(update={"workload": workload})
+        return Course(scenario, self.seed, self.load, self.window_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A policy on a ground; `engine` replaces settings of the scenario's engine, sizes as plain numbers."""
+
+    ground: Ground
+    policy: str
+    engine: Settings = ()
+
+    @property
+    def name(self) -> str:
+        told = "".join(f", {name}={value}" for name, value in self.engine)
+        return f"{self.policy}{told} on {self.ground.scenario.name} {self.ground.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is kept of a run, warm-up left out; refused requests count as ten seconds."""
+
+    score: Score
+    num_requests: int
+    duration_s: float
+    token_reuse_rate: float
+    row_hit_rate: float
+    is_full: bool  # both caches had evicted before counting began
+    phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms, slo_satisfaction
+    bytes_by_cause: dict[str, int]
+    ticks: dict[str, list[float]]  # by name: one value a tick, of the window that ended with it
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Outcome":
+        score = found["score"]
+        return cls(**found | {"score": Score(**score | {"decision_us": tuple(score["decision_us"])})})
+
+
+class Task(NamedTuple):
+    """Runs that share a ground, and where its miss curves are kept."""
+
+    ground: Ground
+    runs: tuple[Run, ...]
+    curves: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.ground.scenario.name} x {self.ground.load:g}, seed {self.ground.seed}"
+
+
+def perform(task: Task) -> dict[str, dict[str, Any]]:
+    """Outcomes by the name of the run."""
+    stage = _Stage(task.ground, task.curves)
+    return {run.name: asdict(stage.outcome(run)) for run in task.runs}
+
+
+def tasks_of(runs: Sequence[Run], folder: Path) -> list[Task]:
+    """Runs by ground, those that look at miss curves apart: so several processes have something to do at once.
+
+    Whoever records curves comes first, since that takes longest.
+    """
+    grouped: dict[tuple[bool, str], list[Run]] = {}
+    for run in dict.fromkeys(runs):
+        grouped.setdefault((is_blind(run.policy), run.ground.digest), []).append(run)
+    tasks = {key: Task(ones[0].ground, tuple(ones), folder / f"{key[1]}.npz") for key, ones in grouped.items()}
+    return [tasks[key] for key in sorted(tasks, key=lambda key: (key[0], -len(tasks[key].runs)))]
+
+
+class _Stage:
+    """A ground made ready once for all its runs."""
+
+    def __init__(self, ground: Ground, curves: Path) -> None:
+        self._course, self._curves_path = ground.course(), curves
+
+    @cached_property
+    def _curves(self) -> Sequence[JointCurves | None]:
+        if not self._curves_path.exists():
+            save_curves(self._curves_path, self._course.curves)
+        return load_curves(self._curves_path)
+
+    def outcome(self, run: Run) -> Outcome:
+        course, settings = self._course, dict(run.engine)
+        cost = service_cost(course.scenario.cost(), course.node(**settings), course.trace)
+        found = entrant(run.policy, cost)
+        node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
+        policy = _Shown(found, self._curves, tick_s) if found.has_curves else found.policy
+        result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)
+        return _outcome(course, result)
+
+
+class _Shown:
+    """A policy that is shown recorded miss curves: requests, and so curves, are the same at any split."""
+
+    def __init__(self, found: Entrant, curves: Sequence[JointCurves | None], tick_s: float) -> None:
+        self._policy, self._curves, self._tick_s = found.policy, curves, tick_s
+        self.reset()
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        curves = curves_at(self._curves, self._tick_s, stats.traffic.end_s)
+        return self._policy.decide(replace(stats, curves=curves))
+
+    def reset(self) -> None:
+        self._policy.reset()
+
+
+def _outcome(course: Course, result: SimResult) -> Outcome:
+    start_s, tick_s = course.scenario.warm_up_s, course.scenario.tick_s
+    windows = [window for window in result.windows if window.stats.traffic.end_s > start_s + 1e-9]
+    last_s, outcomes = result.windows[-1].stats.traffic.end_s, result.outcomes
+    ends_s = start_s + tick_s * np.arange(1, round((last_s - start_s) / tick_s) + 1, dtype=np.float64)
+    by_tick, summary = [window.stats for window in result.windows_at(ends_s)], result.summary(start_s)
+    causes = sorted({cause for window in windows for cause in window.bytes_by_cause})
+    ticks = {
+        "alpha": [stats.alpha for stats in by_tick],
+        "mean_ms": [stats.traffic.mean_ms for stats in by_tick],
+        "p99_ms": [stats.traffic.p99_ms for stats in by_tick],
+        "missed_rows": [stats.missed_rows_per_request for stats in by_tick],
+    }
+    hits = [(window.stats.emb_hit_rate, window.stats.traffic.num_served) for window in windows]
+    served = max(1, sum(num for _, num in hits))
+    return Outcome(
+        score=course.score(result),
+        num_requests=summary.num_requests,
+        duration_s=course.trace.duration_s - start_s,
+        token_reuse_rate=summary.token_reuse_rate,
+        row_hit_rate=sum(rate * num for rate, num in hits) / served,
+        is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, tick_s),
+        phases=_phases(course, result),
+        bytes_by_cause={cause: sum(window.bytes_by_cause.get(cause, 0) for window in windows) for cause in causes},
+        ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()}
+        | {"arrivals": _arrivals(course, result, len(outcomes.latency_ms))},
+    )
+
+
+def _arrivals(course: Course, result: SimResult, num: int) -> list[float]:
+    """Requests a second, tick by tick."""
+    tick_s, start_s = course.scenario.tick_s, course.scenario.warm_up_s
+    edges = np.arange(start_s, course.trace.duration_s + tick_s / 2, tick_s)
+    return (np.histogram(result.arrived_s[:num], edges)[0] / tick_s).round(2).tolist()
+
+
+def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:
+    trace, latency_ms = course.trace, np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
+    counts = trace.time_s >= course.scenario.warm_up_s
+    found = {}
+    for code, name in enumerate(trace.phase_names):
+        chosen = latency_ms[counts & (trace.phase == code)]
+        if chosen.size:
+            found[name] = {
+                "mean_ms": float(chosen.mean()),
+                "p99_ms": float(np.percentile(chosen, 99)),
+                "slo_satisfaction": float((chosen <= result.slo_ms).mean()),
+            }
+    return found

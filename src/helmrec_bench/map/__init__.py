@@ -1,0 +1,1 @@
+"""The map of where adapting the split pays: cells, loads, shifts."""

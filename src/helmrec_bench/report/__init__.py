@@ -1,0 +1,1 @@
+"""Pieces of a report: charts and tables, claims and verdicts."""
