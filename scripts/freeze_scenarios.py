@@ -2,9 +2,9 @@
 
     python -m scripts.freeze_scenarios            # all, or those named: control, main, stress
 
-Reads docs/measurements/map.json, writes src/helmrec_bench/scenarios/*.toml. They are frozen: docs/decisions/0015-frozen-scenarios.md says
-why they are what they are, and tests/sim/test_frozen_scenarios.py holds their content. Run it again only to take up a
-new calibration, before any controller has been judged with it.
+Reads docs/measurements/map.json, writes src/helmrec_bench/scenarios/*.toml. They are frozen:
+docs/decisions/0015-frozen-scenarios.md says why they are what they are, and tests/bench/test_scenarios.py holds their
+content. Run it again only to take up a new calibration, before any controller has been judged with it.
 """
 
 import json
