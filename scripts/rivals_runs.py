@@ -28,11 +28,10 @@ from helmrec_bench.baselines.tuned import learned_rivals, simple_rivals, solver_
 from helmrec_bench.judging.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec_bench.judging.contest_report import Hindsight, hindsight
 from helmrec_bench.lab.curve_file import load_curves, save_curves
-from helmrec_bench.lab.lab import Place
 from helmrec_bench.lab.store import Store, digest_of, digest_of_code
 from helmrec_bench.map.shifts import Planned, switch_prices
 
-KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Place().scenarios
+KEPT, CURVES, SCENARIOS = Path("build/rivals.jsonl"), Path("build/curves"), Path("src/helmrec_bench/scenarios")
 CONTROLLER = digest_of_code("control")  # as it is when a run begins
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
 BUDGET = 16  # trials of each rival
