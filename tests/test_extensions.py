@@ -1,4 +1,4 @@
-"""What the evaluation adds to the product is found by name; install the package again after a change of pyproject.toml."""
+"""What the evaluation adds to the product is found by name. Install the package again after pyproject.toml changed."""
 
 import numpy as np
 import pytest
