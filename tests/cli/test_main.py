@@ -1,131 +1,97 @@
-"""The `helmrec` command, as a user types it."""
+"""Commands, policies and scenarios of installed packages, and the product without them."""
 
-import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from helmrec.cli import main
 from helmrec.cli.main import app
-from helmrec.model.config import ModelConfig
+from helmrec.sim.scenario import find_scenario, load_scenario
+from tests.cli.test_simulate import FAMILY, SCENARIO
 
 runner = CliRunner()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cli") / "model"
-    result = runner.invoke(app, ["model", "init", "--profile", "demo", "--rows", "500", "--out", str(path)])
-    assert result.exit_code == 0, result.output
-    return path
-
-
-def request_line(**overrides: Any) -> str:
-    request = {
-        "user_id": 7,
-        "items": [1, 2, 3],
-        "actions": [0, 1, 2],
-        "timestamps": [10, 20, 30],
-        "features": {"category": [1, 1, 2]},
-        "candidates": [4, 5],
-        "candidate_features": {"category": [1, 2]},
-        "context": {"country": 3, "hour": 12},
-    }
-    return json.dumps(request | overrides)
-
-
-def rank(folder: Path, tmp_path: Path, *lines: str) -> tuple[int, list[dict[str, Any]]]:
-    (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
-    out = tmp_path / "results.jsonl"
-    arguments = ["rank", str(folder), "--requests", str(tmp_path / "requests.jsonl"), "--out", str(out)]
-    result = runner.invoke(app, [*arguments, "--pool", "16MiB"])
-    return result.exit_code, [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def test_info_shows_the_shape_of_a_model(folder: Path) -> None:
-    result = runner.invoke(app, ["model", "info", str(folder), "--verify"])
-    assert result.exit_code == 0
-    assert "demo" in result.output
-    assert "item (500)" in result.output
-
-
-def test_init_never_writes_over_a_model(folder: Path) -> None:
-    result = runner.invoke(app, ["model", "init", "--out", str(folder)])
-    assert result.exit_code == 2
-    assert "not empty" in result.output
-
-
-def test_init_names_the_profiles_it_knows(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["model", "init", "--profile", "huge", "--out", str(tmp_path / "m")])
-    assert result.exit_code == 2
-    assert "dlrmv3" in result.output
-    assert "'huge'" in result.output
-
-
-def test_rank_answers_every_line_in_order(folder: Path, tmp_path: Path) -> None:
-    code, answers = rank(
-        folder, tmp_path, request_line(), request_line(items=[], actions=[], timestamps=[], features={"category": []})
-    )
-    assert code == 0
-    assert [answer["line"] for answer in answers] == [1, 2]
-    assert len(answers[0]["scores"]) == 2
-    assert len(answers[0]["scores"][0]) == 2
-
-
-def test_rank_says_what_the_pool_holds_if_asked(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text(request_line() + "\n")
-    result = runner.invoke(app, ["rank", str(folder), "--requests", str(tmp_path / "r.jsonl"), "--verbose"])
-    assert result.exit_code == 0
-    assert "tokens or" in result.stderr
-    assert json.loads(result.stdout)["line"] == 1
-
-
-def test_a_bad_line_gets_its_error_and_the_rest_go_on(folder: Path, tmp_path: Path) -> None:
-    lines = ["{", request_line(items=[1, 2, 999]), request_line(shoes=1), "[]", request_line()]
-    code, answers = rank(folder, tmp_path, *lines)
-    assert code == 1
-    assert "items[2]" in answers[1]["error"]
-    assert "999" in answers[1]["error"]
-    assert "shoes" in answers[2]["error"]
-    assert ["error" in answer for answer in answers] == [True, True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--pool", "1KiB"], "pool_bytes must be at least"),
-        (["--alpha", "1.5"], "alpha must be at most 1"),
-        (["--device", "tpu"], "device"),
-    ],
+NOT_OF_THE_CORE = (
+    *("helmrec_bench", "matplotlib", "mlperf_loadgen", "pyarrow", "scipy", "tritonclient", "xgboost"),
+    *("ray", "redis", "gymnasium", "stable_baselines3"),
 )
-def test_a_bad_setting_is_one_clear_line(folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    (tmp_path / "r.jsonl").write_text(request_line() + "\n")
-    result = runner.invoke(app, ["rank", str(folder), "--requests", str(tmp_path / "r.jsonl"), *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert "Traceback" not in result.output
+WITHOUT = f"""
+import sys
+sys.modules |= dict.fromkeys({NOT_OF_THE_CORE!r})  # importing one of these fails
+from helmrec.cli.main import app
+path = sys.argv[1]
+app(["simulate", path, "--policy", "helm", "--policy", "static:0.4"], standalone_mode=False)
+app(["explain", path, "--at", "3"], standalone_mode=False)
+app(["plan", "--help"], standalone_mode=False)
+app(["serve", "--help"], standalone_mode=False)
+app(["demo", "--help"], standalone_mode=False)
+"""
 
 
-def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["model", "info", str(tmp_path / "nowhere")])
-    assert result.exit_code == 2
-    assert "not a model folder" in " ".join(result.output.split())
+def add_command(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    entry = EntryPoint(name, value, "helmrec.commands")
+    monkeypatch.setattr(main, "extensions", lambda group: {name: entry})
 
 
-def test_compile_takes_the_form_of_a_model_and_says_what_it_did(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[ModelConfig] = []
+def test_help_lists_commands_of_the_evaluation_after_those_of_the_product() -> None:
+    shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    places = [shown.index(f"│ {name} ") for name in ("serve", "demo", "trace", "bench", "loadgen", "train")]
+    assert places == sorted(places)
 
-    def compiled(model: ModelConfig) -> int:
-        asked.append(model)
-        return 16
 
-    monkeypatch.setattr("helmrec.cli.main.compile_ahead", compiled)
-    for arguments in ([], [str(folder)]):
-        result = runner.invoke(app, ["compile", *arguments])
-        assert result.exit_code == 0, result.output
-        assert "loops of 16 kinds of engines" in result.output
-    assert [model.features[0].num_rows for model in asked] == [50_000, 500]
-    assert runner.invoke(app, ["compile", str(tmp_path / "none")]).exit_code == 2
+def test_an_added_function_is_a_command_with_its_own_flags() -> None:
+    shown = runner.invoke(app, ["loadgen", "--help"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0
+    assert "--qps" in shown.output
+    assert "--install-completion" not in shown.output
+
+
+def test_an_added_app_is_a_group_of_commands() -> None:
+    shown = runner.invoke(app, ["bench", "list"], env={"COLUMNS": "140"})
+    assert shown.exit_code == 0
+    assert "latency-vs-ratio" in shown.output
+
+
+def test_nobody_takes_a_command_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_command(monkeypatch, "plan", "nowhere:nothing")
+    assert runner.invoke(app, ["plan", "--help"]).exit_code == 0
+    assert runner.invoke(app, ["--help"]).output.count("│ plan ") == 1
+
+
+def test_a_command_that_nobody_adds_is_refused() -> None:
+    refused = runner.invoke(app, ["nothing"])
+    assert refused.exit_code == 2
+    assert "No such command 'nothing'" in refused.output
+
+
+def test_commands_of_the_product_run_without_evaluation_and_extras(tmp_path: Path) -> None:
+    path = tmp_path / "try.toml"
+    path.write_text(SCENARIO + FAMILY)
+    command, wide = [sys.executable, "-c", WITHOUT, str(path)], os.environ | {"COLUMNS": "140"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+    assert done.returncode == 0, done.stderr
+    assert "static:0.4" in done.stdout
+
+
+def test_a_scenario_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_scenario(find_scenario(Path("main-steady"))).name == "main-steady"
+    assert load_scenario(find_scenario(Path("evaluation/relay"))).name
+
+
+def test_a_file_wins_over_an_installed_scenario_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("main-steady").write_text(SCENARIO + FAMILY)
+    assert load_scenario(find_scenario(Path("main-steady"))).name == "try"
+
+
+@pytest.mark.parametrize("command", [["simulate", "nowhere", "--policy", "helm"], ["explain", "nowhere"]])
+def test_a_scenario_that_is_nowhere_is_told(command: list[str]) -> None:
+    refused = runner.invoke(app, command)
+    assert refused.exit_code == 2
+    assert "cannot read" in refused.output
+    assert "nowhere" in refused.output
