@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helmrec.cli.main.explain import read_explanations
 
+from helmrec.cli.explain import read_explanations
 from helmrec.control.explain import Explanation
 from helmrec.control.helm import Helm, HelmSettings
 from helmrec.control.latency import ALPHAS
