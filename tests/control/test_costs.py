@@ -126,7 +126,7 @@ def added_plainly(steps: np.ndarray, half_life: float, moments: np.ndarray, targ
         moments[place] += (work.T * weight) @ work
         targets[:, place] += work.T @ (weight * steps[:, stage])
     num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
-    return len(steps), num_overlapped, keep
+    return float(len(steps)), float(num_overlapped), keep
 
 
 @pytest.mark.parametrize("num", [0, 1, 50])
