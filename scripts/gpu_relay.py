@@ -315,8 +315,8 @@ def prepare(engine: Engine, way: Way, histories: Histories) -> None:
             engine._scheduler.submit(histories.hot(user), engine._clock.now())
         while engine.step():
             pass
-    while saves := pool.next_saves(engine.config.save_bytes_per_step):  # else probes would begin behind a backlog
-        engine._runner.save_pages(saves)
+    while pool.kv._unsaved:  # else probes would begin behind a backlog
+        engine._runner.save_pages(engine.config.save_bytes_per_step)
     engine.check()
 
 

@@ -148,9 +148,9 @@ def test_a_known_user_whose_history_matches_nothing_is_a_stranger() -> None:
     bench = Bench()
     bench.serve(1, range(8))
     bench.serve(2, range(8))
-    assert bench.cache.strangers == 0
+    assert bench.cache.unmatched == 0
     bench.serve(1, range(20, 28))
-    assert bench.cache.strangers == 1
+    assert bench.cache.unmatched == 1
 
 
 def test_two_requests_of_one_user_in_one_step_compute_new_tokens_once() -> None:

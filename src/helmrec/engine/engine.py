@@ -22,14 +22,14 @@ from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, prepare_rows
+from helmrec.engine.intake import Intake, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
-from helmrec.engine.relay.pre_inference import Decided, Relay, RelayStats, tell
+from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
-from helmrec.engine.scheduler import Batch, Scheduler, refuse
+from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
-from helmrec.errors import EngineClosed, Forgotten
+from helmrec.errors import EngineClosed
 from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
@@ -41,9 +41,8 @@ from helmrec.steps import Steps
 from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.engine")
-_MOST_EXPOSED = 3  # times a step's own time that a reload may add; what adds more is something else
-_STRANGER_WARNING = 32
-_FIRST_STEPS = 256  # whose cost is learned by all engines, so that the first signal meets a judge who has seen some
+_MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
+_FIRST_STEPS = 256  # every engine learns the cost of these, so that the first prefill signal finds a fitted cost model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,6 @@ class Engine:
         self._pipeline = Pipeline(
             self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
         )
-        self._served = self._non_finite = 0
         self._failures = FailureLog(log, self._clock)
         log.info("ready\n%s", self.report())
 
@@ -124,10 +122,8 @@ class Engine:
         whole call. Background work of the last step is done before it returns.
         """
         now = self._now()
-        prepared = [self._intake.prepare(request) for request in requests]
-        futures: list[Future[RankResult]] = []
+        futures = self._scheduler.submit_all([self._intake.prepare(request) for request in requests], now)
         try:
-            futures.extend(self._scheduler.submit(request, now) for request in prepared)
             while not all(future.done() for future in futures):
                 self.step()
             return [future.result() for future in futures]
@@ -142,6 +138,15 @@ class Engine:
         """Queue one request; some thread must call `step`."""
         now = self._now()
         return self._scheduler.submit(self._intake.prepare(request), now)
+
+    def submit_all(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> "list[Future[RankResult]]":
+        """Queue all requests of a call or none; some thread must call `step`.
+
+        Their own deadlines count from `spent_ms` ago. With several requests, RequestError names the one that is wrong.
+        """
+        now = self._now()
+        prepared = self._intake.prepare_all(requests)
+        return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a user's history ahead of its rank, when no rank waits, if the rank would be at risk without.
@@ -169,47 +174,39 @@ class Engine:
         """
         with self._lock:
             now = self._now()
-            decided = self._decide_signals(now)
-            self._pool.expander.costs.begin_step()
-            batch = self._scheduler.next_batch(now)
-            # One chunk at most is ahead of a rank that comes now: none is launched on top of another.
-            if batch is None and not self._scheduler.queue_length and not self._pipeline.is_ahead:
-                batch = self._relay.next_batch(now)
-            expired = self._scheduler.take_expired()
-            ended = self._count(self._pipeline.push(batch))
-        for future, error in expired:
-            future.set_exception(error)
-        tell(decided)
-        self._conclude(ended)
+            replies = self._decide_signals(now)
+            batch = self._next_batch(now)
+            replies += self._scheduler.take_expired()
+            ended = self._pipeline.push(batch)
+        self._conclude(ended, replies)
         return batch is not None or bool(ended)
 
-    def _decide_signals(self, now: float) -> list[Decided]:
-        """What signals are told. Computing ahead is an offer: whatever fails here fails those signals and no step."""
+    def _next_batch(self, now: float) -> Batch | None:
+        """Plan the next batch: of requests that wait, else a chunk that is computed ahead of its rank request."""
+        batch = self._scheduler.next_batch(now)
+        # No chunk is launched on top of another, so that a rank request that arrives now waits for one at most.
+        if batch is None and not self._scheduler.queue_length and not self._pipeline.is_ahead:
+            return self._relay.next_batch(now)
+        return batch
+
+    def _decide_signals(self, now: float) -> list[Reply]:
+        """Decide about waiting prefill signals. An error here fails those signals and no step: they are optional."""
         try:
-            decided = self._relay.begin_step(self._kv_pages, now)
+            replies = self._relay.begin_step(self._kv_pages, now)
         except Exception as error:
             self._failures.note("relay", error)
             self._relay.refuse_waiting(error)
             return []
-        for each in decided:
-            if isinstance(each.result, Exception):
-                self._failures.note("relay", each.result)
-        return decided
+        for reply in replies:
+            if isinstance(reply.outcome, Exception):
+                self._failures.note("relay", reply.outcome)
+        return replies
 
-    def _flush(self) -> list[Ended]:
-        """End what is running; to be concluded once the lock is released."""
-        return self._count(self._pipeline.flush())
-
-    def _count(self, ended: list[Ended]) -> list[Ended]:
-        for step in ended:
-            if isinstance(step.outcome, StepOutput) and not step.batch.is_ahead:
-                self._served += len(step.batch.members) - len(step.outcome.non_finite)
-                self._non_finite += len(step.outcome.non_finite)
-        return ended
-
-    def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Tell the clients, with no lock held since a callback may call the engine; then the background work."""
+    def _conclude(self, ended: Sequence[Ended], replies: Sequence[Reply] = ()) -> None:
+        """Complete futures with no lock held, since their callbacks may call the engine; then do background work."""
         start_s = self._clock.now()
+        for reply in replies:
+            reply.send()
         for step in ended:
             step.hand_out()
         with self._lock:
@@ -254,9 +251,9 @@ class Engine:
     def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
         """Each part on its own: one that fails keeps no other from its work."""
         self._try("other", self._learn_costs, batch, took_s)
-        self._try("other", self._warn_of_strangers)
+        self._try("other", self._warn_of_unmatched_histories)
         self._try("rows", self._runner.admit, output.running)
-        self._try("save", self._save_pages)
+        self._try("save", self._runner.save_pages, self.config.save_bytes_per_step)
         self._try("other", self._relay.note_step, batch, took_s, self._clock.now())
         if batch.is_ahead:
             return
@@ -266,25 +263,16 @@ class Engine:
         if self._curves is not None:
             self._try("controller", self._curves.observe, requests)
 
-    def _save_pages(self) -> None:
-        self._runner.save_pages(self._pool.next_saves(self.config.save_bytes_per_step))
-
     def _make_curves(self) -> CurveFeed:
         shape, pool = self.model_config, self._pool
         seen = MissCurveConfig.of_engine(self.config, pool.geometry, self.config.max_batch_tokens)
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        is_wanted = self._pool.expander.num_slots or self._relay.is_used
-        if not is_wanted and self._pipeline.num_ended > _FIRST_STEPS:
-            return
-        costs = self._pool.expander.costs
-        work = batch.work()
-        if num_loads := sum(len(member.plan.loads) for member in batch.members):
-            expected_s = costs.steps.seconds(work.tokens, work.pairs, is_whole_step=True)
-            costs.observe_reload(num_loads, min(seconds - expected_s, _MOST_EXPOSED * expected_s))
-        else:
-            costs.steps.observe(work.tokens, work.pairs, seconds)
+        """Update the cost model that decides reloads and prefills, as long as one of them may use it."""
+        is_used = self._pool.expander.num_slots or self._relay.is_used
+        if is_used or self._pipeline.num_ended <= _FIRST_STEPS:
+            self._pool.expander.costs.observe_step(batch.work(), seconds)
 
     def move_alpha(self, alpha: float) -> None:
         """Aim the boundary at `alpha`; it moves between steps, a bounded number of bytes at a time."""
@@ -295,7 +283,7 @@ class Engine:
     def settle(self) -> None:
         """Finish the boundary's move now."""
         with self._lock:
-            ended = self._flush()
+            ended = self._pipeline.flush()
             while not self._pool.is_settled:
                 self._move_boundary()
                 self._runner.synchronize()
@@ -308,7 +296,7 @@ class Engine:
         rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
         with self._lock:
             self._now()
-            ended = self._flush()
+            ended = self._pipeline.flush()
             self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
             try:
                 self._runner.update_rows(rows, new)
@@ -327,12 +315,10 @@ class Engine:
         """
         with self._lock:
             self._now()
-            ended = self._flush()  # no step may still write what is to be dropped
-            waiting, signals = self._scheduler.take_of(user_id), self._relay.forget(user_id)
+            ended = self._pipeline.flush()  # no step may still write what is to be dropped
+            replies = [*self._relay.forget(user_id), *self._scheduler.forget(user_id)]
             self._pool.kv.forget(user_id)
-        tell(signals)
-        refuse(waiting, Forgotten(f"user {user_id} was forgotten while the request waited"))
-        self._conclude(ended)
+        self._conclude(ended, replies)
 
     @property
     def queue_length(self) -> int:
@@ -348,8 +334,8 @@ class Engine:
                 queue_length=self._scheduler.queue_length,
                 steps=self._pipeline.num_ended,
                 busy_s=self._pipeline.busy_s,
-                served=self._served,
-                non_finite=self._non_finite,
+                served=self._pipeline.num_served,
+                non_finite=self._pipeline.num_non_finite,
                 refused=self._scheduler.refused,
                 audits=self._auditor.audits,
                 audit_mismatches=self._auditor.mismatches,
@@ -406,7 +392,7 @@ class Engine:
     def check(self) -> None:
         """End what is running, then assert every invariant of the pool, both caches and the queue."""
         with self._lock:
-            ended = self._flush()
+            ended = self._pipeline.flush()
         self._conclude(ended)
         with self._lock:
             self._pool.check()
@@ -418,7 +404,7 @@ class Engine:
         """End what is running, refuse what waits and everything after; unlock the host memory."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-            ended = self._flush()
+            ended = self._pipeline.flush()
             if not was_closed:
                 self._runner.close()
         self._conclude(ended)
@@ -438,14 +424,15 @@ class Engine:
             raise EngineClosed("the engine was closed")
         return self._clock.now()
 
-    def _warn_of_strangers(self) -> None:
+    def _warn_of_unmatched_histories(self) -> None:
+        """Log once if most histories of known users match no cached prefix."""
         kv = self._pool.kv
-        if not self._has_warned and kv.strangers >= _STRANGER_WARNING and 2 * kv.strangers > kv.returns:
+        if not self._has_warned and kv.unmatched >= _MIN_UNMATCHED and 2 * kv.unmatched > kv.returns:
             self._has_warned = True
             log.warning(
                 "%d of %d histories of known users matched nothing in their cached prefix; "
                 "clients that send only the last events must set first_event",
-                kv.strangers,
+                kv.unmatched,
                 kv.returns,
             )
 

@@ -4,14 +4,14 @@ Pure: it reads the model's shape and touches no state, so a refused request leav
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from helmrec.errors import RequestError
+from helmrec.errors import DeadlineExceeded, RequestError
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import latest_window
@@ -112,6 +112,18 @@ class Intake:
             query_time=query_time,
         )
 
+    def prepare_all(self, requests: Sequence[RankRequest]) -> list[Prepared]:
+        """Prepare the requests of a call. With several, RequestError names the one that is wrong."""
+        prepared: list[Prepared] = []
+        for i, request in enumerate(requests):
+            try:
+                prepared.append(self.prepare(request))
+            except RequestError as error:
+                if len(requests) == 1:
+                    raise
+                raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
+        return prepared
+
     def prepare_ahead(self, request: PrefillRequest) -> Prepared:
         """The same of a history alone. A request's own tokens stand in for the rank's; nobody looks at them."""
         if not self._config.is_append_stable:
@@ -181,6 +193,15 @@ class Intake:
         if now < timestamps[-1]:
             raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
         return int(gap_bucket(now - int(timestamps[-1]), self._config.time_buckets))
+
+
+def less_spent(request: Prepared, spent_ms: float) -> Prepared:
+    """Subtract time already spent from the request's own deadline; DeadlineExceeded if none is left."""
+    if request.deadline_ms is None:
+        return request
+    if spent_ms >= request.deadline_ms:
+        raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
+    return replace(request, deadline_ms=request.deadline_ms - spent_ms)
 
 
 def _query_time(request_time: int | None, timestamps: IntArray) -> int:

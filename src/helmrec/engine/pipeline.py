@@ -99,9 +99,9 @@ class Pipeline:
         self._gaps = gaps
         self._overlaps = overlaps
         self._in_flight: _Launched | None = None
-        self.busy_s = 0.0  # that steps took, all together
-        self.num_launched = 0
-        self.num_ended = 0
+        self.busy_s = 0.0  # time that all steps took together
+        self.num_launched = self.num_ended = 0
+        self.num_served = self.num_non_finite = 0  # rank requests
         self.steps = StepLog()
 
     @property
@@ -153,6 +153,9 @@ class Pipeline:
             return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
         self.busy_s += took_s
         self.num_ended += 1
+        if not batch.is_ahead:
+            self.num_served += len(batch.members) - len(output.non_finite)
+            self.num_non_finite += len(output.non_finite)
         self.steps.add(_record(batch, output, ended_s))
         return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 

@@ -20,7 +20,6 @@ from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
-from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
 from helmrec.memory.streams import InStream
@@ -124,8 +123,9 @@ class Runner:
         self._host.close()
         self._master.close()
 
-    def save_pages(self, saves: Sequence[PageSave]) -> None:
-        """Copy sealed pages to the host; off the request path."""
+    def save_pages(self, budget_bytes: int) -> None:
+        """Copy the next sealed pages to the host, at most `budget_bytes` (at least a page); off the request path."""
+        saves = self._pool.next_saves(budget_bytes)
         try:
             self._host.save(saves)
         except BaseException:

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import Prepared
-from helmrec.errors import DeadlineExceeded, HelmRecError, QueueFull
+from helmrec.errors import DeadlineExceeded, Forgotten, HelmRecError, QueueFull
+from helmrec.memory.expander import StepWork
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
@@ -51,56 +52,50 @@ class Scheduled:
         return self.waiting.request
 
 
-class BatchWork(NamedTuple):
-    """What the dense stage of a step does."""
-
-    tokens: int
-    pairs: float  # of tokens that attention looks at, in one layer
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that run in one step."""
 
     members: list[Scheduled]
     started_s: float
-    is_ahead: bool = False  # computed before anybody asked
+    is_ahead: bool = False  # computed before its rank requests arrive
 
-    def work(self) -> BatchWork:
-        """A new token looks at its history up to itself; candidates and request context look at all of it."""
-        tokens, pairs = 0, 0.0
-        for member in self.members:  # in one plain loop: every step is counted
+    def work(self) -> StepWork:
+        """Count the work: a new token reads its history up to itself; candidates and request context read all of it."""
+        tokens, pairs, num_reloaded = 0, 0.0, 0
+        for member in self.members:  # one plain loop, since it runs for every step
             plan = member.plan
             total, resident = plan.num_tokens, plan.num_resident
             new = total - resident
             tokens += member.num_tokens
             pairs += new * (resident + new / 2) + (member.num_tokens - new) * total
-        return BatchWork(tokens, pairs)
+            num_reloaded += len(plan.loads)
+        return StepWork(tokens, pairs, num_reloaded)
 
 
-def refuse(waiting: Iterable[Waiting], error: HelmRecError) -> None:
-    """Tell clients whose requests were taken out of the queue; those that cancelled hear nothing."""
-    for each in waiting:
-        if each.claim():
-            each.future.set_exception(error)
+class Reply(NamedTuple):
+    """The outcome of a request, to be sent once no lock is held."""
 
+    future: "Future[Any]"
+    outcome: Any  # a result, or the exception to raise
 
-class Expired(NamedTuple):
-    """A request that waited too long, and what it is to be told."""
-
-    future: "Future[RankResult]"
-    error: DeadlineExceeded
+    def send(self) -> None:
+        """Complete the future. Call it with no lock held: a callback of the future may call the engine."""
+        if isinstance(self.outcome, BaseException):
+            self.future.set_exception(self.outcome)
+        else:
+            self.future.set_result(self.outcome)
 
 
 class Scheduler:
-    """First come, first served. The queue has a lock of its own: submitting never waits for a running step."""
+    """A first-come, first-served queue. It has its own lock, so that submitting never waits for a running step."""
 
     def __init__(self, config: EngineConfig, kv: KVCache) -> None:
         self._config = config
         self._kv = kv
         self._queue: deque[Waiting] = deque()
         self._lock = threading.Lock()
-        self._expired: list[Expired] = []
+        self._expired: list[Reply] = []
         self._ms_per_request = 0.0
         self._step_s = self._step_deviation_s = 0.0
         self._in_flight: list[Batch] = []  # planned and neither committed nor aborted, oldest first
@@ -132,8 +127,18 @@ class Scheduler:
         """About how long a request that came now would wait."""
         return self._ms_per_request * len(self._queue)
 
+    def submit_all(self, requests: Sequence[Prepared], now: float) -> "list[Future[RankResult]]":
+        """Queue all requests of a call, or none: one that is refused takes those before it out of the queue again."""
+        futures: list[Future[RankResult]] = []
+        try:
+            futures.extend(self.submit(request, now) for request in requests)
+        except BaseException:
+            self.withdraw(futures)
+            raise
+        return futures
+
     def submit(self, request: Prepared, now: float) -> "Future[RankResult]":
-        """Queue a request, or refuse it at once if it has no chance."""
+        """Queue a request; raise Refused if the queue is full or its deadline is unlikely to be met."""
         with self._lock:
             if self._ended_by is not None:
                 raise self._ended_by
@@ -177,6 +182,7 @@ class Scheduler:
         """
         members: list[Scheduled] = []
         budget = self._config.max_batch_tokens
+        self._kv.begin_step()
         with self._lock:
             while self._queue and len(members) < self._config.max_batch_requests:
                 if not self._is_live(self._queue[0], now):
@@ -205,12 +211,12 @@ class Scheduler:
         self.refused += 1
         waited = f"{(now - waiting.arrived_s) * 1e3:.1f} ms in the queue"
         is_past = now > waiting.deadline_s
-        told = f"passed after {waited}" if is_past else f"would pass in a step of about {step_s * 1e3:.1f} ms, {waited}"
-        self._expired.append(Expired(waiting.future, DeadlineExceeded(f"the deadline {told}")))
+        why = f"passed after {waited}" if is_past else f"would pass in a step of about {step_s * 1e3:.1f} ms, {waited}"
+        self._expired.append(Reply(waiting.future, DeadlineExceeded(f"the deadline {why}")))
         return False
 
-    def take_expired(self) -> "list[Expired]":
-        """Requests that ran out of time since the last call; the caller tells them, with no lock held."""
+    def take_expired(self) -> list[Reply]:
+        """Return the refusals of requests whose deadline passed in the queue since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
@@ -229,6 +235,20 @@ class Scheduler:
             self._kv.abort(plan)
             return None
         return Scheduled(waiting, plan, num_tokens)
+
+    def plan_ahead(self, chunk: Prepared, now: float) -> Scheduled | None:
+        """Pin pages for a part of a history that is computed before its rank arrives; None if pages are short."""
+        plan = self._kv.plan(chunk.history, now)
+        if plan is None:
+            return None
+        if not plan.num_new:  # with one token a page, all of them may come from the host, but a step computes an event
+            plan = plan._replace(num_resident=plan.num_resident - 1, loads=plan.loads[:-1])
+        waiting = Waiting(chunk, Future(), now, deadline_s=None)
+        return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)
+
+    def batch_ahead(self, members: list[Scheduled], now: float) -> Batch:
+        """Make a batch of parts from `plan_ahead`. Requests that arrive while it runs do not expect to wait for it."""
+        return Batch(members, now, is_ahead=True)
 
     def commit(self, batch: Batch, now: float, non_finite: Collection[int] = ()) -> float:
         """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended.
@@ -271,17 +291,23 @@ class Scheduler:
         with self._lock:
             self._ended_by = error
             waiting, self._queue = self._queue, deque()
-        refuse(waiting, error)
+        for reply in _refusals(waiting, error):
+            reply.send()
 
-    def take_of(self, user_id: int) -> list[Waiting]:
-        """Take a user's requests out of the queue; the caller refuses them, with no lock held."""
+    def forget(self, user_id: int) -> list[Reply]:
+        """Take a user's requests out of the queue and return their refusals."""
         with self._lock:
             taken = [waiting for waiting in self._queue if waiting.request.history.user_id == user_id]
             self._queue = deque(waiting for waiting in self._queue if waiting not in taken)
             self.refused += len(taken)
-        return taken
+        return _refusals(taken, Forgotten(f"user {user_id} was forgotten while the request waited"))
 
     def check(self) -> None:
         assert len(self._queue) <= self._config.queue_limit
         done = [waiting for waiting in self._queue if waiting.future.done() and not waiting.future.cancelled()]
         assert not done, "a request waits that has been answered"
+
+
+def _refusals(waiting: Iterable[Waiting], error: HelmRecError) -> list[Reply]:
+    """Refusals of requests that left the queue, without those that their clients have cancelled."""
+    return [Reply(each.future, error) for each in waiting if each.claim()]

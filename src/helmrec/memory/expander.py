@@ -39,6 +39,14 @@ class PageSave(NamedTuple):
 _NOBODY = -1  # user of a free slot
 
 
+class StepWork(NamedTuple):
+    """The work of one step, as cost models count it."""
+
+    tokens: int  # computed
+    pairs: float  # of tokens that attention reads, in one layer
+    num_reloaded: int  # pages that came from the host
+
+
 class StepCosts:
     """Seconds a step takes, as a linear function of tokens and token pairs, learned from the steps that ran.
 
@@ -81,28 +89,42 @@ class ReloadCosts:
     """
 
     steps: StepCosts
-    page_s: float = 0.0  # that a page from the host delays a step; timed on an idle device before the first request
+    page_s: float = 0.0  # delay of a step per reloaded page; starts as the time on an idle device
 
-    bus_page_s: float = field(init=False)  # that a page takes on an idle device
-    _computing_s: float = field(default=0.0, init=False)  # what has been planned of the step so far
+    bus_page_s: float = field(init=False)  # time of a page on an idle device
+    _computing_s: float = field(default=0.0, init=False)  # planned so far for the next step
     _loading_s: float = field(default=0.0, init=False)
 
     _SMOOTHING = 0.2
-    _DOUBT = 0.99
+    _DOUBT = 0.99  # factor on `page_s` each time a reload is rejected
+    _MAX_EXPOSED = 3  # a reload adds at most this many times the step's own time; more has another cause
 
     def __post_init__(self) -> None:
-        self.bus_page_s = self.page_s
+        self.set_bus_time(self.page_s)
+
+    def set_bus_time(self, page_s: float) -> None:
+        """Start from the time that a page takes on an idle device."""
+        self.page_s = self.bus_page_s = page_s
 
     def begin_step(self) -> None:
+        """Start planning a step: nothing is computed or reloaded in it yet."""
         self._computing_s = self._loading_s = 0.0
 
     def note_planned(self, start: int, end: int, num_pages: int) -> None:
-        """The step being planned computes tokens [start, end) of a history, and takes so many pages back."""
+        """Add to the planned step: it computes tokens [start, end) of a history and reloads `num_pages` pages."""
         self._computing_s += self._computing(start, end)
         self._loading_s += num_pages * self.bus_page_s
 
+    def observe_step(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that has ended: the cost of its tokens, or, if it reloaded pages, of the reload."""
+        if not work.num_reloaded:
+            self.steps.observe(work.tokens, work.pairs, seconds)
+            return
+        expected_s = self.steps.seconds(work.tokens, work.pairs, is_whole_step=True)
+        self.observe_reload(work.num_reloaded, min(seconds - expected_s, self._MAX_EXPOSED * expected_s))
+
     def observe_reload(self, num_pages: int, exposed_s: float) -> None:
-        """A step that took back so many pages lasted so much longer than its tokens account for."""
+        """Learn from a step that reloaded `num_pages` pages and took `exposed_s` longer than its tokens explain."""
         self.page_s += self._SMOOTHING * (max(0.0, exposed_s) / num_pages - self.page_s)
 
     def prefers_reload(self, start: int, end: int, num_pages: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.memory.device_rows import Capture
-from helmrec.memory.expander import Expander, PageSave, ReloadCosts
+from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.host_tier import LockedBuffer
 from helmrec.memory.prefix import PageLoad
 from helmrec.memory.streams import InStream
@@ -82,7 +82,7 @@ class HostPages:
             if is_card:
                 self._buffer.lock()
             self._launches = [self._make_launch(kernels, capture) for _ in range(_STEPS_IN_FLIGHT)]
-            expander.costs = ReloadCosts(expander.costs.steps, self._time_a_page())
+            expander.costs.set_bus_time(self._time_a_page())
 
     @property
     def loading_stream(self) -> torch.cuda.Stream | None:

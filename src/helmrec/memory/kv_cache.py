@@ -50,11 +50,15 @@ class KVCache:
         self.evicted_pages = 0
         self.stale_cuts = 0
         self.refused_prefixes = 0
-        self.returns = self.strangers = 0  # lookups of a resident user, and those of them that matched nothing
+        self.returns = self.unmatched = 0  # lookups of resident users, and how many of them matched no prefix
 
     @property
     def num_users(self) -> int:
         return len(self._users)
+
+    def begin_step(self) -> None:
+        """Start planning a step: its first plans may reload as much as they compute."""
+        self._expander.costs.begin_step()
 
     def plan(self, history: History, now: float) -> KVPlan | None:
         """Find the longest verified prefix, and pages for the rest; None if pages are short for now.
@@ -230,7 +234,7 @@ class KVCache:
         found = self._longest(history)
         if history.user_id in self._users:
             self.returns += 1
-            self.strangers += found is None
+            self.unmatched += found is None
         if found is None:
             return None
         fresh = self._fresh_tokens(found.prefix, history, found.num_tokens, now)

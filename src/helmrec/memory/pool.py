@@ -183,7 +183,7 @@ class Pool:
             kv_evicted_pages=self.kv.evicted_pages,
             kv_refused_prefixes=self.kv.refused_prefixes,
             stale_cuts=self.kv.stale_cuts,
-            strangers=self.kv.strangers,
+            unmatched_histories=self.kv.unmatched,
             host_pages=self.expander.num_pages,
             host_saved_pages=self.expander.saved_pages,
             host_reloaded_pages=self.expander.reloaded_pages,

@@ -1,5 +1,6 @@
 """What a controller, a dashboard or a person may see of a pool. Plain numbers, no references into it."""
 
+import warnings
 from dataclasses import dataclass
 
 
@@ -31,7 +32,7 @@ class PoolStats:
     kv_evicted_pages: int
     kv_refused_prefixes: int
     stale_cuts: int
-    strangers: int
+    unmatched_histories: int  # of resident users, that share no token with their cached prefixes
 
     host_pages: int
     host_saved_pages: int
@@ -46,6 +47,12 @@ class PoolStats:
     @property
     def row_hit_rate(self) -> float:
         return self.row_hits / max(1, self.row_hits + self.row_misses)
+
+    @property
+    def strangers(self) -> int:
+        """Deprecated name of `unmatched_histories`."""
+        warnings.warn("PoolStats.strangers is now unmatched_histories", DeprecationWarning, stacklevel=2)
+        return self.unmatched_histories
 
     @property
     def token_reuse_rate(self) -> float:

@@ -22,7 +22,7 @@ from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import made_up_request as made_up_request  # noqa: PLC0414 - to try a port with
 from helmrec.engine.warm_up import warm_up
-from helmrec.errors import AlphaOutOfRange, DeadlineExceeded, Refused, RequestError
+from helmrec.errors import AlphaOutOfRange, Refused, RequestError
 from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import Controller, ControlView, Steering
@@ -168,19 +168,13 @@ class InProcessPort:
 
     def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> "Queued":
         """Queue all requests of a call or none; their arrays are not looked at any more when this returns."""
-        if len(requests) > 1:  # a lone request is looked at once, by the engine itself
-            for i, request in enumerate(requests):
-                self._validate(i, request)
         queued = Queued([request.user_id for request in requests], [], time.perf_counter())
         try:
-            left = [self._less_spent(request, spent_ms) for request in requests]
-            queued.futures.extend(self._engine.submit(request) for request in left)
+            queued.futures.extend(self._engine.submit_all(requests, spent_ms))
         except Refused:
             self._record(queued, None)
             raise
         finally:
-            if len(queued.futures) < len(requests):
-                self._withdraw(queued)
             self._has_work.set()
         return queued
 
@@ -215,21 +209,6 @@ class InProcessPort:
         if self._controller is not None:
             for user_id in queued.user_ids:
                 self._controller.record(user_id, latency_ms)
-
-    def _less_spent(self, request: RankRequest, spent_ms: float) -> RankRequest:
-        """The request with what is left of its deadline; DeadlineExceeded if nothing is and it is else a good one."""
-        if request.deadline_ms is None or not request.deadline_ms > 0:  # the engine says what is wrong with the latter
-            return request
-        if spent_ms < request.deadline_ms:
-            return replace(request, deadline_ms=request.deadline_ms - spent_ms)
-        self._engine.validate(request)
-        raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
-
-    def _validate(self, i: int, request: RankRequest) -> None:
-        try:
-            self._engine.validate(request)
-        except RequestError as error:
-            raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._stats)  # waits for the running step

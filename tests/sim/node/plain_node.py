@@ -129,7 +129,7 @@ class PlainNode:
     def _launch(self, batch: Batch) -> _Step:
         terms, geometry = self._terms, self.pool.geometry
         num_read, num_missed = self._read_rows(batch)
-        tokens, pairs = batch.work()
+        tokens, pairs, _ = batch.work()
         loads = sum(len(member.plan.loads) for member in batch.members)
         self.pool.bytes_by_cause["kv-reload"] += loads * geometry.page_bytes
         stride = geometry.row_stride

@@ -5,7 +5,7 @@ engine's lock held.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.leases import ComputeShare, Leases
 from helmrec.engine.relay.trigger import SHARE_S, Load, Signal, Verdict, decide
-from helmrec.engine.scheduler import Batch, Scheduled, Scheduler, Waiting
+from helmrec.engine.scheduler import Batch, Reply, Scheduled, Scheduler
 from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
@@ -61,22 +61,6 @@ class _Job:
         return self.lease.user_id
 
 
-class Decided(NamedTuple):
-    """What a signal is to be told, once no lock is held."""
-
-    future: "Future[PrefillResult]"
-    result: PrefillResult | Exception
-
-
-def tell(decided: Iterable[Decided]) -> None:
-    """To be called with no lock held, since a callback may call the engine."""
-    for future, result in decided:
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-
 class Relay:
     """Signals in, chunks of prefixes out, whenever no rank waits."""
 
@@ -112,11 +96,11 @@ class Relay:
                 self.refuse_waiting(self._ended_by)
         return future
 
-    def begin_step(self, kv_pages: int, now: float) -> list[Decided]:
+    def begin_step(self, kv_pages: int, now: float) -> list[Reply]:
         """End leases, and decide about signals submitted since; the caller tells them with no lock held."""
         self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        return [Decided(each.future, self._taken(each, kv_pages, now)) for each in waiting]
+        return [Reply(each.future, self._taken(each, kv_pages, now)) for each in waiting]
 
     def _taken(self, signal: _Signal, kv_pages: int, now: float) -> PrefillResult | Exception:
         """The verdict, or what went wrong with this signal: the others are decided all the same."""
@@ -201,7 +185,7 @@ class Relay:
             looked_at.append(job)
             chunk = self._next_chunk(job.whole, left)
             most = chunk.history.num_tokens + chunk.request_rows.size  # if nothing that is resident were fresh
-            member = None if members and most > room else self._plan_chunk(chunk, now)
+            member = None if members and most > room else self._scheduler.plan_ahead(chunk, now)
             if member is None:
                 break
             members.append(member)
@@ -209,7 +193,7 @@ class Relay:
             room -= member.num_tokens
         self._jobs.extendleft(reversed(looked_at))
         self._in_step = looked_at[: len(members)]
-        return Batch(members, now, is_ahead=True) if members else None
+        return self._scheduler.batch_ahead(members, now) if members else None
 
     def _is_wanted(self, job: _Job) -> bool:
         """Whether there is more to compute. A lease is dropped if what was computed for it is not there any more:
@@ -239,15 +223,6 @@ class Relay:
         end = resident + num_tokens
         end += end % self._kv.limits.page_tokens == 0
         return _first_tokens(whole, min(end, self._num_ahead(whole)))
-
-    def _plan_chunk(self, chunk: Prepared, now: float) -> Scheduled | None:
-        plan = self._kv.plan(chunk.history, now)
-        if plan is None:
-            return None
-        if not plan.num_new:  # where every token is a page, all of them may come from the host
-            plan = plan._replace(num_resident=plan.num_resident - 1, loads=plan.loads[:-1])
-        waiting = Waiting(chunk, Future(), now, deadline_s=None)
-        return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)
 
     def expire(self, now: float) -> None:
         """Let go what no rank has come for, and keep what is held away from eviction."""
@@ -281,14 +256,14 @@ class Relay:
         self._leases.drop(user_id)
         self._jobs = deque(job for job in self._jobs if job.user_id != user_id)
 
-    def forget(self, user_id: int) -> list[Decided]:
+    def forget(self, user_id: int) -> list[Reply]:
         """Drop the user, and decide against its signals that wait; the caller tells them with no lock held."""
         self.drop(user_id)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._waiting.extendleft(reversed([each for each in waiting if each.request.user_id != user_id]))
         futures = [each.future for each in waiting if each.request.user_id == user_id]
         self._verdicts[Verdict.FORGOTTEN] += len(futures)
-        return [Decided(future, PrefillResult(Verdict.FORGOTTEN, lease=None)) for future in futures]
+        return [Reply(future, PrefillResult(Verdict.FORGOTTEN, lease=None)) for future in futures]
 
     def stats(self, now: float) -> RelayStats:
         leases = self._leases

@@ -149,7 +149,7 @@ class Node:
             kv_evicted_pages=int(pages[Kv.EVICTED]),
             kv_refused_prefixes=int(pages[Kv.REFUSED]),
             stale_cuts=int(pages[Kv.STALE]),
-            strangers=int(pages[Kv.STRANGERS]),
+            unmatched_histories=int(pages[Kv.STRANGERS]),
             host_pages=int(host[Host.PAGES]),
             host_saved_pages=int(host[Host.SAVED]),
             host_reloaded_pages=int(host[Host.RELOADED]),
