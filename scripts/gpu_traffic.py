@@ -16,7 +16,7 @@ from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.engine.warm_up import warm_up
-from helmrec.kernels.row_table import Tally
+from helmrec.kernels.row_table import RowTally
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig
@@ -195,7 +195,7 @@ def forget(engine: Engine, alpha: float) -> None:
     rows = pool.rows
     assert isinstance(rows, DeviceRows)
     torch.cuda.synchronize()
-    rows.table.tally[Tally.GHOSTS] = 0
+    rows.table.tally[RowTally.GHOSTS] = 0
     rows.table.seen.zero_()
     torch.cuda.synchronize()
     expander = pool.expander

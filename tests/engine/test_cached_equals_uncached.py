@@ -225,9 +225,9 @@ class Streams(RuleBasedStateMachine):
         self.engine._pool.kv.evict(8)
         self.compute_ahead(user, "whole", 0.0, num_steps)
         self.move_boundary(self.engine._pool.alpha_max, is_finished=num_steps % 2 == 0)
-        lost = self.engine.relay_stats().lost
+        lost = self.engine.stats().relay.lost
         self._compute_all_ahead()
-        seen["leases lost"] += self.engine.relay_stats().lost - lost
+        seen["leases lost"] += self.engine.stats().relay.lost - lost
         self.move_boundary(alpha, is_finished=False)
 
     @rule(user=st.integers(0, NUM_USERS - 1))
@@ -305,7 +305,7 @@ class Streams(RuleBasedStateMachine):
             seen["row refills"] += pool.row_refills
             seen["host reloads"] += pool.host_reloaded_pages
             seen["host evictions"] += pool.host_evicted_pages
-            relay = self.engine.relay_stats()
+            relay = self.engine.stats().relay
             seen["leases used"] += relay.used
             seen["leases expired"] += relay.expired
 

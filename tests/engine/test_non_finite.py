@@ -124,7 +124,7 @@ def test_a_history_computed_ahead_with_a_bad_row_fails_its_rank_and_is_dropped()
     assert engine.prefill(signal_of(rank)).verdict == "admitted"
     while engine.step():
         pass
-    assert engine.relay_stats().failed == 0
+    assert engine.stats().relay.failed == 0
     assert engine.stats().pool.host_pages == 2
     with pytest.raises(NonFiniteScores):
         engine.rank([rank])

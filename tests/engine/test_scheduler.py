@@ -1,12 +1,14 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helmrec import DeadlineExceeded, Engine, EngineClosed, QueueFull, RankRequest
+from helmrec import DeadlineExceeded, Engine, EngineClosed, QueueFull, RankRequest, RequestError
 from helmrec.clock import ManualClock
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
+from helmrec.memory.history import chain
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
 from tests.helpers import random_request, tiny_engine, tiny_model
@@ -66,6 +68,37 @@ def test_a_call_that_does_not_fit_the_queue_leaves_nothing_in_it(model: LoadedMo
     with pytest.raises(QueueFull):
         engine.rank([request(engine, user) for user in range(3)])
     assert engine.stats().queue_length == 0
+
+
+def test_the_requests_of_a_call_are_hashed_once_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(key: Any, seed: tuple[int, ...], *args: Any) -> Any:
+        hashed.append(seed[0])
+        return chain(key, seed, *args)
+
+    monkeypatch.setattr("helmrec.engine.intake.chain", counted)
+    futures = engine.submit_all([request(engine, user) for user in range(3)])
+    engine.step()
+    assert hashed == [0, 1, 2]
+    assert all(future.done() for future in futures)
+
+
+def test_a_call_with_a_wrong_request_queues_nothing_and_names_it(engine: Engine) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.submit_all([request(engine), replace(request(engine), user_id=-1)])
+    assert (caught.value.field, engine.queue_length) == ("requests[1].user_id", 0)
+
+
+def test_time_spent_before_the_engine_counts_against_the_deadline(engine: Engine, clock: ManualClock) -> None:
+    timed = request(engine, deadline_ms=50.0)
+    with pytest.raises(DeadlineExceeded, match=r"50\.0 ms after the request came in"):
+        engine.submit_all([timed], spent_ms=50.0)
+    [future] = engine.submit_all([timed], spent_ms=30.0)
+    clock.advance(0.021)
+    engine.step()
+    with pytest.raises(DeadlineExceeded, match=r"the deadline passed after 21\.0 ms"):
+        future.result(timeout=0)
 
 
 def test_first_come_is_first_served(model: LoadedModel, sizes: list[list[int]]) -> None:
@@ -320,7 +353,7 @@ def test_an_audit_tells_of_wrong_scores(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "scores of user 5 differ" in caplog.text
 
 
-def test_strangers_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unmatched_histories_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine(tiny_model(user_context=()))
     rng = np.random.default_rng(0)
     for _ in range(80):

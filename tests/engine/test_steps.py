@@ -50,7 +50,7 @@ def test_a_callback_of_an_expired_request_may_submit_again() -> None:
     assert retries[0].result(timeout=0).scores.shape == (3, 2)
 
 
-def test_strangers_in_one_batch_displace_no_returning_user() -> None:
+def test_one_time_users_in_one_batch_displace_no_returning_user() -> None:
     model = tiny_model()
     engine = tiny_engine(model, kv_admission="second-visit", max_batch_tokens=40, pool_bytes="80KiB", alpha=0.1)
     rng = np.random.default_rng(0)

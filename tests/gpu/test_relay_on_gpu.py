@@ -52,7 +52,7 @@ def test_scores_with_and_without_relay_are_equal(context: dict[str, Any]) -> Non
             assert np.abs(result.scores - expected.scores).max() <= 5e-2
             assert not is_back or num_events < 128 or engine.stats().pool.host_reloaded_pages
     engine.check()
-    stats = engine.relay_stats()
+    stats = engine.stats().relay
     assert stats.failed == 0
     assert stats.used == 12
     assert engine.stats().background_failures == 0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from helmrec.engine.capture import GraphMaker
 from helmrec.kernels.row_kernels import row_kernels
-from helmrec.kernels.row_table import ABSENT, Missed, Tally
+from helmrec.kernels.row_table import ABSENT, Missed, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.host_tier import LockedBuffer
 from helmrec.types import IntArray
@@ -107,4 +107,4 @@ def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
         elif kind == 2:
             driven.rows.refill(int(rng.integers(0, 3_000)), driven.master)
         driven.check()
-    assert driven.rows.table.tally[Tally.REFILLED] > 0
+    assert driven.rows.table.tally[RowTally.REFILLED] > 0

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import row_table, triton_row_table
 from helmrec.kernels.row_gather import SKIP
-from helmrec.kernels.row_table import ABSENT, EMPTY, UNUSABLE, Claims, Control, Missed, RowTable, Tally, Victims
+from helmrec.kernels.row_table import ABSENT, EMPTY, UNUSABLE, Claims, Control, Missed, RowTable, RowTally, Victims
 
 ROWS, SLOTS, CPU = 300, 64, torch.device("cpu")
 
@@ -143,7 +143,7 @@ def test_claims_beyond_the_limit_are_given_up() -> None:
 def test_published_rows_take_the_coldest_slots(num_resident: int) -> None:
     ours = make_table(num_resident)
     ours.control[Control.IS_FILLING] = 1
-    ours.tally[Tally.GHOSTS] = SLOTS - 3  # so that the ring wraps
+    ours.tally[RowTally.GHOSTS] = SLOTS - 3  # so that the ring wraps
     missed = missed_of(ours, torch.randperm(ROWS)[:90].int())
     claims = Claims.allocate(20, CPU)
     row_table.claim(ours, missed, claims, is_filtered=True)

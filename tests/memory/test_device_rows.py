@@ -9,7 +9,7 @@ import torch
 
 from helmrec.kernels.row_gather import gather_rows
 from helmrec.kernels.row_kernels import row_kernels
-from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
+from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.types import IntArray
 
@@ -148,7 +148,7 @@ def test_a_shrink_keeps_the_hottest_rows() -> None:
     driven.check()
     assert set(hot.tolist()) <= driven.resident()
     assert len(driven.resident()) == 2 * PER_PAGE
-    assert driven.rows.table.tally[Tally.MOVED] >= 12
+    assert driven.rows.table.tally[RowTally.MOVED] >= 12
 
 
 def test_all_pages_may_go_and_come_back() -> None:
@@ -180,7 +180,7 @@ def test_a_cache_that_grew_takes_back_what_was_evicted_last() -> None:
     driven.refill(1_000)
     driven.check()
     assert len(driven.resident()) == driven.rows.capacity
-    assert driven.rows.table.tally[Tally.REFILLED] == 32
+    assert driven.rows.table.tally[RowTally.REFILLED] == 32
 
 
 def test_refill_evicts_nobody_and_what_it_brings_goes_first() -> None:

@@ -6,14 +6,14 @@ from numpy.typing import NDArray
 
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.eviction import make_order
-from helmrec.memory.row_admission import AdmitAlways, SecondTouch
+from helmrec.memory.row_admission import AdmitEveryRow, SecondTouch
 
 Rows = NDArray[np.int64]
 
 
 def make_cache(num_pages: int = 4, owned: int = 2, per_page: int = 4, order: str = "lru") -> EmbeddingCache:
     """`owned` of `num_pages` pages, in an id space of 1,000 rows; every missed row is worth a slot."""
-    cache = EmbeddingCache(1_000, num_pages, per_page, make_order(order, num_pages * per_page), AdmitAlways())
+    cache = EmbeddingCache(1_000, num_pages, per_page, make_order(order, num_pages * per_page), AdmitEveryRow())
     cache.add_pages(range(owned))
     return cache
 
@@ -222,7 +222,7 @@ def test_no_slot_is_lost_whatever_happens(order: str, operations: list[Operation
 
 @pytest.mark.parametrize("name", ["lru", "frequency"])
 def test_a_cache_that_grows_back_takes_the_hottest_absent_rows_and_holds_them_cold(name: str) -> None:
-    cache = EmbeddingCache(100, 4, 4, make_order(name, 16), AdmitAlways())
+    cache = EmbeddingCache(100, 4, 4, make_order(name, 16), AdmitEveryRow())
     cache.add_pages([0, 1, 2, 3])
     for row in range(16):  # row 15 is the hottest
         cache.publish(cache.admit(np.array([row]), np.array([0])))
@@ -246,7 +246,7 @@ def test_a_cache_that_grows_back_takes_the_hottest_absent_rows_and_holds_them_co
 
 
 def test_rows_that_came_back_on_demand_are_not_refilled() -> None:
-    cache = EmbeddingCache(100, 2, 4, make_order("lru", 8), AdmitAlways())
+    cache = EmbeddingCache(100, 2, 4, make_order("lru", 8), AdmitEveryRow())
     cache.add_pages([0])
     for row in (1, 2, 3, 4, 5, 1):  # 1 is evicted for 5 and comes back, for which 2 goes
         cache.publish(cache.admit(np.array([row]), np.array([0])))

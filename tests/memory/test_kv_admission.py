@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 from helmrec.memory.kv_admission import (
-    AdmitAlways,
+    AdmitEveryPrefix,
+    EarlierVisits,
     ExpectedBenefit,
     SecondVisit,
-    Seen,
     Visit,
     VisitLog,
     make_kv_admission,
@@ -14,7 +14,7 @@ FIRST = Visit(count=1, idle_s=None, num_tokens=100, room=False, coldest_idle_s=1
 
 
 def test_always_admits_a_first_visit() -> None:
-    assert AdmitAlways().admits(FIRST)
+    assert AdmitEveryPrefix().admits(FIRST)
 
 
 def test_a_first_visit_is_kept_only_where_it_displaces_nobody() -> None:
@@ -42,9 +42,9 @@ def test_a_longer_history_is_worth_a_longer_wait() -> None:
 
 def test_the_log_counts_visits_and_remembers_the_one_before() -> None:
     log = VisitLog()
-    assert log.record(7, 1.0) == Seen(1, None)
-    assert log.record(7, 3.5) == Seen(2, 1.0)
-    assert log.record(8, 4.0) == Seen(1, None)
+    assert log.record(7, 1.0) == EarlierVisits(1, None)
+    assert log.record(7, 3.5) == EarlierVisits(2, 1.0)
+    assert log.record(8, 4.0) == EarlierVisits(1, None)
 
 
 def test_the_log_forgets_the_user_seen_longest_ago() -> None:
@@ -56,6 +56,6 @@ def test_the_log_forgets_the_user_seen_longest_ago() -> None:
 
 
 def test_policies_go_by_name() -> None:
-    assert isinstance(make_kv_admission("always"), AdmitAlways)
+    assert isinstance(make_kv_admission("always"), AdmitEveryPrefix)
     assert isinstance(make_kv_admission("second-visit"), SecondVisit)
     assert isinstance(make_kv_admission("benefit"), ExpectedBenefit)

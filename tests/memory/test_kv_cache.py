@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from helmrec.memory.expander import Expander
 from helmrec.memory.history import HashKey, History, RowEpochs, chain
-from helmrec.memory.kv_admission import AdmitAlways, KVAdmission, SecondVisit
+from helmrec.memory.kv_admission import AdmitEveryPrefix, KVAdmission, SecondVisit
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.ledger import Owner, PageLedger
 from helmrec.memory.prefix import KVPlan, PageCopy
@@ -36,7 +36,7 @@ class Bench:
     reserve: int = 1
     max_forks: int = 2
     lag_s: float = 0.0
-    admission: KVAdmission = field(default_factory=AdmitAlways)
+    admission: KVAdmission = field(default_factory=AdmitEveryPrefix)
     num_slots: int = 0
     now: float = 0.0
 
@@ -314,7 +314,7 @@ def test_a_guest_that_comes_again_has_earned_its_place() -> None:
 
 
 def test_without_an_admission_policy_one_time_users_flush_everyone() -> None:
-    bench = Bench(num_pages=10, reserve=2, admission=AdmitAlways())
+    bench = Bench(num_pages=10, reserve=2, admission=AdmitEveryPrefix())
     for user_id in [0, 1, 2, 3, 0, 1, 2, 3, *range(100, 150)]:
         bench.serve(user_id, range(8))
     assert [bench.resident(user_id, range(8)) for user_id in range(4)] == [0] * 4

@@ -10,7 +10,7 @@ from helmrec.memory.eviction import LruOrder
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
-from helmrec.memory.row_admission import AdmitAlways
+from helmrec.memory.row_admission import AdmitEveryRow
 
 lcs = pytest.importorskip("libcachesim", reason="no build of libCacheSim for this platform")
 
@@ -45,7 +45,7 @@ def users() -> NDArray[np.int64]:
 @pytest.mark.parametrize("num_pages", [2, 20])
 def test_the_embedding_cache_hits_where_their_lru_hits(rows: NDArray[np.int64], num_pages: int) -> None:
     slots = num_pages * ROWS_PER_PAGE
-    cache = EmbeddingCache(TRAFFIC.num_rows, num_pages, ROWS_PER_PAGE, LruOrder(slots), AdmitAlways())
+    cache = EmbeddingCache(TRAFFIC.num_rows, num_pages, ROWS_PER_PAGE, LruOrder(slots), AdmitEveryRow())
     cache.add_pages(range(num_pages))
     ours = np.empty(rows.size, np.bool_)
     for i in range(rows.size):

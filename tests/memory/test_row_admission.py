@@ -1,10 +1,10 @@
 import numpy as np
 
-from helmrec.memory.row_admission import AdmitAlways, SecondTouch, make_row_admission
+from helmrec.memory.row_admission import AdmitEveryRow, SecondTouch, make_row_admission
 
 
 def test_always_admits_everything() -> None:
-    assert AdmitAlways().worthy(np.arange(5)).tolist() == [True] * 5
+    assert AdmitEveryRow().worthy(np.arange(5)).tolist() == [True] * 5
 
 
 def test_a_row_is_worthy_at_its_second_touch() -> None:
@@ -45,5 +45,5 @@ def test_no_rows_are_no_work() -> None:
 
 
 def test_policies_go_by_name() -> None:
-    assert isinstance(make_row_admission("always", 8), AdmitAlways)
+    assert isinstance(make_row_admission("always", 8), AdmitEveryRow)
     assert isinstance(make_row_admission("second-touch", 8), SecondTouch)

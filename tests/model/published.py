@@ -20,10 +20,10 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from helmrec.model.dlrmv3_names import BITS, NUM_UNITS, UNIT_S, Sizes, published_shapes
+from helmrec.model.dlrmv3_names import BITS, NUM_UNITS, UNIT_S, CheckpointSizes, published_shapes
 from helmrec.types import RankRequest
 
-SMALL = Sizes(
+SMALL = CheckpointSizes(
     num_layers=2,
     dim=16,
     row_dim=12,
@@ -38,7 +38,7 @@ SMALL = Sizes(
     num_times=40,
     num_cycles=2,
 )
-PUBLISHED = Sizes(
+PUBLISHED = CheckpointSizes(
     num_layers=5,
     dim=512,
     row_dim=512,
@@ -60,7 +60,7 @@ NOW = 1_700_000_000
 ROWS = {"item_id": 200, "item_category_id": 9, "user_id": 30}
 
 
-def dense_weights(sizes: Sizes, seed: int = 0) -> dict[str, Tensor]:
+def dense_weights(sizes: CheckpointSizes, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def made_up(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -75,7 +75,7 @@ def dense_weights(sizes: Sizes, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def tables(sizes: Sizes, seed: int = 1, rows: Mapping[str, int] = ROWS) -> dict[str, Tensor]:
+def tables(sizes: CheckpointSizes, seed: int = 1, rows: Mapping[str, int] = ROWS) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn((num, sizes.row_dim), generator=generator).half() for name, num in rows.items()}
 
@@ -118,7 +118,7 @@ def _sharded(table: Tensor) -> Any:
     return init_from_local_shards(shards, *table.shape)
 
 
-def write_published(folder: Path, sizes: Sizes = SMALL) -> None:
+def write_published(folder: Path, sizes: CheckpointSizes = SMALL) -> None:
     """The two parts, as they lie in one folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_dense(folder / "non_sparse.ckpt", dense_weights(sizes))

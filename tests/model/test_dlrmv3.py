@@ -17,7 +17,7 @@ from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, ModelError, NonFiniteScores, RequestError
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3, read_dense
-from helmrec.model.dlrmv3_names import Sizes, published_shapes
+from helmrec.model.dlrmv3_names import CheckpointSizes, published_shapes
 from helmrec.model.weights import load_model
 from helmrec.types import PrefillRequest, RankRequest
 from tests.model.meta_reference import MetaReference
@@ -295,7 +295,7 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
 
 def test_only_the_dense_part_is_read_and_its_sizes_are_known(published: Path) -> None:
     weights = read_dense(published / "non_sparse.ckpt")
-    assert Sizes.of(weights, SMALL.num_layers) == SMALL
+    assert CheckpointSizes.of(weights, SMALL.num_layers) == SMALL
     for name, value in dense_weights(SMALL).items():
         assert torch.equal(weights[name], value)
 

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from helmrec.errors import ModelError
 from helmrec.model.dlrmv3 import ImportOptions, convert, import_dlrmv3, read_dense
-from helmrec.model.dlrmv3_names import ACTION, BIT_ROWS, BITS, LAYERS, NUM_UNITS, POSITIONS, Sizes, check_names
+from helmrec.model.dlrmv3_names import (
+    ACTION,
+    BIT_ROWS,
+    BITS,
+    LAYERS,
+    NUM_UNITS,
+    POSITIONS,
+    CheckpointSizes,
+    check_names,
+)
 from helmrec.model.inert_pickle import MAX_INSTRUCTIONS, read_pickle
 from helmrec.model.sharded_tables import read_index
 from tests.model.published import HEADS, SMALL, dense_weights, write_dense, write_published
@@ -194,7 +203,7 @@ def test_weights_that_would_make_a_huge_or_senseless_model_are_refused(
 
 def test_actions_are_not_unfolded_beyond_bounds() -> None:
     weights = dense_weights(SMALL)
-    sizes = Sizes.of(weights, check_names(weights, "here"))
+    sizes = CheckpointSizes.of(weights, check_names(weights, "here"))
     with refused_within_a_second("at most 16 bits, got 1000"):
         convert(weights | {BITS: torch.full((1_000,), 1 << 15)}, sizes)
     wide = {BIT_ROWS: torch.zeros(5, 500), f"{ACTION}.0.weight": torch.zeros(10, 2_500)}

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from helmrec.errors import ModelError
-from helmrec.model.inert_pickle import Made, Named, read_pickle
+from helmrec.model.inert_pickle import Named, PickledCall, read_pickle
 from helmrec.model.sharded_tables import read_index
-from helmrec.model.torch_zip import StoredTensor, TorchZip, Window
+from helmrec.model.torch_zip import FileSlice, StoredTensor, TorchZip
 from tests.model.published import SMALL, tables, write_tables
 
 ANY_TENSORS = {
@@ -72,7 +72,7 @@ def test_plain_values_are_read_in_every_protocol(protocol: int) -> None:
 
 def test_calls_are_written_down_and_not_made() -> None:
     made = read_pickle(pickle.dumps(Calls(os.getenv, "HOME")), "here", lambda _: True)
-    assert isinstance(made, Made)
+    assert isinstance(made, PickledCall)
     assert (made.maker, made.args) == (Named("os", "getenv"), ("HOME",))
 
 
@@ -148,7 +148,7 @@ def is_read_right(data: bytes, weights: dict[str, torch.Tensor]) -> bool:
 
 def test_a_window_of_a_file_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(range(100)))
-    with Window(tmp_path / "a", 10, 20) as window:
+    with FileSlice(tmp_path / "a", 10, 20) as window:
         assert window.read() == bytes(range(10, 30))
         assert window.seek(-5, os.SEEK_END) == 15
         assert window.read(100) == bytes(range(25, 30))

@@ -54,7 +54,7 @@ def test_a_rank_finds_what_was_computed_ahead_of_it(caller: Caller, served: Engi
     assert told["lease"]["hold_ms"] == 60_000
     assert told["history_version"] is None
     assert metric(caller, "helmrec_relay_leases") == 1
-    wait_for(lambda: served.relay_stats().steps)
+    wait_for(lambda: served.stats().relay.steps)
     assert metric(caller, "helmrec_relay_leased_bytes") == served.stats().pool.page_bytes
     again = caller.post("/v1/prefill", signal_body()).json
     assert again == {"is_admitted": False, "reason": "held already", "lease": None, "history_version": None}
@@ -62,7 +62,7 @@ def test_a_rank_finds_what_was_computed_ahead_of_it(caller: Caller, served: Engi
     assert ranked["reused_tokens"] == 3, "the fourth ends a page"
     assert alone["reused_tokens"] == 0
     np.testing.assert_allclose(ranked["scores"], alone["scores"], atol=1e-6)
-    wait_for(lambda: served.relay_stats().used == 1)
+    wait_for(lambda: served.stats().relay.used == 1)
     assert metric(caller, "helmrec_relay_leases") == 0
     assert metric(caller, "helmrec_relay_leases_used_total") == 1
     assert metric(caller, 'helmrec_relay_signals_total{reason="admitted"}') == 1
@@ -74,7 +74,7 @@ def test_the_stored_history_is_computed_ahead_where_none_is_sent(keeper: Caller,
     told = keeper.post("/v1/prefill", {"user_id": 7, "context": {"country": 3}}).json
     assert told["is_admitted"]
     assert told["history_version"] == 3
-    wait_for(lambda: served.relay_stats().steps)
+    wait_for(lambda: served.stats().relay.steps)
     assert keeper.post("/v1/rank", rank_body()).json["reused_tokens"] == 3
 
 

@@ -1,6 +1,6 @@
-"""Lay the tokens of a batch out flat: which rows, where each token goes, which pages hold its history.
+"""Lays the tokens of a batch out flat: which rows it reads, where each token goes, which pages hold its history.
 
-Pure NumPy; the runner moves the result to the device.
+Pure NumPy and Numba; the dense stage moves the result to the device.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Lengths = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """Arrays of one step; names as in `DenseInput` and `RaggedBatch`."""
+    """The arrays of one step; names as in `DenseInput` and `RaggedBatch`."""
 
     event_at: IntArray
     actions: IntArray
     positions: IntArray
     gaps: IntArray
-    candidates: IntArray  # which of the events are candidates
-    num_rows: IntArray  # (requests,) how many of `rows` are read for each
+    candidates: IntArray  # indices of the candidates among the events
+    num_rows: IntArray  # (requests,) entries of `rows` read for each
     cu_events: IntArray  # (requests + 1,) where each request's events start
     cu_tokens: Lengths
     num_resident: Lengths
@@ -56,7 +56,7 @@ class Assembly:
         return self.rows[self.rows.size - self.context_at.size :]
 
     def count_by_request(self, positions: IntArray) -> IntArray:  # (requests,)
-        """How many of these positions in `rows` belong to each request. positions: ascending."""
+        """Count, by request, the given positions in `rows`. positions: ascending."""
         if not positions.size:
             return np.zeros(len(self.num_rows), np.int64)
         split, num_events = self.rows.size - self.context_at.size, self.event_at.size
@@ -67,12 +67,12 @@ class Assembly:
         return counts + np.bincount(self.context_owner[of_context], minlength=len(counts))
 
 
-class _Shape(NamedTuple):
-    """What the compiled layout must know of the model and its pages."""
+class _LayoutShape(NamedTuple):
+    """Sizes of the model and its pages that the compiled layout needs."""
 
     num_features: int
     num_user: int  # user-context tokens
-    num_asked: int  # request-context tokens
+    num_request: int  # request-context tokens
     placeholder: int  # the action of a candidate
     num_buckets: int
     page_tokens: int
@@ -80,7 +80,7 @@ class _Shape(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The compiled part of an assembly, in the order it has there."""
+    """The compiled part of an assembly, in the order of its fields."""
 
     event_at: IntArray
     actions: IntArray
@@ -96,11 +96,12 @@ class _Tokens(NamedTuple):
     write_slots: IntArray
 
 
-# What is known of each request before its tokens are laid out, one column each.
+# Columns of the array that describes each request before its tokens are laid out.
 _EVENTS, _CANDIDATES, _GAP, _RESIDENT, _TOKENS, _PAGES = range(6)
 
 
 def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, page_tokens: int) -> Assembly:
+    """Lay out one step for these requests and their plans."""
     num_features, num_user = len(config.features), len(config.user_context)
     known = [
         (r.num_events, r.num_candidates, r.candidate_gap, plan.num_resident, plan.num_tokens, len(plan.pages))
@@ -109,13 +110,13 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
     lines, parts = [], []
     for request, plan in members:
         skipped = max(0, plan.num_resident - num_user)
-        # One event more, where there is one: the first gap reaches back to it.
+        # With the event before the first new one, if any: the first time gap reaches back to it.
         lines.append(request.columns[num_features:, max(0, skipped - 1) :])
         parts += [request.columns[:num_features, skipped:], request.candidate_rows]
-    shape = _Shape(
+    shape = _LayoutShape(
         num_features=num_features,
         num_user=num_user,
-        num_asked=len(config.request_context),
+        num_request=len(config.request_context),
         placeholder=config.num_actions,
         num_buckets=config.time_buckets,
         page_tokens=page_tokens,
@@ -126,7 +127,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
     query = None
     if (frame := config.query_frame) is not None:
         query = query_arrays(frame, config.time_buckets, [_query(r, num_user) for r, _ in members])
-        tokens = _as_seen_from_the_query(tokens, members, config)
+        tokens = _in_query_frame(tokens, members, config)
     context = _context(members, tokens, num_user)
     split = num_features * tokens.event_at.size
     rows = np.empty(split + context.rows.size, np.int64)
@@ -148,10 +149,10 @@ def _query(request: Prepared, num_user: int) -> Query:
     return Query(request.query_time, num_user, request.num_events, request.num_candidates)
 
 
-def _as_seen_from_the_query(
+def _in_query_frame(
     tokens: _Tokens, members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig
 ) -> _Tokens:
-    """The same tokens, their positions counted back and their times from the query's."""
+    """Return the tokens with positions counted back from the query and times as ages at the query."""
     frame, num_user = config.query_frame, len(config.user_context)
     assert frame is not None
     num_events = np.repeat([request.num_events for request, _ in members], np.diff(tokens.cu_events))
@@ -169,7 +170,7 @@ class _Context(NamedTuple):
     tables: IntArray
     owners: IntArray
     rows: IntArray
-    at: IntArray  # flat position
+    at: IntArray  # flat positions
     counts: IntArray  # (tables,) tokens of each
 
 
@@ -183,9 +184,9 @@ def _context(members: Sequence[tuple[Prepared, KVPlan]], tokens: _Tokens, num_us
 def _lay_out_context(
     by_request: IntArray, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_user: int
 ) -> _Context:
-    """The context tokens of a step. by_request: (requests, tables) rows, of the user's tables first.
+    """Lay out the context tokens of a step. by_request: (requests, tables) rows, user tables first.
 
-    A user's tokens come before its events and may be resident; those of a request come after them and never are.
+    User-context tokens precede the events and may be resident; request-context tokens follow them and never are.
     """
     tables, owners, rows, at = np.empty((4, by_request.size), np.int64)
     num_requests, num_tables = by_request.shape
@@ -204,12 +205,12 @@ def _lay_out_context(
 
 
 @numba.njit(cache=True)
-def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: _Shape) -> _Tokens:
-    """Lay out all requests. lines: (2, any) their actions and timestamps, one after another; pages: all of theirs.
+def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: _LayoutShape) -> _Tokens:
+    """Lay out all requests. lines: (2, any) their actions and timestamps, concatenated; pages: theirs, concatenated.
 
-    Parts of arrays are cut out first and then filled from their start: an index that might count from the end, as
-    a sum might, keeps the compiler from using vector instructions. Assigning one slice to another would be as fast,
-    but takes seconds to compile.
+    Parts of arrays are sliced first and then filled from their start: the compiler uses no vector instructions for an
+    index that may be negative, as a sum may. Assigning one slice to another would be as fast, but takes seconds to
+    compile.
     """
     num_requests = known.shape[0]
     cu_events, cu_tokens = np.zeros(num_requests + 1, np.int64), np.zeros(num_requests + 1, np.int32)
@@ -217,7 +218,7 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         skipped = max(0, known[i, _RESIDENT] - shape.num_user)
         cu_events[i + 1] = cu_events[i] + known[i, _EVENTS] - skipped + known[i, _CANDIDATES]
         num_new = known[i, _TOKENS] - known[i, _RESIDENT]
-        cu_tokens[i + 1] = cu_tokens[i] + num_new + shape.num_asked + known[i, _CANDIDATES]
+        cu_tokens[i + 1] = cu_tokens[i] + num_new + shape.num_request + known[i, _CANDIDATES]
     at, actions, positions, gaps = np.empty((4, cu_events[-1]), np.int64)
     candidates, num_rows = np.empty(np.sum(known[:, _CANDIDATES]), np.int64), np.empty(num_requests, np.int64)
     line = candidate = 0
@@ -228,9 +229,9 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         line_end = line + num_new + (skipped > 0)
         new_context = max(0, shape.num_user - known[i, _RESIDENT])
         token = cu_tokens[i] + new_context
-        num_rows[i] = shape.num_features * (end - first) + new_context + shape.num_asked
+        num_rows[i] = shape.num_features * (end - first) + new_context + shape.num_request
         _count_from(at[first:split], token)
-        _count_from(at[split:end], token + num_new + shape.num_asked)
+        _count_from(at[split:end], token + num_new + shape.num_request)
         _count_from(positions[first:split], skipped)
         fill(positions[split:end], known[i, _EVENTS])
         copy(actions[first:split], lines[0, line_end - num_new : line_end])
@@ -261,7 +262,7 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
 
 @numba.njit(cache=True)
 def copy(target: NDArray[np.integer], source: NDArray[np.integer]) -> None:
-    """To the start of `target`."""
+    """Copy `source` to the start of `target`."""
     for i in range(source.size):
         target[i] = source[i]
 
@@ -280,7 +281,7 @@ def _count_from(target: IntArray, start: int) -> None:
 
 @numba.njit(cache=True)
 def _put_gaps(gaps: IntArray, times: IntArray, num_buckets: int) -> None:
-    """Time buckets of the last events. The first event of a window has no gap: it would reach outside the window."""
+    """Fill in the time buckets of the last events. The first event of a window has gap 0: nothing precedes it there."""
     if not gaps.size:
         return
     before, own = times[0], times[times.size - gaps.size :]
@@ -303,7 +304,7 @@ def _page_table(num_pages: IntArray, pages: NDArray[np.int32], width: int) -> ND
 def _write_slots(
     cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, page_table: NDArray[np.int32], page_tokens: int
 ) -> IntArray:  # (tokens,)
-    """Where each token's K/V goes, page by page: its place in the pages, or -1 if it is not kept."""
+    """Compute where the K/V of each token is written: page * page_tokens + offset, or -1 if it is not kept."""
     slots = np.full(cu_tokens[-1], -1, np.int64)
     for i in range(num_new.size):
         at, token, end = cu_tokens[i], num_resident[i], num_resident[i] + num_new[i]

@@ -1,4 +1,4 @@
-"""The self-audit: one request in N is scored again without caches and compared."""
+"""The self-audit: scores one request in N again without caches and compares."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,23 +10,23 @@ from helmrec.engine.intake import Prepared
 
 log = logging.getLogger("helmrec.engine")
 Scores = NDArray[np.float32]
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # what a dtype's rounding explains
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # largest difference that rounding explains
 
 
 class Auditor:
-    """Counts requests, picks every N-th, and keeps what came of it."""
+    """Audits every N-th request and counts the mismatches."""
 
-    def __init__(self, every: int, tolerance: float, score_plainly: Callable[[Prepared], Scores]) -> None:
+    def __init__(self, every: int, tolerance: float, score_uncached: Callable[[Prepared], Scores]) -> None:
         self._every = every  # 0: never
         self._tolerance = tolerance
-        self._score_plainly = score_plainly
+        self._score_uncached = score_uncached
         self._since_last = 0
         self.audits = 0
         self.mismatches = 0
         self.max_error = 0.0
 
-    def look_at(self, requests: Sequence[Prepared], scores: Sequence[Scores]) -> None:
-        """Audit those of the served requests whose turn it is. One whose scores are not finite was not served."""
+    def audit(self, requests: Sequence[Prepared], scores: Sequence[Scores]) -> None:
+        """Audit every N-th of the served requests. A request whose scores are not finite was not served."""
         for request, served in zip(requests, scores, strict=True) if self._every else ():
             if not np.isfinite(served).all():
                 continue
@@ -36,7 +36,7 @@ class Auditor:
                 self._compare(request, served)
 
     def _compare(self, request: Prepared, served: Scores) -> None:
-        error = float(np.abs(self._score_plainly(request) - served).max())
+        error = float(np.abs(self._score_uncached(request) - served).max())
         self.audits += 1
         self.max_error = max(self.max_error, error)
         if not error <= self._tolerance:

@@ -1,4 +1,4 @@
-"""Capture work as CUDA graphs that share their temporary memory, and sizes that keep them few."""
+"""Captures work as CUDA graphs that share temporary memory, and chooses the few sizes that are captured."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ MULTIPLE = 16
 
 
 def bucket_sizes(largest: int) -> list[int]:
-    """Sizes that grow by an eighth, up to `largest`."""
+    """Return sizes that grow by an eighth; the last is at least `largest`."""
     sizes: list[int] = []
     size = float(_SMALLEST)
     while not sizes or sizes[-1] < largest:
@@ -21,19 +21,19 @@ def bucket_sizes(largest: int) -> list[int]:
 
 
 def fitting(sizes: Sequence[int], num: int) -> int:
-    """The smallest of the ascending sizes that holds `num`."""
+    """Return the smallest of the ascending sizes that is at least `num`."""
     return sizes[bisect_left(sizes, num)]
 
 
 class GraphMaker:
-    """Graphs of one maker must run one after the other: their temporaries lie in the same memory."""
+    """Captures graphs that share temporary memory; graphs of one maker must therefore run one after the other."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         with torch.inference_mode():
-            work()  # compiles, and lets libraries make their workspaces
+            work()  # compile kernels and let libraries allocate their workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):

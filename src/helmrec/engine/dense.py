@@ -1,4 +1,4 @@
-"""The dense stage of a step, run as it comes: any device, any shape. The twin of `graphs.py`."""
+"""The dense stage of a step, operation by operation: any device, any shape. The plain twin of `graphs.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel, QueryTerms
 from helmrec.types import IntArray
 
-Progress = Callable[[int, int], None]  # told how many of how many are done
-WaitForPages = Callable[[], None]  # what follows in the current stream sees the pages that come from the host
+Progress = Callable[[int, int], None]  # called with the number done and the total
+WaitForPages = Callable[[], None]  # makes the current stream wait for pages that come from the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What a step brings back."""
+    """The scores and row misses of a step."""
 
     logits: NDArray[np.float32]  # (candidates, tasks)
     row_misses: IntArray  # (requests,) rows that came from the host
-    ended_ago_s: float = 0.0  # how long the device had been done when the host came to wait for it
+    ended_ago_s: float = 0.0  # time between the end on the device and the wait of the host
 
 
 class Launched(Protocol):
-    """A step on its way."""
+    """A launched step."""
 
     def wait(self) -> Scored:
-        """What it brings back, once; blocks until it has ended."""
+        """Wait until the step has ended and return its scores; may be called once."""
 
     def admit(self) -> None:
-        """Let rows it missed into the cache; off the request path."""
+        """Admit the rows that the step missed to the cache; off the request path."""
 
 
 class Dense(Protocol):
@@ -47,29 +47,29 @@ class Dense(Protocol):
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Where steps compute; None: in the caller's."""
+        """Stream in which steps compute; None is the caller's."""
 
     @property
     def num_graphs(self) -> int: ...
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory it keeps for itself."""
+        """Device memory of its own buffers."""
 
     def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> Launched:
-        """Start a step; K/V of new tokens land in their pages before a later step reads them.
+        """Start a step; K/V of new tokens are in their pages before a later step reads them.
 
-        `wait_for_pages` is called when the embedding stage is on its way: pages from the host arrive beside it.
+        `wait_for_pages` is called after the embedding stage was launched, so that pages load at the same time.
         `timeline` is marked where stages begin and end.
         """
 
     def warm_up(self, progress: Progress) -> None:
-        """Do everything that must not happen during the first request."""
+        """Compile and capture everything that the first request must not wait for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What the dense stage reads and writes."""
+    """The K/V pages that the dense stage reads and writes."""
 
     k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
     v_pages: Tensor
@@ -77,7 +77,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerLaunch:
-    """A step whose operations were called one by one, in the caller's stream."""
+    """A step launched operation by operation in the caller's stream."""
 
     logits: Tensor
     reading: Reading
@@ -90,7 +90,7 @@ class EagerLaunch:
 
 
 class EagerDense:
-    """Operation by operation."""
+    """Runs the dense stage operation by operation."""
 
     stream = None
     num_graphs = 0
@@ -102,11 +102,11 @@ class EagerDense:
         self.rows = rows
 
     def warm_up(self, progress: Progress) -> None:
-        """Nothing to prepare: kernels compile when they first run."""
+        """Do nothing: kernels compile at their first call."""
 
     @torch.inference_mode()
     def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> EagerLaunch:
-        timeline.leave_host()  # on a card, what it calls from here on runs beside it
+        timeline.leave_host()  # on a card, the following calls only enqueue work
         timeline.mark(Mark.READING, self.rows.stream)
         reading = self.rows.read(step)
         timeline.mark(Mark.READ, self.rows.stream)
@@ -116,7 +116,7 @@ class EagerDense:
         return EagerLaunch(logits, reading)
 
     def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
-        """values: (rows, row_dim), in the order of `Assembly.rows`"""
+        """Compute logits. values: (rows, row_dim), in the order of `Assembly.rows`."""
         model, tokens = self._model, self._input(step, values)
         x = torch.empty((int(step.cu_tokens[-1]), model.config.dim), dtype=model.dtype, device=model.device)
         model.embed(tokens, x)
@@ -152,7 +152,7 @@ class EagerDense:
         )
 
     def _v_scale(self, step: Assembly) -> Tensor | None:
-        """Each request divides by its own length where attention has no constant normaliser."""
+        """Return the factors of values: with a query frame, attention is divided by the length of the request."""
         if step.query is None:
             return None
         scale = np.repeat(1 / step.query.lengths, np.diff(step.cu_tokens))

@@ -1,7 +1,7 @@
-"""The engine: plan a batch, run it, commit it, and move the boundary in between.
+"""The engine: plans a batch, runs it, commits it, and moves the boundary of the pool between steps.
 
-The main loop is `step`. Everything it decides lives in the scheduler and the pool; everything it does, in the
-runner. Safe to call from several threads; steps run one at a time.
+The main loop is `step`. The scheduler and the pool decide; the runner acts. Methods may be called from several threads;
+steps run one at a time.
 """
 
 import logging
@@ -47,12 +47,12 @@ _FIRST_STEPS = 256  # every engine learns the cost of these, so that the first p
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One look at the engine."""
+    """The state and counters of an engine at one time."""
 
     pool: PoolStats
     queue_length: int
     steps: int
-    busy_s: float  # that they took
+    busy_s: float  # time that steps took
     served: int
     non_finite: int  # requests that failed because their scores were not numbers
     refused: int
@@ -62,12 +62,12 @@ class EngineStats:
     background_failures: int
     relay: RelayStats
     pauses: PauseStats
-    collector: CollectorStats  # of its process
-    controller_failures: int = 0  # of what moves the boundary, where a server has one
+    collector: CollectorStats  # of the process
+    controller_failures: int = 0  # set by a server whose controller moves the boundary
 
 
 class Engine:
-    """Ranks candidates with an HSTU model whose rows and KV prefixes live in one pool."""
+    """Ranks candidates with an HSTU model whose embedding rows and KV prefixes share one pool."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Engine:
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """Ready when it returns: on a card, tables are copied to locked memory and graphs captured.
+        """Build the parts and warm them up: on a card, copy the tables to locked memory and capture the graphs.
 
-        `progress` follows the bytes copied, then the graphs.
+        `progress` is called with the bytes copied, then with the graphs captured, each out of how many.
         """
         self.config = config
         self.model_config = model.config
@@ -118,8 +118,8 @@ class Engine:
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests, driving the engine in this thread until they are done.
 
-        One bad request refuses the call before anything ran; a refusal or failure later on is raised for the
-        whole call. Background work of the last step is done before it returns.
+        A bad request raises RequestError before anything runs; a later refusal or failure is raised for the whole
+        call. The background work of the last step is done before it returns.
         """
         now = self._now()
         futures = self._scheduler.submit_all([self._intake.prepare(request) for request in requests], now)
@@ -131,7 +131,7 @@ class Engine:
             self._scheduler.withdraw([future for future in futures if not future.done()])
 
     def validate(self, request: RankRequest) -> None:
-        """Raise RequestError if `rank` would."""
+        """Raise RequestError if `rank` would raise it for this request."""
         self._intake.prepare(request)
 
     def submit(self, request: RankRequest) -> "Future[RankResult]":
@@ -149,28 +149,28 @@ class Engine:
         return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:
-        """Compute a user's history ahead of its rank, when no rank waits, if the rank would be at risk without.
+        """Compute a user's history before its rank request, while none waits, if that request would be late otherwise.
 
-        Returns at once; some thread must call `step`. A later rank uses what is there if its history verifies.
+        Returns the decision at once; some thread must call `step`. A later rank reuses the tokens that verify.
         """
         history = self._intake.prepare_ahead(request)
         with self._lock:
             return self._relay.signal(request, history, self._kv_pages, self._now())
 
     def submit_prefill(self, request: PrefillRequest) -> "Future[PrefillResult]":
-        """`prefill` without waiting for the step that runs: the next one decides."""
+        """Queue a prefill signal without waiting for the running step; the next step decides about it."""
         self._now()
         return self._relay.submit(request, self._intake.prepare_ahead(request))
 
     @property
     def _kv_pages(self) -> int:
-        """That prefixes may hold."""
+        """Number of pages that prefixes may hold."""
         return self._pool.ledger.num_pages - self._pool.ledger.count(Owner.EMB)
 
     def step(self) -> bool:
-        """Run the next batch, if any, hand out results, then do what must not delay them.
+        """Run the next batch, if any, send its results, then do background work; False if there was nothing to do.
 
-        Where steps overlap, the results are those of the batch before. False: there was nothing to do.
+        Where steps overlap, the results are those of the batch before.
         """
         with self._lock:
             now = self._now()
@@ -217,11 +217,11 @@ class Engine:
             if len(failed) < len(ended):
                 self._pipeline.steps.add_host_ms((self._clock.now() - start_s) * 1e3)
         for step in ended:
-            if not isinstance(step.outcome, StepOutput | Exception):  # the process is going down
+            if not isinstance(step.outcome, StepOutput | Exception):  # an exit or interrupt: end the process
                 raise step.outcome
 
     def _work_in_background(self, ended: Sequence[Ended]) -> None:
-        """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails nobody's request."""
+        """Admit rows, save pages, audit, move the boundary. A failure here is logged and fails no request."""
         demand_bytes = 0
         for step in ended:
             assert isinstance(step.outcome, StepOutput)
@@ -231,10 +231,11 @@ class Engine:
         self._try("refill", self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
 
     def operation(self, cause: Cause) -> AbstractContextManager[None]:
-        """What is done inside is noted as an operation that may delay the next step."""
+        """Record the work inside the context as an operation that may delay the next step."""
         return self._gaps.operation(cause, self._clock.now)
 
     def _try(self, cause: Cause, work: Callable[..., None], *args: Any) -> None:
+        """Do background work; log and count its failure."""
         try:
             with self.operation(cause):
                 work(*args)
@@ -242,14 +243,14 @@ class Engine:
             self._failures.note(getattr(work, "__qualname__", repr(work)), error)
 
     def _move_boundary(self) -> None:
-        """A page that leaves EMB is free once a step has ended that was launched after it left."""
+        """Move pages between owners. A page that leaves EMB is free once a step that was launched later has ended."""
         if not self._pool.is_settled:
             self._runner.finish_saves_before_moves()
         self._pool.ledger.retire(self._pipeline.num_ended - 1)
         self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
 
     def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
-        """Each part on its own: one that fails keeps no other from its work."""
+        """Do the background work of one step. Parts are independent: one that fails does not stop the others."""
         self._try("other", self._learn_costs, batch, took_s)
         self._try("other", self._warn_of_unmatched_histories)
         self._try("rows", self._runner.admit, output.running)
@@ -258,8 +259,8 @@ class Engine:
         if batch.is_ahead:
             return
         requests = [member.request for member in batch.members]
-        if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would see other rows
-            self._try("audit", self._auditor.look_at, requests, output.scores)
+        if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would read newer rows
+            self._try("audit", self._auditor.audit, requests, output.scores)
         if self._curves is not None:
             self._try("controller", self._curves.observe, requests)
 
@@ -275,13 +276,13 @@ class Engine:
             self._pool.expander.costs.observe_step(batch.work(), seconds)
 
     def move_alpha(self, alpha: float) -> None:
-        """Aim the boundary at `alpha`; it moves between steps, a bounded number of bytes at a time."""
+        """Set the target of the boundary; it moves between steps, a bounded number of bytes at a time."""
         with self._lock:
             self._now()
             self._pool.aim(alpha)
 
     def settle(self) -> None:
-        """Finish the boundary's move now."""
+        """Move the boundary to its target now, without waiting for further steps."""
         with self._lock:
             ended = self._pipeline.flush()
             while not self._pool.is_settled:
@@ -291,13 +292,13 @@ class Engine:
         self._conclude(ended)
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Replace rows of a table, between steps: master and resident copy together; KV made from them lapses."""
+        """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused."""
         update = prepare_rows(self.model_config, table, ids, values)
         rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
         with self._lock:
             self._now()
             ended = self._pipeline.flush()
-            self._pool.row_epochs.mark(rows)  # first: if a write fails, no KV made from these rows is reused
+            self._pool.row_epochs.mark(rows)  # first, so that no KV of these rows is reused even if a write fails
             try:
                 self._runner.update_rows(rows, new)
             except BaseException as error:
@@ -309,20 +310,20 @@ class Engine:
             raise failure
 
     def forget(self, user_id: int) -> None:
-        """Drop a user's KV, in the pool and on the host, and refuse what it has waiting. Rows belong to no user.
+        """Drop a user's KV, in the pool and on the host, and refuse its waiting requests. Rows belong to no user.
 
-        Nothing can find the dropped pages any more; their bytes stay until the pages are used again.
+        The dropped pages can no longer be found; their bytes stay until the pages are used again.
         """
         with self._lock:
             self._now()
-            ended = self._pipeline.flush()  # no step may still write what is to be dropped
+            ended = self._pipeline.flush()  # no running step may still write to the dropped pages
             replies = [*self._relay.forget(user_id), *self._scheduler.forget(user_id)]
             self._pool.kv.forget(user_id)
         self._conclude(ended, replies)
 
     @property
     def queue_length(self) -> int:
-        """Requests that wait for a step."""
+        """Number of requests that wait for a step."""
         with self._lock:
             return self._scheduler.queue_length
 
@@ -347,42 +348,38 @@ class Engine:
             )
 
     def reset_pauses(self) -> None:
-        """Count gaps anew from now on."""
+        """Start counting gaps from zero."""
         self._gaps.reset()
 
     def hot_rows(self) -> IntArray:
-        """Resident rows, coldest first: what `warm` takes."""
+        """Return the resident rows, coldest first, as `warm` takes them."""
         with self._lock:
             return self._pool.rows.by_heat()
 
     def warm(self, rows: IntArray) -> None:
-        """Read rows that were hot before a restart into empty slots, the hottest first; unknown ones are left out."""
+        """Read rows that were hot before a restart into empty slots, the hottest first; ignore unknown rows."""
         known = rows[(rows >= 0) & (rows < self.model_config.num_rows)]
         with self._lock:
             self._now()
             self._runner.warm(known, max(1 << 20, self.config.refill_bytes_per_step))
 
     def page_owners(self) -> bytes:
-        """Who owns each page, one byte a page: a value of `memory.ledger.Owner`."""
+        """Return the owner of each page, one byte a page: a value of `memory.ledger.Owner`."""
         with self._lock:
             return self._pool.ledger.owners().tobytes()
 
     def curves(self) -> JointCurves | None:
-        """What other splits would hit, judged by late traffic; None without `miss_curves`, or while it is too early."""
+        """Return estimated hits at other splits for recent traffic; None without `miss_curves` or enough requests."""
         with self._lock:
             return None if self._curves is None else self._curves.curves()
 
     def take_steps(self) -> Steps:
-        """Steps that ended since the last call, and how long their stages took."""
+        """Return the steps that ended since the last call, with the times of their stages."""
         with self._lock:
             return self._pipeline.steps.take()
 
-    def relay_stats(self) -> RelayStats:
-        with self._lock:
-            return self._relay.stats(self._clock.now())
-
     def report(self) -> EngineReport:
-        """What the pool holds, and what is left of the card."""
+        """Return the sizes of the pool and its parts, and the free memory of the card."""
         with self._lock:
             dense, keeps_kv = self._dense, self.model_config.is_append_stable
             return make_report(
@@ -390,7 +387,7 @@ class Engine:
             )
 
     def check(self) -> None:
-        """End what is running, then assert every invariant of the pool, both caches and the queue."""
+        """Finish running steps, then assert every invariant of the pool, both caches and the queue."""
         with self._lock:
             ended = self._pipeline.flush()
         self._conclude(ended)
@@ -401,7 +398,7 @@ class Engine:
             assert self._pool.kv.is_idle or not self._pipeline.is_empty, "a pin outlived its step"
 
     def close(self) -> None:
-        """End what is running, refuse what waits and everything after; unlock the host memory."""
+        """Finish running steps, refuse waiting and later requests, and unlock the host memory."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             ended = self._pipeline.flush()
@@ -420,6 +417,7 @@ class Engine:
         self.close()
 
     def _now(self) -> float:
+        """Return the time; raise EngineClosed after `close`."""
         if self._is_closed:
             raise EngineClosed("the engine was closed")
         return self._clock.now()

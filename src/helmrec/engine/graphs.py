@@ -1,8 +1,8 @@
-"""A step as CUDA graphs: one per geometric size, so that launches cost nothing and shapes stay few.
+"""The dense stage as CUDA graphs, one for each of a few sizes, so that a launch costs the host little.
 
-A step is padded to the next size. Padding tokens belong to no sequence, read no rows, are written to a row nobody
-reads and keep no K/V, so they cost arithmetic only. The dense stage runs on a stream of high priority; the rows of
-the next step are read beside it, as soon as this one has taken its own.
+A step is padded to the next size. Padding tokens belong to no sequence, read no rows, are written to an unused row
+and keep no K/V, so they cost arithmetic only. The dense stage runs on a stream of high priority; the rows of the next
+step are read at the same time, as soon as this step has embedded its own.
 """
 
 import time
@@ -20,7 +20,7 @@ from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
+from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
@@ -29,20 +29,20 @@ from helmrec.types import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GraphLimits:
     """The largest step that is captured."""
 
     num_events: int
     num_sequences: int
     num_candidates: int
     num_pages: int  # of one sequence's page table
-    pages_per_move: int  # that EMB gives up at once
-    refill_bytes: int  # of rows read ahead at once
+    pages_per_move: int  # that EMB gives up in one move
+    refill_bytes: int  # rows read ahead in one refill
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """Graphs of one number of events, over their own view of the shared block."""
+    """The graphs of one number of events, over their own view of the shared block."""
 
     size: int
     staging: Staging
@@ -52,10 +52,10 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class CapturedHead:
-    """Graphs of one number of candidates."""
+    """The graphs of one number of candidates."""
 
     staging: Staging
-    pick: torch.cuda.CUDAGraph  # the candidates' rows, before the next step's are read over them
+    pick: torch.cuda.CUDAGraph  # copies the candidates' rows, before the next step overwrites them
     score: torch.cuda.CUDAGraph
 
 
@@ -65,7 +65,7 @@ class GraphLaunch:
 
     reading: GraphReading
     ended: torch.cuda.Event
-    logits: NDArray[np.float32]  # there once `ended`, until the step after the next
+    logits: NDArray[np.float32]  # valid after `ended`, until the step after the next
     clock: "DeviceClock"
 
     def wait(self) -> Scored:
@@ -73,17 +73,17 @@ class GraphLaunch:
         return Scored(self.logits.copy(), self.reading.count_misses(), ended_ago_s)
 
     def admit(self) -> None:
-        """Done: the device admits what it missed right after it read it."""
+        """Do nothing: the device has admitted the missed rows right after it read them."""
 
 
 class DeviceClock:
-    """Tells when events of a device happened, without waiting for the device more often than its user does."""
+    """Dates events of a device on the host's clock, without additional waits for the device."""
 
     def __init__(self) -> None:
-        self._seen: tuple[torch.cuda.Event, float] | None = None  # an event the host waited for, and when it came
+        self._seen: tuple[torch.cuda.Event, float] | None = None  # an event the host waited for, and its time
 
     def wait(self, event: torch.cuda.Event) -> float:
-        """Wait for an event that records its time; returns how many seconds ago it happened."""
+        """Wait for an event that records its time; return how many seconds ago it happened."""
         was_over = event.query()
         event.synchronize()
         now_s = time.monotonic()
@@ -95,9 +95,9 @@ class DeviceClock:
 
 
 class GraphedDense:
-    """Rows, embed and layers by number of events, head by number of candidates."""
+    """Runs the dense stage as graphs: rows, embed and layers by number of events, head by number of candidates."""
 
-    def __init__(self, model: HstuModel, memory: Memory, rows: DeviceRowStage, limits: Limits) -> None:
+    def __init__(self, model: HstuModel, memory: Memory, rows: DeviceRowStage, limits: GraphLimits) -> None:
         config, device = model.config, model.device
         self._model, self._memory, self._limits = model, memory, limits
         self.rows = rows
@@ -122,7 +122,7 @@ class GraphedDense:
         self._sent, self._embedded = torch.cuda.Event(), torch.cuda.Event()  # of the latest step
         self._turn = 0
         self._clock = DeviceClock()
-        self.last_step: CapturedStep  # what served the latest step, for those who time it
+        self.last_step: CapturedStep  # graphs of the latest step, for measurements
         self.last_head: CapturedHead
 
     @property
@@ -131,7 +131,7 @@ class GraphedDense:
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory of the static buffers; the graphs' shared pools come on top."""
+        """Device memory of the static buffers, without the memory pools of the graphs."""
         buffers = (self._blocks.device, self._head_blocks.device, self._head_rows, self._x, self._scores)
         return self._row_graphs.buffer_bytes + sum(buffer.nbytes for buffer in buffers)
 
@@ -155,7 +155,7 @@ class GraphedDense:
         captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
         head = self._heads[fitting(self._head_sizes, step.candidates.size)]
         self.last_step, self.last_head = captured, head
-        timeline.wait_for(self._sent)  # the step before has left the blocks that this one fills
+        timeline.wait_for(self._sent)  # the step before has been copied out of the blocks that this one fills
         context_at = context_places(step, self._limits.num_sequences)
         reading = self._row_graphs.read(step, captured.size, context_at, self._embedded, timeline)
         self._load(captured, head, step, context_at)
@@ -197,24 +197,27 @@ class GraphedDense:
     # Layout.
 
     def _num_tokens(self, size: int) -> int:
-        """Flat rows of a step: its events, its context tokens, and one row for what belongs nowhere."""
+        """Return the flat rows of a step: its events, its context tokens, and one unused row for padding."""
         return -(-(size + self._row_shape.num_context + 1) // MULTIPLE) * MULTIPLE
 
-    def _step_fields(self, size: int) -> list[Field]:
+    def _step_fields(self, size: int) -> list[StagedField]:
         sequences = self._limits.num_sequences
-        per_event = [Field(name, (size,), torch.int64) for name in ("event_at", "actions", "positions", "gaps")]
+        per_event = [StagedField(name, (size,), torch.int64) for name in ("event_at", "actions", "positions", "gaps")]
         return [
             *per_event,
-            Field("context_at", (self._row_shape.num_context,), torch.int64),
-            Field("write_slots", (self._num_tokens(size),), torch.int64),
-            Field("cu_tokens", (sequences + 1,), torch.int32),
-            Field("num_resident", (sequences,), torch.int32),
-            Field("num_new", (sequences,), torch.int32),
-            Field("page_table", (sequences, self._limits.num_pages), torch.int32),
+            StagedField("context_at", (self._row_shape.num_context,), torch.int64),
+            StagedField("write_slots", (self._num_tokens(size),), torch.int64),
+            StagedField("cu_tokens", (sequences + 1,), torch.int32),
+            StagedField("num_resident", (sequences,), torch.int32),
+            StagedField("num_new", (sequences,), torch.int32),
+            StagedField("page_table", (sequences, self._limits.num_pages), torch.int32),
         ]
 
-    def _head_fields(self, size: int) -> list[Field]:
-        return [Field("at", (size,), torch.int64), Field("rows", (len(self._model.head_features), size), torch.int64)]
+    def _head_fields(self, size: int) -> list[StagedField]:
+        return [
+            StagedField("at", (size,), torch.int64),
+            StagedField("rows", (len(self._model.head_features), size), torch.int64),
+        ]
 
     def _make_plan(self) -> AttentionPlan:
         config, num_tokens = self._model.config, self._x.shape[0]

@@ -1,6 +1,6 @@
-"""From what a client sent to what the engine works on; every way a request can be wrong is told here.
+"""Checks requests and converts them to arrays; all errors of a request's content are raised here.
 
-Pure: it reads the model's shape and touches no state, so a refused request leaves none behind.
+Pure: it reads the model's shape and changes no state, so a refused request has no effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 
 _MAX_ID = np.iinfo(np.int64).max
 _NO_ROWS = np.empty(0, np.int64)
-# The least float32 that becomes infinite where a row is stored: half a step above the type's largest number.
+# The least float32 that becomes infinite in the type of a row: half a step above that type's largest number.
 _INFINITE_FROM = {"float32": np.inf, "bfloat16": (2 - 2**-8) * 2.0**127, "float16": (2 - 2**-11) * 2.0**15}
 
 
 class _Lines(NamedTuple):
-    """What the lines of a block of ids are: their names in messages, how far ids run, where their rows start."""
+    """Describes the lines of a block of ids: their names in messages, their bounds and their first rows."""
 
     names: tuple[str, ...]
-    limits: IntArray  # (lines,) ids are smaller
+    limits: IntArray  # (lines,) ids are smaller than these
     offsets: IntArray  # (lines,) first row of each table
 
 
@@ -41,7 +41,7 @@ class _ContextTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A valid request in arrays; rows are ids in the shared row space."""
+    """A checked request in arrays; rows are ids in the shared row space."""
 
     history: History
     columns: IntArray  # (features + 2, events) of the window: rows, then actions, then timestamps
@@ -51,7 +51,7 @@ class Prepared:
     window_start: int
     truncated_events: int
     deadline_ms: float | None
-    query_time: int = 0  # what ages are counted from, in a model with a query frame
+    query_time: int = 0  # ages are relative to it in a model with a query frame
 
     @property
     def num_candidates(self) -> int:
@@ -66,7 +66,7 @@ class Intake:
     """Checks and converts requests for one model."""
 
     def __init__(self, config: ModelConfig, version: int, max_history: int, key: HashKey | None = None) -> None:
-        """`key` is that of the chained hash; states never leave the process, so by default nobody else has it."""
+        """`key` is the key of the chained hash; by default a random one, since states never leave the process."""
         self._key = key or HashKey.random()
         self._config = config
         self._version = version
@@ -92,13 +92,13 @@ class Intake:
         )
 
     def prepare(self, request: RankRequest) -> Prepared:
-        """Raise RequestError, naming field and value, or return the request ready to plan."""
+        """Check and convert a request; raise RequestError that names field and value."""
         _check_names("context", request.context, self._context_tables)
         columns, anchor = self._window(request)
         candidate_rows = self._candidate_rows(request)
         candidate_gap = self._candidate_gap(request.request_time, columns[-1])
         query_time = _query_time(request.request_time, columns[-1])
-        # Where K/V depend on the query, only a request of the same query may find them.
+        # Where K/V depend on the query, only a request with the same query may reuse them.
         query = () if self._config.is_append_stable else (query_time, columns.shape[1], candidate_rows.shape[1])
         return Prepared(
             history=self._history(request, columns, (anchor, *query)),
@@ -125,7 +125,7 @@ class Intake:
         return prepared
 
     def prepare_ahead(self, request: PrefillRequest) -> Prepared:
-        """The same of a history alone. A request's own tokens stand in for the rank's; nobody looks at them."""
+        """Check and convert a history that is computed ahead. Its request-context tokens are placeholders."""
         if not self._config.is_append_stable:
             problem = "nothing can be computed ahead: K/V of this model depend on the query"
             raise RequestError("user_id", request.user_id, problem)
@@ -146,7 +146,7 @@ class Intake:
         )
 
     def _window(self, request: RankRequest | PrefillRequest) -> tuple[IntArray, int]:
-        """The columns of the events the model sees, and the absolute index of the first of them."""
+        """Return the columns of the events in the model's window, and the absolute index of the first of them."""
         first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
         columns = self._columns(request)
         anchored = window_anchor if self._config.is_append_stable else latest_window
@@ -154,14 +154,14 @@ class Intake:
         return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
 
     def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...]) -> History:
-        """`frame` holds what K/V depend on beside user, model and events."""
+        """Hash a history. `frame` holds what K/V depend on besides user, model and events."""
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
         user_rows = _context_rows(self._user_context, request.context)
         seed = (user_id, self._version, *frame, *user_rows.tolist())
         return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, columns))
 
     def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
-        """(features + 2, events): row ids, then actions, then timestamps."""
+        """Return all events as (features + 2, events): row ids, then actions, then timestamps."""
         items = _ids("items", request.items)
         if items.size > self._max_history:
             raise RequestError("items", items.size, f"at most {self._max_history} events may be sent")
@@ -179,12 +179,12 @@ class Intake:
         return _take(self._candidate_lines, [candidates, *extra])
 
     def _extra_ids(self, field: str, given: Mapping[str, Ids]) -> list[Ids]:
-        """Ids of every feature table but the items', in the model's order."""
+        """Return the ids of every feature table except the items', in the model's order."""
         _check_names(field, given, self._extra_tables)
         return [given[name] for name in self._extra]
 
     def _candidate_gap(self, request_time: int | None, timestamps: IntArray) -> int:
-        """Time since the last event, if the client says what time it is; else the bucket for no gap."""
+        """Return the time bucket since the last event; bucket 0 if the request has no `request_time`."""
         if request_time is None:
             return 0
         now = _scalar("request_time", request_time, _MAX_ID)
@@ -205,26 +205,26 @@ def less_spent(request: Prepared, spent_ms: float) -> Prepared:
 
 
 def _query_time(request_time: int | None, timestamps: IntArray) -> int:
-    """The time of the last event, if the client does not say what time it is."""
+    """Return the request's time, by default the time of its last event."""
     if request_time is not None:
         return int(request_time)
     return int(timestamps[-1]) if timestamps.size else 0
 
 
 class RowUpdate(NamedTuple):
-    """New values of some rows, known to be good."""
+    """Checked new values of rows."""
 
     rows: IntArray  # ids in the shared row space, distinct
     values: NDArray[np.float32]  # (rows, row_dim)
 
 
 def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -> RowUpdate:
-    """Raise RequestError, naming field and value, or return the update ready to apply."""
-    by_name = {t.name: t for t in config.tables}
-    if table not in by_name:
-        raise RequestError("table", table, f"the model has no such table, only {', '.join(by_name)}")
+    """Check and convert a row update; raise RequestError that names field and value."""
+    num_rows = {t.name: t.num_rows for t in config.tables}
+    if table not in num_rows:
+        raise RequestError("table", table, f"the model has no such table, only {', '.join(num_rows)}")
     offset = config.offsets[table]
-    (rows,) = _take(_Lines(("ids",), np.array([by_name[table].num_rows]), np.array([offset])), [ids])
+    (rows,) = _take(_Lines(("ids",), np.array([num_rows[table]]), np.array([offset])), [ids])
     unique, counts = np.unique(rows, return_counts=True)
     if unique.size != rows.size:
         raise RequestError("ids", int(unique[counts > 1][0]) - offset, "each id may be given once")
@@ -252,7 +252,7 @@ def _context_rows(tables: Sequence[_ContextTable], context: Mapping[str, int]) -
 
 
 def _ids(field: str, values: Ids) -> NDArray[np.integer]:
-    """The ids as a flat array of integers that fit 64 bits with a sign."""
+    """Return the ids as a flat array of integers that fit signed 64 bits."""
     if not isinstance(values, np.ndarray):
         values = _listed(field, values)
     if values.ndim != 1:
@@ -269,7 +269,7 @@ def _ids(field: str, values: Ids) -> NDArray[np.integer]:
 
 
 def _listed(field: str, values: object) -> IntArray:
-    """A list of plain integers as an array; NumPy alone would also take booleans and round floats."""
+    """Convert a list of plain integers; NumPy alone would also accept booleans and round floats."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RequestError(field, values, "a flat list of integers is needed")
     for kind in set(map(type, values)):
@@ -283,9 +283,9 @@ def _listed(field: str, values: object) -> IntArray:
 
 
 def _take(lines: _Lines, given: Sequence[Ids]) -> IntArray:  # (lines, ids)
-    """Rows of the given ids, one line each, once they are known to be equally many and in range.
+    """Check that the lines have equal length and ids in range, and return their rows, one line each.
 
-    The ids are copied before they are looked at: a client may reuse its arrays meanwhile.
+    The ids are copied before they are checked, since a client may reuse its arrays.
     """
     ids = [_ids(name, values) for name, values in zip(lines.names, given, strict=True)]
     num = ids[0].size
@@ -303,16 +303,16 @@ def _take(lines: _Lines, given: Sequence[Ids]) -> IntArray:  # (lines, ids)
 
 @numba.njit(cache=True, nogil=True)
 def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -> int:
-    """Add each line's offset to its ids, line by line up to the first that holds an id outside [0, limit).
+    """Add each line's offset to its ids, line by line up to the first line with an id outside [0, limit).
 
-    Returns the flat index of that id, or how many there are. A line is looked at as a whole, without a way
-    out in between, because only such loops become vector instructions.
+    Return the flat index of that id, or the number of ids. A line is checked as a whole without an early exit,
+    because only such loops become vector instructions.
     """
     for line in range(block.shape[0]):
         ids, limit = block[line], np.uint64(limits[line])
         is_outside = False
         for i in range(ids.size):
-            is_outside |= bool(np.uint64(ids[i]) >= limit)  # a negative id is a large one
+            is_outside |= bool(np.uint64(ids[i]) >= limit)  # negative ids become large
         if is_outside:
             return line * ids.size + _first_outside(ids, limits[line])
         for i in range(ids.size):
@@ -322,7 +322,7 @@ def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -
 
 @numba.njit(cache=True, nogil=True)
 def _first_outside(ids: IntArray, limit: int) -> int:
-    """Index of the first id outside [0, limit), or how many there are."""
+    """Return the index of the first id outside [0, limit), or the number of ids."""
     for i in range(ids.size):
         if ids[i] < 0 or ids[i] >= limit:
             return i
@@ -331,7 +331,7 @@ def _first_outside(ids: IntArray, limit: int) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _first_step_back(values: IntArray) -> int:
-    """Index of the first value smaller than the one before it, or how many there are."""
+    """Return the index of the first value smaller than the one before it, or the number of values."""
     for i in range(1, values.size):
         if values[i] < values[i - 1]:
             return i

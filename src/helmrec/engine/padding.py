@@ -1,10 +1,11 @@
-"""Pad a laid-out step to the size of a graph, straight into the block that travels to the device.
+"""Pads a laid-out step to the size of a graph, directly into the block that is copied to the device.
 
-Pure: compiled loops over arrays. Everything beyond the step reads nothing and writes to the last token's row, which
-nobody reads; all of a block is filled, because sizes share its memory and what one left is no index for another.
+Pure: compiled loops over arrays. Padding reads nothing and writes to the last token's row, which is unused. The whole
+block is filled, because sizes share its memory and the values of another size may be invalid indices.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numba
@@ -16,7 +17,7 @@ from helmrec.types import IntArray
 
 
 class StepArrays(NamedTuple):
-    """What a step tells the device of its tokens; names as in `Assembly`. Laid out or padded."""
+    """The token arrays that a step sends to the device, laid out or padded; names as in `Assembly`."""
 
     event_at: IntArray
     actions: IntArray
@@ -31,24 +32,14 @@ class StepArrays(NamedTuple):
 
     @classmethod
     def of(cls, step: Assembly) -> "StepArrays":
-        return cls(
-            step.event_at,
-            step.actions,
-            step.positions,
-            step.gaps,
-            step.context_at,
-            step.write_slots,
-            step.cu_tokens,
-            step.num_resident,
-            step.num_new,
-            step.page_table,
-        )
+        return cls(*_token_arrays(step))
 
     @classmethod
     def staged(cls, block: Mapping[str, NDArray[Any]]) -> "StepArrays":
         return cls(**{name: block[name] for name in cls._fields})
 
 
+_token_arrays = attrgetter(*StepArrays._fields)
 NOWHERE = np.empty(0, np.int64)  # the places of no context token
 _NONE = np.empty(0, np.int32)
 EMPTY = StepArrays(  # a step of no sequences
@@ -57,13 +48,13 @@ EMPTY = StepArrays(  # a step of no sequences
 
 
 def context_places(step: Assembly, max_sequences: int) -> IntArray:
-    """Each context table has one place per sequence."""
+    """Return the place of each context token: a context table has one place per sequence."""
     return step.context_table * max_sequences + step.context_owner
 
 
 @numba.njit(cache=True)
 def pad_tokens(target: StepArrays, step: StepArrays, context_at: IntArray) -> None:
-    """Fill all of `target`. context_at: the place of each of the step's context tokens among the target's."""
+    """Fill all of `target` from a step. context_at: the place of each context token among the target's."""
     nowhere = target.write_slots.size - 1
     _pad(target.event_at, step.event_at, nowhere)
     _pad(target.actions, step.actions, 0)
@@ -88,7 +79,7 @@ def _pad(target: NDArray[np.integer], values: NDArray[np.integer], filler: int) 
 
 
 class RowLayout(NamedTuple):
-    """Where the rows of a step lie once each feature has room for `size` events."""
+    """Where the rows of a step lie when each feature has room for `size` events."""
 
     num_features: int
     num_events: int
@@ -98,7 +89,7 @@ class RowLayout(NamedTuple):
 
 @numba.njit(cache=True)
 def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: RowLayout, filler: int) -> None:
-    """One value per row of the step, in the order of `Assembly.rows`, to where the padded step has that row."""
+    """Copy one value per row of a step, in the order of `Assembly.rows`, to the place of that row in a padded step."""
     num_events, size = layout.num_events, layout.size
     for feature in range(layout.num_features):
         of_feature = values[feature * num_events : (feature + 1) * num_events]
@@ -113,7 +104,7 @@ def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: R
 def pad_candidates(
     at: IntArray, rows: NDArray[np.int64], candidates: IntArray, event_at: IntArray, row_starts: IntArray
 ) -> None:
-    """What the head reads: the token of each candidate, and its row in each feature the head knows.
+    """Fill in what the head reads: the token of each candidate, and its row in each feature of the head.
 
     candidates: their columns among the events. row_starts: where the rows of each of those features start.
     """

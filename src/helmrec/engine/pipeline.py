@@ -1,6 +1,7 @@
-"""Steps on their way: launched one after the other, finished in the same order, at most two at once.
+"""The pipeline of running steps: launched one after the other, finished in the same order, at most two at once.
 
-While one computes, the rows of the next are read. Where steps do not overlap, each is finished as it is launched.
+While one step computes, the rows of the next are read. Where steps do not overlap, each is finished before `push`
+returns.
 """
 
 from contextlib import suppress
@@ -20,16 +21,16 @@ from helmrec.types import RankResult, Timing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """How a step ended."""
+    """A step that has ended, with its output or its error."""
 
     batch: Batch
     outcome: StepOutput | BaseException
     planned_s: float
     ended_s: float
-    took_s: float  # of the engine's time, as the scheduler counts it; 0 if it failed
+    took_s: float  # as `Scheduler.commit` returns it; 0 if the step failed
 
     def hand_out(self) -> None:
-        """Give every request its result, or the reason why it has none."""
+        """Complete the future of every request with its result or its error."""
         for i, member in enumerate(self.batch.members):
             future, output = member.waiting.future, self.outcome
             if not isinstance(output, StepOutput):
@@ -74,7 +75,7 @@ class _Launched:
 
 
 def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ...]:
-    """A step that ended, in the columns of `steps.Step`."""
+    """A row of the step log, in the columns of `steps.Step`."""
     running, work = output.running, batch.work()
     return (
         batch.started_s,
@@ -90,7 +91,7 @@ def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ..
 
 
 class Pipeline:
-    """Runs batches and settles their pages. One caller at a time."""
+    """Runs batches and commits their pages. Not thread-safe: the engine calls it with its lock held."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, clock: Clock, gaps: GapMonitor, *, overlaps: bool) -> None:
         self._runner = runner
@@ -110,11 +111,11 @@ class Pipeline:
 
     @property
     def is_ahead(self) -> bool:
-        """What is on its way was asked for by nobody yet."""
+        """Whether the running step computes ahead of rank requests."""
         return self._in_flight is not None and self._in_flight.batch.is_ahead
 
     def push(self, batch: Batch | None) -> list[Ended]:
-        """Launch a batch, if there is one; returns what has ended since, in order."""
+        """Launch a batch, if there is one; return the steps that have ended since the last call, in order."""
         before, self._in_flight = self._in_flight, None
         planned_s = self._clock.now()
         failed: list[Ended] = []
@@ -123,19 +124,19 @@ class Pipeline:
             try:
                 running = self._runner.launch(batch)
                 self._in_flight = _Launched(batch, running, planned_s, self._started(batch, planned_s))
-            except BaseException as error:  # the engine tells the clients, and goes down if it must
+            except BaseException as error:  # the engine fails the requests, and raises it again if it is no Exception
                 failed = [self._fail(batch, planned_s, error)]
         ended = [] if before is None else self._finish(before)
         return [*ended, *failed, *([] if self._overlaps else self.flush())]
 
     def _started(self, batch: Batch, planned_s: float) -> StepStart:
-        """Nobody waits for what is computed ahead of requests, so no gap comes before it."""
+        """Record the start of a step. No request waits for a step that computes ahead, so no gap precedes it."""
         start_s = self._clock.now() if self._runner.is_asynchronous else planned_s
         oldest_s = start_s if batch.is_ahead else min(member.waiting.arrived_s for member in batch.members)
         return self._gaps.starting(start_s, oldest_s)
 
     def flush(self) -> list[Ended]:
-        """Finish everything that is on its way."""
+        """Finish the running step, if there is one."""
         before, self._in_flight = self._in_flight, None
         return [] if before is None else self._finish(before)
 
@@ -147,7 +148,7 @@ class Pipeline:
             following = None if self._in_flight is None else self._in_flight.start
             self._gaps.ended(ended_s - output.ended_ago_s, following)
             took_s = self._scheduler.commit(batch, ended_s, output.non_finite)
-        except BaseException as error:  # as above; what was launched on top of it fails with it
+        except BaseException as error:  # as above; the step launched on top of it fails with it
             after, self._in_flight = self._in_flight, None
             followers = [] if after is None else [after]
             return [self._fail(each.batch, each.planned_s, error) for each in (launched, *followers)]
@@ -160,7 +161,7 @@ class Pipeline:
         return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
-        with suppress(Exception):  # a step that failed half-way may still write to its pages
+        with suppress(Exception):  # a step that failed may still write to its pages
             self._runner.synchronize()
         self._scheduler.abort(batch)
         self.num_ended += 1

@@ -1,4 +1,4 @@
-"""What an engine holds once it is ready: for its first log line and for people who size a pool."""
+"""The memory report of an engine, for its first log line and for sizing a pool."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,9 @@ class EngineReport:
     master_bytes: int  # on the host
     num_graphs: int
     graph_buffer_bytes: int
-    reserved_bytes: int  # by this process, all told; 0 on a CPU
+    reserved_bytes: int  # by this process in all; 0 on a CPU
     free_bytes: int  # left on the card; 0 on a CPU
-    keeps_kv: bool = True  # beyond the request it was computed for
+    keeps_kv: bool = True  # after the request it was computed for
 
     def __str__(self) -> str:
         kv_pages = self.num_pages - self.emb_pages
@@ -41,7 +41,7 @@ class EngineReport:
         ]
         if not self.keeps_kv:
             lines.append(
-                "K/V of this model depend on the query: history is computed once for all candidates, for no other"
+                "K/V of this model depend on the query: history is computed once per request and not kept"
             )
         if self.reserved_bytes:
             lines.append(

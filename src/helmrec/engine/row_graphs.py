@@ -16,10 +16,10 @@ from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import GraphMaker
 from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.engine.staging import Blocks, Field, Staging, block_bytes
+from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.row_gather import SKIP
-from helmrec.kernels.row_table import ABSENT, Control, Missed, Tally
+from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
@@ -62,7 +62,7 @@ class GraphReading:
 
     def count_misses(self) -> IntArray:  # (requests,)
         misses = self.found[: len(self.step.num_rows)].copy()
-        self.graphs.observe(self.step.rows.size, int(misses.sum()), self.found[-len(Tally) :].copy())
+        self.graphs.observe(self.step.rows.size, int(misses.sum()), self.found[-len(RowTally) :].copy())
         return misses
 
 
@@ -77,7 +77,7 @@ class RowGraphs:
         self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # what the latest step read
         self._sources = torch.full((most,), SKIP, dtype=torch.int32, device=device)
         self._missed = Missed.allocate(most, device)
-        self._found = torch.zeros(shape.num_sequences + len(Tally), dtype=torch.int64, device=device)
+        self._found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
         self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=True)
         self._blocks = Blocks.allocate(block_bytes(self._fields(shape.largest)), device)
         self._maker = GraphMaker()
@@ -153,11 +153,11 @@ class RowGraphs:
         admit = self._maker.capture(partial(self._cache.admit, self._missed_of(size), self.values_of(size)))
         self._captured[size] = _Captured(staging, as_they_come, in_order, admit)
 
-    def _fields(self, size: int) -> list[Field]:
+    def _fields(self, size: int) -> list[StagedField]:
         return [
-            Field("rows", (self._shape.num_rows(size),), torch.int32),
-            Field("control", (len(Control),), torch.float64),
-            Field("cu_events", (self._shape.num_sequences + 1,), torch.int64),
+            StagedField("rows", (self._shape.num_rows(size),), torch.int32),
+            StagedField("control", (len(Control),), torch.float64),
+            StagedField("cu_events", (self._shape.num_sequences + 1,), torch.int64),
         ]
 
     def _missed_of(self, size: int) -> Missed:

@@ -1,7 +1,7 @@
-"""Run one batch: lay it out, bring its pages, start the model over the arena's pages, return scores.
+"""Runs one batch: lays it out, loads its pages, runs the model over the arena's pages, returns scores.
 
-With the row stage, `dense.py` and `graphs.py` the only part of the engine that touches tensors. It decides nothing:
-pages were planned, rows are admitted by the cache's own rules.
+Only this module, the row stage, `dense.py` and `graphs.py` touch tensors in the engine. It makes no decisions: the
+scheduler has planned the pages, and the row cache decides which rows it admits.
 """
 
 from collections.abc import Sequence
@@ -28,32 +28,32 @@ from helmrec.types import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """A step on its way."""
+    """A launched step."""
 
     step: Assembly
     launched: Launched
-    row_epoch: int  # the row values it is computed from
-    num_loads: int  # pages that come from the host for it
-    timeline: Timeline  # of this step until the one after the next is launched
+    row_epoch: int  # of the row values that it reads
+    num_loads: int  # pages loaded from the host
+    timeline: Timeline  # valid until the step after the next is launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a step produced, request by request."""
+    """The output of a step, by request."""
 
     scores: list[NDArray[np.float32]]
-    non_finite: frozenset[int]  # requests that got scores which are not numbers
+    non_finite: frozenset[int]  # indices of requests whose scores are not finite
     row_hits: NDArray[np.int64]
     row_misses: NDArray[np.int64]
-    num_missed: int  # rows, of all requests
-    missed_bytes: int  # that crossed the bus for it
-    ended_ago_s: float  # how long the device had been done when the host came to wait for it
+    num_missed: int  # rows of all requests
+    missed_bytes: int  # of rows that crossed the bus
+    ended_ago_s: float  # time between the end on the device and the wait of the host
     times: StageTimes
     running: Running
 
 
 class Runner:
-    """Model, arena and row master on one device."""
+    """Runs steps on one device: model, arena and row master."""
 
     def __init__(self, parts: Parts, clock: Clock) -> None:
         self._clock = clock
@@ -68,16 +68,16 @@ class Runner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """A step that was launched runs on the device while the host goes on."""
+        """Whether a launched step runs on the device while the host continues."""
         return self._dense.stream is not None
 
     def launch(self, batch: Batch) -> Running:
-        """Start a planned batch; K/V of new tokens land in the planned pages before a later step reads them."""
+        """Start a planned batch; K/V of new tokens are in the planned pages before a later step reads them."""
         timeline = self._timelines[0]
         self._timelines.reverse()
         timeline.begin(batch.started_s)
         plans = [member.plan for member in batch.members]
-        if loads := [load for plan in plans for load in plan.loads]:  # first, since they take longest
+        if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
             timeline.mark(Mark.LOADING, self._host.loading_stream)
             self._host.start_loading(loads)
             timeline.mark(Mark.LOADED, self._host.loading_stream)
@@ -89,9 +89,9 @@ class Runner:
         with InStream(self._dense.stream):
             self._host.finish_saves_of(written, self._dense.stream)
             for plan in plans:
-                if plan.copy is not None:  # of settled pages only, never of those being loaded
+                if plan.copy is not None:  # the source is a settled page, never one that is being loaded
                     self._arena.copy_tokens(plan.copy)
-            wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _nothing
+            wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
             launched = self._dense.launch(step, wait_for_pages, timeline)
         return Running(step, launched, self._pool.row_epochs.current, len(loads), timeline)
 
@@ -101,7 +101,7 @@ class Runner:
         timeline.mark(Mark.RESUMED)
 
     def finish(self, running: Running) -> StepOutput:
-        """Wait for a step. Steps are finished in the order they were launched."""
+        """Wait for a step and return its output. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
         num_missed = int(scored.row_misses.sum())
         scores = np.split(scored.logits, np.cumsum(step.num_candidates[:-1]))
@@ -118,7 +118,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Unlock the host's memory, once nothing reads it any more."""
+        """Wait for the device, then unlock the host memory."""
         self.synchronize()
         self._host.close()
         self._master.close()
@@ -133,16 +133,16 @@ class Runner:
             raise
 
     def finish_saves_before_moves(self) -> None:
-        """What moves into EMB pages from now on waits for saves that may still read them."""
+        """Make later writes to EMB pages wait for saves that may still read those pages."""
         self._host.finish_saves(self._dense.rows.stream)
 
     def synchronize(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for all work on the device."""
         if self._arena.rows.is_cuda:
             torch.cuda.synchronize()
 
     def admit(self, running: Running) -> None:
-        """Let missed rows into the cache, off the request path; not if their values have changed since."""
+        """Admit missed rows to the cache, unless rows have been updated since; off the request path."""
         if running.row_epoch == self._pool.row_epochs.current:
             running.launched.admit()
 
@@ -152,19 +152,19 @@ class Runner:
             self._dense.rows.refill(budget_bytes)
 
     def warm(self, rows: IntArray, budget_bytes: int) -> None:
-        """Read these rows, coldest first, into empty slots, a budget at a time; as a cache just begun has them."""
+        """Read rows into empty slots, `budget_bytes` at a time. rows: coldest first."""
         self._pool.rows.expect(rows)
         for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)
 
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
-        """Master and resident copy together; no step may be running."""
+        """Write new values to the master and to resident copies; no step may be running."""
         self.synchronize()  # a refill may still read the master
         self._master.update(rows, values)
         self._dense.rows.write(rows, values)
 
     def score_without_caches(self, request: Prepared) -> NDArray[np.float32]:
-        """The plain answer: rows from the master, all history computed, in private pages."""
+        """Score a request without caches: rows from the master, the whole history computed, in private pages."""
         config, model, num_tokens = self._model.config, self._model, request.history.num_tokens
         geometry = self._pool.geometry
         num_pages = geometry.pages_for(num_tokens)
@@ -175,14 +175,14 @@ class Runner:
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
-        return plain.launch(step, _nothing, Timeline(self._clock)).wait().logits
+        return plain.launch(step, _no_pages_to_wait_for, Timeline(self._clock)).wait().logits
 
 
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
-    if np.isfinite(logits).all():  # one look at all of them, since they nearly always are
+    if np.isfinite(logits).all():  # the common case, in one pass
         return frozenset()
     return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 
 
-def _nothing() -> None:
-    """No page has to come from the host."""
+def _no_pages_to_wait_for() -> None:
+    """Return at once: the step loads no page from the host."""

@@ -1,7 +1,6 @@
-"""Which requests run next: a bounded queue, deadlines, ragged micro-batches under a token budget.
+"""The scheduler: a bounded queue with deadlines, and ragged micro-batches under a token budget.
 
-Pure bookkeeping: time comes in as an argument and scores as values. It takes what is queued and never waits
-for a fuller batch.
+Pure bookkeeping: time is an argument. It batches the requests that are queued and never waits for a fuller batch.
 """
 
 import math
@@ -21,8 +20,8 @@ from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
 
 _SMOOTHING = 0.1
-_PROMISED = 0.85  # of a deadline that a request may be expected to take when it comes: waits are not sure
-_CAUTION = 3  # mean deviations a step may take longer than its mean before a promise made for it is broken
+_ADMITTED_SHARE = 0.85  # of its deadline that a request may be expected to take when it is submitted
+_CAUTION = 3  # mean deviations by which a step is assumed to exceed its mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +34,7 @@ class Waiting:
     deadline_s: float | None
 
     def claim(self) -> bool:
-        """Take the request for good; False if its client has cancelled it. A claimed one cannot be cancelled."""
+        """Take the request so that it cannot be cancelled any more; False if its client has cancelled it."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
@@ -45,7 +44,7 @@ class Scheduled:
 
     waiting: Waiting
     plan: KVPlan
-    num_tokens: int  # that this request computes
+    num_tokens: int  # computed for this request in the step
 
     @property
     def request(self) -> Prepared:
@@ -105,17 +104,17 @@ class Scheduler:
 
     @property
     def max_requests(self) -> int:
-        """That one step holds."""
+        """Most requests of one step."""
         return self._config.max_batch_requests
 
     @property
     def max_tokens(self) -> int:
-        """That one step computes, unless a lone request needs more."""
+        """Most tokens computed in one step; a request that needs more runs alone."""
         return self._config.max_batch_tokens
 
     @property
     def chunk_tokens(self) -> int:
-        """That one step computes ahead."""
+        """Most tokens computed ahead in one step."""
         return self._config.chunk_tokens
 
     @property
@@ -124,7 +123,7 @@ class Scheduler:
 
     @property
     def wait_ms(self) -> float:
-        """About how long a request that came now would wait."""
+        """Expected wait of a request that is submitted now."""
         return self._ms_per_request * len(self._queue)
 
     def submit_all(self, requests: Sequence[Prepared], now: float) -> "list[Future[RankResult]]":
@@ -150,6 +149,7 @@ class Scheduler:
             return waiting.future
 
     def _refuse_if_hopeless(self, request: Prepared, now: float) -> None:
+        """Raise Refused if the queue is full, or if the request is expected to miss its deadline."""
         num, limit = len(self._queue), self._config.queue_limit
         if num >= limit:
             self.refused += 1
@@ -158,9 +158,9 @@ class Scheduler:
         if deadline_ms is None or not (num or self._in_flight):  # an idle engine always tries
             return
         ahead_ms = self._ms_per_request * (num + 1) + self._left_ms(now)
-        slower = self._step_deviation_s / self._step_s if self._step_s else 0.0  # what is slow now stays so for a while
+        slower = self._step_deviation_s / self._step_s if self._step_s else 0.0  # a slow phase lasts for some steps
         expected_ms = ahead_ms * (1 + slower) + _CAUTION * self._step_deviation_s * 1e3
-        if expected_ms > _PROMISED * deadline_ms:
+        if expected_ms > _ADMITTED_SHARE * deadline_ms:
             self.refused += 1
             raise DeadlineExceeded(
                 f"a deadline of {deadline_ms:g} ms is unlikely to be met: "
@@ -168,7 +168,7 @@ class Scheduler:
             )
 
     def _left_ms(self, now: float) -> float:
-        """About what the steps on their way will still take."""
+        """Expected time until the running steps end."""
         if not self._in_flight:
             return 0.0
         num_running = sum(len(batch.members) for batch in self._in_flight)
@@ -176,9 +176,9 @@ class Scheduler:
         return max(0.0, self._ms_per_request * num_running - spent_s * 1e3)
 
     def next_batch(self, now: float) -> Batch | None:
-        """The oldest requests that fit one step, planned and pinned.
+        """Plan the oldest requests that fit one step and pin their pages.
 
-        None if nothing waits, or if a step that still runs holds the pages.
+        None if no request waits, or if a running step holds the pages.
         """
         members: list[Scheduled] = []
         budget = self._config.max_batch_tokens
@@ -202,6 +202,7 @@ class Scheduler:
         return batch
 
     def _is_live(self, waiting: Waiting, now: float) -> bool:
+        """Whether a request may still run: it is not cancelled, and its deadline is expected to hold."""
         if not waiting.claim():
             return False
         likely_s = self._step_s + _CAUTION * self._step_deviation_s
@@ -221,7 +222,7 @@ class Scheduler:
         return expired
 
     def _plan(self, waiting: Waiting, budget: int | None, now: float) -> Scheduled | None:
-        """Pin a request's pages if it fits the budget; the first of a batch has none."""
+        """Pin a request's pages if it fits the token budget; the first request of a batch has no budget."""
         history = waiting.request.history
         others = waiting.request.request_rows.size + waiting.request.num_candidates
         most = history.num_tokens + others
@@ -251,9 +252,9 @@ class Scheduler:
         return Batch(members, now, is_ahead=True)
 
     def commit(self, batch: Batch, now: float, non_finite: Collection[int] = ()) -> float:
-        """The step has ended: settle its pages; returns the seconds it took, since it began or the one ahead ended.
+        """Keep the pages of a step that has ended; return its seconds since it began or the step before it ended.
 
-        non_finite: members whose scores are not numbers; what theirs were computed from is not kept.
+        non_finite: members whose scores are not finite; the KV computed for them is not kept.
         """
         for i, member in enumerate(batch.members):
             if i in non_finite:
@@ -273,21 +274,21 @@ class Scheduler:
         return took_s
 
     def abort(self, batch: Batch) -> None:
-        """The step failed: nothing it wrote counts."""
+        """Release the pages of a step that failed; nothing it wrote is kept."""
         for member in batch.members:
             self._kv.abort(member.plan)
         with self._lock:
             self._in_flight = [each for each in self._in_flight if each is not batch]
 
     def withdraw(self, futures: "Sequence[Future[RankResult]]") -> None:
-        """Take back what was submitted and has not started."""
+        """Cancel requests that have not started and take them out of the queue."""
         with self._lock:
             for future in futures:
                 future.cancel()
             self._queue = deque(waiting for waiting in self._queue if not waiting.future.cancelled())
 
     def drain(self, error: HelmRecError) -> None:
-        """Refuse everything that still waits, and whatever comes after."""
+        """Refuse all waiting requests, and all that are submitted later."""
         with self._lock:
             self._ended_by = error
             waiting, self._queue = self._queue, deque()

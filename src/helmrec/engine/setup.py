@@ -8,7 +8,7 @@ from pydantic import ByteSize
 from helmrec.config import EngineConfig
 from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
-from helmrec.engine.graphs import GraphedDense, Limits
+from helmrec.engine.graphs import GraphedDense, GraphLimits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
@@ -139,10 +139,10 @@ def _kernels(config: EngineConfig) -> str:
     return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
 
 
-def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> Limits:
+def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> GraphLimits:
     """A lone request may exceed the token budget of a batch, so each limit also holds for one."""
     most_candidates = min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
-    return Limits(
+    return GraphLimits(
         num_events=max(config.max_batch_tokens, shape.max_request_tokens),
         num_sequences=config.max_batch_requests,
         num_candidates=max(shape.max_candidates, most_candidates),

@@ -15,7 +15,7 @@ from torch import Tensor
 _ALIGN = 256
 
 
-class Field(NamedTuple):
+class StagedField(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Field(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def block_bytes(fields: Sequence[Field]) -> int:
+def block_bytes(fields: Sequence[StagedField]) -> int:
     return sum(-(-field.nbytes // _ALIGN) * _ALIGN for field in fields)
 
 
@@ -45,7 +45,7 @@ class Blocks:
 class Staging:
     """One layout over shared blocks: write `host` arrays, `send`, read `device` tensors at fixed addresses."""
 
-    def __init__(self, fields: Sequence[Field], blocks: Blocks) -> None:
+    def __init__(self, fields: Sequence[StagedField], blocks: Blocks) -> None:
         num_bytes = block_bytes(fields)
         self._source, self._target = blocks.host[:num_bytes], blocks.device[:num_bytes]
         self.host: dict[str, NDArray[Any]] = {}

@@ -17,7 +17,7 @@ from helmrec.history.file import HistoryFile, Txn
 T = TypeVar("T")
 
 
-class _Job(Generic[T]):
+class _WriteJob(Generic[T]):
     """Work of one caller inside a shared transaction: it raises before it writes, or writes all of it."""
 
     def __init__(self, work: Callable[[Txn], T], *, frees: bool) -> None:
@@ -45,7 +45,7 @@ class GroupCommit:
         self._file = file
         self._config = config
         self._clock = clock
-        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(config.queue_limit)
+        self._jobs: queue.Queue[_WriteJob[Any] | None] = queue.Queue(config.queue_limit)
         self._closing = threading.Lock()
         self._is_closed = False
         self._synced_s = clock.now()
@@ -60,7 +60,7 @@ class GroupCommit:
 
         Raises QueueFull if too many wait. A future that is cancelled in time is not done at all.
         """
-        job = _Job(work, frees=frees)
+        job = _WriteJob(work, frees=frees)
         with self._closing:
             if self._is_closed:
                 raise HistoryError(f"{self._file.path} is closed")
@@ -88,9 +88,9 @@ class GroupCommit:
                 self._commit(running)
             self._sync_if_due()
 
-    def _take(self) -> list[_Job[Any] | None]:
+    def _take(self) -> list[_WriteJob[Any] | None]:
         """Everything that waits, or nothing when it is time to sync. None is the end."""
-        jobs: list[_Job[Any] | None] = []
+        jobs: list[_WriteJob[Any] | None] = []
         try:
             jobs.append(self._jobs.get(timeout=self._patience_s()))
             while jobs[-1] is not None and len(jobs) < self._config.max_commit_appends:
@@ -104,7 +104,7 @@ class GroupCommit:
             return None
         return max(0.0, self._synced_s + self._config.sync_interval_s - self._clock.now())
 
-    def _commit(self, jobs: list[_Job[Any]]) -> None:
+    def _commit(self, jobs: list[_WriteJob[Any]]) -> None:
         try:
             if self._failed_sync is not None:
                 raise self._failed_sync
@@ -136,5 +136,5 @@ class GroupCommit:
             self._failed_sync = error
 
 
-def _all_free(jobs: list[_Job[Any]]) -> bool:
+def _all_free(jobs: list[_WriteJob[Any]]) -> bool:
     return all(job.frees for job in jobs)

@@ -56,7 +56,7 @@ class HistoryFile:
         self._lock = None if readonly else _take_writer_lock(path)
         self._env: lmdb.Environment | None = None
         try:
-            with self._told():
+            with self._lmdb_errors():
                 self._env = self._open()
                 self._inode = _inode(path)
                 was_short = _fill_up(self._env, self.path, self._lock)
@@ -134,7 +134,7 @@ class HistoryFile:
     @contextmanager
     def reading(self) -> Iterator[Txn]:
         """A view of one moment. Keep it short: pages freed meanwhile cannot be used again, nor can the map grow."""
-        with self._no_growth, self._told(), self._begin() as txn:
+        with self._no_growth, self._lmdb_errors(), self._begin() as txn:
             yield txn
 
     def check_place(self) -> None:
@@ -159,7 +159,7 @@ class HistoryFile:
         `may_exceed` is for work that frees more than it takes, but must first take a little: a few pages beyond
         `max_bytes`, which nobody else may use.
         """
-        with self._told():
+        with self._lmdb_errors():
             self.check_place()
             while True:
                 try:
@@ -189,7 +189,7 @@ class HistoryFile:
 
     def sync(self) -> None:
         """Force everything committed to the disk."""
-        with self._told():
+        with self._lmdb_errors():
             self.env.sync(True)
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class HistoryFile:
         with self._no_growth:
             env, self._env = self._env, None
         if env is not None:
-            with self._told():
+            with self._lmdb_errors():
                 if not self.readonly:
                     env.sync(True)
                 env.close()
@@ -206,7 +206,7 @@ class HistoryFile:
             self._lock = None
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _lmdb_errors(self) -> Iterator[None]:
         """LMDB's errors as ours, with the path."""
         try:
             yield

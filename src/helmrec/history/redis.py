@@ -20,7 +20,7 @@ from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_co
 from helmrec.history.file import Tables, Txn
 from helmrec.history.identity import Found, check_identity, describe, make_key
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
-from helmrec.history.redis_client import connect, told
+from helmrec.history.redis_client import connect, redis_errors
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import Appended, UserState
 from helmrec.history.users import Append, UserTable
@@ -64,7 +64,7 @@ class _Keys:
         return self._user + str(user_id).encode()
 
 
-class _Watched:
+class _WatchedTxn:
     """What `UserTable` needs of a transaction, over one user that is watched: reads at once, writes at the end."""
 
     def __init__(self, pipe: Any, key: bytes) -> None:
@@ -83,7 +83,7 @@ class _Watched:
         self.deletes.append(_field(key))
 
 
-class _Found:
+class _FetchedTxn:
     """The same over what one read brought."""
 
     def __init__(self, values: dict[bytes, bytes]) -> None:
@@ -124,7 +124,7 @@ class RedisHistory:
         self._closing = threading.Lock()
         self._is_closed = False
         self._num_waiting = 0
-        with told(self._place):
+        with redis_errors(self._place):
             self._client = connect(url, self._config.read_timeout_ms)
             self._write_client = connect(url, self._config.write_timeout_ms)
             self._read_script = self._client.register_script(_READ)
@@ -170,14 +170,14 @@ class RedisHistory:
 
     def sizes(self) -> TableSizes:
         """The largest tables, by field, under which events were taken, by any node."""
-        with told(self._place):
+        with redis_errors(self._place):
             value = self._client.get(self._keys.sizes)
         return sizes_of(self._schema) if value is None else unpack_sizes(value, self._place)
 
     def follow(self, schema: EventSchema) -> None:
         if schema.feature_names != self._schema.feature_names:
             raise HistoryError(f"{self._place} keeps {self._schema.field_names}, not {schema.field_names}")
-        with told(self._place):
+        with redis_errors(self._place):
             self._note_sizes(schema)
         self._schema = schema  # what was checked before it is within the larger limits, too
 
@@ -186,7 +186,7 @@ class RedisHistory:
 
         A server that lost everything gets described anew; if another node has done so, its key holds from now on.
         """
-        with told(self._place):
+        with redis_errors(self._place):
             description, sizes = self._client.mget(self._keys.description, self._keys.sizes)
             if description != self._found.description or sizes is None:
                 self._identify()
@@ -218,10 +218,10 @@ class RedisHistory:
 
     def _append(self, new: Append) -> Appended:
         key = self._keys.user(new.user_id)
-        with told(self._place), self._write_client.pipeline() as pipe:
+        with redis_errors(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
-                txn = _Watched(pipe, key)
+                txn = _WatchedTxn(pipe, key)
                 outcome: Appended | HelmRecError
                 try:
                     outcome = self._users.append(cast("Txn", txn), new)
@@ -238,7 +238,7 @@ class RedisHistory:
                     raise outcome
                 return outcome
 
-    def _write(self, pipe: Any, user_id: int, txn: _Watched, num_pages: int) -> None:
+    def _write(self, pipe: Any, user_id: int, txn: _WatchedTxn, num_pages: int) -> None:
         """What the transaction wrote, if anything; executing even nothing tells whether it was watched in vain."""
         key = self._keys.user(user_id)
         if not txn.writes:
@@ -276,15 +276,15 @@ class RedisHistory:
         """The user's record, and those of its pages that are wanted, in one round trip."""
         with self._closing:
             self._need_open()
-        with told(self._place):
+        with redis_errors(self._place):
             values = self._read_script(keys=[self._keys.user(user_id)], args=[wanted, PAGE_EVENTS])
         if not values:
-            return None, cast("Txn", _Found({}))
-        record = self._users.record(cast("Txn", _Found({_RECORD: values[0]})), user_id)
+            return None, cast("Txn", _FetchedTxn({}))
+        record = self._users.record(cast("Txn", _FetchedTxn({_RECORD: values[0]})), user_id)
         assert record is not None, "it is there"
         first_page = max(record.first_event, start(record.version)) // PAGE_EVENTS
         pages = {_field(page_key(user_id, first_page + i)): value for i, value in enumerate(values[1:])}
-        return record, cast("Txn", _Found({_RECORD: values[0], **pages}))
+        return record, cast("Txn", _FetchedTxn({_RECORD: values[0], **pages}))
 
     def state(self, user_id: int) -> UserState | None:
         """None if the user is unknown."""
@@ -302,7 +302,7 @@ class RedisHistory:
 
     def _delete(self, user_id: int) -> bool:
         key = self._keys.user(user_id)
-        with told(self._place), self._write_client.pipeline() as pipe:
+        with redis_errors(self._place), self._write_client.pipeline() as pipe:
             while True:
                 pipe.watch(key)
                 num_fields = pipe.hlen(key)
@@ -319,7 +319,7 @@ class RedisHistory:
         """All users, ascending. Those that come or go meanwhile may be seen or not."""
         after = b"-"
         while True:
-            with told(self._place):
+            with redis_errors(self._place):
                 some = self._client.zrangebylex(self._keys.users, after, b"+", start=0, num=_USERS_AT_ONCE)
             yield from map(user_of_key, some)
             if len(some) < _USERS_AT_ONCE:
@@ -328,7 +328,7 @@ class RedisHistory:
 
     def stats(self) -> HistoryStats:
         """Bytes are the whole server's."""
-        with told(self._place):
+        with redis_errors(self._place):
             memory = self._client.info("memory")
             num_pages = int(self._client.get(self._keys.num_pages) or 0)
             num_users = self._client.zcard(self._keys.users)

@@ -34,7 +34,7 @@ def connect(url: str, timeout_ms: float) -> "redis.Redis":
 
 
 @contextmanager
-def told(place: str) -> Iterator[None]:
+def redis_errors(place: str) -> Iterator[None]:
     """Errors of Redis as ours, with `place`, an address without its password."""
     try:
         yield

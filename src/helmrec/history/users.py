@@ -40,7 +40,7 @@ class Append:
         return self.columns.shape[1]
 
 
-class Sizes(NamedTuple):
+class StoredCounts(NamedTuple):
     num_users: int
     num_pages: int
 
@@ -147,8 +147,8 @@ class UserTable:
                 return []
             return [user_of_key(key) for key in islice(cursor.iternext(values=False), limit)]
 
-    def sizes(self, txn: Txn) -> Sizes:
-        return Sizes(txn.stat(self._tables.users)["entries"], txn.stat(self._tables.pages)["entries"])
+    def sizes(self, txn: Txn) -> StoredCounts:
+        return StoredCounts(txn.stat(self._tables.users)["entries"], txn.stat(self._tables.pages)["entries"])
 
     def check(self, txn: Txn, user_id: int) -> None:
         """Raise HistoryError unless all that is kept of the user is sound. A user deleted meanwhile is."""

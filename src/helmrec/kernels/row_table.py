@@ -30,7 +30,7 @@ class Control(IntEnum):
     CAPACITY = 4  # owned slots
 
 
-class Tally(IntEnum):
+class RowTally(IntEnum):
     """Entries of `RowTable.tally`. They only grow, but for the ghosts."""
 
     ADMITTED = 0
@@ -66,7 +66,7 @@ class RowTable:
             seen=full((2, _seen_words(num_slots)), 0, torch.int32),
             ghosts=full(max(1, num_slots), ABSENT, torch.int32),
             control=full(len(Control), 0, torch.float64),
-            tally=full(len(Tally), 0, torch.int64),
+            tally=full(len(RowTally), 0, torch.int64),
         )
 
     @staticmethod
@@ -182,13 +182,13 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor) -
         evicted = int(table.row_of[slot])
         if evicted != ABSENT:
             table.slot_of[evicted] = ABSENT
-            table.ghosts[int(table.tally[Tally.GHOSTS]) % len(table.ghosts)] = evicted
-            table.tally[Tally.GHOSTS] += 1
-            table.tally[Tally.EVICTED] += 1
+            table.ghosts[int(table.tally[RowTally.GHOSTS]) % len(table.ghosts)] = evicted
+            table.tally[RowTally.GHOSTS] += 1
+            table.tally[RowTally.EVICTED] += 1
         table.slot_of[row] = slot
         table.row_of[slot] = row
         table.heat[slot] = table.control[Control.NOW].float()
-        table.tally[Tally.ADMITTED] += 1
+        table.tally[RowTally.ADMITTED] += 1
         copies[i] = entry if entry >= 0 else ~entry
 
 

@@ -19,13 +19,13 @@ from helmrec.kernels.row_table import (
     Control,
     Missed,
     RowTable,
-    Tally,
+    RowTally,
     Victims,
 )
 
 _BLOCK = 1024
 _NOW, _GENERATION, _IS_FILLING = (tl.constexpr(int(i)) for i in (Control.NOW, Control.GENERATION, Control.IS_FILLING))
-_ADMITTED, _EVICTED, _GHOSTS = (tl.constexpr(int(i)) for i in (Tally.ADMITTED, Tally.EVICTED, Tally.GHOSTS))
+_ADMITTED, _EVICTED, _GHOSTS = (tl.constexpr(int(i)) for i in (RowTally.ADMITTED, RowTally.EVICTED, RowTally.GHOSTS))
 _SKIP, _ABSENT, _CLAIMED = tl.constexpr(SKIP), tl.constexpr(ABSENT), tl.constexpr(CLAIMED)
 _NEVER = tl.constexpr(-7)  # no entry of `slot_of` is
 _MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr(SECOND)

@@ -26,7 +26,7 @@ from helmrec.kernels.row_table import (
     Control,
     Missed,
     RowTable,
-    Tally,
+    RowTally,
     Victims,
 )
 from helmrec.memory.row_cache import RowMover
@@ -95,7 +95,7 @@ class DeviceRows:
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
         self._refill_graph: torch.cuda.CUDAGraph | None = None
         self._pages_in_graph = self._rows_in_graph = 0
-        self._tally = np.zeros(len(Tally), np.int64)
+        self._tally = np.zeros(len(RowTally), np.int64)
         self.hits = self.misses = self.evictions = self.refills = self.moves = 0
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # where all this was filled
@@ -107,7 +107,7 @@ class DeviceRows:
     @property
     def num_resident(self) -> int:
         """As last observed."""
-        return min(self.capacity, int(self._tally[Tally.ADMITTED] - self._tally[Tally.EVICTED]))
+        return min(self.capacity, int(self._tally[RowTally.ADMITTED] - self._tally[RowTally.EVICTED]))
 
     @property
     def index_bytes(self) -> int:
@@ -166,7 +166,7 @@ class DeviceRows:
         self._tally = tally
         self.hits += hits
         self.misses += misses
-        self.evictions, self.refills, self.moves = tally[[Tally.EVICTED, Tally.REFILLED, Tally.MOVED]].tolist()
+        self.evictions, self.refills, self.moves = tally[[RowTally.EVICTED, RowTally.REFILLED, RowTally.MOVED]].tolist()
         self._missed_in_generation += misses
         if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
             self._missed_in_generation = 0
@@ -266,20 +266,20 @@ class DeviceRows:
         empty = Victims(coldest.slots, torch.where(coldest.heat == EMPTY, coldest.heat, UNUSABLE))
         self._kernels.publish(table, self._claims, empty, self._copies)
         is_read = self._copies != SKIP
-        table.tally[Tally.REFILLED] += is_read.sum()
+        table.tally[RowTally.REFILLED] += is_read.sum()
         sources = torch.where(is_read, sources[self._copies.clamp(0, num - 1).long()], SKIP)
         self._kernels.gather_few(self._arena_rows, master, sources, self._arena_rows, places=empty.slots)
 
     def _room_to_refill(self) -> int:
         """As last observed."""
         room = self.capacity - self.num_resident
-        return min(room, int(self._tally[Tally.GHOSTS]), self._copies.numel())
+        return min(room, int(self._tally[RowTally.GHOSTS]), self._copies.numel())
 
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
-        table, top = self.table, self.table.tally[Tally.GHOSTS]
+        table, top = self.table, self.table.tally[RowTally.GHOSTS]
         rows = table.ghosts[(top - 1 - self._count(num)) % len(table.ghosts)]
         sources = torch.where((self._count(num) < top) & (rows != ABSENT), ~rows, SKIP)
-        table.tally[Tally.GHOSTS] -= top.clamp_max(num)
+        table.tally[RowTally.GHOSTS] -= top.clamp_max(num)
         return sources.int()
 
     @_in_stream
@@ -293,7 +293,7 @@ class DeviceRows:
     def expect(self, rows: NDArray[np.int64]) -> None:
         """Waits for the device, so that a refill knows at once how many there are."""
         self._push_ghosts(torch.from_numpy(rows[-len(self.table.ghosts) :].astype(np.int32)).to(self._page_list.device))
-        self.table.tally[Tally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # they were never admitted
+        self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # they were never admitted
         self._tally = self.table.tally.cpu().numpy().copy()
 
     @_in_stream
@@ -317,10 +317,10 @@ class DeviceRows:
         table, is_row = self.table, rows != ABSENT
         num = is_row.sum()
         packed = _packed(rows, is_row)
-        places = (table.tally[Tally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
+        places = (table.tally[RowTally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
         table.ghosts[places] = torch.where(self._count(len(packed)) < num, packed, table.ghosts[places]).int()
-        table.tally[Tally.GHOSTS] += num
-        table.tally[Tally.EVICTED] += num
+        table.tally[RowTally.GHOSTS] += num
+        table.tally[RowTally.EVICTED] += num
 
     def _move(self, source: Tensor, target: Tensor) -> None:
         """Rows and their heat between slots, SKIP where there is no more; a source may be empty."""
@@ -336,7 +336,7 @@ class DeviceRows:
         emptied = torch.cat([source, self._nobody])
         table.row_of.index_fill_(0, emptied, ABSENT)
         table.heat.index_fill_(0, emptied, EMPTY)
-        table.tally[Tally.MOVED] += (rows != ABSENT).sum()
+        table.tally[RowTally.MOVED] += (rows != ABSENT).sum()
 
     def _or_nobody(self, rows: Tensor) -> Tensor:
         """Indices into `slot_of`; of no row, the entry that is nobody's."""
@@ -362,7 +362,7 @@ class DeviceRows:
         assert torch.equal((heat != EMPTY).nonzero().flatten(), slots), "an empty slot is warm, or a full one is not"
         assert np.isin(slots.numpy() // self._rows_per_page, self._pages).all(), "a row is in a page not owned"
         tally = self.table.tally.tolist()
-        assert tally[Tally.ADMITTED] - tally[Tally.EVICTED] == len(slots), "rows were lost or made up"
+        assert tally[RowTally.ADMITTED] - tally[RowTally.EVICTED] == len(slots), "rows were lost or made up"
         assert len(set(self._pages)) == len(self._pages)
 
 

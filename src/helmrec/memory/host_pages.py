@@ -52,7 +52,7 @@ class SavesInFlight:
         return self._saving
 
 
-class _Launch(NamedTuple):
+class _LoadLaunch(NamedTuple):
     """Loads of one step."""
 
     loads: NDArray[np.int32]  # (1 + most, 2) how many, then which; read when the device comes to them
@@ -130,11 +130,11 @@ class HostPages:
         if self._loading is not None:
             torch.cuda.current_stream().wait_stream(self._loading)
 
-    def _make_launch(self, kernels: RowKernels, capture: Capture | None) -> "_Launch":
+    def _make_launch(self, kernels: RowKernels, capture: Capture | None) -> "_LoadLaunch":
         loads = torch.zeros((1 + len(self._arena), len(PageLoad._fields)), dtype=torch.int32)
         loads = loads.pin_memory() if self._loading is not None else loads
         start = partial(kernels.load_pages, self._host, self._arena, loads)
-        return _Launch(loads.numpy(), start if capture is None else capture(start).replay)
+        return _LoadLaunch(loads.numpy(), start if capture is None else capture(start).replay)
 
     def _time_a_page(self) -> float:
         """Seconds of one page from host to arena, over pages nobody owns yet; the second pass counts."""

@@ -21,7 +21,7 @@ class KVAdmission(Protocol):
     def admits(self, visit: Visit) -> bool: ...
 
 
-class AdmitAlways:
+class AdmitEveryPrefix:
     def admits(self, visit: Visit) -> bool:
         return True
 
@@ -61,7 +61,7 @@ class AdmitNever:
 
 def make_kv_admission(name: str) -> KVAdmission:
     makers: dict[str, Callable[[], KVAdmission]] = {
-        "always": AdmitAlways,
+        "always": AdmitEveryPrefix,
         "second-visit": SecondVisit,
         "benefit": ExpectedBenefit,
         "never": AdmitNever,
@@ -70,7 +70,7 @@ def make_kv_admission(name: str) -> KVAdmission:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EarlierVisits:
     count: int
     last_s: float | None
 
@@ -82,13 +82,13 @@ class VisitLog:
         self._limit = limit
         self._seen: OrderedDict[int, tuple[int, float]] = OrderedDict()
 
-    def record(self, user_id: int, now: float) -> Seen:
+    def record(self, user_id: int, now: float) -> EarlierVisits:
         """Count this visit; return what is known, this visit's count included and its time not."""
         count, last_s = self._seen.pop(user_id, (0, None))
         self._seen[user_id] = (count + 1, now)
         if len(self._seen) > self._limit:
             self._seen.popitem(last=False)
-        return Seen(count + 1, last_s)
+        return EarlierVisits(count + 1, last_s)
 
     def forget(self, user_id: int) -> None:
         self._seen.pop(user_id, None)

@@ -11,9 +11,9 @@ import numpy as np
 
 from helmrec.memory.expander import Expander, PageKey, PageSave
 from helmrec.memory.history import History, RowEpochs, common_tokens
-from helmrec.memory.kv_admission import KVAdmission, Seen, Visit, VisitLog
+from helmrec.memory.kv_admission import EarlierVisits, KVAdmission, Visit, VisitLog
 from helmrec.memory.ledger import PageLedger
-from helmrec.memory.prefix import NO_HISTORY, KVPlan, Made, Match, PageCopy, PageLoad, Prefix, epoch_per_token
+from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
 from helmrec.memory.shared_pages import SharedPages
 
 
@@ -136,17 +136,17 @@ class KVCache:
             return
         self._settle(prefix, plan)
         prefix.last_use_s = now
-        was_guest, is_new = prefix.is_guest, id(prefix) in self._running
+        was_probationary, is_new = prefix.is_probationary, id(prefix) in self._running
         if not is_ahead:  # what is computed ahead has no scores yet that would vouch for it
             prefix.sound = max(prefix.sound, min(plan.num_tokens, prefix.settled))
         is_kept = is_ahead or self._count_visit(plan, prefix, now)
         if is_new and is_kept:
             self._adopt(prefix)
-            prefix.is_guest |= is_ahead
+            prefix.is_probationary |= is_ahead
         if id(prefix) in self._order:
-            self._order.move_to_end(id(prefix), last=is_ahead or not prefix.is_guest)
-            if not prefix.is_guest:  # now that it has earned its place, all of it is saved
-                self._note_unsaved(0 if was_guest else plan.num_resident, plan.num_tokens, prefix)
+            self._order.move_to_end(id(prefix), last=is_ahead or not prefix.is_probationary)
+            if not prefix.is_probationary:  # now that it has earned its place, all of it is saved
+                self._note_unsaved(0 if was_probationary else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
 
@@ -172,11 +172,11 @@ class KVCache:
         self.reused_tokens += plan.num_resident
         self.total_tokens += plan.num_tokens
         seen = self._visits.record(prefix.user_id, now)
-        if id(prefix) in self._order and not prefix.is_guest:
+        if id(prefix) in self._order and not prefix.is_probationary:
             return True
         visit = self._visit(prefix, seen, now)
-        prefix.is_guest = not self._admission.admits(replace(visit, room=False))
-        return not prefix.is_guest or self._admission.admits(visit)
+        prefix.is_probationary = not self._admission.admits(replace(visit, room=False))
+        return not prefix.is_probationary or self._admission.admits(visit)
 
     def hold(self, user_id: int) -> None:
         """Put what is kept of a user last in line for eviction, for now."""
@@ -186,7 +186,7 @@ class KVCache:
     def release(self, user_id: int) -> None:
         """What was computed ahead for a user and never asked for goes first."""
         for prefix in self._users.get(user_id, ()):
-            if prefix.is_guest:
+            if prefix.is_probationary:
                 self._order.move_to_end(id(prefix), last=False)
 
     def restore_reserve(self) -> None:
@@ -328,14 +328,14 @@ class KVCache:
         while prefix.made_at and prefix.made_at[-1].first >= prefix.num_tokens:
             prefix.made_at.pop()
         if not prefix.made_at or prefix.made_at[-1].epoch != self._epochs.current:
-            prefix.made_at.append(Made(prefix.num_tokens, self._epochs.current))
+            prefix.made_at.append(EpochRun(prefix.num_tokens, self._epochs.current))
         prefix.states = history.states
         prefix.num_tokens = history.num_tokens
         return True
 
-    def _visit(self, prefix: Prefix, seen: Seen, now: float) -> Visit:
+    def _visit(self, prefix: Prefix, seen: EarlierVisits, now: float) -> Visit:
         coldest = self._coldest_idle()
-        idle_s = 0.0 if coldest is None else np.inf if coldest.is_guest else now - coldest.last_use_s
+        idle_s = 0.0 if coldest is None else np.inf if coldest.is_probationary else now - coldest.last_use_s
         others_pages = sum([len(mate.pages) for mate in self._running.values()]) - len(prefix.pages)
         return Visit(
             count=seen.count,

@@ -8,7 +8,7 @@ import numpy as np
 from helmrec.memory.history import Epochs, States
 
 
-class Made(NamedTuple):
+class EpochRun(NamedTuple):
     """Tokens from `first` on were computed at this row epoch; epochs change rarely, so runs are few and long."""
 
     first: int
@@ -21,14 +21,14 @@ class Prefix:
 
     user_id: int
     states: States  # chain states; the first `num_tokens` are in pages
-    made_at: list[Made]  # the row epochs its tokens were computed at
+    made_at: list[EpochRun]  # the row epochs its tokens were computed at
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps before the running one
     sound: int = 0  # tokens that finite scores were computed from, so their K/V are finite; never more than settled
     is_suspect: bool = False  # scores computed from it were not finite: beyond `sound`, nothing is offered or kept
     pins: int = 0
-    is_guest: bool = False  # has not earned its pages: it was computed before anybody asked, or there was room
+    is_probationary: bool = False  # has not earned its pages: it was computed before anybody asked, or there was room
     last_use_s: float = 0.0
     verified_s: float = 0.0  # when, and
     verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
@@ -77,7 +77,7 @@ class Match(NamedTuple):
     num_tokens: int
 
 
-def epoch_per_token(runs: list[Made], num_tokens: int) -> Epochs:  # (num_tokens,)
+def epoch_per_token(runs: list[EpochRun], num_tokens: int) -> Epochs:  # (num_tokens,)
     """The epoch of each of the first tokens."""
     epochs = np.empty(num_tokens, np.uint32)
     for first, epoch in runs:

@@ -15,7 +15,7 @@ class RowAdmission(Protocol):
     def worthy(self, rows: Rows) -> NDArray[np.bool_]: ...
 
 
-class AdmitAlways:
+class AdmitEveryRow:
     def worthy(self, rows: Rows) -> NDArray[np.bool_]:
         return np.ones(rows.size, np.bool_)
 
@@ -53,4 +53,4 @@ def _count(counts: NDArray[np.uint8], rows: Rows) -> NDArray[np.uint8]:
 
 
 def make_row_admission(name: str, num_slots: int) -> RowAdmission:
-    return AdmitAlways() if name == "always" else SecondTouch(num_slots)
+    return AdmitEveryRow() if name == "always" else SecondTouch(num_slots)

@@ -18,7 +18,7 @@ from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
 from helmrec.model import dlrmv3_names as theirs
 from helmrec.model.config import ITEM, Cycle, Dtype, EncoderConfig, ModelConfig, QueryFrame, TableConfig
-from helmrec.model.dlrmv3_names import Sizes, Weights, check_names, check_shapes
+from helmrec.model.dlrmv3_names import CheckpointSizes, Weights, check_names, check_shapes
 from helmrec.model.sharded_tables import ShardedTable, read_index
 from helmrec.model.torch_zip import StoredTensor, TorchZip
 from helmrec.model.weights import Progress, stream_model
@@ -47,7 +47,7 @@ def import_dlrmv3(
     """Write a model folder from a dense checkpoint (or the folder it lies in) and a folder of sharded tables."""
     path = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
     weights = read_dense(path)
-    sizes = Sizes.of(weights, check_names(weights, str(path)))
+    sizes = CheckpointSizes.of(weights, check_names(weights, str(path)))
     check_shapes(weights, sizes, str(path))
     found = find_tables(tables, sizes.row_dim)
     try:
@@ -94,7 +94,9 @@ def find_tables(folder: Path, row_dim: int) -> dict[str, ShardedTable]:
     return found
 
 
-def _config(weights: Weights, sizes: Sizes, tables: Mapping[str, ShardedTable], options: ImportOptions) -> ModelConfig:
+def _config(
+    weights: Weights, sizes: CheckpointSizes, tables: Mapping[str, ShardedTable], options: ImportOptions
+) -> ModelConfig:
     heads = options.num_heads
     if sizes.width % heads or sizes.qk_width <= 0 or sizes.qk_width % heads:
         raise ModelError(f"{heads} heads do not divide widths of {sizes.width} (v) and {sizes.qk_width} (qk)")
@@ -162,7 +164,7 @@ def _num_actions(bits: Tensor) -> int:
     return most + 1
 
 
-def convert(weights: Weights, sizes: Sizes) -> dict[str, Tensor]:
+def convert(weights: Weights, sizes: CheckpointSizes) -> dict[str, Tensor]:
     """Our dense weights, float64, from the published ones."""
     w = {name: value.double() for name, value in weights.items() if value.is_floating_point()}
     scale = math.sqrt(sizes.dim)  # what tokens are multiplied by before position and time are added

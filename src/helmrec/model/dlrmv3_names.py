@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CheckpointSizes:
     """Each number as one of the weights has it; all others are held to these."""
 
     num_layers: int
@@ -52,7 +52,7 @@ class Sizes:
     num_cycles: int
 
     @classmethod
-    def of(cls, weights: Weights, num_layers: int) -> "Sizes":
+    def of(cls, weights: Weights, num_layers: int) -> "CheckpointSizes":
         width = weights[f"{LAYERS}0._output_norm_weight"].numel()
         return cls(
             num_layers=num_layers,
@@ -78,7 +78,7 @@ def _width(weights: Weights, name: str) -> int:
     return weights[name].shape[-1]
 
 
-def published_shapes(s: Sizes) -> Shapes:
+def published_shapes(s: CheckpointSizes) -> Shapes:
     """Name and shape of every weight in a checkpoint of this size."""
     num_columns, action_dim = 2 * (s.width + s.qk_width), s.num_bits * s.bit_dim
     layer: Shapes = {
@@ -138,7 +138,7 @@ def check_names(weights: Weights, source: str) -> int:
     num_layers = max((int(part) + 1 for part in numbers), default=1)
     if num_layers > max(1, len(numbers)):
         raise ModelError(f"{source}: a layer {num_layers - 1} is there, but only {len(numbers)} layers in all")
-    expected = published_shapes(Sizes(num_layers, *[1] * 12)).keys()
+    expected = published_shapes(CheckpointSizes(num_layers, *[1] * 12)).keys()
     if missing := sorted(expected - weights.keys()):
         raise ModelError(f"{source}: {_few(missing)} of {len(expected)} weights of a DLRMv3 checkpoint are missing")
     if unexpected := sorted(weights.keys() - expected):
@@ -146,7 +146,7 @@ def check_names(weights: Weights, source: str) -> int:
     return num_layers
 
 
-def check_shapes(weights: Weights, sizes: Sizes, source: str) -> None:
+def check_shapes(weights: Weights, sizes: CheckpointSizes, source: str) -> None:
     for name, shape in published_shapes(sizes).items():
         if tuple(weights[name].shape) != shape:
             raise ModelError(f"{source}: {name!r} must be {shape}, got {tuple(weights[name].shape)}")

@@ -36,7 +36,7 @@ class Named(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class PickledCall:
     """What a call would have returned: who was to be called, with what, and the state it was to be given."""
 
     maker: Named
@@ -52,7 +52,7 @@ class Outside:
 
 
 def read_pickle(data: bytes, source: str, is_expected: Callable[[Named], bool]) -> Any:
-    """The values of a pickle: plain ones as they are, all others as `Named`, `Made` and `Outside`.
+    """The values of a pickle: plain ones as they are, all others as `Named`, `PickledCall` and `Outside`.
 
     Raises ModelError, which begins with `source`, if it names anything but what is expected, exceeds a budget, or is no
     pickle.
@@ -93,7 +93,7 @@ def _parts(value: Any) -> Iterable[Any]:
     """What a value is made of: never more than there were instructions."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
-    if isinstance(value, Made):
+    if isinstance(value, PickledCall):
         return (value.args, value.state)
     if isinstance(value, Outside):
         return (value.id,)
@@ -162,7 +162,7 @@ def _checked_keys(values: list[Any]) -> list[Any]:
 
 def is_hashed_fast(value: Any) -> bool:
     """A plain value, or one that is hashed by identity."""
-    return value is None or isinstance(value, str | bytes | int | float | Named | Made | Outside)
+    return value is None or isinstance(value, str | bytes | int | float | Named | PickledCall | Outside)
 
 
 class _Reader:
@@ -245,7 +245,7 @@ class _Reader:
 
     def _set_items(self, flat: list[Any]) -> None:
         target = self._stack[-1]
-        if isinstance(target, Made):  # an ordered dictionary, made by a call
+        if isinstance(target, PickledCall):  # an ordered dictionary, made by a call
             target.state = target.state or {}
             target = target.state
         if not isinstance(target, dict):
@@ -270,11 +270,11 @@ class _Reader:
         args, maker = self._stack.pop(), self._stack.pop()
         if not isinstance(maker, Named) or not isinstance(args, tuple):
             raise TypeError("something that is no name is called")
-        self._push(Made(maker, args))
+        self._push(PickledCall(maker, args))
 
     def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if not isinstance(target, Made):
+        if not isinstance(target, PickledCall):
             raise TypeError("state is given to what was not made")
         target.state = state

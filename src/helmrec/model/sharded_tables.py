@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from helmrec.errors import ModelError
-from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, read_pickle
-from helmrec.model.torch_zip import StoredTensor, TorchZip, Window
+from helmrec.model.inert_pickle import MAX_BYTES, Named, PickledCall, read_pickle
+from helmrec.model.torch_zip import FileSlice, StoredTensor, TorchZip
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SIZE = Named("torch", "Size")
@@ -68,7 +68,7 @@ class ShardedTable:
         """Its rows, from the first to the last, as bytes."""
         for shard in self.shards:
             source = _source(shard, self)
-            window = BufferedReader(Window(shard.path, shard.start, shard.length))
+            window = BufferedReader(FileSlice(shard.path, shard.start, shard.length))
             with TorchZip(window, source) as archive:
                 yield from archive.stream(_checked(archive.saved(), shard, self, source))
 
@@ -145,7 +145,9 @@ def _whole(value: Any) -> int:
 def _size(value: Any) -> tuple[int, ...]:
     """A torch.Size, as the pickle has it."""
     match value:
-        case Made(maker, (list(numbers) | tuple(numbers),)) if maker == _SIZE and len(numbers) <= _MAX_DIMENSIONS:
+        case PickledCall(maker, (list(numbers) | tuple(numbers),)) if (
+            maker == _SIZE and len(numbers) <= _MAX_DIMENSIONS
+        ):
             return tuple(_whole(number) for number in numbers)
     raise TypeError("a size is none")
 
@@ -170,7 +172,7 @@ def _table(folder: Path, name: str, state: dict[str, Any], where: dict[Any, dict
     return ShardedTable(name, (shape[0], shape[1]), _dtype(state["properties"]), tuple(shards))
 
 
-def _dtype(properties: Made) -> torch.dtype:
+def _dtype(properties: PickledCall) -> torch.dtype:
     return _DTYPES[_text(properties.state[0].name)]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from helmrec.errors import ModelError
-from helmrec.model.inert_pickle import MAX_BYTES, Made, Named, Outside, is_hashed_fast, read_pickle
+from helmrec.model.inert_pickle import MAX_BYTES, Named, Outside, PickledCall, is_hashed_fast, read_pickle
 
 _STORAGES = {
     Named("torch", "FloatStorage"): torch.float32,
@@ -133,7 +133,7 @@ class TorchZip:
         """What was saved, or the part under these keys: plain values, and a `StoredTensor` for each tensor."""
         value = self._saved
         for key in keys:
-            if isinstance(value, Made) and value.maker == _ORDERED:
+            if isinstance(value, PickledCall) and value.maker == _ORDERED:
                 value = value.state or {}
             if not isinstance(value, dict) or key not in value:
                 raise ModelError(f"{self._source}: nothing was saved under {key!r}")
@@ -204,9 +204,9 @@ class TorchZip:
             return {key: self._understand(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self._understand(each) for each in value)
-        return self._made(value) if isinstance(value, Made) else value
+        return self._made(value) if isinstance(value, PickledCall) else value
 
-    def _made(self, made: Made) -> Any:
+    def _made(self, made: PickledCall) -> Any:
         if made.maker == _ORDERED:
             return self._understand(made.state or {})
         if made.maker == _TENSOR:
@@ -279,7 +279,7 @@ def _end(tensor: StoredTensor) -> int:
     return tensor.first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
 
 
-class Window(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """Some bytes of a file as a file of their own."""
 
     def __init__(self, path: Path, start: int, length: int) -> None:

@@ -74,7 +74,7 @@ def test_a_rank_finds_all_its_history_computed_and_scores_as_it_would_without() 
     (result,), (expected,) = engine.rank([rank]), other.rank([rank])
     assert result.reused_tokens == 14
     np.testing.assert_allclose(result.scores, expected.scores, atol=1e-6)
-    stats = engine.relay_stats()
+    stats = engine.stats().relay
     assert (stats.leases, stats.held_pages, stats.used, stats.expired) == (0, 0, 1, 0)
     engine.check()
 
@@ -174,7 +174,7 @@ def test_signals_that_come_faster_than_steps_are_not_looked_at() -> None:
     assert [future.done() for future in futures] == [False, False, True, True]
     engine.step()
     assert [future.result(timeout=0).verdict for future in futures] == ["admitted", "admitted", "too busy", "too busy"]
-    assert engine.relay_stats().verdicts["too busy"] == 2
+    assert engine.stats().relay.verdicts["too busy"] == 2
 
 
 def test_a_history_that_the_host_holds_whole_is_brought_back_ahead_of_its_rank() -> None:
@@ -228,7 +228,7 @@ def test_what_is_held_outlives_what_is_not_until_its_lease_ends() -> None:
     assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) == 15
     clock.advance(2.0)
     engine.step()
-    assert engine.relay_stats().expired == 1
+    assert engine.stats().relay.expired == 1
     engine.rank([rank_of(20, 15)])
     assert engine._pool.kv.resident_tokens(engine._intake.prepare(rank_of(1, 15)).history) < 15, "it went first"
     engine.check()
@@ -253,7 +253,7 @@ def test_a_signal_is_refused_with_its_reason() -> None:
     assert engine.prefill(signal_of(rank_of(2, 15))).verdict == "no room"
     calm, _ = make_engine(relay=RelayConfig())
     assert calm.prefill(signal_of(rank_of(1, 13))) == replace(first, verdict="not at risk", lease=None)
-    assert calm.relay_stats().verdicts["not at risk"] == 1
+    assert calm.stats().relay.verdicts["not at risk"] == 1
     assert finish(calm) == 0
 
 
@@ -263,7 +263,7 @@ def test_a_forgotten_user_has_no_lease() -> None:
     engine.step()
     engine.forget(1)
     assert finish(engine) == 0
-    assert engine.relay_stats().leases == 0
+    assert engine.stats().relay.leases == 0
     assert engine.rank([rank_of(1, 13)])[0].reused_tokens == 0
 
 
@@ -276,7 +276,7 @@ def test_a_user_who_is_forgotten_while_a_signal_waits_stays_forgotten() -> None:
     assert of_one.result().lease is None
     assert of_other.result(timeout=0).verdict == "admitted"
     assert list(engine._pool.kv._users) == [2]
-    assert engine.relay_stats().verdicts["forgotten"] == 1
+    assert engine.stats().relay.verdicts["forgotten"] == 1
 
 
 def test_a_signal_that_comes_as_the_engine_closes_is_told() -> None:
@@ -301,10 +301,10 @@ def test_no_prefix_is_held_longer_than_the_bound_and_the_lease_says_so(
     finish(engine)
     clock.advance(granted_ms / 1e3 - 0.01)
     engine.step()
-    assert engine.relay_stats().leases == 1
+    assert engine.stats().relay.leases == 1
     clock.advance(0.02)
     engine.step()
-    assert engine.relay_stats().leases == 0
+    assert engine.stats().relay.leases == 0
 
 
 def test_a_lease_is_dropped_once_what_was_computed_for_it_does_not_stay() -> None:
@@ -315,7 +315,7 @@ def test_a_lease_is_dropped_once_what_was_computed_for_it_does_not_stay() -> Non
     engine.move_alpha(engine._pool.alpha_max)  # leaves the pages of one request, one of which is the next step's
     engine.settle()
     assert sum(engine.step() for _ in range(50)) < 12
-    stats = engine.relay_stats()
+    stats = engine.stats().relay
     assert (stats.lost, stats.leases, stats.held_pages) == (2, 0, 0)
     assert stats.failed == 0
     assert engine.rank([rank_of(1, 16)])[0].reused_tokens <= 16
@@ -330,7 +330,7 @@ def test_rows_that_change_while_a_prefix_is_computed_cost_no_lease() -> None:
         engine.step()
         engine.update_rows("item", [int(rank.items[0])], np.ones((1, 16)))
     finish(engine)
-    assert (engine.relay_stats().lost, engine.relay_stats().leases) == (0, 1)
+    assert (engine.stats().relay.lost, engine.stats().relay.leases) == (0, 1)
     assert engine.rank([rank])[0].reused_tokens == 14
 
 
@@ -362,7 +362,7 @@ def test_a_chunk_of_pages_of_one_token_that_the_host_holds_computes_an_event_all
     engine._pool.kv.evict(1_000)
     engine.prefill(replace(signal_of(rank_of(1, 6)), context={}))
     finish(engine)
-    assert (engine.relay_stats().failed, engine.relay_stats().leases) == (0, 1)
+    assert (engine.stats().relay.failed, engine.stats().relay.leases) == (0, 1)
     (again,) = engine.rank([rank])
     assert again.reused_tokens >= 5
     np.testing.assert_allclose(again.scores, first.scores, atol=1e-6)
