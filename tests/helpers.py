@@ -8,7 +8,9 @@ import torch
 from helmrec.clock import Clock, ManualClock
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
+from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.pool import Pool
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
@@ -105,3 +107,9 @@ def random_request(
         },
     }
     return RankRequest(**fields | overrides)
+
+
+def host_rows(pool: Pool) -> EmbeddingCache:
+    """The embedding cache of a pool whose index is on the host."""
+    assert isinstance(pool.rows, EmbeddingCache)
+    return pool.rows

@@ -1,24 +1,24 @@
-"""Where time comes from: passed in, so that tests and the simulator own it."""
+"""Clocks. They are passed in, so that tests and the simulator control time."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some fixed moment, never running backwards."""
+    """Seconds since a fixed moment; never decreases."""
 
     def now(self) -> float: ...
 
 
 class MonotonicClock:
-    """The machine's own clock."""
+    """The monotonic clock of the machine."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

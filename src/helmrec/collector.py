@@ -1,9 +1,9 @@
-"""Python's garbage collector, kept away from requests.
+"""Control of Python's garbage collector, so that it does not delay requests.
 
-A full collection visits every tracked object and stops all threads meanwhile: hundreds of milliseconds in a process
-that has served for long. A process that serves therefore takes everything it has when it is ready out of the
-collector's sight, lets only young objects be collected automatically, and runs full collections when it is idle, if
-they are expected to be short. Reference counting frees everything else: serving makes no cycles, which tests hold.
+A full collection visits every tracked object and stops all threads: for hundreds of milliseconds in a process that
+has served for long. A serving process therefore freezes the objects that exist when it is ready, lets only young
+objects be collected automatically, and runs full collections when it is idle, if they are expected to be short.
+Reference counting frees everything else: serving creates no reference cycles, which tests check.
 """
 
 import gc
@@ -23,7 +23,7 @@ _COUNT_EVERY_S, _COUNT_UNDER_LOAD_EVERY_S = 10.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class CollectorStats:
-    """Collections since the process began, and objects that a full one would visit now."""
+    """Collections since the process started, and the objects that a full one would visit now."""
 
     young: int
     full: int
@@ -34,7 +34,7 @@ class CollectorStats:
 
 
 class Collector:
-    """The collector of this process; `PROCESS` is the one there is. Does nothing until `take_over`."""
+    """Controls the collector of this process; `PROCESS` is the only instance. Does nothing until `take_over`."""
 
     def __init__(self, full_budget_ms: float = 50.0, clock: Callable[[], float] = time.monotonic) -> None:
         """`full_budget_ms`: a full collection that is expected to take longer is not run, even when idle."""
@@ -53,13 +53,13 @@ class Collector:
         return self._follow in gc.callbacks
 
     def take_over(self) -> None:
-        """This process is there to serve: from now on no full collection comes by itself."""
+        """Turn automatic full collections off, for a process that serves."""
         if not self.is_taken_over:
             gc.callbacks.append(self._follow)
             gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_PER_MIDDLE, _NEVER)
 
     def release(self) -> None:
-        """Undo `take_over` and `settle`, for a process that goes on to do something else."""
+        """Undo `take_over` and `settle`."""
         if self.is_taken_over:
             gc.callbacks.remove(self._follow)
             gc.unfreeze()
@@ -67,7 +67,7 @@ class Collector:
             self._is_serving = False
 
     def settle(self) -> None:
-        """What exists now stays: freeze it. Garbage among it is collected first, unless requests are served already."""
+        """Freeze all existing objects. Garbage is collected first, unless requests are served already."""
         if not self.is_taken_over:
             return
         if not self._is_serving:
@@ -78,7 +78,7 @@ class Collector:
         self._tracked = self._tracked_after_full = 0
 
     def when_idle(self) -> None:
-        """Nobody waits: count objects now and then, and run a full collection if it is due and short enough."""
+        """Call when idle: count objects every few seconds, and run a full collection if it is due and short."""
         if not self._count_if_due(_COUNT_EVERY_S):
             return
         if self._tracked < self._tracked_after_full + _YOUNG_OBJECTS * _YOUNG_PER_MIDDLE:
@@ -97,7 +97,7 @@ class Collector:
         self._tracked_after_full = self._tracked = len(gc.get_objects())
 
     def when_busy(self) -> None:
-        """Requests are served: count objects once a minute, which takes about a millisecond for 100,000 of them."""
+        """Call while serving: count objects once a minute, which takes about a millisecond for 100,000 of them."""
         self._count_if_due(_COUNT_UNDER_LOAD_EVERY_S)
 
     def _count_if_due(self, every_s: float) -> bool:

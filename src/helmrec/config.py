@@ -1,6 +1,6 @@
-"""Frozen configuration, whole and checked at birth.
+"""Frozen configuration, complete and checked when it is created.
 
-Knows bounds and units; knows nothing of models, tensors or where settings were read from.
+It knows bounds and units, not models, tensors or the source of settings.
 """
 
 from typing import Annotated, Any, Literal, Self, get_args
@@ -32,7 +32,7 @@ class Frozen(BaseModel):
 
     @classmethod
     def _hide(cls, name: str, value: Any) -> Any:
-        """A secret is wrapped before it is checked, or the message that refuses it would show it."""
+        """Wrap a secret before it is validated, so that an error message does not show it."""
         field = cls.model_fields.get(name)
         is_secret = field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
         return SecretStr(value) if is_secret and isinstance(value, str) else value
@@ -44,7 +44,7 @@ def _explain(error: ErrorDetails) -> str:
     if kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
         return f"{field} must be {words} {error['ctx'][limit]}, got {value!r}"
-    if isinstance(inner := error.get("ctx", {}).get("error"), ConfigError):  # a nested value has said it all
+    if isinstance(inner := error.get("ctx", {}).get("error"), ConfigError):  # the message of a nested value is complete
         return f"{field}.{inner}" if error["loc"] else str(inner)
     if kind == "extra_forbidden":
         return f"{field} is not a known setting, got {value!r}"
@@ -56,24 +56,26 @@ def _explain(error: ErrorDetails) -> str:
 class RelayConfig(Frozen):
     """Bounds of computing prefixes ahead of their ranks."""
 
-    budget_ms: float = Field(50.0, gt=0, description="what a rank may take, if the signal names nothing else")
+    budget_ms: float = Field(50.0, gt=0, description="latency budget of a rank, if the signal names none")
     risk: float = Field(
-        0.3, ge=0, description="share of its budget that a rank may be expected to take inline; 0: every one is at risk"
+        0.3,
+        ge=0,
+        description="a rank is at risk if it is expected to take more than this share of its budget; 0: always at risk",
     )
     hold_ms: float = Field(
-        500.0, gt=0, description="how long a prefix is held for its rank, if the signal does not say"
+        500.0, gt=0, description="how long a prefix is held for its rank, if the signal names no time"
     )
     max_hold_ms: float | None = Field(
-        None, gt=0, description="longest hold a signal is granted, whatever it asks for; default 20 times hold_ms"
+        None, gt=0, description="longest hold that a signal is granted; default 20 times hold_ms"
     )
     chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="computed ahead in one step, so that ranks wait little; default 8192, or max_batch_tokens if less",
+        description="most tokens computed ahead in one step; default 8192, or max_batch_tokens if that is less",
     )
     max_held: float = Field(0.25, gt=0, le=1, description="share of the KV pages that leases may hold")
-    max_compute: float = Field(0.5, gt=0, le=1, description="share of the time that may go into computing ahead")
-    max_leases: int = Field(1_024, ge=1, description="leases at once; a user has one at most")
+    max_compute: float = Field(0.5, gt=0, le=1, description="largest share of time spent on computing ahead")
+    max_leases: int = Field(1_024, ge=1, description="most leases at once; a user has at most one")
 
     @property
     def longest_hold_ms(self) -> float:
@@ -89,9 +91,9 @@ class RelayConfig(Frozen):
 class EngineConfig(Frozen):
     """Settings of one engine. Sizes take units: pool_bytes="24GiB"."""
 
-    pool_bytes: Annotated[ByteSize, Field(gt=0, description="memory both caches share")]
+    pool_bytes: Annotated[ByteSize, Field(gt=0, description="memory shared by both caches")]
     alpha: float = Field(0.4, ge=0, le=1, description="embedding share of the pool's pages at start")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the pool and the model live")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device of the pool and the model")
     kernels: Literal["auto", "torch", "triton"] = Field(
         "auto", description="auto: triton on cuda, torch on cpu; torch runs anywhere and is the reference"
     )
@@ -101,24 +103,26 @@ class EngineConfig(Frozen):
     )
 
     overlap: bool | None = Field(
-        None, description="start a step before the one ahead of it has ended; default where steps run as CUDA graphs"
+        None, description="start a step before the previous one has ended; default: where steps run as CUDA graphs"
     )
 
     max_batch_tokens: int = Field(65_536, ge=1, description="tokens computed in one step, over all requests")
     max_batch_requests: int = Field(32, ge=1, description="requests in one step")
     max_history: int = Field(100_000, ge=1, description="most events a request may send")
     queue_limit: int = Field(1_024, ge=1, description="requests that may wait")
-    deadline_ms: float | None = Field(None, gt=0, description="deadline of requests that name none")
+    deadline_ms: float | None = Field(None, gt=0, description="deadline of requests that have none")
 
     row_index: Literal["auto", "host", "device"] = Field(
-        "auto", description="who keeps track of resident rows; auto: the device where triton kernels run, else the host"
+        "auto",
+        description="place of the index of resident rows; auto: the device where triton kernels run, else the host",
     )
-    row_order: Literal["lru", "frequency"] = Field("lru", description="which embedding rows are coldest")
+    row_order: Literal["lru", "frequency"] = Field("lru", description="eviction order of embedding rows")
     row_admission: Literal["always", "second-touch"] = Field(
-        "second-touch", description="when a missed row earns a place; half of all rows are touched once"
+        "second-touch", description="when a missed row is admitted; half of all rows are read only once"
     )
     kv_admission: Literal["always", "second-visit", "benefit"] = Field(
-        "second-visit", description="when a prefix earns its pages; one-time users must not flush returning ones"
+        "second-visit",
+        description="when a prefix is admitted; prefixes of one-time users must not evict those of returning users",
     )
     kv_freshness: Literal["exact"] | Annotated[float, Field(gt=0)] = Field(
         "exact", description="'exact', or seconds by which reused KV may lag behind row updates"
@@ -128,7 +132,7 @@ class EngineConfig(Frozen):
         ByteSize(0), description="host memory that keeps evicted KV pages; 0 is off"
     )
     kv_reload: Literal["measured", "always", "never"] = Field(
-        "measured", description="take a page back from the host if that beats computing it, always, or never"
+        "measured", description="reload a page from the host if that is faster than computing it, always, or never"
     )
     save_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20), description="KV bytes that may be copied to the host between two steps"
@@ -141,10 +145,10 @@ class EngineConfig(Frozen):
     )
     relay: RelayConfig = Field(RelayConfig(), description="bounds of computing prefixes ahead of their ranks")
     miss_curves: bool = Field(
-        False, description="estimate while serving what other splits of the pool would hit; controllers read it"
+        False, description="estimate the hits at other splits of the pool while serving, for controllers"
     )
     log_gaps_ms: float = Field(
-        50.0, gt=0, description="log every gap longer than this, in which requests wait and no step runs"
+        50.0, gt=0, description="log every gap longer than this, a time in which requests wait and no step runs"
     )
     audit_every: int = Field(0, ge=0, description="score one request in this many again without caches; 0 is off")
     audit_tolerance: float | None = Field(

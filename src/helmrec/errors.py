@@ -1,19 +1,19 @@
-"""Everything a caller can cause, as one tree.
+"""All errors that a caller can cause, as one tree.
 
 HelmRecError
 ├── ConfigError          a setting is out of bounds or unknown
 │   ├── PoolTooSmall     the pool cannot hold one request
-│   └── AlphaOutOfRange  the asked split leaves one cache without room to work
+│   └── AlphaOutOfRange  the requested split leaves one cache too few pages
 ├── ModelError           a model folder is missing, corrupt, truncated, mismatched or pickled
-├── TraceError           a trace, or a file a trace is made from, is not what it should be
+├── TraceError           a trace, or a file a trace is made from, is malformed
 ├── HistoryError         a history store is foreign, damaged, closed, or held by another writer
 │   ├── HistoryFull      it has no room for more events
-│   │   └── DiskFull     its disk has none
+│   │   └── DiskFull     its disk is full
 │   ├── HistoryUnavailable  it does not answer in time, or cannot be reached
 │   └── TablesTooSmall   it may hold ids that the model has no rows for
 ├── StaleVersion         events were appended to a version that is not the latest; carries `current`
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
-│   └── TooLarge         it is longer than this server can ever take
+│   └── TooLarge         it is longer than this server accepts
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
 │   ├── DeadlineExceeded
@@ -37,7 +37,7 @@ class PoolTooSmall(ConfigError):
 
 
 class AlphaOutOfRange(ConfigError):
-    """The asked split leaves one cache without room to work."""
+    """The requested split leaves one cache too few pages."""
 
 
 class ModelError(HelmRecError):
@@ -45,7 +45,7 @@ class ModelError(HelmRecError):
 
 
 class TraceError(HelmRecError):
-    """A trace, or a file a trace is made from, is not what it should be."""
+    """A trace, or a file a trace is made from, is malformed."""
 
 
 class HistoryError(HelmRecError):
@@ -89,7 +89,7 @@ class RequestError(HelmRecError, ValueError):
 
 
 class TooLarge(RequestError):
-    """The request is longer than this server can ever take: trying again does not help."""
+    """The request is longer than this server accepts; a retry does not help."""
 
 
 class Refused(HelmRecError):

@@ -1,6 +1,6 @@
-"""Failures of work that must not end serving: each is counted, and logged without flooding the log.
+"""Counts and logs failures of work that must not end serving, without flooding the log.
 
-Knows nothing of the work. Whoever catches a failure reports it here and goes on.
+It does not know the work: the code that catches a failure reports it here and continues.
 """
 
 import logging
@@ -13,9 +13,9 @@ _EVERY_S = 60.0
 
 
 class FailureLog:
-    """Counts failures by the work that failed; logs the first of each at once, then at most one a minute.
+    """Counts failures by kind of work; logs the first of each kind at once, then at most one a minute.
 
-    A line in between is not lost: the next one says how many were not logged. Any thread may call it.
+    Each line contains the number of failures that were not logged before it. Any thread may call it.
     """
 
     def __init__(self, log: logging.Logger, clock: Clock | None = None, every_s: float = _EVERY_S) -> None:
@@ -28,7 +28,7 @@ class FailureLog:
         self._lock = threading.Lock()
 
     def note(self, work: str, error: BaseException, message: str = "background work failed") -> None:
-        """Count a failure of `work`, and log it with its traceback if it is time."""
+        """Count a failure of `work`, and log it with its traceback at most once a minute."""
         with self._lock:
             self._counts[work] += 1
             now_s = self._clock.now()
@@ -41,6 +41,6 @@ class FailureLog:
         self._log.error("%s: %s", message, work, exc_info=error, extra=extra)
 
     def count(self, *work: str) -> int:
-        """Failures of these so far; of everything, if none is named."""
+        """Return the number of failures of the named work, or of all work if none is named."""
         with self._lock:
             return sum(self._counts[each] for each in work) if work else self._counts.total()

@@ -1,8 +1,8 @@
 """Gaps in serving, and what caused them.
 
-A gap is time in which requests wait, no step runs on the device and the loop starts none. `GapMonitor` gets the times
-of each step from the engine's loop, and the operations that may block the loop from whoever performs them. It does
-not know engines, devices or requests. Time comes in from outside.
+A gap is a time in which requests wait, no step runs on the device and the loop starts none. The engine's loop reports
+the times of each step to `GapMonitor`; code that may block the loop reports its operations. The monitor does not know
+engines, devices or requests. Times are arguments.
 """
 
 import gc
@@ -30,7 +30,7 @@ _LOG_EVERY_S = 1.0
 
 
 class Operation(NamedTuple):
-    """Something that may have kept the loop from starting a step."""
+    """An operation that may have kept the loop from starting a step."""
 
     cause: Cause
     start_s: float
@@ -56,8 +56,8 @@ class PauseStats:
     gaps: dict[str, GapHistogram]  # by cause
     suspended_s: float  # time inside gaps in which the operating system did not run the process
     longest_suspended_ms: float
-    recent_ms: float  # the longest gap of the last ten seconds, and
-    recent_cause: str  # its cause; empty if there was no gap
+    recent_ms: float  # the longest gap of the last ten seconds
+    recent_cause: str  # cause of that gap; empty if there was none
 
     @property
     def longest_ms(self) -> float:
@@ -77,40 +77,40 @@ class _Tally:
 
 
 class StepStart(NamedTuple):
-    """When a step was handed to the device, and since when it could have been."""
+    """When a step was given to the device, and since when its requests waited."""
 
     start_s: float  # where the host itself computes, when it began to
     waiting_since_s: float  # arrival of its oldest request
-    cpu_s: float  # processor time of the process by then
+    cpu_s: float  # processor time of the process at that moment
 
 
 class GapMonitor:
-    """Measures the gap before each step. One caller's, but `stats` and operations may come from any thread."""
+    """Measures the gap before each step. One thread reports steps; `stats` and operations may come from any thread."""
 
     def __init__(self, log_over_ms: float, cpu_time: Callable[[], float] = time.process_time) -> None:
         self._log_over_ms = log_over_ms
         self._cpu_time = cpu_time
         self._operations: deque[Operation] = deque(maxlen=_KEPT_OPERATIONS)
         self._idle_since_s: float | None = None  # when the device ended its last step; None: it runs one, or ran none
-        self._cpu_s = 0.0  # processor time of the process when the loop last went on after a step
+        self._cpu_s = 0.0  # processor time of the process when the last step ended
         self._logged_s, self._num_unlogged = -_LOG_EVERY_S, 0
         self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
-        """Count anew from now on."""
+        """Start counting from zero."""
         with self._lock:
             self._tallies: dict[Cause, _Tally] = {}
             self._suspended_s = self._longest_suspended_s = 0.0
             self._recent: deque[tuple[float, float, Cause]] = deque()  # end, milliseconds, cause; falling in length
 
     def note(self, operation: Operation) -> None:
-        """An operation has ended."""
+        """Record an operation that has ended."""
         self._operations.append(operation)
 
     @contextmanager
     def operation(self, cause: Cause, now: Callable[[], float]) -> Iterator[None]:
-        """Note what is done inside as an operation."""
+        """Record the work inside the context as an operation."""
         start_s = now()
         try:
             yield
@@ -118,7 +118,7 @@ class GapMonitor:
             self.note(Operation(cause, start_s, now()))
 
     def starting(self, start_s: float, waiting_since_s: float) -> StepStart:
-        """The device has a step from `start_s` on."""
+        """Record that the device runs a step from `start_s` on."""
         step = StepStart(start_s, waiting_since_s, self._cpu_time())
         if self._idle_since_s is not None:
             self._measure(self._idle_since_s, step)
@@ -126,7 +126,7 @@ class GapMonitor:
         return step
 
     def ended(self, end_s: float, following: StepStart | None = None) -> None:
-        """The device ended a step at `end_s`; the loop may have handed it the `following` one before or after that."""
+        """Record that a step ended at `end_s`. following: the next step, if it was given to the device already."""
         if following is None:
             self._idle_since_s = end_s
         else:
@@ -148,7 +148,7 @@ class GapMonitor:
             self._log(step.start_s, gap_s, suspended_s, by_cause)
 
     def _blocked_by(self, start_s: float, end_s: float) -> dict[Cause, float]:
-        """Seconds of each cause between two times. What stops every thread is not counted for what it interrupts."""
+        """Return the seconds of each cause between two times. Time in which all threads stop counts once."""
         by_cause: dict[Cause, float] = {}
         inside = [each for each in tuple(self._operations) if each.overlap_s(start_s, end_s) > 0]
         stops = [each for each in inside if each.cause in _STOPS_EVERY_THREAD]
@@ -203,19 +203,19 @@ class GapMonitor:
 
 
 _MONITORS: "WeakSet[GapMonitor]" = WeakSet()
-_NOTED_S = 2e-4  # shorter collections are not worth a record
+_NOTED_S = 2e-4  # shorter collections are not recorded
 _collecting_since_s = 0.0
 
 
 def follow_process(monitor: GapMonitor) -> None:
-    """Tell a monitor of everything that stops all threads of this process, for as long as it lives."""
+    """Report everything that stops all threads of this process to a monitor, as long as the monitor exists."""
     _MONITORS.add(monitor)
     if _follow_collections not in gc.callbacks:
         gc.callbacks.append(_follow_collections)
 
 
 def note_process(operation: Operation) -> None:
-    """Something has stopped every thread of this process. Times are those of `time.monotonic`."""
+    """Report an operation that has stopped every thread of this process. Times are those of `time.monotonic`."""
     for monitor in tuple(_MONITORS):
         monitor.note(operation)
 

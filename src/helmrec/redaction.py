@@ -1,6 +1,6 @@
-"""Hides secrets in text that people or other programs will read: log lines, errors, shown settings.
+"""Hides secrets in log lines, error messages and displayed settings.
 
-Knows what a secret looks like, and takes the secrets of this process as values; does not know where text goes.
+It recognises secrets by their form, and takes the secrets of this process as values; it does not know where text goes.
 """
 
 import re
@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 HIDDEN = "***"
 _MIN_LENGTH = 4  # a shorter secret would be found inside ordinary words
-# Every repetition is bounded: clients choose parts of what is logged, and must not choose how long a match takes.
+# Every repetition is bounded: clients choose parts of the text, and must not be able to make a match slow.
 _USER_OF_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^\s\"'<>]{0,1000}@", re.IGNORECASE)
 _NAMED = re.compile(
     r"""\b([\w.-]{0,40}(?:token|secret|password))       # a name that says so
@@ -22,7 +22,7 @@ _SECRET_NAME = re.compile(r"token$|secret$|password$", re.IGNORECASE)
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text with `***` for user and password of every URL, values of names like `admin_token`, and `secrets`."""
+    """Replace user and password of every URL, values of names like `admin_token`, and `secrets` by `***`."""
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _MIN_LENGTH:
             text = text.replace(secret, HIDDEN)
@@ -32,7 +32,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in_url(url: str) -> tuple[str, ...]:
-    """Passwords that an address carries, as written and as meant; before the `@`, or as `password` in its query."""
+    """Return the passwords in a URL, quoted and unquoted: before the `@`, or as `password` in its query."""
     found: list[str] = []
     if match := _USER_OF_URL.search(url):
         _, _, password = url[match.start() + len(match[1]) : match.end() - 1].partition(":")

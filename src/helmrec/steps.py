@@ -1,7 +1,7 @@
-"""What each step did and how long its stages took: a ring of numbers that an engine fills and a controller reads.
+"""The step log: the work of each step and the times of its stages, written by an engine and read by a controller.
 
-A step has three stages: the host lays it out, the bus brings the rows that missed and the pages that come back, and the
-device computes. Knows no engine and no controller; a simulated node fills the same columns.
+A step has three stages: the host lays it out, the bus transfers missed rows and reloaded pages, and the device
+computes. It knows neither engines nor controllers; a simulated node fills the same columns.
 """
 
 from enum import IntEnum
@@ -11,27 +11,27 @@ from numpy.typing import NDArray
 
 Steps = NDArray[np.float64]  # (steps, columns of `Step`), in order of their ends
 MS_PER_S = 1e3
-CAPACITY = 4_096  # steps between two looks; what is beyond that pushes out the oldest
+CAPACITY = 4_096  # steps kept between two reads; more overwrite the oldest
 
 
 class Step(IntEnum):
     """Columns of a step. Times are of one clock; a stage that cannot be timed is NaN, never 0."""
 
-    BEGIN_S = 0  # its requests were chosen
-    END_S = 1  # its scores were there
-    REQUESTS = 2  # that it answered; 0: it computed ahead of requests
+    BEGIN_S = 0  # time at which its requests were chosen
+    END_S = 1  # time at which its scores were ready
+    REQUESTS = 2  # answered by it; 0: it computed ahead of requests
     TOKENS = 3  # computed: of histories, contexts and candidates
     PAIRS = 4  # of tokens that attention looked at, in one layer
     ROWS_READ = 5
     ROWS_MISSED = 6
     PAGES_RELOADED = 7
-    HOST_MS = 8  # at work on it before and after the device, without waits for other steps
-    ROWS_MS = 9  # reading rows and pages; while both were read, time counts once
-    COMPUTE_MS = 10  # on the device, once its rows were there, without the wait for its pages
+    HOST_MS = 8  # work of the host before and after the device, without waits for other steps
+    ROWS_MS = 9  # reading rows and pages; time in which both are read counts once
+    COMPUTE_MS = 10  # on the device after its rows were read, without the wait for its pages
 
 
 class StepLog:
-    """The last steps. One thread writes; the one that reads may be another."""
+    """A ring of the latest steps. One thread writes; another may read."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._ring = np.zeros((capacity, len(Step)))
@@ -39,38 +39,38 @@ class StepLog:
         self._num_taken = 0
 
     def add(self, values: tuple[float, ...]) -> None:
-        """A step ended; one value per column."""
+        """Add a step that has ended; one value per column."""
         self._ring[self._num_added % len(self._ring)] = values
         self._num_added += 1
 
     def add_host_ms(self, took_ms: float) -> None:
-        """The host did so much more for the step that ended last."""
+        """Add host time to the latest step."""
         self._ring[(self._num_added - 1) % len(self._ring), Step.HOST_MS] += took_ms
 
     def take(self) -> Steps:
-        """Steps that ended since the last call, the oldest first; of more than fit, the latest."""
+        """Return the steps that ended since the last call, oldest first; the latest if more ended than fit."""
         begin, self._num_taken = self._num_taken, self._num_added
         return latest(self._ring, begin, self._num_taken)
 
 
 def no_steps() -> Steps:
-    """A stretch of time in which no step ended."""
+    """Return an empty array of steps."""
     return np.empty((0, len(Step)))
 
 
 def latest(ring: Steps, begin: int, end: int) -> Steps:
-    """Steps number `begin` to `end` of a ring, the oldest first; of more than fit, the latest."""
+    """Return steps number `begin` to `end` of a ring, oldest first; the latest if they are more than fit."""
     begin = max(begin, end - len(ring))
     return ring[np.arange(begin, end) % len(ring)]
 
 
 def busy_share(steps: Steps, stage: Step, span_s: float) -> float:
-    """Share of `span_s` that went into a stage of these steps, at most 1; stages that were not timed add nothing."""
+    """Return the share of `span_s` spent in a stage of these steps, at most 1; untimed stages add nothing."""
     return min(1.0, float(np.nansum(steps[:, stage])) / (span_s * MS_PER_S))
 
 
 def idle_share(steps: Steps, start_s: float, end_s: float) -> float:
-    """Share of a stretch of time in which none of these steps was under way."""
+    """Return the share of a time interval in which none of these steps ran."""
     begins = np.clip(steps[:, Step.BEGIN_S], start_s, end_s)
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.clip(steps[order, Step.END_S], start_s, end_s)

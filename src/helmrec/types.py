@@ -1,4 +1,4 @@
-"""What users hand in and get back."""
+"""The requests and results of the public interface."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went."""
+    """The time of a request by stage."""
 
     queue_ms: float
     plan_ms: float
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """Scores (logits, one column per task) and what it took to make them."""
+    """Scores (logits, one column per task), and the work and time they took."""
 
     scores: NDArray[np.float32]  # (num_candidates, num_tasks)
     reused_tokens: int
@@ -62,10 +62,10 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """Compute a user's history ahead of the rank that is to follow.
+    """Compute a user's history before its rank request arrives.
 
-    Fields of the history as in `RankRequest`. `num_candidates` and `budget_ms` say what the rank will ask for and may
-    take; `hold_ms` how long what was computed is held for it, up to the engine's bound.
+    Fields of the history as in `RankRequest`. `num_candidates` and `budget_ms` describe the expected rank request;
+    `hold_ms` is how long the computed prefix is held for it, up to the engine's bound.
     """
 
     user_id: int
@@ -82,18 +82,18 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A user's prefix is held until then, by the engine's clock, or until the rank has used it."""
+    """A promise to hold a user's prefix until a rank request has used it, or until `expires_s`."""
 
     token: str
     user_id: int
-    expires_s: float
-    hold_ms: float  # from when it was granted until then
+    expires_s: float  # by the engine's clock
+    hold_ms: float  # from the grant to `expires_s`
     is_shortened: bool = False  # the signal asked for more than `RelayConfig.max_hold_ms`
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What became of a signal: why, and the lease if there is one."""
+    """The decision about a prefill request, and its lease if one was granted."""
 
     verdict: str  # a value of `relay.trigger.Verdict`
     lease: Lease | None

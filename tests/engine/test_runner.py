@@ -6,7 +6,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Running
 from helmrec.kernels.row_table import ABSENT
 from helmrec.memory.device_rows import DeviceRows
-from tests.helpers import random_request, tiny_engine
+from tests.helpers import host_rows, random_request, tiny_engine
 
 
 def run_one(engine: Engine, rng: np.random.Generator, user_id: int) -> Running:
@@ -29,8 +29,8 @@ def test_admitted_rows_are_what_the_step_read(rng: np.random.Generator, row_inde
             slots = (rows.table.row_of != ABSENT).nonzero().flatten().numpy()
             resident = rows.table.row_of[slots].numpy().astype(np.int64)
         else:
-            resident = engine._pool.host_rows.resident_rows()
-            slots = engine._pool.host_rows.peek(resident)
+            resident = host_rows(engine._pool).resident_rows()
+            slots = host_rows(engine._pool).peek(resident)
         assert resident.size > 0
         assert torch.equal(engine._arena.rows[torch.from_numpy(slots).long()], engine._master.gather(resident))
         engine.check()

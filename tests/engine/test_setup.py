@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helmrec.config import EngineConfig
-from helmrec.engine.setup import less_the_index
+from helmrec.engine.setup import without_row_index
 from helmrec.errors import PoolTooSmall
 from helmrec.kernels.row_table import RowTable
 from tests.helpers import tiny_config, tiny_geometry
@@ -20,7 +20,7 @@ def test_an_index_takes_the_bytes_it_says(num_rows: int, num_slots: int) -> None
 
 def test_an_index_on_the_card_is_paid_for_by_the_pool() -> None:
     config = EngineConfig(pool_bytes="64MiB", device="cuda")
-    paged = less_the_index(config, GEOMETRY, num_rows=1_000_000)
+    paged = without_row_index(config, GEOMETRY, num_rows=1_000_000)
     num_slots = paged.pool_bytes // GEOMETRY.row_stride
     assert paged.pool_bytes + RowTable.bytes_for(1_000_000, num_slots) <= config.pool_bytes
     assert paged.pool_bytes > 0.6 * config.pool_bytes
@@ -29,9 +29,9 @@ def test_an_index_on_the_card_is_paid_for_by_the_pool() -> None:
 def test_an_index_on_the_host_is_not() -> None:
     for settings in ({"device": "cpu"}, {"device": "cuda", "row_index": "host"}):
         config = EngineConfig(pool_bytes="64MiB", **settings)
-        assert less_the_index(config, GEOMETRY, 1_000_000) is config
+        assert without_row_index(config, GEOMETRY, 1_000_000) is config
 
 
 def test_a_pool_smaller_than_its_index_is_refused_with_both_sizes() -> None:
     with pytest.raises(PoolTooSmall, match=r"more than \d+, the index of 1000000 rows, got 1048576"):
-        less_the_index(EngineConfig(pool_bytes="1MiB", device="cuda"), GEOMETRY, 1_000_000)
+        without_row_index(EngineConfig(pool_bytes="1MiB", device="cuda"), GEOMETRY, 1_000_000)

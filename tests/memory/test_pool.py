@@ -10,7 +10,7 @@ from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.ledger import Owner
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.row_cache import Slots
-from tests.helpers import tiny_config, tiny_geometry
+from tests.helpers import host_rows, tiny_config, tiny_geometry
 from tests.memory.test_kv_cache import make_history
 
 GEOMETRY = tiny_geometry(tiny_config())
@@ -45,11 +45,11 @@ def serve(pool: Pool, user_id: int, events: Sequence[int]) -> int:
 
 
 def read(pool: Pool, rows: np.ndarray[Any, np.dtype[np.int64]], mover: Copies | None = None) -> None:
-    missed = rows[pool.host_rows.lookup(rows) == ABSENT]
-    admission = pool.host_rows.admit(missed, np.arange(missed.size))
+    missed = rows[host_rows(pool).lookup(rows) == ABSENT]
+    admission = host_rows(pool).admit(missed, np.arange(missed.size))
     if mover:
         mover.row_at[admission.slots] = admission.rows
-    pool.host_rows.publish(admission)
+    host_rows(pool).publish(admission)
 
 
 def settle(pool: Pool, budget_bytes: int = 1 << 30) -> int:
@@ -220,8 +220,8 @@ def test_survivors_of_a_shrink_take_their_data_along() -> None:
     read(pool, hot, mover)
     pool.aim(0.1)
     settle(pool)
-    assert sorted(pool.host_rows.resident_rows().tolist()) == hot.tolist()
-    assert np.array_equal(mover.row_at[pool.host_rows.peek(hot)], hot)
+    assert sorted(host_rows(pool).resident_rows().tolist()) == hot.tolist()
+    assert np.array_equal(mover.row_at[host_rows(pool).peek(hot)], hot)
     assert pool.stats().bytes_by_cause["boundary-compact"] > 0
 
 
@@ -246,5 +246,5 @@ def test_no_page_and_no_row_is_lost_while_the_boundary_moves(order: str, seed: i
             case "serve" if pool.ledger.num_free + pool.ledger.count(Owner.KV) >= 5:
                 serve(pool, number % 3, range(number, number + 9))
         pool.check()
-        rows = pool.host_rows.resident_rows()
-        assert np.array_equal(mover.row_at[pool.host_rows.peek(rows)], rows), "a row's data is not in its slot"
+        rows = host_rows(pool).resident_rows()
+        assert np.array_equal(mover.row_at[host_rows(pool).peek(rows)], rows), "a row's data is not in its slot"

@@ -149,9 +149,7 @@ def _query(request: Prepared, num_user: int) -> Query:
     return Query(request.query_time, num_user, request.num_events, request.num_candidates)
 
 
-def _in_query_frame(
-    tokens: _Tokens, members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig
-) -> _Tokens:
+def _in_query_frame(tokens: _Tokens, members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig) -> _Tokens:
     """Return the tokens with positions counted back from the query and times as ages at the query."""
     frame, num_user = config.query_frame, len(config.user_context)
     assert frame is not None

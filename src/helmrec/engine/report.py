@@ -40,9 +40,7 @@ class EngineReport:
             f"{self.index_bytes / _MIB:,.0f} MiB on the {'card' if self.is_index_on_card else 'host'}",
         ]
         if not self.keeps_kv:
-            lines.append(
-                "K/V of this model depend on the query: history is computed once per request and not kept"
-            )
+            lines.append("K/V of this model depend on the query: history is computed once per request and not kept")
         if self.reserved_bytes:
             lines.append(
                 f"card: {self.num_graphs} graphs over {self.graph_buffer_bytes / _MIB:,.0f} MiB of buffers, "

@@ -1,7 +1,7 @@
-"""The embedding stage as CUDA graphs, on a stream of its own: it reads the rows of one step while another computes.
+"""The embedding stage as CUDA graphs on its own stream: it reads the rows of one step while another computes.
 
-A step is padded to one of a few sizes. Rows that are resident are read by all of the card for a moment; those that
-are not, by few programs with long loops, which keep the bus busy and leave the card to the compute beside them.
+A step is padded to one of a few sizes. Resident rows are read by a full grid; missed rows by few programs with long
+loops, which keep the bus busy and leave the rest of the card to the compute of another step.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
-ORDER_FROM = 16_384  # misses of a step from which sorting pays: with 1 KiB rows it did at 16k, not at 8k
+ORDER_FROM = 16_384  # expected misses of a step from which they are sorted; with 1 KiB rows 16k gained, 8k did not
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How many rows a step may read, and for whom."""
+    """The most rows that a step may read, by kind."""
 
     num_features: int
-    num_tables: int  # of context: each has a row per sequence
+    num_tables: int  # context tables: each has a row per sequence
     num_sequences: int
-    largest: int  # events of the largest size
+    largest: int  # events in the largest size
 
     @property
     def num_context(self) -> int:
@@ -46,19 +46,19 @@ class RowShape:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     staging: Staging
-    as_they_come: torch.cuda.CUDAGraph
-    in_order: torch.cuda.CUDAGraph
+    unordered: torch.cuda.CUDAGraph
+    ordered: torch.cuda.CUDAGraph
     admit: torch.cuda.CUDAGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphReading:
-    """Rows on their way into `RowGraphs.values`."""
+    """A launched read of rows into `RowGraphs.values`."""
 
     graphs: "RowGraphs"
     step: Assembly
     gathered: torch.cuda.Event
-    found: NDArray[np.int64]  # (sequences + tally,) arrives before `gathered`
+    found: NDArray[np.int64]  # (sequences + tally,) complete before `gathered`
 
     def count_misses(self) -> IntArray:  # (requests,)
         misses = self.found[: len(self.step.num_rows)].copy()
@@ -67,14 +67,14 @@ class GraphReading:
 
 
 class RowGraphs:
-    """Find, gather and admit, by number of events. Steps are read in the order they are launched."""
+    """The graphs that find, gather and admit rows, by number of events. Steps are read in the order of launch."""
 
     def __init__(self, stage: DeviceRowStage, shape: RowShape) -> None:
         self._stage = stage
         self._cache, arena_rows = stage.cache, stage.arena_rows
         self._shape = shape
         device, most = arena_rows.device, shape.num_rows(shape.largest)
-        self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # what the latest step read
+        self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # rows of the latest step
         self._sources = torch.full((most,), SKIP, dtype=torch.int32, device=device)
         self._missed = Missed.allocate(most, device)
         self._found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
@@ -97,22 +97,22 @@ class RowGraphs:
         return sum(buffer.nbytes for buffer in buffers)
 
     def values_of(self, size: int) -> Tensor:
-        """(features * size + context, row_dim): where a step of this size finds its rows."""
+        """Return the rows of a step of this size: (features * size + context, row_dim)."""
         return self.values[: self._shape.num_rows(size)]
 
     def read(
         self, step: Assembly, size: int, context_at: IntArray, after: torch.cuda.Event, timeline: Timeline
     ) -> GraphReading:
-        """Start reading the rows of a step into `values`, which may be overwritten `after` that event."""
+        """Start reading the rows of a step into `values`, which may be overwritten after the event `after`."""
         captured, stream = self._captured[size], self._cache.stream
         assert stream is not None
-        timeline.wait_for(self._sent)  # the step before has left the block that this one fills
+        timeline.wait_for(self._sent)  # the step before has been copied out of the block that this one fills
         host, shape = captured.staging.host, self._shape
         pad_rows(host["rows"], step.rows, RowLayout(shape.num_features, step.event_at.size, size, context_at), ABSENT)
         host["control"][:] = self._cache.next_control(step.rows.size)
         host["cu_events"][: len(step.cu_events)] = step.cu_events
         host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
-        gather = captured.in_order if self._miss_rate * step.rows.size >= ORDER_FROM else captured.as_they_come
+        gather = captured.ordered if self._miss_rate * step.rows.size >= ORDER_FROM else captured.unordered
         self._turn ^= 1
         found, gathered = self._found_host[self._turn], torch.cuda.Event()
         with InStream(stream):
@@ -134,7 +134,7 @@ class RowGraphs:
     # Capture.
 
     def capture_background(self, pages_per_move: int, refill_bytes: int) -> None:
-        """What runs between steps in the same stream: EMB gives up pages, and reads rows ahead."""
+        """Capture what runs between steps in the same stream: giving up pages of EMB, and reading rows ahead."""
         self._cache.capture_moves(pages_per_move, self._maker.capture)
         self._stage.capture_refill(refill_bytes, self._maker.capture)
 
@@ -146,12 +146,12 @@ class RowGraphs:
         staging.host["control"][:] = 0
         staging.host["cu_events"][:] = 0
         staging.send()
-        as_they_come, in_order = (
+        unordered, ordered = (
             self._maker.capture(partial(self._gather, staging, size, is_ordered=is_ordered))
             for is_ordered in (False, True)
         )
         admit = self._maker.capture(partial(self._cache.admit, self._missed_of(size), self.values_of(size)))
-        self._captured[size] = _Captured(staging, as_they_come, in_order, admit)
+        self._captured[size] = _Captured(staging, unordered, ordered, admit)
 
     def _fields(self, size: int) -> list[StagedField]:
         return [
@@ -173,7 +173,7 @@ class RowGraphs:
         self._count(device["rows"], sources, device["cu_events"])
 
     def _count(self, rows: Tensor, sources: Tensor, cu_events: Tensor) -> None:
-        """Misses of each sequence, and the tally as it is."""
+        """Count the misses of each sequence, and copy the tally."""
         shape = self._shape
         missed = ((rows >= 0) & (sources == SKIP)).long()
         of_events, of_context = missed.split([len(missed) - shape.num_context, shape.num_context])

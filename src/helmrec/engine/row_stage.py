@@ -1,4 +1,4 @@
-"""How the rows of a step reach the device: from a cache indexed on the host, or on the device, or past all caches."""
+"""The row stage: reads the rows of a step through a cache indexed on the host or the device, or without a cache."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,13 +23,13 @@ class Reading(Protocol):
 
     @property
     def values(self) -> Tensor:
-        """(rows, row_dim), in the order of `Assembly.rows`"""
+        """Row values, (rows, row_dim), in the order of `Assembly.rows`."""
 
     def count_misses(self) -> IntArray:  # (requests,)
-        """How many came from the host for each request; once, when the step has ended."""
+        """Count the rows that came from the host, by request; called once, when the step has ended."""
 
     def admit(self) -> None:
-        """Let rows that were missed into the cache, unless the stage has done so; off the request path."""
+        """Admit missed rows to the cache, unless the stage has done so; off the request path."""
 
 
 class RowStage(Protocol):
@@ -37,7 +37,7 @@ class RowStage(Protocol):
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Where it touches the pool; None: in the caller's."""
+        """Stream in which it accesses the pool; None is the caller's."""
 
     def read(self, step: Assembly) -> Reading: ...
 
@@ -45,16 +45,18 @@ class RowStage(Protocol):
         """Read rows ahead of demand into empty slots; off the request path."""
 
     def write(self, rows: IntArray, values: Tensor) -> None:
-        """New values of rows, for those that are resident; no step may be running."""
+        """Write new values of the resident ones among these rows; no step may be running."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostReading:
+    """Rows of a step that the host looked up."""
+
     stage: "HostRowStage"
     step: Assembly
     values: Tensor
     rows: IntArray
-    absent: IntArray  # which of them were
+    absent: IntArray  # positions of the missed ones
 
     def count_misses(self) -> IntArray:
         return self.step.count_by_request(self.absent)
@@ -64,7 +66,7 @@ class HostReading:
 
 
 class HostRowStage:
-    """The index is on the host, so the host sorts hits from misses. Exact: it knows the coldest row of all."""
+    """Reads rows through an index on the host. Eviction is exact: the host knows the globally coldest row."""
 
     stream = None
 
@@ -85,7 +87,7 @@ class HostRowStage:
         return HostReading(self, step, values, rows, absent)
 
     def admit(self, missed: IntArray, gathered: Tensor, positions: IntArray) -> None:
-        """Copied from what a step read, so that no row crosses the bus twice."""
+        """Copy admitted rows from the values a step has read, so that no row crosses the bus twice."""
         if not missed.size:
             return
         admission = self._cache.admit(missed, positions)
@@ -113,6 +115,8 @@ class HostRowStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceReading:
+    """Rows of a step that the device looked up."""
+
     cache: DeviceRows
     step: Assembly
     values: Tensor
@@ -124,11 +128,11 @@ class DeviceReading:
         return self.step.count_by_request(np.sort(self.missed.places[:num].cpu().numpy()))
 
     def admit(self) -> None:
-        """Done: the device admits what it missed right after it read it."""
+        """Do nothing: the device has admitted the missed rows right after it read them."""
 
 
 class DeviceRowStage:
-    """The index is on the device, in a stream of its own. Operation by operation; `row_graphs.py` is the fast way."""
+    """Reads rows through an index on the device, on its own stream, operation by operation. Twin: `row_graphs.py`."""
 
     def __init__(self, cache: DeviceRows, arena: Arena, master: RowMaster, kernels: RowKernels) -> None:
         self.cache = cache
@@ -154,7 +158,7 @@ class DeviceRowStage:
         return DeviceReading(cache, step, values, missed)
 
     def gather(self, sources: Tensor, missed: Missed, values: Tensor) -> None:
-        """Rows that are resident from the arena, the others from the host."""
+        """Read resident rows from the arena and the others from the host."""
         arena, master = self.arena_rows, self._master_rows
         self._kernels.gather_rows(arena, master, sources, values)
         self._kernels.gather_few(arena, master, missed.sources, values, places=missed.places, count=missed.count)
@@ -171,6 +175,8 @@ class DeviceRowStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainReading:
+    """Rows of a step that were read without a cache."""
+
     step: Assembly
     values: Tensor
 
@@ -178,11 +184,11 @@ class PlainReading:
         return self.step.num_rows
 
     def admit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
 
 class PlainRowStage:
-    """Every row from the master."""
+    """Reads every row from the master."""
 
     stream = None
 

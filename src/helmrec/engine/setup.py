@@ -1,4 +1,4 @@
-"""From a model and a configuration to the parts of an engine on one device."""
+"""Builds the parts of an engine on one device from a model and a configuration."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _PAGE_TOKENS = {"cpu": 32, "cuda": 128}  # on a card, a key tile is one page
 
 
 class Parts(NamedTuple):
-    """Everything an engine is made of that lives on its device, ready to serve."""
+    """The parts of an engine that live on its device, ready to serve."""
 
     model: HstuModel
     master: RowMaster
@@ -37,12 +37,12 @@ class Parts(NamedTuple):
     pool: Pool
     dense: Dense
     row_kernels: RowKernels
-    capture: Capture | None  # makes graphs, where steps are graphs
-    start_up: StartUp  # how long each part took
+    capture: Capture | None  # captures graphs, where steps run as graphs
+    start_up: StartUp  # times of the start
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
-    """The parts, warmed up. A card gets a locked copy of the tables; a CPU uses and updates the tables themselves."""
+    """Build the parts and warm them up. A card reads a locked copy of the tables; a CPU uses the tables themselves."""
     start_up = StartUp()
 
     def follow(done: int, total: int) -> None:
@@ -52,7 +52,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     _check_device(config)
     shape = model.config
     if not shape.is_append_stable:
-        config = _for_one_request_at_a_time(config)
+        config = _without_kept_kv(config)
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
@@ -60,7 +60,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     master = _master(model, config, follow)
     start_up.begin("pool")
     geometry = page_geometry(shape, config)
-    config = less_the_index(config, geometry, shape.num_rows)
+    config = without_row_index(config, geometry, shape.num_rows)
     arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
@@ -73,15 +73,15 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture, start_up)
 
 
-def _for_one_request_at_a_time(config: EngineConfig) -> EngineConfig:
-    """K/V of the model serve no other query, so none are kept; and graphs do not know what its tokens ask of one."""
+def _without_kept_kv(config: EngineConfig) -> EngineConfig:
+    """Settings for a model whose K/V depend on the query: none are kept, and steps do not run as graphs."""
     if config.miss_curves:
         raise ConfigError("miss_curves: K/V of this model depend on the query and are never kept, got True")
     return config.model_copy(update={"kv_admission": "never", "cuda_graphs": False})
 
 
-def less_the_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:
-    """What is left of the pool for pages: an index on the card is paid for by the pool."""
+def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:
+    """Subtract the row index from `pool_bytes`, where it is on the card: the rest is for pages."""
     if config.device != "cuda" or _row_index(config) != "device":
         return config
     index_bytes = RowTable.bytes_for(num_rows, config.pool_bytes // geometry.row_stride)
@@ -121,7 +121,7 @@ def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: RowMaste
 
 
 def _row_index(config: EngineConfig) -> str:
-    """Graphs and compiled kernels need the index beside them."""
+    """Resolve `row_index`: graphs and compiled kernels need the index on the card."""
     on_card = config.device == "cuda" and _kernels(config) == "triton"
     return config.row_index if config.row_index != "auto" else "device" if on_card else "host"
 
@@ -140,7 +140,7 @@ def _kernels(config: EngineConfig) -> str:
 
 
 def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> GraphLimits:
-    """A lone request may exceed the token budget of a batch, so each limit also holds for one."""
+    """Return the largest step to capture. One request may exceed the token budget of a batch, so limits cover it."""
     most_candidates = min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
     return GraphLimits(
         num_events=max(config.max_batch_tokens, shape.max_request_tokens),
@@ -153,7 +153,7 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
 
 
 def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
-    """How a pool of this model is cut into pages."""
+    """Return the page geometry of this model's pool."""
     return PageGeometry(
         page_tokens=config.page_tokens or _PAGE_TOKENS[config.device],
         num_layers=shape.num_layers,

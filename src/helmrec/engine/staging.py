@@ -1,6 +1,6 @@
-"""A step's small arrays in one pinned block: one copy to the device instead of a dozen.
+"""Staging memory: the small arrays of a step in one pinned block, sent to the device in one copy.
 
-It knows names, shapes and types, not what they mean.
+It knows names, shapes and types of the arrays, not their meaning.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ _ALIGN = 256
 
 
 class StagedField(NamedTuple):
+    """Name, shape and type of one array in a block."""
+
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +33,7 @@ def block_bytes(fields: Sequence[StagedField]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Host and device memory that layouts of many sizes share; one step at a time uses them."""
+    """Host and device memory shared by layouts of many sizes; one step at a time uses it."""
 
     host: Tensor  # (bytes,) pinned where the device is a card
     device: Tensor
@@ -43,7 +45,7 @@ class Blocks:
 
 
 class Staging:
-    """One layout over shared blocks: write `host` arrays, `send`, read `device` tensors at fixed addresses."""
+    """One layout over shared blocks: write the `host` arrays, `send`, read the `device` tensors at fixed addresses."""
 
     def __init__(self, fields: Sequence[StagedField], blocks: Blocks) -> None:
         num_bytes = block_bytes(fields)

@@ -1,4 +1,4 @@
-"""How long the parts of a start take, and how far it is."""
+"""Progress and duration of the phases of an engine's start."""
 
 import logging
 import time
@@ -9,32 +9,33 @@ _LOG_EVERY_S = 5.0
 
 
 class StartUp:
-    """Parts of a start, one after the other: logged as each begins, and every few seconds while it goes on."""
+    """Times the phases of a start; logs the beginning of each, and its progress every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began_s = self._logged_s = clock()
-        self._part: str | None = None
-        self.seconds: dict[str, float] = {}  # of each part that has ended, in order
+        self._phase: str | None = None
+        self.seconds: dict[str, float] = {}  # by phase that has ended, in order
 
-    def begin(self, part: str) -> None:
-        """The part before has ended."""
+    def begin(self, phase: str) -> None:
+        """End the current phase, if any, and begin the next."""
         self.end()
-        self._part, self._began_s = part, self._clock()
+        self._phase, self._began_s = phase, self._clock()
         self._logged_s = self._began_s
-        log.info("start: %s", part)
+        log.info("start: %s", phase)
 
     def progress(self, done: int, total: int) -> None:
-        """So much of the part is done."""
+        """Log the progress of the current phase, at most every few seconds."""
         now_s = self._clock()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
-            log.info("start: %s, %.0f%%", self._part, 100 * done / max(1, total))
+            log.info("start: %s, %.0f%%", self._phase, 100 * done / max(1, total))
 
     def end(self) -> None:
-        if self._part is not None:
-            self.seconds[self._part] = self.seconds.get(self._part, 0.0) + self._clock() - self._began_s
-            self._part = None
+        """End the current phase, if any."""
+        if self._phase is not None:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + self._clock() - self._began_s
+            self._phase = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())
+        return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())

@@ -1,4 +1,4 @@
-"""When the stages of a step began and ended: by the clock, or by events where they run in streams of a card.
+"""Timelines: when the stages of a step began and ended, by the clock or by events in streams of a card.
 
 Nothing here waits for the device: events are read after their step has ended. It does not know what a stage does.
 """
@@ -12,17 +12,17 @@ import torch
 
 from helmrec.clock import Clock
 
-STEPS_IN_FLIGHT = 2  # so many timelines are used in turn
+STEPS_IN_FLIGHT = 2  # number of timelines, used in turn
 
 
 class Mark(IntEnum):
-    """Points in a step, each marked in the stream whose work it limits."""
+    """Points in a step, each marked in the stream whose work it delimits."""
 
-    LOADING = 0  # pages begin to come from the host
+    LOADING = 0  # loads of pages from the host begin
     LOADED = 1
-    READING = 2  # rows begin to be read
+    READING = 2  # reads of rows begin
     READ = 3
-    COMPUTING = 4  # the rows are there
+    COMPUTING = 4  # the rows have been read
     WAITING = 5  # for pages from the host
     RESUMED = 6
     ENDED = 7
@@ -31,13 +31,13 @@ class Mark(IntEnum):
 class StageTimes(NamedTuple):
     """Milliseconds of the stages of a step; NaN where a stage was not timed."""
 
-    host_ms: float  # choosing, laying out and launching it, without waits for steps before it
-    rows_ms: float  # reading rows and pages; while both were read, time counts once
-    compute_ms: float  # from when its rows were there, without the wait for its pages
+    host_ms: float  # planning, layout and launch, without waits for earlier steps
+    rows_ms: float  # reading rows and pages; time in which both are read counts once
+    compute_ms: float  # after its rows were read, without the wait for its pages
 
 
 class Timeline:
-    """Marks of one step by the clock: its stages run in the caller's thread, one after another."""
+    """The marks of one step by the clock: its stages run in the caller's thread, one after another."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,26 +46,26 @@ class Timeline:
         self._waited_s = 0.0
 
     def begin(self, began_s: float) -> None:
-        """Forget the step before; the host has worked on this one since `began_s`."""
+        """Start a new step, on which the host has worked since `began_s`."""
         self._began_s, self._left_s, self._waited_s = began_s, nan, 0.0
         self._at_s = [nan] * len(Mark)
 
     def leave_host(self) -> None:
-        """The host has done its part."""
+        """Mark the end of the host's work on the step."""
         self._left_s = self._clock.now()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event of another step; the wait is no work on this one."""
+        """Wait for an event of another step; the wait does not count as work on this one."""
         start_s = self._clock.now()
         event.synchronize()
         self._waited_s += self._clock.now() - start_s
 
     def mark(self, mark: Mark, stream: torch.cuda.Stream | None = None) -> None:
-        """What was enqueued in the stream comes before this point, what follows after it; None is the current one."""
+        """Mark a point in a stream, after the work enqueued so far; None is the current stream."""
         self._at_s[mark] = self._clock.now()
 
     def stages(self, *, has_loads: bool) -> StageTimes:
-        """How long they took, once the step has ended. has_loads: pages came from the host for it."""
+        """Return the times of the stages, once the step has ended. has_loads: it loaded pages from the host."""
         rows_ms, compute_ms = self._ms(Mark.READING, Mark.READ), self._ms(Mark.COMPUTING, Mark.ENDED)
         load_ms = 0.0
         if has_loads:
@@ -77,7 +77,7 @@ class Timeline:
         return StageTimes(self._host_ms(load_ms), rows_ms, compute_ms)
 
     def _host_ms(self, load_ms: float) -> float:
-        """The host itself loaded the pages, which is no work of its own stage."""
+        """Return the time of the host, without the loads of pages, which it did itself."""
         return (self._left_s - self._began_s - self._waited_s) * 1e3 - load_ms
 
     def _ms(self, begin: Mark, end: Mark) -> float:
@@ -85,7 +85,7 @@ class Timeline:
 
 
 class DeviceTimeline(Timeline):
-    """Marks of one step by events on a card; its host stage by the clock. The same events serve step after step."""
+    """The marks of one step by reused events on a card; its host stage by the clock."""
 
     def __init__(self, clock: Clock, make_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         super().__init__(clock)
@@ -102,11 +102,11 @@ class DeviceTimeline(Timeline):
         self._marked.add(mark)
 
     def _host_ms(self, load_ms: float) -> float:
-        """The host only launched the loads."""
+        """Return the time of the host, which only launched the loads."""
         return (self._left_s - self._began_s - self._waited_s) * 1e3
 
     def _ms(self, begin: Mark, end: Mark) -> float:
-        """NaN if one of the two was not marked, or has not come yet."""
+        """Return the time between two marks; NaN if one was not marked or has not happened yet."""
         if begin not in self._marked or end not in self._marked:
             return nan
         first, last = self._events[begin], self._events[end]

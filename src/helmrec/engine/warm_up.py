@@ -1,8 +1,8 @@
-"""Compile everything that serving may compile, before clients wait for it.
+"""Compiles every function that serving may call, before the first client waits for it.
 
-Loops of the host are compiled when they are first called. A scratch engine of the same settings, with a tiny model on
-the CPU, takes every path a request, an update or a move of the boundary may take; then the engine itself ranks made-up
-requests. What a compiler has done before comes from its cache and takes no time.
+Numba compiles a function at its first call. A scratch engine with the same settings and a tiny model on the CPU takes
+every code path of requests, updates and boundary moves; then the engine itself ranks generated requests. Functions
+that were compiled before are loaded from the compilers' caches.
 """
 
 import logging
@@ -28,17 +28,17 @@ from helmrec.types import IntArray, PrefillRequest, RankRequest
 log = logging.getLogger("helmrec.engine")
 
 _SCRATCH_ITEMS = 4_096
-_SCRATCH_WINDOW = 1_100  # one request of so many events has more rows than miss curves have room for at first
-_SCRATCH_EVENTS = 64  # of every other request, about
+_SCRATCH_WINDOW = 1_100  # one request of this length has more rows than the initial capacity of miss curves
+_SCRATCH_EVENTS = 64  # length of all other requests, about
 _SCRATCH_PAGE_TOKENS = 4
 _SCRATCH_USERS = 24
-_CURVE_REQUESTS = 40  # after which miss curves say something
+_CURVE_REQUESTS = 40  # enough for miss curves to be returned
 
 
 def compile_ahead(model: ModelConfig) -> int:
-    """Compile the host's loops of every kind of engine that could serve a model of this form; returns how many kinds.
+    """Compile the host functions for every kind of engine that could serve a model of this form; return their number.
 
-    Needs no device: compilers keep what they made in their caches, and a later start takes it from there.
+    Needs no device: compilers keep the code in their caches, and a later start loads it from there.
     """
     kinds = [
         EngineConfig(
@@ -56,20 +56,20 @@ def compile_ahead(model: ModelConfig) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """Returns when neither this engine nor what it calls on the host will compile anything more."""
+    """Compile every host function that this engine may call while serving."""
     engine.start_up.begin("loops of the host")
     _use_scratch_engine(engine.model_config, engine.config)
     engine.start_up.begin("first requests")
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
-        # The user comes back with one event more: a prefix that is extended takes another path than a new one.
+        # The same user with one more event: extending a prefix takes another code path than starting one.
         engine.rank([made_up_request(engine.model_config, num_events)])
     engine.start_up.end()
     engine.reset_pauses()
-    engine.take_steps()  # of no traffic, and slower than what follows
+    engine.take_steps()  # discard: slower than the steps of traffic
 
 
 def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
-    """A valid request that reads only the first row of each table."""
+    """Return a valid request that reads only the first row of each table."""
     extra = [table.name for table in model.features[1:]]
     events, candidates = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
     return RankRequest(
@@ -85,7 +85,7 @@ def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1
 
 
 def scratch_model(model: ModelConfig) -> LoadedModel:
-    """A model of the same tables and form, as small as they come."""
+    """Return a minimal model with the same tables and form."""
 
     def small(tables: tuple[TableConfig, ...], num_rows: int) -> tuple[TableConfig, ...]:
         return tuple(TableConfig(name=table.name, num_rows=num_rows) for table in tables)
@@ -105,7 +105,7 @@ def scratch_model(model: ModelConfig) -> LoadedModel:
 
 
 def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
-    """An engine of the same settings on the CPU, whose pool is too small for what it is asked."""
+    """Return an engine with the same settings on the CPU, whose pool is too small for all scratch users."""
     small = scratch_model(model)
     on_cpu = config.model_copy(
         update={
@@ -132,11 +132,11 @@ def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
     return Engine(small, EngineConfig(**on_cpu.model_dump() | sizes), MonotonicClock())
 
 
-_COMPILED: set[tuple[object, ...]] = set()  # kinds of engines whose loops this process has compiled
+_COMPILED: set[tuple[object, ...]] = set()  # kinds of engines whose functions this process has compiled
 
 
 def _kind(model: ModelConfig, config: EngineConfig) -> tuple[object, ...]:
-    """What decides which loops an engine calls, and with which types."""
+    """Return the settings that decide which functions an engine calls, and with which types."""
     tables = tuple(bool(each) for each in (model.features[1:], model.user_context, model.request_context))
     rows = (config.device, config.row_index, config.row_order, config.row_admission)
     return (*tables, model.is_append_stable, *rows, config.kv_admission, config.miss_curves, bool(config.host_kv_bytes))
@@ -146,7 +146,7 @@ def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
     if (kind := _kind(model, config)) in _COMPILED:
         return
     level = log.level
-    log.setLevel(logging.ERROR)  # what a scratch engine says would be taken for the engine's own
+    log.setLevel(logging.ERROR)  # else log lines of the scratch engine would look like the engine's own
     try:
         with scratch_engine(model, config) as engine:
             for request in scratch_requests(engine.model_config):
@@ -159,7 +159,7 @@ def _use_scratch_engine(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def scratch_requests(model: ModelConfig) -> Iterator[RankRequest]:
-    """New, extended, shortened and changed histories of more users than fit, with rows from everywhere."""
+    """Generate new, extended, shortened and changed histories of more users than fit, with rows of whole tables."""
     rng = np.random.default_rng(0)
     histories = [rng.integers(_SCRATCH_ITEMS, size=2 * _SCRATCH_EVENTS) for _ in range(_SCRATCH_USERS)]
     for turn in range(4):
@@ -190,7 +190,7 @@ def _scratch_request(model: ModelConfig, user: int, items: IntArray) -> RankRequ
 
 
 def _change_everything(engine: Engine) -> None:
-    """Rows that change, a boundary that moves both ways, histories computed ahead, users that are forgotten."""
+    """Update rows, move the boundary both ways, compute a history ahead, and forget a user."""
     model = engine.model_config
     requests = list(scratch_requests(model))[-1 - _SCRATCH_USERS : -1]
     for num_rows in (1, 7):
@@ -223,7 +223,7 @@ def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
 
 
 def _compile_loops_of_graphs() -> None:
-    """What only steps on a card call: they pad steps to the sizes of graphs, and plan attention."""
+    """Compile the functions that only steps on a card call: padding to graph sizes, and attention plans."""
     events, lengths = np.zeros(8, np.int64), np.zeros(2, np.int32)
     staged: dict[str, NDArray[Any]] = {
         **{name: events.copy() for name in ("event_at", "actions", "positions", "gaps", "context_at", "write_slots")},

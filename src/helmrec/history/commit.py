@@ -1,6 +1,6 @@
-"""Group commit: whatever waits when the writer is free shares one transaction, and one forced write.
+"""Group commit: all jobs that wait when the writer is free share one transaction and one forced write.
 
-Knows when to commit and to sync; not what the work does.
+It knows when to commit and to sync, not what the jobs do.
 """
 
 import queue
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _WriteJob(Generic[T]):
-    """Work of one caller inside a shared transaction: it raises before it writes, or writes all of it."""
+    """The work of one caller in a shared transaction: it raises before it writes, or writes everything."""
 
     def __init__(self, work: Callable[[Txn], T], *, frees: bool) -> None:
         self.work = work
@@ -39,7 +39,7 @@ class _WriteJob(Generic[T]):
 
 
 class GroupCommit:
-    """The one thread that writes. Callers hear from it after the commit, never before."""
+    """The only thread that writes. Futures are completed after the commit, never before."""
 
     def __init__(self, file: HistoryFile, config: HistoryConfig, clock: Clock) -> None:
         self._file = file
@@ -56,9 +56,9 @@ class GroupCommit:
         self._thread.start()
 
     def submit(self, work: Callable[[Txn], T], *, frees: bool = False) -> Future[T]:
-        """Have `work` done in a transaction; `frees` says that it gives room back.
+        """Queue `work` for a transaction. frees: it frees more room than it takes.
 
-        Raises QueueFull if too many wait. A future that is cancelled in time is not done at all.
+        Raises QueueFull if too many wait. Work whose future is cancelled before it starts is not done.
         """
         job = _WriteJob(work, frees=frees)
         with self._closing:
@@ -71,7 +71,7 @@ class GroupCommit:
         return job.future
 
     def close(self) -> None:
-        """Finish what was submitted, and end."""
+        """Finish all submitted work, then end the thread."""
         with self._closing:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
@@ -89,7 +89,7 @@ class GroupCommit:
             self._sync_if_due()
 
     def _take(self) -> list[_WriteJob[Any] | None]:
-        """Everything that waits, or nothing when it is time to sync. None is the end."""
+        """Wait for jobs and return all that wait; none when it is time to sync. None among them ends the thread."""
         jobs: list[_WriteJob[Any] | None] = []
         try:
             jobs.append(self._jobs.get(timeout=self._patience_s()))
@@ -112,11 +112,11 @@ class GroupCommit:
         except HistoryFull as error:
             if len(jobs) == 1:
                 jobs[0].settle(error)
-            else:  # there may be room for some, and there is always room for those that free some
+            else:  # there may be room for some of them, and always for those that free room
                 for job in jobs:
                     self._commit([job])
             return
-        except Exception as error:  # whatever it is, callers wait for an answer and others for this thread
+        except Exception as error:  # callers wait for their futures, and later jobs need this thread
             for job in jobs:
                 job.settle(error)
             return
@@ -132,7 +132,7 @@ class GroupCommit:
         self._is_dirty = False
         try:
             self._file.sync()
-        except HistoryError as error:  # what was to be written may be gone: acknowledging more would be a lie
+        except HistoryError as error:  # committed data may be lost: later work must not be acknowledged
             self._failed_sync = error
 
 

@@ -1,7 +1,7 @@
-"""What goes into a history and what comes out, and every way new events can be wrong.
+"""Events of a history: their schema, and the checks of new events.
 
-Columns stand in the order of the engine's intake: items, further feature tables, actions, timestamps. Knows the
-model's ids, not how they are stored.
+Columns have the order of the engine's intake: items, other feature tables, actions, timestamps. It knows the model's
+ids, not how they are stored.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ class FeatureTable(Frozen):
 
 
 class EventSchema(Frozen):
-    """The fields of an event and how far their ids run.
+    """The fields of an event and the bounds of their ids.
 
-    A store remembers the names, and the largest limits under which it took events: tables may grow, never shrink.
+    A store records the names, and the largest bounds under which it accepted events: tables may grow, never shrink.
     """
 
     num_items: int = Field(ge=1)
@@ -103,7 +103,7 @@ class Events:
 
 
 def find_beyond(schema: EventSchema, events: Events) -> tuple[str, int] | None:
-    """A field whose ids reach beyond its table, and the largest of them; None if all are within."""
+    """Return the first field with an id beyond its table, and the largest id; None if all are within."""
     if not events.num_events:
         return None
     lines = (events.items, *(events.features[name] for name in schema.feature_names), events.actions)
@@ -114,7 +114,7 @@ def find_beyond(schema: EventSchema, events: Events) -> tuple[str, int] | None:
 
 
 def to_columns(schema: EventSchema, events: NewEvents, max_events: int) -> IntArray:  # (fields, events)
-    """Raise RequestError, naming field and value, or return a copy in columns."""
+    """Check new events and copy them to columns; raise RequestError that names field and value."""
     given = events.features
     if not isinstance(given, Mapping) or given.keys() != schema.known_features:
         seen = sorted(given, key=str) if isinstance(given, Mapping) else given
@@ -129,13 +129,19 @@ def to_columns(schema: EventSchema, events: NewEvents, max_events: int) -> IntAr
         if line.size != num_events:
             raise RequestError(name, line.size, f"one value per item is needed, {num_events} in all")
         column[:] = line
-    outside = columns.view(np.uint64) >= schema.limits  # what is negative, or was too large to be signed, is large
+    outside = columns.view(np.uint64) >= schema.limits  # negative values become large
     if outside.any():
         field_at, at = np.argwhere(outside)[0].tolist()
         problem = f"values run from 0 to {int(schema.limits[field_at, 0]) - 1}"
         raise RequestError(f"{schema.field_names[field_at]}[{at}]", int(lines[field_at][at]), problem)
     _check_forward(columns[-1])
     return columns
+
+
+def check_whole(field: str, value: object) -> None:
+    """Raise RequestError unless the value is an integer from 0 to MAX_ID."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= MAX_ID:
+        raise RequestError(field, value, f"an integer from 0 to {MAX_ID} is needed")
 
 
 def _check_forward(times: IntArray) -> None:
@@ -150,10 +156,10 @@ def to_events(schema: EventSchema, first_event: int, columns: IntArray) -> Event
 
 
 def _line(name: str, values: Ids) -> NDArray[np.integer]:
-    """The values as a flat array of integers."""
+    """Return the values as a flat array of integers."""
     try:
         line = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):  # a ragged list, or something that is none
+    except (ValueError, TypeError, OverflowError):  # a ragged list, or no list
         raise RequestError(name, values, "a flat list of integers is needed") from None
     if line.ndim != 1:
         raise RequestError(name, line.shape, "a flat list of integers is needed")

@@ -1,6 +1,6 @@
-"""One LMDB file that is a history store: opened with care, grown by itself, written by one process.
+"""The LMDB file of a history store: checked when opened, grown automatically, written by one process.
 
-Knows transactions, sizes and locks; what is in them is the business of `users.py`.
+It knows transactions, sizes and locks; `users.py` knows the content.
 """
 
 import errno
@@ -37,7 +37,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Tables(NamedTuple):
-    """The two parts of the file."""
+    """The two databases of the file."""
 
     users: lmdb._Database
     pages: lmdb._Database
@@ -80,11 +80,11 @@ class HistoryFile:
             readahead=False,  # users come in no order
             max_dbs=2,
         )
-        env.reader_check()  # readers that were killed no longer keep old pages alive
+        env.reader_check()  # release the pages of readers that were killed
         return env
 
     def _identify(self, schema: EventSchema) -> HashKey:
-        """Recognise the file as ours, or, if it is new, make it so."""
+        """Check the identity of the file, or write it if the file is new; return its key."""
         with self.env.begin() as txn:
             found, is_empty = Found(txn.get(_DESCRIPTION), txn.get(_OWN_SECRET)), txn.stat()["entries"] == 0
         if found.description is not None:
@@ -102,14 +102,14 @@ class HistoryFile:
         return key
 
     def taken_sizes(self, txn: Txn) -> TableSizes | None:
-        """The largest tables under which events were taken; None in a store of a release that did not note them."""
+        """Return the largest table sizes under which events were appended; None if an old release made the store."""
         value = txn.get(_SIZES)
         return None if value is None else unpack_sizes(value, str(self.path))
 
     def note_sizes(self, txn: Txn, schema: EventSchema) -> None:
-        """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
+        """Record these table sizes; raise TablesTooSmall if events were appended under larger ones.
 
-        A store without users forgets what it noted before.
+        A store without users drops the sizes recorded before.
         """
         taken = (self.taken_sizes(txn) or {}) if txn.stat(self.tables.users)["entries"] else {}
         check_sizes(taken, schema, str(self.path))
@@ -128,17 +128,17 @@ class HistoryFile:
 
     @property
     def used_bytes(self) -> int:
-        """How far the file reaches, free pages inside it included."""
+        """Bytes of the file, with free pages inside it."""
         return (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
 
     @contextmanager
     def reading(self) -> Iterator[Txn]:
-        """A view of one moment. Keep it short: pages freed meanwhile cannot be used again, nor can the map grow."""
+        """Open a read transaction. Keep it short: meanwhile freed pages are not reused and the map does not grow."""
         with self._no_growth, self._lmdb_errors(), self._begin() as txn:
             yield txn
 
     def check_place(self) -> None:
-        """Raise HistoryUnavailable if the file was removed or replaced: what is written to it now would be lost."""
+        """Raise HistoryUnavailable if the file was removed or replaced: later writes to it would be lost."""
         try:
             found = _inode(self.path)
         except OSError as error:
@@ -154,10 +154,10 @@ class HistoryFile:
             return self.env.begin(buffers=True)
 
     def write(self, work: Callable[[Txn], T], *, may_exceed: bool = False) -> T:
-        """Do `work` in one transaction and commit it. It runs again from the start when the map had to grow.
+        """Do `work` in one transaction and commit it. It runs again from the start if the map had to grow.
 
-        `may_exceed` is for work that frees more than it takes, but must first take a little: a few pages beyond
-        `max_bytes`, which nobody else may use.
+        `may_exceed` is for work that frees more than it takes but needs some room first: it may use a few pages
+        beyond `max_bytes`.
         """
         with self._lmdb_errors():
             self.check_place()
@@ -170,7 +170,7 @@ class HistoryFile:
                     self._grow(may_exceed=may_exceed)
             if self.map_bytes > self._config.max_bytes:
                 with self._no_growth:
-                    self.env.set_mapsize(self._config.max_bytes)  # or as far as the file reaches
+                    self.env.set_mapsize(self._config.max_bytes)  # LMDB keeps it at least as large as the file
         return done
 
     def _grow(self, *, may_exceed: bool) -> None:
@@ -182,7 +182,7 @@ class HistoryFile:
             self.env.set_mapsize(new)
 
     def check_index(self) -> None:
-        """Raise HistoryError unless every key that is counted is there, whole and in order."""
+        """Raise HistoryError unless all counted keys exist, have their full length and are in order."""
         with self.reading() as txn:
             _check_keys(txn, self.tables.users, USER_KEY_BYTES)
             _check_keys(txn, self.tables.pages, PAGE_KEY_BYTES)
@@ -193,7 +193,7 @@ class HistoryFile:
             self.env.sync(True)
 
     def close(self) -> None:
-        """Let go of file and lock; everything committed is on the disk then. Closing twice is fine."""
+        """Write all committed data to the disk, then close file and lock. Closing twice is allowed."""
         with self._no_growth:
             env, self._env = self._env, None
         if env is not None:
@@ -207,7 +207,7 @@ class HistoryFile:
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """LMDB's errors as ours, with the path."""
+        """Convert errors of LMDB to errors of this package that name the path."""
         try:
             yield
         except lmdb.MapFullError:
@@ -218,7 +218,7 @@ class HistoryFile:
 
 
 def _is_disk_full(error: Exception, data: Path) -> bool:
-    """Whether LMDB failed for want of room. It calls a write that stopped half way an I/O error: then we try one."""
+    """Whether LMDB failed because the disk is full. It reports a partial write as an I/O error: then try a write."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
     if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _NO_ROOM):
@@ -227,7 +227,7 @@ def _is_disk_full(error: Exception, data: Path) -> bool:
 
 
 def _has_room_at_end(data: Path) -> bool:
-    """Write a little behind the end of the file, and take it back. Only the process that writes the store may."""
+    """Try to write past the end of the file, then truncate it again. Only the writing process may call it."""
     try:
         with data.open("r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
@@ -242,7 +242,7 @@ def _has_room_at_end(data: Path) -> bool:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    """Which file it is, however it is named."""
+    """Return the device and inode of the data file."""
     found = (path / _DATA).stat()
     return found.st_dev, found.st_ino
 
@@ -257,7 +257,7 @@ def _check_place(path: Path, *, readonly: bool) -> None:
 
 
 def _take_writer_lock(path: Path) -> int:
-    """A lock the kernel drops when this process ends, however it ends."""
+    """Take a lock that the kernel releases when this process ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -272,10 +272,10 @@ def _take_writer_lock(path: Path) -> int:
 
 
 def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> bool:
-    """Make the file as long as its last page says, so that no access to the map can kill the process.
+    """Extend the file to its last page, since reading a map beyond the end of its file kills the process.
 
-    True if it was shorter. The end may be missing because a copy was cut short; or because nothing was ever
-    written to those pages, which happens. Where another process writes, that one has seen to it.
+    Return whether it was shorter: a copy may be incomplete, or the last pages were never written. If another process
+    holds the writer's lock, that process has extended the file.
     """
     page_bytes = env.stat()["psize"]
     end = (env.info()["last_pgno"] + 1) * page_bytes

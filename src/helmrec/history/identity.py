@@ -1,7 +1,7 @@
-"""What a store says about itself: its format, the fields of its events, and the key its pages are sealed with.
+"""The identity of a store: its format, the fields of its events, and the key that seals its pages.
 
-A store without a configured secret keeps a random key of its own beside its data, so whoever opens the store has it. A
-store with one keeps only the key's fingerprint. Knows no database.
+A store without a configured secret keeps a random key with its data, so any process that opens the store has it. A
+store with a secret keeps only the key's fingerprint. It knows no database.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ _FORMAT = 2  # 1: seals were made without a key
 
 
 class Found(NamedTuple):
-    """What is stored about a store; None where nothing is."""
+    """The identity found in a store; None where an entry is missing."""
 
     description: bytes | None
     own_secret: bytes | None
 
 
 def make_key(where: object, secret: SecretStr | None, own_secret: bytes | None) -> HashKey:
-    """From the configured secret, or from the one the store keeps."""
+    """Derive the key from the configured secret, or from the one kept in the store."""
     if secret is not None:
         return HashKey(hashlib.sha256(secret.get_secret_value().encode(errors="surrogatepass")).digest())
     if own_secret is None or len(own_secret) != SECRET_BYTES:
@@ -34,7 +34,7 @@ def make_key(where: object, secret: SecretStr | None, own_secret: bytes | None) 
 
 
 def describe(schema: EventSchema, key: HashKey, secret: SecretStr | None) -> bytes:
-    """What a new store says about itself."""
+    """Return the description of a new store."""
     described = {
         "format": _FORMAT,
         "features": list(schema.feature_names),
@@ -45,7 +45,7 @@ def describe(schema: EventSchema, key: HashKey, secret: SecretStr | None) -> byt
 
 
 def check_identity(where: object, found: Found, schema: EventSchema, secret: SecretStr | None) -> HashKey:
-    """The key of an existing store; HistoryError with the reason if it cannot be used as these settings say."""
+    """Return the key of an existing store; raise HistoryError if it does not match these settings."""
     described = _parsed(found.description)
     wanted = {"format": _FORMAT, "features": list(schema.feature_names)}
     if described.get("format") == 1:

@@ -1,9 +1,9 @@
-"""Bytes of a history: pages of events and the record of a user. Knows no database.
+"""The binary format of a history: pages of events and the record of a user. It knows no database.
 
 A page is little-endian words of 64 bits: number of events, chain state before its first event (two words), chain
 state after its last (two words), then its columns one after the other. Every page of a user but the last holds
-PAGE_EVENTS events. The chain has the store's key. Reading hashes what it read and holds it against the states, so
-what comes out is what went in.
+PAGE_EVENTS events. The chain has the store's key. Reading hashes the events again and compares the states, so that
+damage is detected.
 """
 
 import struct
@@ -28,7 +28,7 @@ USER_KEY_BYTES = _USER_KEY.size
 
 
 class UserRecord(NamedTuple):
-    """Where a user's history stands."""
+    """The position of a user's history."""
 
     version: int
     first_event: int  # the oldest event kept, first of its page
@@ -45,16 +45,16 @@ class Page(NamedTuple):
 
 
 class Unpacked(NamedTuple):
-    """Events of consecutive pages, hashed; only those that the states vouch for may be used."""
+    """Events of consecutive pages; only the first `num_sound` of them may be used."""
 
     columns: IntArray  # (fields, events)
     before: ChainState
     end: ChainState
-    num_sound: int  # leading events that the states vouch for
+    num_sound: int  # leading events whose hashes match the states
 
 
 def new_user(key: HashKey, user_id: int) -> UserRecord:
-    """A history before its first event."""
+    """Return the record of a history before its first event."""
     return UserRecord(0, 0, begin_chain(key, (user_id,)), 0)
 
 
@@ -75,7 +75,7 @@ def pack_user(record: UserRecord) -> bytes:
 
 
 def unpack_user(value: bytes | memoryview) -> UserRecord | None:
-    """None if these bytes are no record of a user."""
+    """Parse a record; None if these bytes are not a record of a user."""
     if len(value) != _USER.size:
         return None
     version, first_event, first, second, last_timestamp = _USER.unpack(value)
@@ -93,7 +93,7 @@ def pack_page(page: Page) -> bytes:
 
 
 def unpack_pages(key: HashKey, values: Sequence[bytes | memoryview], num_fields: int, num_events: int) -> Unpacked:
-    """`num_events` events from consecutive pages."""
+    """Parse `num_events` events from consecutive pages and verify them."""
     columns = np.empty((num_fields, num_events), np.int64)
     joined = b"".join(values)
     flat = np.frombuffer(joined, "<i8", len(joined) // 8)
@@ -107,7 +107,7 @@ def unpack_pages(key: HashKey, values: Sequence[bytes | memoryview], num_fields:
 
 @numba.njit(cache=True)
 def _copy_columns(flat: IntArray, columns: IntArray) -> int:
-    """Lay the pages in `flat` out side by side; events copied before the first page that cannot be right."""
+    """Copy the pages in `flat` side by side; return the events before the first malformed page."""
     num_fields, num_events = columns.shape
     at = first = 0
     while first < num_events and at + _HEADER_WORDS <= flat.size:
@@ -123,14 +123,16 @@ def _copy_columns(flat: IntArray, columns: IntArray) -> int:
 
 
 class _Sound(NamedTuple):
+    """Verified leading events."""
+
     num_events: int
-    first: np.uint64  # both lanes of the last state that holds
+    first: np.uint64  # both lanes of the last verified state
     second: np.uint64
 
 
 @numba.njit(cache=True)
 def _count_sound(flat: IntArray, keys: ChainKeys, num_fields: int, num_events: int) -> _Sound:
-    """Leading events that lead from state to state, page by page, and the last such state."""
+    """Count the leading events whose hashes match the states of their pages; return the last such state."""
     at = done = 0
     first, second = np.uint64(flat[1]), np.uint64(flat[2])
     while done < num_events:

@@ -1,7 +1,7 @@
-"""Histories that many nodes share, in a Redis: the same pages, hashes and versions as in the embedded store.
+"""A history store in Redis, shared by many nodes: the same pages, hashes and versions as in the embedded store.
 
-One hash per user holds its record and its pages. An append reads what it needs, and writes only if nobody wrote that
-user meanwhile; a read takes record and pages at one moment. How much survives a power loss is set at the server.
+One Redis hash per user holds its record and its pages. An append writes only if no other node has written that user
+since it was read; a read takes record and pages atomically. Durability is a setting of the Redis server.
 """
 
 import secrets
@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import redis
 
-from helmrec.errors import HelmRecError, HistoryError, QueueFull, RequestError
+from helmrec.errors import HelmRecError, HistoryError, QueueFull
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import HistoryStats
-from helmrec.history.events import MAX_ID, Events, EventSchema, NewEvents, to_columns, to_events
+from helmrec.history.events import Events, EventSchema, NewEvents, check_whole, to_columns, to_events
 from helmrec.history.file import Tables, Txn
 from helmrec.history.identity import Found, check_identity, describe, make_key
 from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
@@ -31,8 +31,8 @@ T = TypeVar("T")
 _RECORD = b"record"
 _THREADS = 8
 _USERS_AT_ONCE = 1_024
-# Record and pages of one user as they are at one moment. KEYS: the user; ARGV: events wanted from the end, or, with a
-# minus, the first event wanted, plus one; events a page holds. Lua reckons in doubles: exact up to 2^53 events.
+# Reads the record and pages of one user atomically. KEYS: the user; ARGV: the number of last events, or, if negative,
+# -1 - the first event; the events of a page. Numbers in Lua are doubles: exact up to 2^53 events.
 _READ = """
 local record = redis.call('HGET', KEYS[1], 'record')
 if not record then return {} end
@@ -50,7 +50,7 @@ return found
 
 
 class _Keys:
-    """Where things stand in the Redis."""
+    """The keys of the store in Redis."""
 
     def __init__(self, prefix: str) -> None:
         self.description = f"{prefix}:history".encode()
@@ -65,7 +65,7 @@ class _Keys:
 
 
 class _WatchedTxn:
-    """What `UserTable` needs of a transaction, over one user that is watched: reads at once, writes at the end."""
+    """A transaction for `UserTable` over one watched user: reads at once, writes at the end."""
 
     def __init__(self, pipe: Any, key: bytes) -> None:
         self._pipe, self._key = pipe, key
@@ -84,7 +84,7 @@ class _WatchedTxn:
 
 
 class _FetchedTxn:
-    """The same over what one read brought."""
+    """A read-only transaction for `UserTable` over fetched values."""
 
     def __init__(self, values: dict[bytes, bytes]) -> None:
         self._values = values
@@ -94,27 +94,27 @@ class _FetchedTxn:
 
 
 def _field(key: bytes) -> bytes:
-    """A key of the embedded store inside its user's hash."""
+    """Return the field of the user's hash for a key of the embedded store."""
     return key[-8:] if len(key) == PAGE_KEY_BYTES else _RECORD
 
 
 def _num_pages(record: bytes) -> int:
-    """That a user with this record has."""
+    """Return the number of pages of a user with this record."""
     found = unpack_user(record)
     assert found is not None, "it was just packed"
     return -(-found.version // PAGE_EVENTS) - found.first_event // PAGE_EVENTS
 
 
 class RedisHistory:
-    """The store. `HistoryStore` says what its methods promise."""
+    """The store. `HistoryStore` documents the contract of its methods."""
 
     def __init__(
         self, url: str, schema: EventSchema, config: HistoryConfig | None = None, prefix: str = "helmrec"
     ) -> None:
         """Open the store at `url`, or make one.
 
-        HistoryUnavailable if there is no server, HistoryError for a store of other fields, TablesTooSmall for one that
-        took events for larger tables.
+        Raises HistoryUnavailable if the server does not answer, HistoryError if the store has other fields, and
+        TablesTooSmall if it holds events of larger tables.
         """
         self._config = config or HistoryConfig()
         self._schema = schema
@@ -133,9 +133,9 @@ class RedisHistory:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="history-redis")
 
     def _identify(self) -> None:
-        """Recognise the store and take its key, or make a new one; of nodes that do so at once, all get the same key.
+        """Check the identity of the store, or write it; nodes that do so at the same time get the same key.
 
-        A server that lost everything gets the key this node had before.
+        A server that has lost its data gets the key that this node had before.
         """
         secret, names, client = self._config.secret, self._keys, self._client
         if client.get(names.description) is None:
@@ -145,13 +145,13 @@ class RedisHistory:
             client.set(names.description, describe(self._schema, key, secret), nx=True)
         self._found = Found(client.get(names.description), client.get(names.own_secret))
         key = check_identity(self._place, self._found, self._schema, secret)
-        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both parts
+        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both
         self._users = UserTable(tables, key, self._schema.num_fields, self._config.max_events_per_user)
 
     def _note_sizes(self, schema: EventSchema) -> None:
-        """Events may be taken under these limits from now on; TablesTooSmall if some were under larger ones.
+        """Record these table sizes; raise TablesTooSmall if events were appended under larger ones.
 
-        A store without users forgets what it noted before.
+        A store without users drops the sizes recorded before.
         """
         with self._client.pipeline() as pipe:
             while True:
@@ -169,7 +169,7 @@ class RedisHistory:
                     continue
 
     def sizes(self) -> TableSizes:
-        """The largest tables, by field, under which events were taken, by any node."""
+        """Return the largest table sizes, by field, under which any node appended events."""
         with redis_errors(self._place):
             value = self._client.get(self._keys.sizes)
         return sizes_of(self._schema) if value is None else unpack_sizes(value, self._place)
@@ -179,12 +179,12 @@ class RedisHistory:
             raise HistoryError(f"{self._place} keeps {self._schema.field_names}, not {schema.field_names}")
         with redis_errors(self._place):
             self._note_sizes(schema)
-        self._schema = schema  # what was checked before it is within the larger limits, too
+        self._schema = schema  # events checked before are also within the larger limits
 
     def ping(self) -> None:
         """Raise HistoryUnavailable if the server does not answer.
 
-        A server that lost everything gets described anew; if another node has done so, its key holds from now on.
+        If the server has lost its data, write the identity again; if another node has done so, use its key.
         """
         with redis_errors(self._place):
             description, sizes = self._client.mget(self._keys.description, self._keys.sizes)
@@ -193,8 +193,8 @@ class RedisHistory:
                 self._note_sizes(self._schema)
 
     def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
-        _check_whole("user_id", user_id)
-        _check_whole("base_version", base_version)
+        check_whole("user_id", user_id)
+        check_whole("base_version", base_version)
         columns = to_columns(self._schema, events, self._config.max_append_events)
         new = Append(int(user_id), int(base_version), columns)
         return self._start(lambda: self._append(new))
@@ -225,21 +225,21 @@ class RedisHistory:
                 outcome: Appended | HelmRecError
                 try:
                     outcome = self._users.append(cast("Txn", txn), new)
-                except HelmRecError as error:  # it may have seen half of what another node wrote
+                except HelmRecError as error:  # it may have read a partial write of another node
                     outcome = error
                 num_before = max(1, pipe.hlen(key))  # the record is no page
                 pipe.multi()
                 self._write(pipe, new.user_id, txn, num_before - 1)
                 try:
                     pipe.execute()
-                except redis.WatchError:  # another node was faster: look again
+                except redis.WatchError:  # another node has written the user: try again
                     continue
                 if isinstance(outcome, HelmRecError):
                     raise outcome
                 return outcome
 
     def _write(self, pipe: Any, user_id: int, txn: _WatchedTxn, num_pages: int) -> None:
-        """What the transaction wrote, if anything; executing even nothing tells whether it was watched in vain."""
+        """Queue the writes of a transaction. Without writes, queue a read, so that executing detects a changed user."""
         key = self._keys.user(user_id)
         if not txn.writes:
             pipe.exists(key)
@@ -251,17 +251,17 @@ class RedisHistory:
         pipe.incrby(self._keys.num_pages, _num_pages(txn.writes[_RECORD]) - num_pages)
 
     def read_last(self, user_id: int, num_events: int) -> Events:
-        """The last events, at most this many; none, at version 0, of an unknown user."""
-        _check_whole("num_events", num_events)
+        """Return the last events, at most this many; for an unknown user none, at version 0."""
+        check_whole("num_events", num_events)
         return self._read(user_id, int(num_events), lambda version: version - num_events)
 
     def read_from(self, user_id: int, first_event: int) -> Events:
-        """The events from this absolute index on that are still kept."""
-        _check_whole("first_event", first_event)
+        """Return the events from this absolute index on that are still kept."""
+        check_whole("first_event", first_event)
         return self._read(user_id, -int(first_event) - 1, lambda _: first_event)
 
     def _read(self, user_id: int, wanted: int, start: Callable[[int], int]) -> Events:
-        _check_whole("user_id", user_id)
+        check_whole("user_id", user_id)
         record, txn = self._fetch(int(user_id), wanted, start)
         version = 0 if record is None else record.version
         first_event = version if record is None else max(record.first_event, start(version))
@@ -273,7 +273,7 @@ class RedisHistory:
         return to_events(self._schema, first_event, found.columns[:, skip:])
 
     def _fetch(self, user_id: int, wanted: int, start: Callable[[int], int]) -> tuple[UserRecord | None, Txn]:
-        """The user's record, and those of its pages that are wanted, in one round trip."""
+        """Fetch a user's record and the wanted pages in one round trip."""
         with self._closing:
             self._need_open()
         with redis_errors(self._place):
@@ -288,13 +288,13 @@ class RedisHistory:
 
     def state(self, user_id: int) -> UserState | None:
         """None if the user is unknown."""
-        _check_whole("user_id", user_id)
+        check_whole("user_id", user_id)
         record, _ = self._fetch(int(user_id), 0, lambda version: version)
         return None if record is None else self._users.state(record)
 
     def submit_delete(self, user_id: int) -> Future[bool]:
-        """Forget a user; False if there was none."""
-        _check_whole("user_id", user_id)
+        """Delete a user; False if there was none."""
+        check_whole("user_id", user_id)
         return self._start(lambda: self._delete(int(user_id)))
 
     def delete(self, user_id: int) -> bool:
@@ -316,7 +316,7 @@ class RedisHistory:
                     continue
 
     def user_ids(self) -> Iterator[int]:
-        """All users, ascending. Those that come or go meanwhile may be seen or not."""
+        """Yield all users, ascending. Users added or removed during the iteration may or may not be included."""
         after = b"-"
         while True:
             with redis_errors(self._place):
@@ -327,7 +327,7 @@ class RedisHistory:
             after = b"(" + some[-1]
 
     def stats(self) -> HistoryStats:
-        """Bytes are the whole server's."""
+        """Return the size of the store; bytes are those of the whole server."""
         with redis_errors(self._place):
             memory = self._client.info("memory")
             num_pages = int(self._client.get(self._keys.num_pages) or 0)
@@ -335,7 +335,7 @@ class RedisHistory:
         return HistoryStats(num_users, num_pages, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
 
     def check(self) -> None:
-        """Read everything; raise HistoryError if any history, or the way to it, is damaged."""
+        """Read everything; raise HistoryError if any history or the index is damaged."""
         num_pages = 0
         for user_id in self.user_ids():
             record, txn = self._fetch(user_id, -1, lambda _: 0)
@@ -349,7 +349,7 @@ class RedisHistory:
             )
 
     def close(self) -> None:
-        """Finish what was submitted, and let go of the server. Closing twice is fine."""
+        """Finish all submitted work, then close the connections. Closing twice is allowed."""
         with self._closing:
             self._is_closed = True
         self._pool.shutdown()
@@ -365,8 +365,3 @@ class RedisHistory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_whole(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= MAX_ID:
-        raise RequestError(field, value, f"an integer from 0 to {MAX_ID} is needed")

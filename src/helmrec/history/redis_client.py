@@ -1,4 +1,4 @@
-"""How a Redis is reached: how long it is waited for, and its errors as ours, without passwords and users' events."""
+"""Connections to Redis with timeouts, and conversion of its errors, without passwords and events of users."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from redis.retry import Retry
 from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable, RequestError
 from helmrec.redaction import redact
 
-_GONE = (  # the server is away, or says that it cannot serve now
+_UNAVAILABLE = (  # the server is unreachable, or cannot serve now
     redis.ConnectionError,
     redis.TimeoutError,
     redis.InvalidResponse,
@@ -19,11 +19,11 @@ _GONE = (  # the server is away, or says that it cannot serve now
     redis.exceptions.TryAgainError,
     OSError,
 )
-_CANNOT_PERSIST = "MISCONF"  # says a server that cannot write to its own disk
+_CANNOT_PERSIST = "MISCONF"  # error of a server that cannot write to its disk
 
 
 def connect(url: str, timeout_ms: float) -> "redis.Redis":
-    """A client that waits so long for an answer, and no longer; a connection that was lost meanwhile is made anew."""
+    """Make a client with this timeout; it reconnects once if the connection was lost."""
     retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
     timeout_s = timeout_ms / 1e3
     try:
@@ -35,14 +35,14 @@ def connect(url: str, timeout_ms: float) -> "redis.Redis":
 
 @contextmanager
 def redis_errors(place: str) -> Iterator[None]:
-    """Errors of Redis as ours, with `place`, an address without its password."""
+    """Convert errors of Redis to errors of this package that name `place`, an address without its password."""
     try:
         yield
     except RequestError:  # a ValueError, too
         raise
     except redis.OutOfMemoryError as error:
         raise HistoryFull(_explained(place, error)) from None
-    except _GONE as error:
+    except _UNAVAILABLE as error:
         raise HistoryUnavailable(_explained(place, error)) from None
     except (redis.RedisError, ValueError) as error:
         kind = HistoryFull if _CANNOT_PERSIST in str(error) else HistoryError
@@ -50,5 +50,5 @@ def redis_errors(place: str) -> Iterator[None]:
 
 
 def _explained(place: str, error: Exception) -> str:
-    """Without the command, whose bytes are a user's events."""
+    """Return the message of an error without the command, which contains events of users."""
     return redact(f"{place}: {str(error).rpartition('caused error: ')[2] or type(error).__name__}")

@@ -1,6 +1,6 @@
-"""How large the tables were under which a store took its events: no model that serves them may have smaller ones.
+"""Table sizes under which a store accepted its events: a model that serves them must not have smaller tables.
 
-TableSizes go by the name of the event's field. Knows their bytes and how they compare; not where they are kept.
+Sizes are keyed by the name of the event's field. It knows their encoding and comparison, not where they are kept.
 """
 
 import json
@@ -13,13 +13,13 @@ TableSizes = Mapping[str, int]
 
 
 def sizes_of(schema: EventSchema) -> dict[str, int]:
-    """Rows by field; timestamps have no table."""
+    """Return the table sizes by field; timestamps have no table."""
     limits = schema.limits[:-1, 0].tolist()
     return dict(zip(schema.field_names[:-1], limits, strict=True))
 
 
 def check_sizes(taken: TableSizes, schema: EventSchema, place: str) -> None:
-    """Raise TablesTooSmall, naming table and both sizes, if events that were taken may have ids beyond a table."""
+    """Raise TablesTooSmall, which names table and both sizes, if stored events may have ids beyond a table."""
     for table, (field, num_rows) in zip(schema.table_names, sizes_of(schema).items(), strict=True):
         if num_rows < taken.get(field, 0):
             raise TablesTooSmall(

@@ -1,4 +1,4 @@
-"""What a history store promises, wherever it keeps its data.
+"""The interface of history stores.
 
 A user's history only grows at its end. Its version is the number of events it ever had, which is also the
 absolute index of the next one.
@@ -15,16 +15,16 @@ from helmrec.history.sizes import TableSizes
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """An acknowledgement: these events are kept."""
+    """The acknowledgement of an append: its events are stored."""
 
     first_event: int  # absolute index of the first of them
     version: int  # of the user, now
-    is_repeat: bool  # they were there already, from an append whose acknowledgement got lost
+    is_repeat: bool  # they were stored already, by an append whose acknowledgement was lost
 
 
 @dataclass(frozen=True, slots=True)
 class UserState:
-    """Where a user's history stands."""
+    """The position of a user's history."""
 
     version: int
     first_event: int  # the oldest event still kept
@@ -44,41 +44,41 @@ class HistoryStore(Protocol):
         """
 
     def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
-        """`submit`, and wait."""
+        """Append events and wait for the acknowledgement."""
 
     def submit_delete(self, user_id: int) -> Future[bool]:
-        """Forget a user; False if there was none. A later append starts again at version 0."""
+        """Delete a user; False if there was none. A later append starts again at version 0."""
 
     def read_last(self, user_id: int, num_events: int) -> Events:
-        """The last events, at most this many; none, at version 0, of an unknown user."""
+        """Return the last events, at most this many; for an unknown user none, at version 0."""
 
     def read_from(self, user_id: int, first_event: int) -> Events:
-        """The events from this absolute index on that are still kept: what is new to someone who knows the rest."""
+        """Return the events from this absolute index on that are still kept."""
 
     def state(self, user_id: int) -> UserState | None:
         """None if the user is unknown."""
 
     def delete(self, user_id: int) -> bool:
-        """`submit_delete`, and wait."""
+        """Delete a user and wait for it; False if there was none."""
 
     def sizes(self) -> TableSizes:
-        """The largest tables, by field, under which events were taken, by any process that writes the store."""
+        """Return the largest table sizes, by field, under which any process appended events."""
 
     def follow(self, schema: EventSchema) -> None:
-        """Hold the limits of another model's tables against events from now on.
+        """Check later events against the tables of another model.
 
-        Raise TablesTooSmall, and change nothing, if a table is smaller than `sizes()` says; HistoryError if the fields
-        are others.
+        Raise TablesTooSmall, and change nothing, if a table is smaller than in `sizes()`; HistoryError if the fields
+        differ.
         """
 
     def ping(self) -> None:
         """Raise HistoryUnavailable, or another HistoryError, if the store cannot be read now."""
 
     def user_ids(self) -> Iterator[int]:
-        """All users, ascending. Those that come or go meanwhile may be seen or not."""
+        """Yield all users, ascending. Users added or removed during the iteration may or may not be included."""
 
     def check(self) -> None:
         """Read everything; raise HistoryError if any history is damaged."""
 
     def close(self) -> None:
-        """Finish what was submitted, then let go of the data. Closing twice is fine."""
+        """Finish all submitted work, then close the store. Closing twice is allowed."""

@@ -1,4 +1,4 @@
-"""What a transaction does for one user: append, read, drop, check. Versions and time are guarded here."""
+"""Operations on the history of one user in a transaction: append, read, drop, check of versions and timestamps."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -29,7 +29,7 @@ from helmrec.types import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
-    """New events, checked before they wait for the writer."""
+    """New events that have been checked."""
 
     user_id: int
     base_version: int
@@ -41,12 +41,14 @@ class Append:
 
 
 class StoredCounts(NamedTuple):
+    """Numbers of entries in a store."""
+
     num_users: int
     num_pages: int
 
 
 class UserTable:
-    """Histories by user, inside transactions that others begin and end."""
+    """Histories by user, in transactions of the caller."""
 
     def __init__(self, tables: Tables, key: HashKey, num_fields: int, keep_events: int) -> None:
         self._tables = tables
@@ -64,12 +66,12 @@ class UserTable:
         return record
 
     def state(self, record: UserRecord) -> UserState:
-        """As it may be shown."""
+        """Return the public state of a history."""
         seal = self._key.seal(record.end)
         return UserState(record.version, record.first_event, seal, record.last_timestamp)
 
     def read(self, txn: Txn, user_id: int, record: UserRecord, first_event: int) -> Unpacked:
-        """All events of the page that holds `first_event`, which must be kept, and of those after it; verified."""
+        """Read and verify all events from the page of `first_event` on. `first_event` must still be kept."""
         first_page = first_event // PAGE_EVENTS
         num_events = record.version - first_page * PAGE_EVENTS
         pages = range(first_page, -(-record.version // PAGE_EVENTS))
@@ -83,7 +85,7 @@ class UserTable:
         return found
 
     def append(self, txn: Txn, new: Append) -> Appended:
-        """Raise before anything is written, or write all of it."""
+        """Append events: raise before anything is written, or write all of them."""
         record = self.record(txn, new.user_id) or new_user(self._key, new.user_id)
         if new.base_version != record.version:
             return self._repeated(txn, record, new)
@@ -98,7 +100,7 @@ class UserTable:
         return Appended(record.version, version, is_repeat=False)
 
     def _repeated(self, txn: Txn, record: UserRecord, new: Append) -> Appended:
-        """Acknowledge again what is already there; anything else was meant for another version."""
+        """Acknowledge events that are already stored; raise StaleVersion for others."""
         end = new.base_version + new.num_events
         if record.first_event <= new.base_version and end <= record.version:
             kept = self.read(txn, new.user_id, record, new.base_version).columns
@@ -108,7 +110,7 @@ class UserTable:
         raise StaleVersion(new.user_id, new.base_version, record.version)
 
     def _write_pages(self, txn: Txn, record: UserRecord, new: Append) -> ChainState:
-        """Fill up the last page and add others; returns the state after the last event."""
+        """Fill the last page and add others; return the state after the last event."""
         columns, before = new.columns, record.end
         page, in_tail = divmod(record.version, PAGE_EVENTS)
         if in_tail:
@@ -124,14 +126,14 @@ class UserTable:
         return before
 
     def _drop_old(self, txn: Txn, user_id: int, first_event: int, version: int) -> int:
-        """Drop pages with nothing to keep; returns the first event kept."""
+        """Drop pages beyond the number of events to keep; return the first event kept."""
         kept_from = max(first_event, (version - self._keep_events) // PAGE_EVENTS * PAGE_EVENTS)
         for page in range(first_event // PAGE_EVENTS, kept_from // PAGE_EVENTS):
             txn.delete(page_key(user_id, page), db=self._tables.pages)
         return kept_from
 
     def delete(self, txn: Txn, user_id: int) -> bool:
-        """Every page under the user's key, whatever the record says."""
+        """Delete every page under the user's key, even if its record is damaged."""
         prefix = user_key(user_id)
         with txn.cursor(self._tables.pages) as cursor:
             is_there = cursor.set_range(page_key(user_id, 0))
@@ -141,7 +143,7 @@ class UserTable:
         return txn.delete(prefix, db=self._tables.users)
 
     def list_ids(self, txn: Txn, start: int, limit: int) -> list[int]:
-        """The first users from id `start` on."""
+        """Return the first `limit` users from id `start` on."""
         with txn.cursor(self._tables.users) as cursor:
             if not cursor.set_range(user_key(start)):
                 return []
@@ -151,7 +153,7 @@ class UserTable:
         return StoredCounts(txn.stat(self._tables.users)["entries"], txn.stat(self._tables.pages)["entries"])
 
     def check(self, txn: Txn, user_id: int) -> None:
-        """Raise HistoryError unless all that is kept of the user is sound. A user deleted meanwhile is."""
+        """Raise HistoryError if the user's history is damaged. A user that does not exist is not."""
         record = self.record(txn, user_id)
         if record is not None:
             found = self.read(txn, user_id, record, record.first_event)

@@ -1,4 +1,4 @@
-"""Compile the loops of the history stores before the first event comes."""
+"""Compiles the loops of the history stores before the first event arrives."""
 
 import functools
 import tempfile
@@ -12,7 +12,7 @@ _NUM_EVENTS = 1_000  # more than a page
 
 @functools.cache
 def compile_loops() -> None:
-    """Use a scratch store once in every way. Stores of all kinds share these loops."""
+    """Use a scratch store in every way once. All kinds of stores share these loops."""
     schema = EventSchema(num_items=2, num_actions=2)
     ones = [1] * _NUM_EVENTS
     with tempfile.TemporaryDirectory() as folder, EmbeddedHistory(folder, schema, HistoryConfig()) as store:

@@ -1,6 +1,6 @@
-"""The pool's one tensor, seen through two typed views: KV pages and embedding rows.
+"""The arena: the pool's one tensor, with two typed views as KV pages and as embedding rows.
 
-It copies what it is told to copy and knows neither owners nor users.
+It copies data between given places and knows neither owners nor users.
 """
 
 import numpy as np
@@ -36,11 +36,11 @@ class Arena:
 
     @property
     def row_bytes(self) -> int:
-        """Of one slot, padding included."""
+        """Bytes of one slot, with padding."""
         return self._geometry.row_stride
 
     def _kv_view(self, num_pages: int, dtype: torch.dtype, dim: int, offset: int) -> Tensor:
-        """(layers, pages, page_tokens, heads, dim)"""
+        """Return a view of shape (layers, pages, page_tokens, heads, dim)."""
         g = self._geometry
         layer = g.page_tokens * g.num_heads * (g.qk_dim + g.v_dim)
         shape = (g.num_layers, num_pages, g.page_tokens, g.num_heads, dim)
@@ -53,16 +53,17 @@ class Arena:
             self.rows[self._index(target)] = self.rows[self._index(source)]
 
     def write_rows(self, slots: Slots, values: Tensor) -> None:
+        """Write row values to slots."""
         if slots.size:
             self.rows[self._index(slots)] = values.to(self._buffer.device)
 
     def keep_rows(self, slots: Slots, gathered: Tensor, positions: NDArray[np.int64]) -> None:
-        """Copy rows that a step has on the device already; they do not cross the bus again."""
+        """Copy rows that a step has already read to the device into slots, so that they do not cross the bus again."""
         if slots.size:
             self.rows[self._index(slots)] = gathered[self._index(positions)]
 
     def copy_tokens(self, copy: PageCopy) -> None:
-        """The first tokens of one page to another, in every layer."""
+        """Copy the first tokens of one page to another, in every layer."""
         for pages in (self.k_pages, self.v_pages):
             pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
 
@@ -75,4 +76,4 @@ def _allocate(num_bytes: int, device: str) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"pool_bytes: {num_bytes} bytes cannot be had on {device!r} ({reason})") from None
+        raise ConfigError(f"pool_bytes: {num_bytes} bytes cannot be allocated on {device!r} ({reason})") from None

@@ -1,8 +1,8 @@
-"""The embedding cache whose index lives on the device: rows are found, admitted and evicted without the host.
+"""The embedding cache with its index on the device: rows are found, admitted and evicted without the host.
 
-What a step does is enqueued in `stream`, and `find` and `admit`, which the caller puts there, may be captured in a
-graph. The host says which pages there are and learns, some steps later, what happened (`observe`). A step evicts the
-coldest of the slots its hand passes over; `EmbeddingCache`, on the host, is the one that knows the coldest of all.
+All its work is enqueued in `stream`; the caller enqueues `find` and `admit` there, and may capture them in a graph.
+The host assigns pages and receives the counters some steps later (`observe`). A step evicts the coldest slots of a
+window that a clock hand moves over the slots; `EmbeddingCache`, indexed on the host, evicts the globally coldest.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 _MOST_ADMITTED = 131_072  # rows a step may admit
-_WINDOW = 2  # slots looked at for each of them; few steps admit as many
-_SHRINK_WINDOW = 16  # slots looked at for each that goes with its page
+_WINDOW = 2  # slots examined per row that a step may admit; few steps admit the maximum
+_SHRINK_WINDOW = 16  # slots examined per slot that leaves with its page
 _HALF_LIFE = 8  # touches of every slot after which a touch counts half
 _REBASE_AT = 2.0**16  # heat beyond this would lose precision
-_BITS_PER_MISS = 8  # fewer, and rows that were never missed look as if they had been
+_BITS_PER_MISS = 8  # with fewer, too many rows that were never missed appear as missed
 
 
 Capture = Callable[[Callable[[], None]], torch.cuda.CUDAGraph]
@@ -46,14 +46,14 @@ Capture = Callable[[Callable[[], None]], torch.cuda.CUDAGraph]
 
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
-    """Which rows are coldest, and which earn a slot."""
+    """Which rows are coldest, and which missed rows are admitted."""
 
-    is_lru: bool  # else touches are counted, and fade
-    is_filtered: bool  # a row earns its slot when it is missed again
+    is_lru: bool  # else touches are counted with exponential decay
+    is_filtered: bool  # a row is admitted at its second miss
 
 
 def _in_stream(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Enqueue what a method does in the cache's stream."""
+    """Run a method with the cache's stream as the current stream."""
 
     @wraps(method)
     def run(self: "DeviceRows", *args: Any) -> Any:
@@ -64,7 +64,7 @@ def _in_stream(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DeviceRows:
-    """Rows of the arena's EMB pages. Slot s lies in page s // rows_per_page."""
+    """Caches rows in the arena's EMB pages. Slot s lies in page s // rows_per_page."""
 
     def __init__(
         self, num_rows: int, arena_rows: Tensor, rows_per_page: int, policy: RowPolicy, kernels: RowKernels
@@ -72,7 +72,7 @@ class DeviceRows:
         """arena_rows: (slots, row_dim), the whole arena seen as rows."""
         num_slots, device = len(arena_rows), arena_rows.device
         limit = min(_MOST_ADMITTED, num_slots)
-        self.stream = torch.cuda.Stream(device) if arena_rows.is_cuda else None  # whatever touches the table runs here
+        self.stream = torch.cuda.Stream(device) if arena_rows.is_cuda else None  # all work on the table runs here
         self._arena_rows = arena_rows
         self._rows_per_page = rows_per_page
         self._policy = policy
@@ -87,9 +87,9 @@ class DeviceRows:
         self._generation = 0
         self._missed_in_generation = 0
         self._hand = 0
-        self._empty_from = 0  # slots from here on may be empty since their pages came
-        self._refill_hand = 0  # among these
-        self._nobody = torch.full((1,), num_slots, device=device)  # the slot that is nobody's
+        self._empty_from = 0  # slots from this ordinal on may be empty since their pages were added
+        self._refill_hand = 0  # position among them
+        self._unused = torch.full((1,), num_slots, device=device)  # the extra slot that holds no row
         self._bounds = torch.zeros(2, dtype=torch.int64, device=device)
         self._refill_control = torch.zeros_like(self.table.control)
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
@@ -98,7 +98,7 @@ class DeviceRows:
         self._tally = np.zeros(len(RowTally), np.int64)
         self.hits = self.misses = self.evictions = self.refills = self.moves = 0
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # where all this was filled
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # which has initialised the tensors above
 
     @property
     def capacity(self) -> int:
@@ -106,17 +106,17 @@ class DeviceRows:
 
     @property
     def num_resident(self) -> int:
-        """As last observed."""
+        """Resident rows as last observed."""
         return min(self.capacity, int(self._tally[RowTally.ADMITTED] - self._tally[RowTally.EVICTED]))
 
     @property
     def index_bytes(self) -> int:
         return self.table.num_bytes
 
-    # A step: the host says what time it is, the rest is the device's.
+    # During a step: the host sends the control values, the device does the rest.
 
     def next_control(self, num_rows: int) -> NDArray[np.float64]:
-        """What `table.control` must hold while the next step, which reads `num_rows`, finds and admits its rows."""
+        """Return the value of `table.control` for the next step, which reads `num_rows` rows."""
         self._now += 1.0 if self._policy.is_lru else num_rows / (_HALF_LIFE * len(self._arena_rows))
         if self._now >= _REBASE_AT:
             with InStream(self.stream):
@@ -135,12 +135,12 @@ class DeviceRows:
         return control
 
     def find(self, rows: Tensor, sources: Tensor, missed: Missed) -> None:
-        """The slots of resident rows, as `gather_rows` takes them, and which are missed; those found are hotter."""
+        """Look rows up: fill `sources` with slots, as `gather_rows` takes them, and `missed`; found rows get hotter."""
         missed.clear()
         self._kernels.find(self.table, rows, sources, missed, is_lru=self._policy.is_lru)
 
     def admit(self, missed: Missed, gathered: Tensor) -> None:
-        """Rows that were missed and earn a slot get one, copied from where the step read them."""
+        """Give slots to missed rows that are admitted, and copy them from where the step has read them."""
         self._claims.count.zero_()
         self._kernels.claim(self.table, missed, self._claims, is_filtered=self._policy.is_filtered)
         victims = self._coldest()
@@ -148,7 +148,7 @@ class DeviceRows:
         self._kernels.gather_rows(gathered, gathered, self._copies, self._arena_rows, places=victims.slots)
 
     def _coldest(self) -> Victims:
-        """The coldest slots of the window, coldest first."""
+        """Return the coldest slots of the window, coldest first."""
         capacity, hand = (self.table.control[i].long() for i in (Control.CAPACITY, Control.HAND))
         slots = self._slots_at((hand + self._window) % capacity.clamp_min(1))
         heat = torch.where(self._window < capacity, self.table.heat[slots], UNUSABLE)
@@ -157,12 +157,12 @@ class DeviceRows:
         return Victims(slots[order[:limit]], heat[:limit])
 
     def _slots_at(self, ordinals: Tensor) -> Tensor:
-        """Slots by their number among those owned."""
+        """Return slots by their ordinal among the owned slots."""
         per_page = self._rows_per_page
         return self._page_list[ordinals // per_page] * per_page + ordinals % per_page
 
     def observe(self, hits: int, misses: int, tally: NDArray[np.int64]) -> None:
-        """A step found so many of its rows; `tally` is the table's of about that time."""
+        """Count the hits and misses of a step; `tally` is a copy of the table's from about that time."""
         self._tally = tally
         self.hits += hits
         self.misses += misses
@@ -178,19 +178,19 @@ class DeviceRows:
 
     @_in_stream
     def add_pages(self, pages: Sequence[int]) -> None:
-        """If no slot was empty, the hand goes to the first of the new ones."""
+        """Add pages. If no slot was empty, the hand moves to the first new slot."""
         if not pages:
             return
         start = len(self._pages)
         if self.num_resident >= self.capacity:
             self._empty_from = self.capacity
-            self._hand = self.capacity - self._window.numel()  # the next step moves it before it looks
+            self._hand = self.capacity - self._window.numel()  # the next step advances it first
         self._pages += pages
         self._send(self._pages[start:], self._page_list[start : len(self._pages)])
 
     @_in_stream
     def give_up_pages(self, num: int, mover: RowMover | None = None) -> list[int]:
-        """The last `num` pages go, with the coldest rows among them and sixteen times as many other slots."""
+        """Give up the last `num` pages; evict the coldest rows among them and sixteen times as many other slots."""
         gone, self._pages = self._pages[len(self._pages) - num :], self._pages[: len(self._pages) - num]
         self._empty_from = min(self._empty_from, self.capacity)
         num_gone, num_kept = num * self._rows_per_page, self.capacity
@@ -204,9 +204,9 @@ class DeviceRows:
         return gone
 
     def capture_moves(self, num_pages: int, capture: Capture) -> None:
-        """Give up pages, so many at once, as a graph from now on: the host then spends nothing on it.
+        """Capture giving up `num_pages` pages at once as a graph, which costs the host little.
 
-        Before the first step: capturing runs it, on a table that holds nothing.
+        Call it before the first step: capturing runs the work, on an empty table.
         """
         num_gone = num_pages * self._rows_per_page
         if (1 + _SHRINK_WINDOW) * num_gone <= len(self._arena_rows):
@@ -216,14 +216,14 @@ class DeviceRows:
             self._pages_in_graph = num_pages
 
     def capture_refill(self, num_rows: int, master: Tensor, capture: Capture) -> None:
-        """The same for reading so many rows ahead."""
+        """Capture reading `num_rows` rows ahead as a graph."""
         num_rows = min(num_rows, self._copies.numel())
         if num_rows:
             self._refill_graph = capture(partial(self._refill, num_rows, master))
             self._rows_in_graph = num_rows
 
     def _shrink(self, num_gone: int, num_others: int) -> None:
-        """Empty the slots after those kept. `_bounds` says how many are, and where among them to look for cold ones."""
+        """Empty the slots after the kept ones. `_bounds`: where to search for cold slots, and the number kept."""
         hand, num_kept = self._bounds
         leaving = self._slots_at(self._count(num_gone) + num_kept)
         others = self._slots_at((self._count(num_others) + hand) % num_kept.clamp_min(1))
@@ -231,13 +231,13 @@ class DeviceRows:
         coldest = self.table.heat[slots].argsort(stable=True)[:num_gone]
         goes = torch.zeros(len(slots), dtype=torch.bool, device=slots.device).scatter_(0, coldest, True)
         self._evict(slots[coldest])
-        # As many rows stay in the pages that go as slots were emptied elsewhere.
+        # The pages that leave keep as many rows as slots were emptied elsewhere: move those rows there.
         self._move(_packed(leaving, ~goes[:num_gone]), _packed(others, goes[num_gone:], num_gone))
 
     def refill(self, num: int, master: Tensor) -> None:
-        """Read up to `num` of the rows evicted last into slots that are empty since pages came.
+        """Read up to `num` of the most recently evicted rows into empty slots.
 
-        They are colder than what they lie beside, since nobody asked yet.
+        They get less heat than the rows already resident, since no request has read them yet.
         """
         num = min(num, self._room_to_refill())
         if num > 0:
@@ -271,7 +271,7 @@ class DeviceRows:
         self._kernels.gather_few(self._arena_rows, master, sources, self._arena_rows, places=empty.slots)
 
     def _room_to_refill(self) -> int:
-        """As last observed."""
+        """Return the rows that a refill may read, as last observed."""
         room = self.capacity - self.num_resident
         return min(room, int(self._tally[RowTally.GHOSTS]), self._copies.numel())
 
@@ -284,31 +284,31 @@ class DeviceRows:
 
     @_in_stream
     def by_heat(self) -> NDArray[np.int64]:
-        """Waits for the device."""
+        """Return the resident rows, coldest first. Waits for the device."""
         is_row = self.table.row_of != ABSENT
         order = self.table.heat[is_row].argsort()
         return self.table.row_of[is_row][order].cpu().numpy().astype(np.int64)
 
     @_in_stream
     def expect(self, rows: NDArray[np.int64]) -> None:
-        """Waits for the device, so that a refill knows at once how many there are."""
+        """Queue rows for the next refills. Waits for the device, so that the next refill knows their number."""
         self._push_ghosts(torch.from_numpy(rows[-len(self.table.ghosts) :].astype(np.int32)).to(self._page_list.device))
-        self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # they were never admitted
+        self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # the push counted them as evicted
         self._tally = self.table.tally.cpu().numpy().copy()
 
     @_in_stream
     def write(self, rows: IntArray, values: Tensor) -> None:
-        """New values of rows, (rows, row_dim), for those that are resident."""
+        """Write new values, (rows, row_dim), of the resident ones among these rows."""
         values = values.to(self._arena_rows.device)
         slots = self.table.slot_of[torch.from_numpy(rows).to(values.device)]
         sources = torch.where(slots >= 0, self._count(len(rows)), SKIP).int()
         self._kernels.gather_rows(values, values, sources, self._arena_rows, places=slots.clamp_min(0).long())
 
     def _evict(self, slots: Tensor) -> None:
-        """Coldest first; those that are empty stay so."""
+        """Empty these slots. slots: coldest first; some may be empty already."""
         table, rows = self.table, self.table.row_of[slots]
         self._push_ghosts(rows)
-        table.slot_of.index_fill_(0, self._or_nobody(rows), ABSENT)
+        table.slot_of.index_fill_(0, self._or_unused(rows), ABSENT)
         table.slot_of[-1:].fill_(CLAIMED)
         table.row_of.index_fill_(0, slots, ABSENT)
         table.heat.index_fill_(0, slots, EMPTY)
@@ -323,27 +323,27 @@ class DeviceRows:
         table.tally[RowTally.EVICTED] += num
 
     def _move(self, source: Tensor, target: Tensor) -> None:
-        """Rows and their heat between slots, SKIP where there is no more; a source may be empty."""
+        """Move rows and their heat between slots. Entries of SKIP are padding; a source slot may be empty."""
         table = self.table
         self._kernels.gather_rows(
             self._arena_rows, self._arena_rows, source.int(), self._arena_rows, places=target.clamp_min(0)
         )
-        source, target = (torch.where(slots == SKIP, self._nobody, slots) for slots in (source, target))
+        source, target = (torch.where(slots == SKIP, self._unused, slots) for slots in (source, target))
         rows = table.row_of[source]
-        table.slot_of[self._or_nobody(rows)] = target.int()
+        table.slot_of[self._or_unused(rows)] = target.int()
         table.slot_of[-1:].fill_(CLAIMED)
         table.row_of[target], table.heat[target] = rows, table.heat[source]
-        emptied = torch.cat([source, self._nobody])
+        emptied = torch.cat([source, self._unused])
         table.row_of.index_fill_(0, emptied, ABSENT)
         table.heat.index_fill_(0, emptied, EMPTY)
         table.tally[RowTally.MOVED] += (rows != ABSENT).sum()
 
-    def _or_nobody(self, rows: Tensor) -> Tensor:
-        """Indices into `slot_of`; of no row, the entry that is nobody's."""
+    def _or_unused(self, rows: Tensor) -> Tensor:
+        """Return indices into `slot_of`; the unused last entry for ABSENT rows."""
         return torch.where(rows == ABSENT, len(self.table.slot_of) - 1, rows).long()
 
     def _send(self, values: Sequence[float], target: Tensor) -> None:
-        """From pinned memory, so that the host does not wait for what the stream has still to do."""
+        """Copy values to the device from pinned memory, so that the host does not wait for the stream."""
         torch_values = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
         target.copy_(torch_values, non_blocking=True)
 
@@ -352,22 +352,24 @@ class DeviceRows:
 
     @_in_stream
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert the invariants of the table. Waits for the device."""
         slot_of, row_of, heat = (part.cpu() for part in (self.table.slot_of, self.table.row_of, self.table.heat))
         slots = (row_of != ABSENT).nonzero().flatten()
-        assert slot_of[-1] == CLAIMED, "what is nobody's was written"
-        assert row_of[-1] == ABSENT, "what is nobody's was written"
-        assert torch.equal(slot_of[row_of[slots].long()].long(), slots), "index and slots disagree"
+        assert slot_of[-1] == CLAIMED, "the unused last entry was written"
+        assert row_of[-1] == ABSENT, "the unused last entry was written"
+        assert torch.equal(slot_of[row_of[slots].long()].long(), slots), "the index does not match the slots"
         assert int((slot_of[:-1] != ABSENT).sum()) == len(slots), "a row points to a slot that is not its own"
         assert torch.equal((heat != EMPTY).nonzero().flatten(), slots), "an empty slot is warm, or a full one is not"
         assert np.isin(slots.numpy() // self._rows_per_page, self._pages).all(), "a row is in a page not owned"
         tally = self.table.tally.tolist()
-        assert tally[RowTally.ADMITTED] - tally[RowTally.EVICTED] == len(slots), "rows were lost or made up"
+        assert tally[RowTally.ADMITTED] - tally[RowTally.EVICTED] == len(slots), (
+            "the tally does not match the resident rows"
+        )
         assert len(set(self._pages)) == len(self._pages)
 
 
 def _packed(values: Tensor, chosen: Tensor, size: int | None = None) -> Tensor:
-    """The chosen values in front, SKIP behind, at most `size` of them."""
+    """Return the chosen values first and SKIP after them, `size` entries in all."""
     size = len(values) if size is None else size
     places = torch.where(chosen, (chosen.cumsum(0) - 1).clamp_max(size), size)
     return values.new_full((size + 1,), SKIP).scatter_(0, places, values)[:size]

@@ -1,7 +1,7 @@
-"""Which embedding rows are resident, and in which slot of which page.
+"""The embedding cache with its index on the host: which rows are resident, in which slot of which page.
 
-Bookkeeping only: it decides copies as values and never touches row data. Readers look rows up between
-writes; the caller lands data in the arena before it publishes an admission.
+Bookkeeping only: it returns the copies to make and never touches row data. The caller copies the data into the arena
+before it publishes an admission.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Rows that get a slot: copy `positions` of the gathered rows into `slots`, then publish."""
+    """Rows that are given slots: copy `positions` of the gathered rows into `slots`, then publish."""
 
     rows: Rows
     slots: Slots
@@ -30,7 +30,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Pages given up, and the surviving rows that must move first."""
+    """Pages that are given up, and the moves of the rows that stay."""
 
     pages: list[int]
     source: Slots
@@ -85,13 +85,15 @@ class EmbeddingCache:
         return self._row_of[self._row_of != ABSENT]
 
     def by_heat(self) -> Rows:
+        """Return the resident rows, coldest first."""
         return self._row_of[self._order.coldest(self.num_resident)]
 
     def expect(self, rows: Rows) -> None:
+        """Queue rows, coldest first, for the next refills."""
         self._ghosts.push(rows)
 
     def lookup(self, rows: Rows) -> Slots:
-        """Slot of each row, or ABSENT; stamps the hits as read now."""
+        """Return the slot of each row, or ABSENT; count the lookup and make the hits recent."""
         slots = self._index[rows]
         hit = slots != ABSENT
         num_hits = int(np.count_nonzero(hit))
@@ -101,11 +103,11 @@ class EmbeddingCache:
         return slots
 
     def peek(self, rows: Rows) -> Slots:
-        """As `lookup`, without counting or stamping."""
+        """Return the slot of each row, or ABSENT, and change nothing."""
         return self._index[rows]
 
     def admit(self, missed: Rows, positions: NDArray[np.int64]) -> Admission:
-        """Choose slots for those missed rows that earn one, evicting the coldest where none is empty.
+        """Choose slots for the missed rows that are admitted, evicting the coldest where none is empty.
 
         `positions` says where each missed row lies in the gathered output. Not visible until published.
         """
@@ -115,7 +117,7 @@ class EmbeddingCache:
         absent = self._index[rows] == ABSENT
         rows, where = rows[absent], where[absent]
         worthy = self._admission.worthy(rows)
-        worthy[: self._num_free] = True  # empty slots cost nobody anything
+        worthy[: self._num_free] = True  # filling an empty slot evicts nothing
         rows, where = rows[worthy], where[worthy]
         room = self.capacity
         rows, where = rows[max(0, rows.size - room) :], where[max(0, where.size - room) :]
@@ -123,7 +125,7 @@ class EmbeddingCache:
         return Admission(rows, self._pop_free(rows.size), where)
 
     def refill(self, limit: int) -> Admission:
-        """Choose empty slots for up to `limit` of the hottest absent rows; publish them as cold, nobody asked yet."""
+        """Choose empty slots for up to `limit` of the hottest evicted rows; publish them as cold."""
         limit = min(limit, self._num_free)
         chosen = np.empty(0, np.int64)
         while chosen.size < limit and len(self._ghosts):
@@ -134,7 +136,7 @@ class EmbeddingCache:
         return Admission(chosen, self._pop_free(chosen.size), np.arange(chosen.size))
 
     def publish(self, admission: Admission, *, is_cold: bool = False) -> None:
-        """The data of these rows is in place: let readers see them."""
+        """Make rows visible to lookups, once their data is in place."""
         self._index[admission.rows] = admission.slots
         self._row_of[admission.slots] = admission.rows
         np.add.at(self._used, admission.slots // self._rows_per_page, 1)
@@ -144,7 +146,7 @@ class EmbeddingCache:
             self._order.insert(admission.slots)
 
     def withdraw(self, admission: Admission) -> None:
-        """The data of these rows did not arrive: give the slots back."""
+        """Free the slots of an admission whose data was not copied."""
         self._push_free(admission.slots)
 
     def add_pages(self, pages: Sequence[int]) -> None:
@@ -153,17 +155,17 @@ class EmbeddingCache:
         self._push_free(self._slots_of(np.asarray(pages, np.int32)))
 
     def give_up_pages(self, num: int, mover: RowMover) -> list[int]:
-        """Let go of `num` pages, their surviving rows moved elsewhere."""
+        """Give up `num` pages after moving the rows that stay elsewhere."""
         shrink = self.remove_pages(num)
         mover.copy_rows(shrink.source, shrink.target)
         self.finish_shrink(shrink)
         return shrink.pages
 
     def remove_pages(self, num: int) -> Shrink:
-        """Give up `num` pages and the globally coldest rows; survivors of those pages move elsewhere.
+        """Plan giving up `num` pages: evict the globally coldest rows, and move the other rows of those pages.
 
-        The emptiest pages go, so that few rows move. The caller copies `source` to `target` slots and then
-        calls `finish_shrink`; until then readers still find the survivors where they were.
+        The emptiest pages are chosen, so that few rows move. The caller copies `source` to `target` slots and then
+        calls `finish_shrink`; until then lookups return the old slots.
         """
         assert num * self._rows_per_page <= self.capacity
         self._evict(self.num_resident - (self.capacity - num * self._rows_per_page))
@@ -180,7 +182,7 @@ class EmbeddingCache:
         return Shrink(victims.tolist(), source, self._pop_free(source.size))
 
     def finish_shrink(self, shrink: Shrink) -> None:
-        """The survivors' data has moved: readers find them in their new slots."""
+        """Update the index after the rows have been copied to their new slots."""
         rows = self._row_of[shrink.source]
         self._index[rows] = shrink.target
         self._row_of[shrink.source] = ABSENT
@@ -218,7 +220,7 @@ class EmbeddingCache:
     def check(self) -> None:
         slots = np.flatnonzero(self._row_of != ABSENT)
         rows = self._row_of[slots]
-        assert np.array_equal(self._index[rows], slots), "index and slots disagree"
+        assert np.array_equal(self._index[rows], slots), "the index does not match the slots"
         assert np.count_nonzero(self._index != ABSENT) == slots.size, "a row points to a slot that is not its own"
         pages = slots // self._rows_per_page
         assert np.array_equal(np.bincount(pages, minlength=self._used.size), self._used)

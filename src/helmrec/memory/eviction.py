@@ -1,7 +1,7 @@
-"""Which cached rows are coldest: exact LRU, or frequency that decays.
+"""Eviction orders of cached rows: exact LRU, or decayed frequency.
 
-An order ranks slots and nothing else; it does not know rows, pages or tables. The array loops are Numba;
-`tests/memory` holds their plain twins.
+An order ranks slots; it does not know rows, pages or tables. The array loops are Numba; their plain twins are in
+`tests/memory`.
 """
 
 from typing import Protocol
@@ -18,21 +18,21 @@ class EvictionOrder(Protocol):
     """Ranks the slots in use from cold to hot."""
 
     def touch(self, slots: Slots) -> None:
-        """These slots were read, in this order."""
+        """Record that slots were read, in this order."""
 
     def insert(self, slots: Slots) -> None:
-        """These slots were filled, the last one latest."""
+        """Add slots that were filled, the most recent last."""
 
     def insert_coldest(self, slots: Slots) -> None:
-        """These slots were filled ahead of any demand; the first is the hottest of them."""
+        """Add slots that were filled ahead of demand at the cold end; the first is the hottest of them."""
 
     def remove(self, slots: Slots) -> None: ...
 
     def coldest(self, num: int) -> Slots:
-        """The `num` coldest slots, coldest first; they stay in the order."""
+        """Return the `num` coldest slots, coldest first; they stay in the order."""
 
     def relocate(self, source: Slots, target: Slots) -> None:
-        """The rows of `source` slots now live in `target` slots and keep their rank."""
+        """Give the ranks of `source` slots to `target` slots, to which their rows have moved."""
 
 
 class LruOrder:
@@ -128,7 +128,7 @@ def _replace(links: Links, source: Slots, target: Slots) -> None:
         links[0, after] = target[i]
 
 
-_NUDGE = 1e-9  # in half-lives: enough to order slots that nothing else tells apart
+_NUDGE = 1e-9  # in half-lives: distinguishes slots of otherwise equal score
 
 
 class DecayedFrequencyOrder:
@@ -184,7 +184,7 @@ class DecayedFrequencyOrder:
         self._bound = self._queued_score[-1] if num else -np.inf
 
     def _keep_queue_only_above_now(self) -> None:
-        """A slot read or filled now scores at least `now`; below the bound it might belong into the queue."""
+        """Discard the queue if a slot read or filled now could score below its bound."""
         if self._time / self._half_life < self._bound:
             self._bound = -np.inf
 

@@ -1,8 +1,8 @@
-"""The host tier for KV: sealed pages kept in DRAM, found by their user and the chain state at their end.
+"""The host tier for KV: full pages kept in DRAM, found by their user and the chain state at their end.
 
-A page's state vouches for everything before it, so one lookup per page verifies it. No user is ever given a page of
-another. Bookkeeping only: which host slot holds which page, which page leaves when the tier is full, and whether
-taking a page back beats computing it again. It does not know tensors or devices.
+A page's state covers all tokens before it, so one lookup per page verifies it. A page is never given to another user.
+Bookkeeping only: which host slot holds which page, which page is evicted when the tier is full, and whether reloading
+a page is cheaper than computing it again. It does not know tensors or devices.
 """
 
 from collections import OrderedDict
@@ -16,12 +16,14 @@ from helmrec.memory.history import States
 
 
 class HostPage(NamedTuple):
+    """A page held on the host."""
+
     slot: int
-    epoch: int  # the oldest row epoch among its tokens and all before them: it was computed from those too
+    epoch: int  # the oldest row epoch among its tokens and all tokens before them, which it was computed from
 
 
 class PageKey(NamedTuple):
-    """A sealed page in the pool that may be saved."""
+    """A full page in the pool that may be saved."""
 
     user_id: int
     state: int  # the chain state at its end
@@ -36,7 +38,7 @@ class PageSave(NamedTuple):
     slot: int
 
 
-_NOBODY = -1  # user of a free slot
+_NO_USER = -1  # user of a free slot
 
 
 class StepWork(NamedTuple):
@@ -48,16 +50,16 @@ class StepWork(NamedTuple):
 
 
 class StepCosts:
-    """Seconds a step takes, as a linear function of tokens and token pairs, learned from the steps that ran.
+    """Predicts the seconds of a step, as a linear function of tokens and token pairs fitted to earlier steps.
 
-    Least squares of the relative error, whose memory fades; the ridge keeps it sane before it has seen enough. A step
-    that something else held up weighs little, since its error is relative to its own time.
+    Least squares of the relative error with exponentially decaying weights; a ridge term regularises the first fits.
+    A step that something else delayed has little weight, since its error is relative to its own time.
     """
 
     _FADE = 0.99
-    _RIDGE = 1e-9  # of what was seen
+    _RIDGE = 1e-9  # relative to the trace of the moments
     _SHORTEST_S = 1e-6
-    _SCALE = np.array([1.0, 1e3, 1e6])  # so that the three terms are of one size
+    _SCALE = np.array([1.0, 1e3, 1e6])  # brings the three terms to one magnitude
 
     def __init__(self) -> None:
         self._moments = np.zeros((3, 3))
@@ -65,6 +67,7 @@ class StepCosts:
         self._floor_s = self._token_s = self._pair_s = 0.0
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        """Update the fit with a step that has ended."""
         expected_s = self.seconds(num_tokens, num_pairs, is_whole_step=True)
         weight = 1 / max(seconds, expected_s, self._SHORTEST_S)
         x = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE
@@ -75,17 +78,17 @@ class StepCosts:
         self._floor_s, self._token_s, self._pair_s = fitted.tolist()
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
-        """What adding so many tokens and pairs to a step costs, or a step of nothing else."""
+        """Predict the seconds that these tokens and pairs add to a step, or the seconds of a step of only these."""
         return is_whole_step * self._floor_s + num_tokens * self._token_s + num_pairs * self._pair_s
 
 
 @dataclass(slots=True)
 class ReloadCosts:
-    """What taking pages back costs against computing them: what a step that did so took longer than it should have.
+    """Decides between reloading pages and computing them, from the delay that reloads caused in earlier steps.
 
-    Part of a reload is hidden behind other work, and how much depends on the load, so it is learned from steps. As
-    long as no reload is tried, its cost is doubted a little more each time, until one is. What hides the first pages
-    of a step does not hide the last: a step loads no longer than it would compute, so that neither waits for the other.
+    Part of a reload overlaps with other work, and how much depends on the load, so the delay is learned from steps.
+    Each rejected reload lowers the assumed delay a little, so that reloads are tried again after some time. A step
+    reloads for at most as long as it computes, because only that much can overlap.
     """
 
     steps: StepCosts
@@ -128,7 +131,7 @@ class ReloadCosts:
         self.page_s += self._SMOOTHING * (max(0.0, exposed_s) / num_pages - self.page_s)
 
     def prefers_reload(self, start: int, end: int, num_pages: int) -> bool:
-        """Whether `num_pages` pages are cheaper than computing tokens [start, end) of a history."""
+        """Whether reloading `num_pages` pages is cheaper than computing tokens [start, end) of a history."""
         computing_s = self._computing(start, end)
         is_cheaper = num_pages * self.page_s < computing_s
         if not is_cheaper:
@@ -140,9 +143,9 @@ class ReloadCosts:
 
 
 class Expander:
-    """`num_slots` host pages, the least recently wanted leaving first.
+    """Bookkeeping of `num_slots` host pages with least-recently-used eviction.
 
-    Numbers in arrays by slot, no object for each page: a tier may hold a million.
+    It keeps arrays by slot and no object per page, since a tier may hold a million pages.
     """
 
     def __init__(self, num_slots: int, policy: str = "measured") -> None:
@@ -156,7 +159,7 @@ class Expander:
     def clear(self, num_slots: int) -> None:
         """Drop all pages; use the first `num_slots` slots from now on."""
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # chain state -> slot, coldest first
-        self._user = np.full(num_slots, _NOBODY, np.int64)  # whose page each slot holds
+        self._user = np.full(num_slots, _NO_USER, np.int64)  # whose page each slot holds
         self._state = np.zeros(num_slots, np.uint64)
         self._epoch = np.zeros(num_slots, np.int64)  # see `HostPage`
         self._free = list(range(num_slots - 1, -1, -1))
@@ -170,7 +173,7 @@ class Expander:
         return len(self._slot_of)
 
     def find(self, user_id: int, states: States, first: int, page_tokens: int) -> list[HostPage]:
-        """The run of held pages from page `first` of a user's history on."""
+        """Return the consecutive pages held, from page `first` of a user's history on."""
         found: list[HostPage] = []
         if not self._slot_of:
             return found
@@ -184,18 +187,18 @@ class Expander:
         return found
 
     def _held(self, user_id: int, state: int) -> int | None:
-        """The slot of this user's page; a page of another user is none, whatever its state."""
+        """Return the slot of this user's page; None if there is none, or if it belongs to another user."""
         slot = self._slot_of.get(state)
         return slot if slot is not None and self._user[slot] == user_id else None
 
     def is_worth_it(self, start: int, end: int, num_pages: int) -> bool:
-        """Whether to take back these pages, which hold tokens [start, end) of a history, or to compute them."""
+        """Whether to reload these pages, which hold tokens [start, end) of a history, rather than compute them."""
         return self._policy == "always" or (
             self._policy == "measured" and self.costs.prefers_reload(start, end, num_pages)
         )
 
     def save(self, key: PageKey) -> PageSave | None:
-        """Give a page a host slot; None if it is held already, computed no earlier, or there is no tier."""
+        """Assign a host slot to a page; None if there is no tier or the page is held with no older rows."""
         if not self.num_slots:
             return None
         slot = self._held(key.user_id, key.state)
@@ -211,12 +214,12 @@ class Expander:
         return PageSave(key.page, slot)
 
     def discard(self, user_id: int, states: Iterable[int]) -> None:
-        """Pages of a user that end in these states are not to be used again."""
+        """Drop a user's pages that end in these states."""
         self._drop([slot for state in states if (slot := self._held(user_id, state)) is not None])
 
     def withdraw(self, saves: Sequence[PageSave]) -> None:
-        """These pages were not copied after all."""
-        self._drop([save.slot for save in saves if self._user[save.slot] != _NOBODY])
+        """Drop pages whose copy has failed."""
+        self._drop([save.slot for save in saves if self._user[save.slot] != _NO_USER])
 
     def forget(self, user_id: int) -> None:
         """Drop all pages of a user."""
@@ -225,7 +228,7 @@ class Expander:
     def _drop(self, slots: list[int]) -> None:
         for slot in slots:
             del self._slot_of[int(self._state[slot])]
-            self._user[slot] = _NOBODY
+            self._user[slot] = _NO_USER
         self._free.extend(slots)
 
     def _take_slot(self) -> int:
@@ -238,4 +241,4 @@ class Expander:
         slots = [*self._free, *self._slot_of.values()]
         assert sorted(slots) == list(range(self.num_slots)), "a host slot is lost or held twice"
         assert all(int(self._state[slot]) == state for state, slot in self._slot_of.items()), "a slot has another state"
-        assert np.count_nonzero(self._user != _NOBODY) == self.num_pages, "a free slot has a user"
+        assert np.count_nonzero(self._user != _NO_USER) == self.num_pages, "a free slot has a user"

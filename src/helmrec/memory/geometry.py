@@ -1,4 +1,4 @@
-"""How many tokens and rows a page holds, from the model's shapes alone."""
+"""Page geometry: how many tokens and rows a page holds, from the model's shapes."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class PageGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token over all layers."""
+        """Bytes of K/V of one token over all layers."""
         return self.num_layers * self.num_heads * (self.qk_dim + self.v_dim) * self.kv_itemsize
 
     @property
@@ -39,7 +39,7 @@ class PageGeometry:
 
     @property
     def kv_waste(self) -> float:
-        """Share of a KV page that rounding leaves unused."""
+        """Share of a KV page that is padding."""
         return 1 - self.page_tokens * self.token_bytes / self.page_bytes
 
     def pages_for(self, num_tokens: int) -> int:

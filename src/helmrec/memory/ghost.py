@@ -1,4 +1,4 @@
-"""Rows that were evicted lately, the hottest of them on top: what a cache that has grown should take back first."""
+"""Recently evicted rows, the hottest on top: a cache that has grown reads these back first."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ Rows = NDArray[np.int64]
 
 
 class GhostRows:
-    """A bounded stack of row ids. Evictions take the coldest first, so the latest evicted are the hottest absent."""
+    """A bounded stack of row ids. The coldest rows are evicted first, so the latest are the hottest absent rows."""
 
     def __init__(self, capacity: int) -> None:
         self._rows = np.empty(max(1, capacity), np.int64)
@@ -17,7 +17,7 @@ class GhostRows:
         return self._size
 
     def push(self, rows: Rows) -> None:
-        """These rows were evicted, the hottest last; the oldest ghosts make room."""
+        """Add evicted rows, the hottest last; the oldest entries are dropped when the stack is full."""
         rows = rows[-self._rows.size :]
         kept = min(self._size, self._rows.size - rows.size)
         self._rows[:kept] = self._rows[self._size - kept : self._size]
@@ -25,7 +25,7 @@ class GhostRows:
         self._size = kept + rows.size
 
     def pop(self, num: int) -> Rows:
-        """Up to `num` ghosts, the hottest first; they are forgotten."""
+        """Remove and return up to `num` rows, the hottest first."""
         taken = self._rows[max(0, self._size - num) : self._size][::-1].copy()
         self._size -= taken.size
         return taken

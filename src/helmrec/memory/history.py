@@ -1,13 +1,13 @@
-"""What a prefix is verified against: the keyed hash of a windowed history, and the rows it was made from.
+"""Verification of prefixes: the keyed hash chain of a windowed history, and the epochs of the rows it reads.
 
-The hash is a chain: one 64-bit state per token that vouches for everything before it. It is seeded by everything
-constant (user, model, window anchor, context) and then folds in every feature, action and timestamp, so state i equals
-state j only if all that went before is equal too.
+The hash is a chain with one 64-bit state per token, which covers all tokens before it. Its seed covers everything
+constant (user, model, window anchor, context); each event adds its features, action and timestamp. State i equals
+state j only if everything before is equal too.
 
 Two lanes with independent keys run side by side. In each, an event becomes one word (NH over the halves of its
 fields), and words are the coefficients of a polynomial in a secret point (Horner's rule modulo 2^64 - 59). A state
-joins both lanes. Without the key, two histories that somebody chose have equal states with a probability of at most
-2^-60, as long as nothing but equality is shown; docs/decisions/0021-a-keyed-prefix-hash.md derives it.
+joins both lanes. Without the key, two chosen histories have equal states with a probability of at most 2^-60, as long
+as only equality is revealed; docs/decisions/0021-a-keyed-prefix-hash.md derives it.
 """
 
 import hashlib
@@ -52,14 +52,14 @@ class History:
 
 
 class ChainState(NamedTuple):
-    """Both lanes after some tokens: what a chain continues from. It must not be shown; `HashKey.seal` may be."""
+    """Both lanes after some tokens, from which a chain continues. Secret; `HashKey.seal` makes a public value of it."""
 
     first: int
     second: int
 
 
 class ChainKeys(NamedTuple):
-    """What compiled loops need of a key. Points are below 2^57, so that one correction reduces a product."""
+    """The parts of a key that compiled loops use. Points are below 2^57, so that one correction reduces a product."""
 
     fields: NDArray[np.uint64]  # (fields, 4) 32 bits each: low and high half of a field in lane one, then in lane two
     points: NDArray[np.uint64]  # (2,) of the polynomials
@@ -67,19 +67,19 @@ class ChainKeys(NamedTuple):
 
 
 class HashKey:
-    """Everything secret about a chain, derived from one secret."""
+    """All secret parameters of a chain, derived from one secret."""
 
     def __init__(self, secret: bytes) -> None:
         assert len(secret) >= SECRET_BYTES, "a short secret can be guessed"
         self._secret = secret
-        self.fingerprint = self._derive(b"fingerprint", 8).hex()  # tells keys apart, and gives none away
+        self.fingerprint = self._derive(b"fingerprint", 8).hex()  # identifies the key without revealing it
         self._fields = self._field_keys(_FIRST_FIELDS)
         numbers = np.frombuffer(self._derive(b"chain", 48), "<u8").astype(np.uint64)
         self._points, self._joins = numbers[:2] >> np.uint64(7), numbers[2:]
 
     @classmethod
     def random(cls) -> "HashKey":
-        """A key that nobody else has, for states that never leave this process."""
+        """Make a random key, for states that never leave this process."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     def keys(self, num_fields: int) -> ChainKeys:
@@ -88,7 +88,7 @@ class HashKey:
         return ChainKeys(self._fields, self._points, self._joins)
 
     def seal(self, state: ChainState) -> int:
-        """64 bits that may be shown: equal seals, equal states, and nothing else can be learned from them."""
+        """Return 64 public bits: equal states have equal seals, and a seal reveals nothing else."""
         shown = hashlib.blake2b(
             state.first.to_bytes(8, "little") + state.second.to_bytes(8, "little"),
             key=self._derive(b"seal", 32),
@@ -108,24 +108,24 @@ class HashKey:
 
 
 def chain(key: HashKey, seed: tuple[int, ...], num_context: int, columns: IntArray) -> States:
-    """States after each of `num_context` context tokens and each event. columns: (fields, events)."""
+    """Return the states after each of `num_context` context tokens and each event. columns: (fields, events)."""
     return _chain(key.keys(len(columns)), np.array(seed, np.int64), num_context, columns)
 
 
 def begin_chain(key: HashKey, seed: tuple[int, ...]) -> ChainState:
-    """Where a chain with this seed starts from."""
+    """Return the start of a chain with this seed."""
     first, second = _begin(key.keys(0).points, np.array(seed, np.int64))
     return ChainState(int(first), int(second))
 
 
 def advance(key: HashKey, state: ChainState, columns: IntArray) -> ChainState:
-    """The state after these events, which follow `state`. columns: (fields, events)."""
+    """Return the state after these events, which follow `state`. columns: (fields, events)."""
     first, second = advance_lanes(key.keys(len(columns)), np.uint64(state.first), np.uint64(state.second), columns)
     return ChainState(int(first), int(second))
 
 
 def _type_multiply(typing_context: Any, x: Any, y: Any) -> Any:
-    """How Numba is to compile `_multiply`."""
+    """Describe to Numba how `_multiply` is compiled."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide, word = ir.IntType(128), ir.IntType(64)
@@ -164,13 +164,13 @@ def _join(first: np.uint64, second: np.uint64, keys: NDArray[np.uint64]) -> np.u
 
 @numba.njit(cache=True, inline="always")
 def mix_field(value: np.uint64, low_key: np.uint64, high_key: np.uint64) -> np.uint64:
-    """What a field adds to its event's word: both halves of its value, moved by their keys, multiplied."""
+    """Return a field's contribution to its event's word: the product of both halves of its value plus their keys."""
     return ((value + low_key) & _LOW) * (((value >> _HALF) + high_key) & _LOW)
 
 
 @numba.njit(cache=True, nogil=True)
 def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:  # (2, events)
-    """One word per event and lane, the sum over its fields."""
+    """Return one word per event and lane, the sum over its fields."""
     num_fields, num_events = columns.shape
     words = np.zeros((2, num_events), np.uint64)
     first, second = words[0], words[1]
@@ -186,7 +186,7 @@ def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:
 
 @numba.njit(cache=True, nogil=True)
 def _begin(points: NDArray[np.uint64], seed: IntArray) -> tuple[np.uint64, np.uint64]:
-    """Seeds are coefficients as they are; the leading one is 1, so that no two lengths are alike."""
+    """Fold the seed in as coefficients after a leading 1, which distinguishes seeds of different length."""
     first = second = np.uint64(1)
     for i in range(seed.size):
         first = _step(first, points[0], np.uint64(seed[i]))
@@ -222,7 +222,7 @@ def _chain(keys: ChainKeys, seed: IntArray, num_context: int, columns: IntArray)
 
 
 def common_tokens(a: States, b: States) -> int:
-    """Tokens two chains share. Equal states imply equal pasts, so bisection finds the last equal one."""
+    """Return the number of leading tokens two chains share. Equal states imply equal pasts, so bisection works."""
     low, high = 0, min(a.size, b.size)
     if high and a[high - 1] == b[high - 1]:
         return high
@@ -236,9 +236,9 @@ def common_tokens(a: States, b: States) -> int:
 
 
 class RowEpochs:
-    """When each row last changed, so that KV made from an older value is never reused.
+    """The epoch at which each row last changed, so that KV computed from an older value is not reused.
 
-    The array spans the id space but memory backs only the parts that were ever updated.
+    The array spans the id space, but only parts that were updated take physical memory.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -246,12 +246,12 @@ class RowEpochs:
         self.current = 0
 
     def mark(self, rows: IntArray) -> None:
-        """These rows have new values from now on."""
+        """Begin a new epoch, in which these rows have changed."""
         self.current += 1
         self._changed[rows] = self.current
 
     def fresh_tokens(self, history: History, made_at: Epochs) -> int:
-        """Leading tokens of `history` none of whose rows changed after `made_at` (one epoch per token)."""
+        """Count the leading tokens of `history` whose rows have not changed after `made_at` (one epoch per token)."""
         return int(_fresh(self._changed, history.context_rows, history.event_rows, made_at))
 
 

@@ -1,4 +1,4 @@
-"""The memory behind the host tier: whole pages in DRAM, copied to and from the arena."""
+"""The memory of the host tier: whole pages in DRAM, copied to and from the arena."""
 
 import time
 from collections import deque
@@ -23,27 +23,29 @@ _STEPS_IN_FLIGHT = 2
 
 
 class _Saving(NamedTuple):
+    """Copies of one save that may still run."""
+
     has_ended: Callable[[], bool]
     pages: frozenset[int]
     slots: frozenset[int]
 
 
 class SavesInFlight:
-    """What copies on their way still read and write, so that only those wait for them who must."""
+    """Tracks which pages running saves read and which slots they write, so that only dependent work waits."""
 
     def __init__(self) -> None:
-        self._saving: deque[_Saving] = deque()  # oldest first, and in this order they end
+        self._saving: deque[_Saving] = deque()  # oldest first; they end in this order
 
     def add(self, saves: Sequence[PageSave], has_ended: Callable[[], bool]) -> None:
         pages, slots = zip(*saves, strict=True)
         self._saving.append(_Saving(has_ended, frozenset(pages), frozenset(slots)))
 
     def read_any(self, pages: Iterable[int]) -> bool:
-        """Whether one of these pages may not be written yet."""
+        """Whether a running save still reads one of these pages."""
         return any(not saving.pages.isdisjoint(pages) for saving in self._unended())
 
     def write_any(self, slots: Iterable[int]) -> bool:
-        """Whether one of these slots may not be read yet."""
+        """Whether a running save still writes one of these slots."""
         return any(not saving.slots.isdisjoint(slots) for saving in self._unended())
 
     def _unended(self) -> "deque[_Saving]":
@@ -53,25 +55,25 @@ class SavesInFlight:
 
 
 class _LoadLaunch(NamedTuple):
-    """Loads of one step."""
+    """The launch that loads the pages of one step."""
 
-    loads: NDArray[np.int32]  # (1 + most, 2) how many, then which; read when the device comes to them
+    loads: NDArray[np.int32]  # (1 + most, 2) their number, then the pairs; read when the launch runs
     start: Callable[[], None]
 
 
 class HostPages:
     """The expander's slots as host memory beside an arena, locked where the arena is on a card.
 
-    On a card, saves and loads run in streams of their own and return at once: saves as copies, loads as one launch
-    that reads all pages, since to issue a copy for each took longer than the bus. Whoever overwrites a page waits for
-    its save, on the card and not on the host, and nobody else does; a page that is loaded belongs to nobody until
-    then, so loads start beside whatever runs.
+    On a card, saves and loads run in their own streams and return at once: saves as copies, loads as one launch that
+    reads all pages, since issuing one copy per page took longer than the transfer. Only work that overwrites a page
+    waits for its save, on the card and not on the host. A page that is being loaded is read by no running step, so
+    loads start without waiting for steps.
     """
 
     def __init__(
         self, expander: Expander, arena_pages: Tensor, kernels: RowKernels, capture: Capture | None = None
     ) -> None:
-        """arena_pages: (pages, page_bytes) uint8, the arena seen as plain pages; capture: makes graphs, if any."""
+        """arena_pages: (pages, page_bytes) uint8, the whole arena; capture: captures graphs, if steps are graphs."""
         self._arena = arena_pages
         is_card, device = arena_pages.is_cuda, arena_pages.device
         self._saving, self._loading = (torch.cuda.Stream(device) if is_card else None for _ in range(2))
@@ -86,17 +88,18 @@ class HostPages:
 
     @property
     def loading_stream(self) -> torch.cuda.Stream | None:
-        """Where pages come from the host; None: where the caller is."""
+        """Stream in which pages are loaded; None is the caller's."""
         return self._loading
 
     def close(self) -> None:
         self._buffer.close()
 
     def save(self, saves: Sequence[PageSave]) -> None:
+        """Copy pages to host slots; on a card, return before the copies end."""
         if not saves:
             return
         if self._saving is not None and self._loading is not None:
-            self._saving.wait_stream(self._loading)  # a slot may be read there that is now written
+            self._saving.wait_stream(self._loading)  # a running load may read a slot that is written now
         with InStream(self._saving):
             for save in saves:
                 self._host[save.slot].copy_(self._arena[save.page], non_blocking=True)
@@ -104,17 +107,17 @@ class HostPages:
             self._saves.add(saves, self._saving.record_event().query)
 
     def finish_saves_of(self, pages: Iterable[int], stream: torch.cuda.Stream | None) -> None:
-        """What this stream does from now on comes after all saves of these pages; None is the current one."""
+        """Make a stream wait for the running saves of these pages; None is the current stream."""
         if self._saves.read_any(pages):
             self.finish_saves(stream)
 
     def finish_saves(self, stream: torch.cuda.Stream | None) -> None:
-        """What this stream does from now on comes after all saves so far; None is the current one."""
+        """Make a stream wait for all running saves; None is the current stream."""
         if self._saving is not None:
             (stream or torch.cuda.current_stream()).wait_stream(self._saving)
 
     def start_loading(self, loads: Sequence[PageLoad]) -> None:
-        """Once for a step: the step before may still be on its way, the one before that has ended."""
+        """Start the loads of a step, at most once per step: launches alternate, and two steps may run at once."""
         slots, pages = zip(*loads, strict=True)
         if self._saves.write_any(slots) or self._saves.read_any(pages):
             self.finish_saves(self._loading)
@@ -126,7 +129,7 @@ class HostPages:
             launch.start()
 
     def finish_loading(self) -> None:
-        """What follows in the current stream sees all pages whose loading has started."""
+        """Make the current stream wait for all loads that have started."""
         if self._loading is not None:
             torch.cuda.current_stream().wait_stream(self._loading)
 
@@ -137,7 +140,7 @@ class HostPages:
         return _LoadLaunch(loads.numpy(), start if capture is None else capture(start).replay)
 
     def _time_a_page(self) -> float:
-        """Seconds of one page from host to arena, over pages nobody owns yet; the second pass counts."""
+        """Measure the seconds of one page from host to arena, before any page is owned; the second pass counts."""
         num = min(_TIMED_PAGES, len(self._host), len(self._arena))
         for _ in range(2):
             self._wait()

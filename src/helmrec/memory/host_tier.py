@@ -1,7 +1,7 @@
-"""The master copy of every embedding row, in host memory; rows of all tables share one id space.
+"""The row master: every embedding row in host memory; rows of all tables share one id space.
 
-For a CPU the tables stay where they are, which may be memory-mapped files: updates then live in private pages and
-never reach the file. For a card they are copied into one locked buffer that its kernels read over the bus.
+For a CPU the tables are used in place, perhaps as memory-mapped files: updates then stay in private pages and do not
+change the file. For a card they are copied into one locked buffer that kernels read over the bus.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from helmrec.errors import ConfigError, ModelError
 from helmrec.kernels.row_gather import MAX_ROWS
 
-Progress = Callable[[int, int], None]  # told how many bytes of how many are done
+Progress = Callable[[int, int], None]  # called with the bytes done and the total
 
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
@@ -27,7 +27,7 @@ _MAPPED = 2  # cudaHostRegisterMapped
 
 
 class LockedBuffer:
-    """Anonymous host memory in huge pages. Fill `data`, then `lock` it: from then on a card reads it over the bus."""
+    """Anonymous host memory in huge pages. Fill `data`, then `lock` it, so that a card can read it over the bus."""
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -35,23 +35,20 @@ class LockedBuffer:
             memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"no room in host memory for {num_bytes} bytes: {error}") from error
-        with contextlib.suppress(OSError):  # without huge pages everything works, only slower
+        with contextlib.suppress(OSError):  # huge pages are faster, but optional
             memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork would have to copy what is locked
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork would have to copy locked memory
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_PAGE
         self.data = whole[start : start + num_bytes]
         self._unlock: weakref.finalize[[int], LockedBuffer] | None = None
 
-    @property
-    def is_locked(self) -> bool:
-        return self._unlock is not None and self._unlock.alive
-
     def rows(self, row_dim: int, stride: int, dtype: torch.dtype) -> Tensor:  # (rows, row_dim)
-        """The buffer as records of `stride` bytes."""
+        """Return the buffer as rows of `stride` bytes."""
         return self.data.view(dtype).view(-1, stride // dtype.itemsize)[:, :row_dim]
 
     def lock(self) -> None:
+        """Register the memory with the driver."""
         runtime, address = _cuda_runtime(), self.data.data_ptr()
         if error := int(runtime.cudaHostRegister(address, self.data.nbytes, _MAPPED)):
             raise ConfigError(
@@ -61,7 +58,7 @@ class LockedBuffer:
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def close(self) -> None:
-        """Unlock; the memory itself goes with the last tensor that views it."""
+        """Unlock the memory; it is freed with the last tensor that views it."""
         if self._unlock is not None:
             self._unlock()
 
@@ -74,7 +71,7 @@ class RowMaster:
     """Every row of every table, by table offset."""
 
     def __init__(self, tables: Mapping[str, Tensor], buffer: LockedBuffer | None = None) -> None:
-        """Over the tables as they are, which fill the buffer if there is one; an update writes them."""
+        """Use the tables in place; updates write to them. `buffer` is the memory they fill, if it is one buffer."""
         self._tables = list(tables.values())
         sizes = [table.shape[0] for table in self._tables]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -82,7 +79,7 @@ class RowMaster:
 
     @classmethod
     def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Over a copy of the tables that a card can read until `close`."""
+        """Copy the tables to locked memory, which a card can read until `close`."""
         master = cls.copied(tables, progress)
         assert master._buffer is not None
         master._buffer.lock()
@@ -90,7 +87,7 @@ class RowMaster:
 
     @classmethod
     def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Over a copy of the tables in one buffer."""
+        """Copy the tables into one buffer."""
         sizes, first = [table.shape[0] for table in tables.values()], next(iter(tables.values()))
         if sum(sizes) > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {sum(sizes)}")
@@ -103,7 +100,7 @@ class RowMaster:
 
     @property
     def rows(self) -> Tensor:  # (rows, row_dim) on the host
-        """All rows of a copied master in one strided view, as kernels read them."""
+        """All rows of a copied master in one strided view, for kernels."""
         assert self._buffer is not None, "only a copied master is one buffer"
         return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
 
@@ -130,12 +127,12 @@ class RowMaster:
         return out
 
     def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
-        """No step may be running: a card reads what this writes."""
+        """Write new values of rows. No step may be running, since a card reads this memory."""
         for table, start, where in self._by_table(rows):
             table[torch.from_numpy(rows[where] - start)] = values[where]
 
     def close(self) -> None:
-        """A card may not read the rows any more; `gather` and `update` still work."""
+        """Unlock the memory: a card may not read it any more; `gather` and `update` still work."""
         if self._buffer is not None:
             self._buffer.close()
 
@@ -159,7 +156,7 @@ def _copy(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: 
 
 
 def first_non_finite(rows: Tensor) -> int | None:
-    """The first row that holds a value which is not finite; if there is none, one pass that allocates nothing."""
+    """Return the first row with a non-finite value. Without one, it takes one pass and allocates nothing."""
     if not rows.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(rows)):  # NaN wins either way
         return None
     middle = len(rows) // 2

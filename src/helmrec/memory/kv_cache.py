@@ -1,7 +1,7 @@
-"""Per-user KV prefixes in pages: verified, shared, pinned while used, evicted from the tail of the coldest.
+"""The KV cache: per-user prefixes in pages, verified, shared, pinned while used, evicted from the coldest tail.
 
-Bookkeeping only. It hands out plans (which pages hold a history, which tokens are new, what to copy first)
-and never touches K/V. It does not know layers, heads or devices.
+Bookkeeping only. It returns plans (which pages hold a history, which tokens are new, what to copy first) and never
+touches K/V. It does not know layers, heads or devices.
 """
 
 from collections import OrderedDict, deque
@@ -19,13 +19,15 @@ from helmrec.memory.shared_pages import SharedPages
 
 @dataclass(frozen=True, slots=True)
 class KVLimits:
+    """Fixed limits of a KV cache."""
+
     page_tokens: int
     max_forks: int
-    lag_s: float  # how far reused KV may lag behind row updates; 0 is exact
+    lag_s: float  # time by which reused KV may lag behind row updates; 0 is exact
 
 
 class KVCache:
-    """Resident prefixes by user, coldest first."""
+    """Resident prefixes by user, and their order of eviction."""
 
     def __init__(
         self,
@@ -37,15 +39,15 @@ class KVCache:
     ) -> None:
         self.limits = limits
         self._expander = expander or Expander(num_slots=0)
-        self.reserve_pages = 1  # kept free for the next step, so that one-time users displace nobody
+        self.reserve_pages = 1  # kept free for the next step, so that one-time users evict no other prefix
         self._pages = SharedPages(ledger)
         self._epochs = epochs
         self._admission = admission
         self._visits = VisitLog()
         self._users: dict[int, list[Prefix]] = {}
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
-        self._running: dict[int, Prefix] = {}  # new in a running step, its fate not yet decided
-        self._unsaved: deque[tuple[Prefix, int]] = deque()  # sealed pages the host tier has not seen
+        self._running: dict[int, Prefix] = {}  # new in a running step, not yet admitted or refused
+        self._unsaved: deque[tuple[Prefix, int]] = deque()  # full pages not yet offered to the host tier
         self.reused_tokens = self.total_tokens = 0
         self.evicted_pages = 0
         self.stale_cuts = 0
@@ -61,7 +63,7 @@ class KVCache:
         self._expander.costs.begin_step()
 
     def plan(self, history: History, now: float) -> KVPlan | None:
-        """Find the longest verified prefix, and pages for the rest; None if pages are short for now.
+        """Find the longest verified prefix, and allocate pages for the rest; None if too few pages can be freed now.
 
         The prefix and its donor stay pinned until `commit` or `abort`. Tokens planned by an earlier request
         of the same step count as resident: every layer appends before it attends.
@@ -83,17 +85,17 @@ class KVCache:
         return plan
 
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
-        """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
+        """Reload pages that the host holds instead of computing them, if they are fresh and a reload is cheaper."""
         page_tokens, prefix = self.limits.page_tokens, plan.prefix
         if prefix is None or (plan.num_resident % page_tokens and prefix.pins > 1):
-            return plan  # a page may not be loaded over what others still write or read
+            return plan  # other steps still read or write the page that would be overwritten
         first = plan.num_resident // page_tokens
         found = self._expander.find(history.user_id, history.states, first, page_tokens)
         if not found:
             return plan
         end = (first + len(found)) * page_tokens
-        # A page was computed on top of everything before it: no row of the whole history may have changed since,
-        # even one whose token has been computed anew.
+        # A page depends on all tokens before it: no row of the whole history may have changed since it was computed,
+        # not even a row whose token has been recomputed.
         oldest = np.full(end, min(page.epoch for page in found), np.uint32)
         end = self._epochs.fresh_tokens(history, oldest) // page_tokens * page_tokens
         num_pages = end // page_tokens - first
@@ -104,40 +106,40 @@ class KVCache:
         return plan._replace(num_resident=end, copy=None, loads=loads)
 
     def next_saves(self, limit: int) -> list[PageSave]:
-        """Up to `limit` sealed pages that the host tier should copy now, oldest first."""
+        """Return up to `limit` full pages to copy to the host tier now, oldest first."""
         saves: list[PageSave] = []
         page_tokens = self.limits.page_tokens
         while self._unsaved and len(saves) < limit:
             prefix, i = self._unsaved.popleft()
             end = (i + 1) * page_tokens
-            if end > (prefix.sound if prefix.is_suspect else prefix.settled):  # evicted or cut since, or not kept
+            if end > (prefix.sound if prefix.is_suspect else prefix.settled):  # evicted, truncated or rejected since
                 continue
-            epoch = int(epoch_per_token(prefix.made_at, end).min())  # of all that the page was computed from
+            epoch = int(epoch_per_token(prefix.made_at, end).min())  # oldest of all tokens that the page depends on
             key = PageKey(prefix.user_id, int(prefix.states[end - 1]), prefix.pages[i], epoch)
             if (save := self._expander.save(key)) is not None:
                 saves.append(save)
         return saves
 
     def _note_unsaved(self, start: int, end: int, prefix: Prefix) -> None:
-        """Pages that tokens [start, end) have filled are to be saved, where there is a tier."""
+        """Queue the pages that tokens [start, end) have filled for saving, if there is a tier."""
         if self._expander.num_slots:
             page_tokens = self.limits.page_tokens
             self._unsaved.extend((prefix, i) for i in range(start // page_tokens, end // page_tokens))
 
     def resident_tokens(self, history: History) -> int:
-        """Tokens `plan` would at best find resident; changes nothing."""
+        """Return the most tokens that `plan` could find resident; changes nothing."""
         found = self._longest(history)
         return found.num_tokens if found else 0
 
     def commit(self, plan: KVPlan, now: float, *, is_ahead: bool = False) -> None:
-        """The step has ended: unpin, keep or drop the prefix. Once all plans are, `restore_reserve`."""
+        """End a plan whose step has ended: unpin its prefix, keep or drop it. `restore_reserve` follows the last."""
         prefix = plan.prefix
         if prefix is None:
             return
         self._settle(prefix, plan)
         prefix.last_use_s = now
         was_probationary, is_new = prefix.is_probationary, id(prefix) in self._running
-        if not is_ahead:  # what is computed ahead has no scores yet that would vouch for it
+        if not is_ahead:  # a prefix computed ahead has no scores yet that show it to be finite
             prefix.sound = max(prefix.sound, min(plan.num_tokens, prefix.settled))
         is_kept = is_ahead or self._count_visit(plan, prefix, now)
         if is_new and is_kept:
@@ -145,15 +147,15 @@ class KVCache:
             prefix.is_probationary |= is_ahead
         if id(prefix) in self._order:
             self._order.move_to_end(id(prefix), last=is_ahead or not prefix.is_probationary)
-            if not prefix.is_probationary:  # now that it has earned its place, all of it is saved
+            if not prefix.is_probationary:  # once admitted, all of it is saved
                 self._note_unsaved(0 if was_probationary else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
         self._limit_forks(prefix.user_id)
 
     def reject(self, plan: KVPlan) -> None:
-        """The step has ended, but its scores for this plan are not finite: keep only tokens known to be sound.
+        """End a plan whose scores are not finite: keep only tokens known to be sound.
 
-        The rest goes once nobody has it pinned; finite scores of another plan may prove it sound until then.
+        The rest is dropped at its last unpin, unless finite scores of another plan show it to be sound before.
         """
         if plan.prefix is None:
             return
@@ -164,11 +166,11 @@ class KVCache:
         self._unpin(plan)
 
     def _settle(self, prefix: Prefix, plan: KVPlan) -> None:
-        """The plan's tokens are written, except those that the abort of a later step has cut off again."""
+        """Mark the plan's tokens as written, except those that the abort of a later step has truncated."""
         prefix.settled = max(prefix.settled, min(plan.num_tokens, prefix.num_tokens))
 
     def _count_visit(self, plan: KVPlan, prefix: Prefix, now: float) -> bool:
-        """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
+        """Count a visit; return whether the prefix is kept: it is admitted, or probationary while pages are free."""
         self.reused_tokens += plan.num_resident
         self.total_tokens += plan.num_tokens
         seen = self._visits.record(prefix.user_id, now)
@@ -179,22 +181,22 @@ class KVCache:
         return not prefix.is_probationary or self._admission.admits(visit)
 
     def hold(self, user_id: int) -> None:
-        """Put what is kept of a user last in line for eviction, for now."""
+        """Move a user's prefixes to the warm end of the eviction order."""
         for prefix in self._users.get(user_id, ()):
             self._order.move_to_end(id(prefix))
 
     def release(self, user_id: int) -> None:
-        """What was computed ahead for a user and never asked for goes first."""
+        """Move a user's probationary prefixes to the cold end of the eviction order."""
         for prefix in self._users.get(user_id, ()):
             if prefix.is_probationary:
                 self._order.move_to_end(id(prefix), last=False)
 
     def restore_reserve(self) -> None:
-        """Evict until the pages the next step may need are free."""
+        """Evict until `reserve_pages` are free for the next step."""
         self.evict(self.reserve_pages - self._pages.num_free)
 
     def abort(self, plan: KVPlan) -> None:
-        """The step failed or did without this plan: what only it would have written is not there.
+        """End a plan whose step failed or did not use it: drop the tokens that only it would have written.
 
         Plans of one step are aborted in the order they were made, or the last one alone.
         """
@@ -203,26 +205,26 @@ class KVCache:
             self._unpin(plan)
 
     def forget(self, user_id: int) -> None:
-        """Drop all that is kept of a user, here and on the host. No step may be running."""
+        """Drop a user's prefixes, here and on the host. No step may be running."""
         for prefix in list(self._users.get(user_id, ())):
-            assert prefix.pins == 0, "a step still reads what is to be forgotten"
+            assert prefix.pins == 0, "a running step still reads a prefix that is forgotten"
             self._drop(prefix)
         self._visits.forget(user_id)
         self._expander.forget(user_id)
 
     @property
     def is_idle(self) -> bool:
-        """No step holds a pin."""
+        """Whether no running step holds a pin."""
         return not self._running and all(prefix.pins == 0 for prefix in self._order.values())
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+        """Free up to `num_pages` pages, tail first, from the coldest unpinned prefixes; return how many."""
         freed = 0
         while freed < num_pages and (victim := self._coldest_idle()) is not None:
             before = self._pages.num_free
             self._drop_pages(victim, max(0, len(victim.pages) - (num_pages - freed)))
             self._discard_if_empty(victim)
-            freed += self._pages.num_free - before  # fewer than dropped, where a fork shares some
+            freed += self._pages.num_free - before  # fewer than dropped if a fork shares some
         self.evicted_pages += freed
         return freed
 
@@ -230,7 +232,7 @@ class KVCache:
         return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
 
     def _match(self, history: History, now: float) -> Match | None:
-        """The prefix of this user that shares the most tokens with `history`, cut to what is fresh."""
+        """Return the user's prefix that shares the most tokens with `history`, cut to its fresh tokens."""
         found = self._longest(history)
         if history.user_id in self._users:
             self.returns += 1
@@ -251,7 +253,7 @@ class KVCache:
         return None if best is None else Match(best, most)
 
     def _fresh_tokens(self, prefix: Prefix, history: History, shared: int, now: float) -> int:
-        """Cut `shared` at the first token whose rows changed since; drop the stale tail if nobody reads it."""
+        """Cut `shared` at the first token whose rows have changed; drop the stale tail if the prefix is not pinned."""
         if self._epochs.current == prefix.verified_epoch or now - prefix.verified_s < self.limits.lag_s:
             return shared
         fresh = self._epochs.fresh_tokens(history, epoch_per_token(prefix.made_at, shared))
@@ -286,10 +288,10 @@ class KVCache:
         return KVPlan(prefix, 0, history.num_tokens, list(prefix.pages))
 
     def _fork(self, match: Match, history: History) -> KVPlan | None:
-        """A new prefix that shares the donor's full pages and copies what it needs of a partial one."""
+        """Plan a new prefix that shares the donor's full pages and copies its part of a partial page."""
         donor, resident = match
         page_tokens = self.limits.page_tokens
-        if resident > donor.settled:  # a page the running step still writes cannot be copied before that step
+        if resident > donor.settled:  # a page that a running step still writes cannot be copied yet
             resident = max(resident - resident % page_tokens, donor.settled)
         shared = donor.pages[: resident // page_tokens]
         prefix = Prefix(history.user_id, history.states, list(donor.made_at), list(shared), resident, pins=1)
@@ -306,7 +308,7 @@ class KVCache:
         return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor=donor, num_before=resident)
 
     def _overwrite(self, prefix: Prefix, resident: int, history: History) -> KVPlan | None:
-        """Too few pages for a second history beside the first: the new one takes the old one's place."""
+        """Replace a prefix by another history of its user, when there are too few pages for both."""
         if prefix.pins:
             return None
         self._truncate(prefix, resident)
@@ -315,10 +317,10 @@ class KVCache:
         return plan
 
     def _grow(self, prefix: Prefix, history: History) -> bool:
-        """Give the prefix pages for all of `history`; False, and nothing changed, if there are not enough."""
+        """Give the prefix pages for all of `history`; False, with nothing changed, if there are not enough."""
         missing = self._pages_for(history.num_tokens) - len(prefix.pages)
         short = missing - self._pages.num_free
-        idle = (mate.pages for mate in self._order.values() if not mate.pins)
+        idle = (other.pages for other in self._order.values() if not other.pins)
         if short > 0 and not self._pages.would_free(idle, short):
             return False
         if short > 0:
@@ -336,7 +338,7 @@ class KVCache:
     def _visit(self, prefix: Prefix, seen: EarlierVisits, now: float) -> Visit:
         coldest = self._coldest_idle()
         idle_s = 0.0 if coldest is None else np.inf if coldest.is_probationary else now - coldest.last_use_s
-        others_pages = sum([len(mate.pages) for mate in self._running.values()]) - len(prefix.pages)
+        others_pages = sum([len(other.pages) for other in self._running.values()]) - len(prefix.pages)
         return Visit(
             count=seen.count,
             idle_s=None if seen.last_s is None else now - seen.last_s,
@@ -374,7 +376,7 @@ class KVCache:
                 self._discard_if_empty(prefix)
 
     def _cut_to_sound(self, prefix: Prefix) -> None:
-        """Drop what scores were not finite with, here and on the host."""
+        """Drop the tokens beyond `sound` of a suspect prefix, here and on the host."""
         page_tokens = self.limits.page_tokens
         ends = range((prefix.sound // page_tokens + 1) * page_tokens, prefix.num_tokens + 1, page_tokens)
         self._expander.discard(prefix.user_id, [int(prefix.states[end - 1]) for end in ends])
@@ -399,7 +401,7 @@ class KVCache:
         return -(-num_tokens // self.limits.page_tokens)
 
     def _truncate(self, prefix: Prefix, num_tokens: int) -> None:
-        """Keep the first tokens; whole pages only where a fork shares the page that would become partial."""
+        """Keep the first tokens; only whole pages if a fork shares the page that would become partial."""
         num_tokens = min(num_tokens, prefix.num_tokens)
         partial = num_tokens % self.limits.page_tokens
         if partial and self._pages.is_shared(prefix.pages[num_tokens // self.limits.page_tokens]):
@@ -410,7 +412,7 @@ class KVCache:
     def _drop_pages(self, prefix: Prefix, keep: int) -> None:
         dropped = prefix.pages[keep:]
         del prefix.pages[keep:]
-        self._pages.let_go(dropped)
+        self._pages.release(dropped)
         self._shorten(prefix, keep * self.limits.page_tokens)
 
     def _shorten(self, prefix: Prefix, num_tokens: int) -> None:
@@ -424,14 +426,14 @@ class KVCache:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
             assert prefix.settled <= prefix.num_tokens, "more tokens are settled than held"
-            assert prefix.sound <= prefix.settled, "tokens are trusted that no step has written"
+            assert prefix.sound <= prefix.settled, "a sound token has not been written"
             assert prefix.pins or not prefix.is_suspect, "a suspect prefix outlived its step"
-            assert prefix.num_tokens <= prefix.states.size, "tokens are held that no state vouches for"
-            assert prefix.made_at[0].first == 0, "a token was made at no epoch"
+            assert prefix.num_tokens <= prefix.states.size, "a token is held without a chain state"
+            assert prefix.made_at[0].first == 0, "a token has no row epoch"
             assert len(set(prefix.pages)) == len(prefix.pages), "a page appears twice in one prefix"
         self._pages.check(prefix.pages for prefix in prefixes)
         kept = [prefix for mates in self._users.values() for prefix in mates]
         assert len(kept) == len(self._order)
-        assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in line for eviction"
+        assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in the eviction order"
         tails = [p.pages[-1] for p in prefixes if p.num_tokens % self.limits.page_tokens]
         assert len(set(tails)) == len(tails), "two prefixes write one partial page"

@@ -1,6 +1,6 @@
-"""Who owns each page: free, emb, kv, or draining until running steps have ended.
+"""The page ledger: the owner of each page, which is free, EMB, KV, or draining until running steps have ended.
 
-Pure bookkeeping over small arrays. It does not know what a page holds or why it moves.
+Pure bookkeeping over small arrays. It does not know the content of pages or why they move.
 """
 
 from collections import deque
@@ -12,6 +12,8 @@ import numpy as np
 
 
 class Owner(IntEnum):
+    """Owners of a page."""
+
     FREE = 0
     EMB = 1
     KV = 2
@@ -25,7 +27,7 @@ class _Drain:
 
 
 class PageLedger:
-    """Owners of a fixed number of pages; `free + emb + kv + draining == total`, always."""
+    """Owners of a fixed number of pages; always `free + emb + kv + draining == total`."""
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 1
@@ -46,7 +48,7 @@ class PageLedger:
         return self._counts[owner]
 
     def owners(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Every page's owner, for people to look at."""
+        """Return the owner of every page, for displays and checks."""
         return np.array(self._owner, np.uint8)
 
     def allocate(self, owner: Owner, num: int) -> list[int]:
@@ -60,12 +62,12 @@ class PageLedger:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """KV pages nobody reads any more are free at once (pins guard the running steps)."""
+        """Free KV pages at once; pins guarantee that no running step reads them."""
         self._set(pages, Owner.KV, Owner.FREE)
         self._free.extend(pages)
 
     def drain(self, pages: Sequence[int], epoch: int) -> None:
-        """EMB pages become free once every step up to `epoch` has ended: a gather may still read them."""
+        """Free EMB pages once every step up to `epoch` has ended, since its gather may still read them."""
         if not pages:
             return
         assert not self._draining or self._draining[-1].epoch <= epoch

@@ -1,7 +1,7 @@
-"""One pool, two caches: the ledger, both caches and the boundary between them.
+"""The pool: the page ledger, both caches and the boundary between them.
 
-The pool decides; whatever must move in memory goes through `RowMover`. No torch here, so that the simulator's compiled
-twin can be held to it.
+The pool decides; a `RowMover` moves data in memory. No torch here, so that tests can compare the simulator's compiled
+twin with it.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from helmrec.memory.stats import PoolStats
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the pool must be able to serve at any time."""
+    """The largest work that the pool must be able to serve at any time."""
 
     num_rows: int  # rows in the id space of all tables
     request_tokens: int  # cacheable tokens of the longest request
@@ -34,7 +34,7 @@ class Demand:
 
 
 class Pool:
-    """Pages shared by embedding rows and KV prefixes."""
+    """Pages shared by embedding rows and KV prefixes, with a movable boundary."""
 
     def __init__(
         self,
@@ -78,14 +78,8 @@ class Pool:
         return KVCache(limits, self.ledger, self.row_epochs, admission, self.expander)
 
     @property
-    def host_rows(self) -> EmbeddingCache:
-        """The embedding cache of a pool whose index is on the host."""
-        assert isinstance(self.rows, EmbeddingCache)
-        return self.rows
-
-    @property
     def alpha(self) -> float:
-        """The embedding share of the pool's pages, as it is."""
+        """The current embedding share of the pool's pages."""
         return self.ledger.count(Owner.EMB) / self.ledger.num_pages
 
     @property
@@ -94,13 +88,13 @@ class Pool:
 
     @property
     def alpha_max(self) -> float:
-        """Beyond this, KV could not hold one request."""
+        """The largest share that leaves KV room for one request."""
         return 1 - self._request_pages / self.ledger.num_pages
 
     def aim(self, alpha: float) -> None:
-        """Set where the boundary should go; `advance` moves it there in bounded steps."""
+        """Set the target of the boundary; `advance` moves it there in bounded steps."""
         self._target_pages = self._pages_at(alpha)
-        # A quarter at most: on a small pool the reserve must not eat what it protects.
+        # At most a quarter of KV: on a small pool a larger reserve would evict the prefixes that it protects.
         self.kv.reserve_pages = max(1, min(self._batch_pages, (self.ledger.num_pages - self._target_pages) // 4))
 
     def _pages_at(self, alpha: float) -> int:
@@ -116,14 +110,14 @@ class Pool:
         return pages
 
     def next_saves(self, budget_bytes: int) -> list[PageSave]:
-        """Sealed KV pages to copy to the host now, at most `budget_bytes` (at least a page)."""
+        """Return the full KV pages to copy to the host now, at most `budget_bytes` (at least a page)."""
         saves = self.kv.next_saves(max(1, budget_bytes // self.geometry.page_bytes))
         self.bytes_by_cause["kv-save"] += len(saves) * self.geometry.page_bytes
         return saves
 
     @property
     def is_settled(self) -> bool:
-        """The boundary is where it should be and no page is between owners."""
+        """Whether the boundary is at its target and no page is draining."""
         return self._target_pages == self.ledger.count(Owner.EMB) and not self.ledger.count(Owner.DRAINING)
 
     def advance(self, budget_bytes: int, epoch: int) -> None:
@@ -139,7 +133,7 @@ class Pool:
             self._shrink(step, epoch)
 
     def _grow(self, num: int) -> None:
-        # Pages still draining belong to nobody: until they are free, KV keeps what one request needs.
+        # Draining pages have no owner: until they are free, KV keeps the pages that one request needs.
         num = min(num, self.ledger.num_free + self.ledger.count(Owner.KV) - self._request_pages)
         if num <= 0:
             return
@@ -153,7 +147,7 @@ class Pool:
         self.ledger.drain(self.rows.give_up_pages(num, self._mover), epoch)
 
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes by what made them move, over the bus or inside the pool."""
+        """Return the bytes moved over the bus or inside the pool, by cause."""
         rows, stride = self.rows, self.geometry.row_stride
         by_rows = {"row-miss": rows.misses, "row-refill": rows.refills, "boundary-compact": rows.moves}
         return {**{cause: num * stride for cause, num in by_rows.items()}, **self.bytes_by_cause}
@@ -197,11 +191,11 @@ class Pool:
         self.kv.check()
         self.expander.check()
         owned = self.ledger.count(Owner.EMB) * self.geometry.rows_per_page
-        assert self.rows.capacity == owned, "the embedding cache and the ledger disagree"
+        assert self.rows.capacity == owned, "the embedding cache owns other pages than the ledger says"
 
 
 def make_host_rows(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EmbeddingCache:
-    """An embedding cache with its index on the host, sized for the whole pool and without pages."""
+    """Make an embedding cache with its index on the host, sized for the whole pool and without pages."""
     num_pages = config.pool_bytes // geometry.page_bytes
     num_slots = num_pages * geometry.rows_per_page
     order = make_order(config.row_order, num_slots)

@@ -1,4 +1,4 @@
-"""The values KV bookkeeping deals in: a resident prefix, and the plan of one request's step."""
+"""The values of KV bookkeeping: a resident prefix, and the plan of one request in a step."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from helmrec.memory.history import Epochs, States
 
 
 class EpochRun(NamedTuple):
-    """Tokens from `first` on were computed at this row epoch; epochs change rarely, so runs are few and long."""
+    """A run of tokens, from `first` on, computed at one row epoch; epochs change rarely, so runs are few and long."""
 
     first: int
     epoch: int
@@ -24,14 +24,14 @@ class Prefix:
     made_at: list[EpochRun]  # the row epochs its tokens were computed at
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    settled: int = 0  # tokens whose K/V were written by steps before the running one
-    sound: int = 0  # tokens that finite scores were computed from, so their K/V are finite; never more than settled
-    is_suspect: bool = False  # scores computed from it were not finite: beyond `sound`, nothing is offered or kept
+    settled: int = 0  # tokens whose K/V were written by steps that have ended
+    sound: int = 0  # tokens that gave finite scores, so their K/V are finite; at most `settled`
+    is_suspect: bool = False  # it gave non-finite scores: tokens beyond `sound` are neither reused nor kept
     pins: int = 0
-    is_probationary: bool = False  # has not earned its pages: it was computed before anybody asked, or there was room
+    is_probationary: bool = False  # not admitted by the policy: kept while pages are free, or computed ahead
     last_use_s: float = 0.0
-    verified_s: float = 0.0  # when, and
-    verified_epoch: int = 0  # at which row epoch, all its rows were last held against updates
+    verified_s: float = 0.0  # time at which all its rows were last compared with updates
+    verified_epoch: int = 0  # row epoch at that time
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class KVPlan(NamedTuple):
     num_tokens: int
     pages: list[int]
     copy: PageCopy | None = None
-    loads: tuple[PageLoad, ...] = ()  # of those resident, pages that must come from the host first
+    loads: tuple[PageLoad, ...] = ()  # resident pages that must be loaded from the host first
     donor: Prefix | None = None  # pinned too: its pages are shared or copied
-    num_before: int = 0  # tokens the prefix had, some of them perhaps still being computed by a step ahead
+    num_before: int = 0  # tokens of the prefix before this plan, including those that a running step computes
 
     @property
     def num_new(self) -> int:
@@ -71,14 +71,14 @@ NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
 
 
 class Match(NamedTuple):
-    """The best resident prefix for a history, and how many of its leading tokens may be reused."""
+    """The best resident prefix for a history, and the number of its leading tokens that may be reused."""
 
     prefix: Prefix
     num_tokens: int
 
 
 def epoch_per_token(runs: list[EpochRun], num_tokens: int) -> Epochs:  # (num_tokens,)
-    """The epoch of each of the first tokens."""
+    """Return the epoch of each of the first `num_tokens` tokens."""
     epochs = np.empty(num_tokens, np.uint32)
     for first, epoch in runs:
         epochs[first:] = epoch

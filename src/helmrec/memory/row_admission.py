@@ -1,4 +1,4 @@
-"""Which missed rows earn a slot. Half of all rows are touched once and must not push out warm ones."""
+"""Admission policies for missed rows. Half of all rows are read once and must not evict warm rows."""
 
 from typing import Protocol
 
@@ -10,24 +10,26 @@ Rows = NDArray[np.int64]
 
 
 class RowAdmission(Protocol):
-    """Sees every missed row, off the request path, and says which are worth a slot."""
+    """Decides which missed rows are given a slot; called with every missed row, off the request path."""
 
     def worthy(self, rows: Rows) -> NDArray[np.bool_]: ...
 
 
 class AdmitEveryRow:
+    """Admits every missed row."""
+
     def worthy(self, rows: Rows) -> NDArray[np.bool_]:
         return np.ones(rows.size, np.bool_)
 
 
 class SecondTouch:
-    """Admit a row that was missed before, lately: a two-hash counting sketch that halves itself as it ages."""
+    """Admits a row at its second miss, counted by a two-hash sketch whose counters are halved from time to time."""
 
     def __init__(self, num_slots: int) -> None:
         size = 1 << max(10, (8 * num_slots - 1).bit_length())
         self._counts = np.zeros((2, size), np.uint8)
         self._seen = 0
-        self._age_after = size // 4  # so few counters in use that two of one row rarely belong to others
+        self._age_after = size // 4  # few counters in use, so that collisions of both counters of a row are rare
 
     def worthy(self, rows: Rows) -> NDArray[np.bool_]:
         self._seen += rows.size

@@ -1,4 +1,4 @@
-"""What the pool knows of an embedding cache, wherever its index lives."""
+"""The interface between the pool and an embedding cache, with its index on the host or the device."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,13 +16,13 @@ class RowMover(Protocol):
 
 
 class RowCache(Protocol):
-    """Rows in pages. Counters only grow."""
+    """A cache of rows in pages. Counters never decrease."""
 
     hits: int
     misses: int
     evictions: int
     refills: int  # rows read ahead of demand
-    moves: int  # rows that changed slots, so that a page could go
+    moves: int  # rows that changed slots, so that a page could be given up
 
     @property
     def capacity(self) -> int:
@@ -37,12 +37,12 @@ class RowCache(Protocol):
     def add_pages(self, pages: Sequence[int]) -> None: ...
 
     def give_up_pages(self, num: int, mover: RowMover) -> list[int]:
-        """Evict the coldest rows and let go of `num` pages; rows of theirs that stay have moved elsewhere."""
+        """Evict the coldest rows, move the others, and give up `num` pages."""
 
     def by_heat(self) -> NDArray[np.int64]:
-        """All resident rows, coldest first."""
+        """Return all resident rows, coldest first."""
 
     def expect(self, rows: NDArray[np.int64]) -> None:
-        """Rows, coldest first, that a refill should read: they were hot before this cache began."""
+        """Queue rows, coldest first, for refills: they were hot before this cache was started."""
 
     def check(self) -> None: ...

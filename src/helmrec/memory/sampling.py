@@ -1,7 +1,7 @@
-"""Which rows stand for all rows: a fixed hash keeps the same few everywhere. Knows nothing of caches or traces.
+"""Spatial sampling of rows by a fixed hash. It does not know caches or traces.
 
-A row is in the sample at every touch or at none, so reuse inside the sample is reuse as it was. A sample at a lower
-rate is part of any sample at a higher one.
+A row is in the sample at every access or at none, so reuse distances inside the sample are preserved. A sample at a
+lower rate is a subset of any sample at a higher rate.
 """
 
 import numba
@@ -15,7 +15,7 @@ Rows = NDArray[np.int64]
 
 @numba.njit(cache=True, inline="always")
 def row_hash(row: int) -> np.uint64:
-    """64 well-mixed bits of a row id (the finaliser of SplitMix64)."""
+    """Return 64 well-mixed bits of a row id (the finaliser of SplitMix64)."""
     mixed = np.uint64(row) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -24,19 +24,19 @@ def row_hash(row: int) -> np.uint64:
 
 @numba.njit(cache=True, inline="always")
 def is_sampled(row: int, threshold: np.uint64) -> np.bool_:
-    """Whether a row is in the sample that `sampling_threshold` gave the threshold of."""
+    """Whether a row is in the sample of this threshold, from `sampling_threshold`."""
     return row_hash(row) <= threshold
 
 
 def sampling_threshold(rate: float) -> np.uint64:
-    """The hash value up to which rows are sampled: `rate` of all hashes, all of them at 1."""
+    """Return the largest hash value of sampled rows, for a share of `rate` of all hashes."""
     if not 0 < rate <= 1:
         raise ConfigError(f"sampling rate must be above 0 and at most 1, got {rate}")
     return np.uint64(max(1, min(round(rate * 2**64), 2**64)) - 1)
 
 
 def sampled(rows: Rows, rate: float) -> Rows:
-    """The rows of the sample, in order, repeats included."""
+    """Return the sampled rows, in order, with repeats."""
     return _sampled(rows, sampling_threshold(rate))
 
 

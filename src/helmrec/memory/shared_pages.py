@@ -1,4 +1,4 @@
-"""KV pages that several prefixes may share: a page is free again once nobody holds it."""
+"""Reference counts of KV pages, which several prefixes may share: a page is freed with its last reference."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from helmrec.memory.ledger import Owner, PageLedger
 
 
 class SharedPages:
-    """Counts who holds each KV page of a ledger."""
+    """Reference counts of the KV pages of a ledger."""
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
@@ -20,18 +20,19 @@ class SharedPages:
         return self._ledger.num_free
 
     def take(self, num: int) -> list[int]:
-        """Free pages, held once."""
+        """Allocate free pages with one reference each."""
         pages = self._ledger.allocate(Owner.KV, num)
         for page in pages:
             self._refs[page] = 1
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Once more."""
+        """Add a reference to each page."""
         for page in pages:
             self._refs[page] += 1
 
-    def let_go(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove a reference from each page; free those without any."""
         for page in pages:
             self._refs[page] -= 1
         self._ledger.free([page for page in pages if self._refs[page] == 0])
@@ -40,7 +41,7 @@ class SharedPages:
         return self._refs[page] > 1
 
     def would_free(self, holdings: Iterable[Sequence[int]], num: int) -> bool:
-        """Whether `num` pages would be free if these holdings were let go; asked before any is."""
+        """Whether releasing these holdings would free `num` pages; changes nothing."""
         seen: Counter[int] = Counter()
         freeable = 0
         for pages in holdings:
@@ -54,5 +55,5 @@ class SharedPages:
         refs = np.zeros(len(self._refs), np.int64)
         for pages in holdings:
             np.add.at(refs, pages, 1)
-        assert refs.tolist() == self._refs, "page references are off"
+        assert refs.tolist() == self._refs, "page reference counts are wrong"
         assert np.array_equal(refs > 0, self._ledger.owners() == Owner.KV), "a KV page is lost, or also EMB's"

@@ -1,4 +1,4 @@
-"""What a controller, a dashboard or a person may see of a pool. Plain numbers, no references into it."""
+"""Statistics of a pool for controllers and dashboards: plain numbers without references into the pool."""
 
 import warnings
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """One look at the pool. Counters only grow; take differences for rates."""
+    """The state and counters of a pool at one time. Counters never decrease; take differences for rates."""
 
     alpha: float
     alpha_target: float
@@ -42,7 +42,7 @@ class PoolStats:
     bytes_by_cause: dict[str, int]
 
     leases: int = 0  # prefixes computed ahead and held for their ranks
-    leased_pages: int = 0  # that those may take
+    leased_pages: int = 0  # upper bound of their pages
 
     @property
     def row_hit_rate(self) -> float:

@@ -1,10 +1,10 @@
-"""Enqueue work in a CUDA stream; without one, where the caller is."""
+"""A context that makes a CUDA stream the current one; without a stream it does nothing."""
 
 import torch
 
 
 class InStream:
-    """As `torch.cuda.stream`, which looks up the current device and its environment each time: 20 µs a step."""
+    """As `torch.cuda.stream`, without its lookups of device and environment, which cost 20 µs a step."""
 
     __slots__ = ("_before", "_stream")
 

@@ -27,6 +27,7 @@ from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.rows import candidate_rows, context_rows, history_rows, row_reads, row_space
 from helmrec.traffic.trace import Trace
 from helmrec.types import RankResult
+from tests.helpers import host_rows
 
 
 class _NoMover:
@@ -168,7 +169,7 @@ class PlainNode:
 
     def _read_rows(self, batch: Batch) -> tuple[int, int]:
         """All rows of a batch are looked up, then what was missed is admitted, as on the device."""
-        cache, model = self.pool.host_rows, self._config.model
+        cache, model = host_rows(self.pool), self._config.model
         num_context, num_read, read = len(model.user_context), 0, []
         for member in batch.members:
             index, resident = self._requests[id(member.request)], member.plan.num_resident
@@ -218,7 +219,7 @@ class PlainNode:
         self._take_arrivals()
 
     def _refill(self, budget_bytes: int) -> None:
-        cache, stride = self.pool.host_rows, self.pool.geometry.row_stride
+        cache, stride = host_rows(self.pool), self.pool.geometry.row_stride
         if budget_bytes <= 0:
             return
         refill = cache.refill(budget_bytes // stride)
@@ -245,4 +246,4 @@ class PlainNode:
 
     @property
     def rows(self) -> EmbeddingCache:
-        return self.pool.host_rows
+        return host_rows(self.pool)

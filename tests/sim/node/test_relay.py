@@ -21,6 +21,7 @@ from helmrec.traffic.rows import context_rows, history_rows
 from helmrec.traffic.trace import Trace
 from helmrec.types import PrefillRequest
 from helmrec_bench.cascade import CascadeConfig
+from tests.helpers import host_rows
 from tests.sim.node.plain_node import PlainNode, _Step
 from tests.sim.node.test_conformance import PAGE_BYTES, SLOW, assert_same, node_config
 from tests.traffic.cases import small_trace
@@ -96,7 +97,7 @@ class RelayNode(PlainNode):
     def _read_rows(self, batch: Batch) -> tuple[int, int]:
         if not batch.is_ahead:
             return super()._read_rows(batch)
-        cache, model, num_read, read = self.pool.host_rows, self._config.model, 0, []
+        cache, model, num_read, read = host_rows(self.pool), self._config.model, 0, []
         num_context = len(model.user_context)
         for member in batch.members:
             index, plan, start = self._requests[id(member.request)], member.plan, member.request.window_start
