@@ -1,4 +1,4 @@
-"""Compute kernels: Triton where it pays, each beside its plain torch twin. Nothing here knows owners or users."""
+"""Compute kernels in Triton, each with a plain torch twin. Nothing here knows owners or users."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from helmrec.kernels.ragged import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class ModelKernels:
-    """What a model is computed with, plain or compiled. Contracts are in `plain` and `embed`."""
+    """The kernels of a model, plain or compiled. `plain` and `embed` document the contracts."""
 
     run_layer: Callable[[Tensor, LayerWeights, LayerShape, Tensor, Tensor, RaggedBatch], Tensor]
     pool_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -23,7 +23,7 @@ class ModelKernels:
 
 
 def model_kernels(name: str) -> ModelKernels:
-    """Those called "torch", which run anywhere, or "triton", which need a card (or Triton's interpreter)."""
+    """Return the kernels named "torch", which run anywhere, or "triton", which need a card or Triton's interpreter."""
     if name == "torch":
         return ModelKernels(plain.run_layer, embed.pool_rows, embed.gate_hidden, embed.sum_parts)
     from helmrec.kernels import fused, triton_embed  # noqa: PLC0415 - triton is not on every machine

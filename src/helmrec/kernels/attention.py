@@ -1,7 +1,7 @@
 """HSTU attention over paged K/V: SiLU(scale * q.k) / N, no softmax.
 
-Every visible key adds its share to the output independently, so history, request context and the
-candidate itself are three plain sums. This module knows nothing of layers, weights or owners.
+Every visible key contributes to the output independently, so history, request context and the candidate itself are
+three separate sums. This module does not know layers, weights or owners.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from helmrec.kernels.ragged import RaggedBatch
 
 
 def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
-    """Write the K/V of tokens that are kept into their pages, after non-finite tokens are isolated in k and v.
+    """Isolate non-finite tokens in k and v, then write the K/V of kept tokens to their pages.
 
     k: (tokens, heads, qk), v: (tokens, heads, v); pages: (pages, page_tokens, heads, dim), any strides.
     """
@@ -27,7 +27,7 @@ def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Rag
 
 
 def isolate_non_finite(k: Tensor, v: Tensor) -> None:
-    """Let a token with a non-finite key or value reach those that see it, and nobody else.
+    """Limit the effect of a token with a non-finite key or value to the queries that see it.
 
     Its whole key becomes NaN and its whole value zero. A query that sees the key gets a weight of NaN, so its output
     is NaN. For a query that does not, the mask replaces the weight by zero, and zero times the value is zero; zero
@@ -48,7 +48,7 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     scale: float,
     normaliser: float,
 ) -> Tensor:  # (tokens, heads, v)
-    """Attention of every new token, context token and candidate of the batch.
+    """Compute the attention of every new token, context token and candidate of the batch.
 
     A history token sees the history up to itself; a context token all history and the context up
     to itself; a candidate all history, all context and itself, never another candidate. k and v are as `append_kv`
@@ -83,14 +83,14 @@ def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (heads
 
 
 def _from_history(own: Own, k_history: Tensor, v_history: Tensor, num_new: int, scale: float) -> Tensor:
-    """What every token takes from history: new history tokens up to themselves, all others everything."""
+    """Sum over history keys: up to itself for a new history token, all of them for every other token."""
     weights = F.silu(scale * (own.q @ k_history.to(own.k.dtype).transpose(1, 2)))
     weights[:, :num_new].tril_(k_history.shape[1] - num_new)
     return weights @ v_history.to(own.v.dtype)
 
 
 def _from_own_tokens(own: Own, num_context: int, scale: float) -> Tensor:
-    """What context tokens and candidates take from the context, and each candidate from itself."""
+    """Sum over context keys for context tokens and candidates, and over its own key for each candidate."""
     weights = F.silu(scale * (own.q @ own.k[:, :num_context].transpose(1, 2))).tril_()
     seen = weights @ own.v[:, :num_context]
     itself = F.silu(scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v

@@ -1,6 +1,6 @@
-"""The plan of one batch's attention: its work list on the device, and the buffers the kernels share.
+"""The attention plan of a batch: its work list on the device, and the buffers that the kernels share.
 
-It knows lengths and launch settings, not tensors of a model.
+It knows lengths and launch settings, not the tensors of a model.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
 
-MAX_PARTS = 96  # parts of cut tiles in flight; bounds the workspace to 25 MB at 4 heads of 128
+MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class LaunchShape:
 
 
 def padded(dim: int) -> int:
-    """The power of two a tile of this dim is padded to; matrix units take no less than 16."""
+    """Return the power of two to which a tile of this dim is padded; matrix units need at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int) -> LaunchShape:
-    """Measured best on an H200. A block no longer than a page can be fetched in one piece."""
-    if dtype == torch.float32:  # twice the bytes in shared memory, and no hurry
+    """Return the fastest settings measured on an H200. A block within one page is fetched in one copy."""
+    if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
     block_n, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
     if page_tokens in (16, 32, 64):
@@ -43,12 +43,12 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int) -> Launc
 class AttentionPlan:
     """The work list of one batch and the buffers its attention needs, for all layers of a step.
 
-    Addresses never change, so a captured graph may hold them: `load` the next batch, then replay. One plan
-    serves one step at a time: the parts of a cut tile meet in its workspace.
+    Addresses never change, so a captured graph may use them: `load` the next batch, then replay. One plan serves one
+    step at a time: the parts of a split tile are added up in its workspace.
     """
 
     def __init__(self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int) -> None:
-        """For tensors of the shape, type and device of q and v; their first dimension is the most tokens of a step."""
+        """Allocate for tensors like q and v in shape, type and device; their first dimension is the most tokens."""
         max_tokens, num_heads, qk = q.shape
         self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens)
         block_m = self.launch.block_m
@@ -71,11 +71,11 @@ class AttentionPlan:
         assert count < len(self._host), f"{count} items do not fit a plan of {len(self._host) - 1}"
         self._host[0, 0] = count
         self._host[1 : count + 1] = work
-        self.work.copy_(self._staging, non_blocking=True)  # all of it: cutting it costs the host more than it saves
+        self.work.copy_(self._staging, non_blocking=True)  # all of it: slicing costs the host more than it saves
 
 
 def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
-    """A plan of exactly this batch. It reads lengths back from the device: for tests and one-off calls."""
+    """Make a plan for one batch. It reads the lengths from the device, so it is for tests and single calls."""
     plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences)
     cu_tokens, num_resident, num_new = (
         np.ascontiguousarray(t.cpu().numpy(), np.int32) for t in (batch.cu_tokens, batch.num_resident, batch.num_new)
@@ -85,5 +85,5 @@ def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
 
 
 def _num_programs(device: torch.device) -> int:
-    """One per multiprocessor; elsewhere (the interpreter) two, so that tests see more than one."""
+    """Return one program per multiprocessor; two in the interpreter, so that tests cover several programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

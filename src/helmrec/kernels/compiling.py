@@ -1,8 +1,8 @@
-"""Compilers of this process: what they compile is noted as a pause, and counted.
+"""Counts the compilations of this process and reports them as pauses.
 
-Numba compiles a loop, and Triton a kernel, when it is first called with arguments of new types. Both hold the
-interpreter's lock, so every thread waits. A served process compiles everything before it is ready; `num_compiled`
-tells whether it did.
+Numba compiles a loop, and Triton a kernel, at the first call with arguments of new types. Both hold the interpreter's
+lock, so every thread waits. A serving process compiles everything before it is ready; `num_compiled` shows whether it
+did.
 """
 
 import sys
@@ -14,18 +14,18 @@ from numba.core import event
 
 from helmrec.pauses import Operation, note_process
 
-_running = threading.local()  # of each thread: how many Numba functions it compiles inside each other, since when
+_running = threading.local()  # of each thread: depth of nested Numba compilations, and start of the outermost
 _counts = {"numba": 0, "triton": 0}
 _is_followed = {"numba": False, "triton": False}
 
 
 def num_compiled() -> int:
-    """Functions and kernels compiled in this process since `follow_compilers`; what came from a cache not counted."""
+    """Return the number of compilations since `follow_compilers`, without those loaded from a cache."""
     return sum(_counts.values())
 
 
 def follow_compilers() -> None:
-    """Note every compilation from now on. May be called again, once Triton has been imported."""
+    """Report every later compilation. Call it again after Triton has been imported."""
     if not _is_followed["numba"]:
         event.register("numba:compile", _NumbaListener())  # type: ignore[no-untyped-call]
         _is_followed["numba"] = True
@@ -36,7 +36,7 @@ def follow_compilers() -> None:
 
 
 class _NumbaListener(event.Listener):
-    """A function compiles those it calls: the outermost is one pause."""
+    """Reports the outermost compilation as one pause: compiling a function compiles those it calls."""
 
     def on_start(self, event: Any) -> None:
         _running.depth = getattr(_running, "depth", 0) + 1

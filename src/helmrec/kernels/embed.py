@@ -1,6 +1,6 @@
-"""How rows become tokens, in plain torch: pooled rows, the gate of an MLP, the sum of a token's parts.
+"""The embedding stage in plain torch: pooled rows, the gate of an MLP, the sum of a token's parts.
 
-The twin of `triton_embed.py`. The products between these are torch's own. Nothing here knows tables or requests.
+The twin of `triton_embed.py`. torch computes the matrix products between them. Nothing here knows tables or requests.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """What a token takes from three small tables, each (entries, dim), by an index of (tokens,) int64."""
+    """Lookups of tokens in three small tables, each (entries, dim), by indices of (tokens,) int64."""
 
     action_table: Tensor
     actions: Tensor
@@ -25,7 +25,7 @@ class Lookups:
 
 
 def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # (n, row_dim) of dtype
-    """The sum of the rows of some features, added up in float32 at least.
+    """Sum the rows of some features, in float32 or wider.
 
     rows: (all features, n, row_dim), features: (chosen,) int64.
     """

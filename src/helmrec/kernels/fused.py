@@ -1,4 +1,4 @@
-"""One HSTU layer through the fused kernels: same contract as `plain.run_layer`, but x is updated in place."""
+"""One HSTU layer with the fused kernels: the contract of `plain.run_layer`, but x is updated in place."""
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ def run_layer(
     if shape.form == "gated":
         o = attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan)
         return gate_output(x, u, o.flatten(1), weights, shape.form)
-    joined = joined_buffer(x, weights)  # attention writes O where the gate would have to copy it to
+    joined = joined_buffer(x, weights)  # attention writes O to its place, so that the gate need not copy it
     o = joined[:, u.shape[1] : 2 * u.shape[1]]
     out = o.unflatten(1, v.shape[1:])
     attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan, out=out)

@@ -160,7 +160,7 @@ def _activate_masked(scores, half_scale, layout, shared, block, first_row, BLOCK
 
 @gluon.jit
 def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr):
-    """Zero the rows of a V block that belong to nobody or to another sequence: zero weight times NaN is NaN.
+    """Zero the rows of a V block that are unused or of another sequence: zero weight times NaN is NaN.
 
     Both warpgroups do this to the same block; they write the same bytes.
     """
@@ -180,7 +180,7 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _store_rows(out, strides, values, row, row_end, head, first_dim, inv_normaliser, WIDTH: gl.constexpr,
                 LAYOUT: gl.constexpr):
-    """64 finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are others'."""
+    """64 finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are not stored."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     dims = first_dim + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     at = rows.to(gl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
@@ -204,7 +204,7 @@ def _sum_parts(base, parts, head, out, out_strides, row, row_end, inv_normaliser
 @gluon.jit
 def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arrivals, inv_normaliser,
                 GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Publish these rows of a cut tile's part; the last part to arrive adds all up, in their order, and stores them."""
+    """Publish these rows of a part of a split tile; the last part to arrive adds all parts in order and stores them."""
     part, parts, slot = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
     size: gl.constexpr = 64 * DIM
     base = partials + ((slot * NUM_HEADS + head * parts) * 2 + GROUP * parts).to(gl.int64) * size
@@ -355,7 +355,7 @@ def _attention_kernel(
 
 
 def supports(sources: tuple[Tensor, ...], tiling: Tiling) -> bool:
-    """Whether the copy engine and the matrix units can take q, k, v, k_pages and v_pages as they lie."""
+    """Whether the copy engine and the matrix units support the layout of q, k, v, k_pages and v_pages."""
     q, k_pages, v_pages = sources[0], sources[3], sources[4]
     dim = q.shape[2]
     if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and dim in (64, 128, 256)):
@@ -371,7 +371,7 @@ def supports(sources: tuple[Tensor, ...], tiling: Tiling) -> bool:
 def launch(
     sources: tuple[Tensor, ...], batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
 ) -> None:
-    """Run the plan's work list over q, k, v, k_pages and v_pages; `supports` must have said yes."""
+    """Run the plan's work list over q, k, v, k_pages and v_pages; `supports` must be true for them."""
     q, k, v, k_pages, v_pages = sources
     tiling, dim = plan.tiling, q.shape[2]
     slots = (_SHARED_BYTES - tiling.block_m * dim * 2) // (tiling.block_n * dim * 2)

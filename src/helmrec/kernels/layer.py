@@ -30,7 +30,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the weights do not tell."""
+    """The parameters of a layer besides its weights."""
 
     form: Form
     num_heads: int

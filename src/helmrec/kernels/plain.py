@@ -1,4 +1,4 @@
-"""One HSTU layer in plain torch: the reference every fast kernel is held against."""
+"""One HSTU layer in plain torch: the reference for the fast kernels."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from helmrec.kernels.ragged import RaggedBatch
 def run_layer(
     x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
 ) -> Tensor:  # (tokens, dim)
-    """x: (tokens, dim). pages: (pages, page_tokens, heads, dim) of this layer; K/V are appended first."""
+    """Run one layer; K/V are appended first. x: (tokens, dim), pages of it: (pages, page_tokens, heads, dim)."""
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)
     if batch.v_scale is not None:
         v.mul_(batch.v_scale)

@@ -1,6 +1,6 @@
-"""The ragged batch every kernel works on: flat tokens, per-sequence lengths, page tables.
+"""The ragged batch of the kernels: flat tokens, lengths of sequences, page tables.
 
-It does not know users, candidates' meaning, or who owns a page.
+It does not know users, the meaning of candidates, or owners of pages.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class RaggedBatch:
     write_slots: Tensor  # (tokens,) int64, page * page_tokens + offset, or -1: not kept
     num_context: int
     page_tokens: int
-    plan: "AttentionPlan | None" = None  # the work list, where a step has planned one ahead
-    v_scale: Tensor | None = None  # (tokens, 1, 1), of values before they are kept, where sequences differ in it
+    plan: "AttentionPlan | None" = None  # the work list, if the step has made one
+    v_scale: Tensor | None = None  # (tokens, 1, 1), factor of values before they are kept, if it differs by sequence
 
     @property
     def num_sequences(self) -> int:

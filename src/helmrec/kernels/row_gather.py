@@ -1,7 +1,7 @@
-"""Read embedding rows from where they are, the arena or the host, in plain torch: the twin of `triton_row_gather.py`.
+"""Gathers embedding rows from the arena or the host in plain torch. Twin: `triton_row_gather.py`.
 
-Where a row is, is one number: a slot of the arena, `~row` of the master for a row the arena lacks, or SKIP for an
-entry that is padding. Nothing here knows tables or who owns a slot.
+The source of a row is one number: a slot of the arena, `~row` for a row of the master that is not in the arena, or
+SKIP for padding. Nothing here knows tables or owners of slots.
 """
 
 from torch import Tensor
@@ -22,7 +22,7 @@ def gather_rows(
 
     arena_rows: (slots, row_dim) and out: (entries, row_dim) on one device, master: (rows, row_dim) on the host,
     sources: (entries,) int32. With `places`, (entries,) int64, out[places[i]] takes the place of out[i]; with
-    `count`, (1,) int32, only so many of the first sources are read.
+    `count`, (1,) int32, only the first `count` sources are read.
     """
     if count is not None:
         sources = sources[: int(count)]

@@ -1,4 +1,4 @@
-"""What the caches on a device are made of, plain or compiled, by name."""
+"""The kernels of the caches on a device, plain or compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from helmrec.kernels import page_copy, row_gather, row_table
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:
-    """The three operations on a row table, the gather, and loads of pages. Arguments are as in the modules."""
+    """The operations on a row table, the gather of rows, and loads of pages. The modules document the arguments."""
 
     find: Callable[..., None]
     claim: Callable[..., None]
     publish: Callable[..., None]
     gather_rows: Callable[..., None]
-    gather_few: Callable[..., None]  # the same by few programs, for rows that come over the bus
+    gather_few: Callable[..., None]  # the same with few programs, for rows that come over the bus
     load_pages: Callable[..., None]
 
 
 def row_kernels(name: str) -> RowKernels:
-    """Those called "torch", which run anywhere, or "triton", which need a card (or Triton's interpreter)."""
+    """Return the kernels named "torch", which run anywhere, or "triton", which need a card or Triton's interpreter."""
     if name == "torch":
         table, gather = row_table, row_gather.gather_rows
         return RowKernels(table.find, table.claim, table.publish, gather, gather, page_copy.load_pages)

@@ -1,7 +1,7 @@
-"""Which rows are resident, kept on the device: find, claim and publish in plain torch. Twin: `triton_row_table.py`.
+"""The table of resident rows on the device: find, claim and publish in plain torch. Twin: `triton_row_table.py`.
 
-A step finds its rows (`find`), reads them, lets those it missed claim a place (`claim`) and gives the winners the
-coldest slots it was shown (`publish`). Nothing waits for the host. Nothing here knows pages, tables or row data.
+A step finds its rows (`find`), reads them, collects the missed rows to admit (`claim`) and assigns the coldest of the
+given slots to them (`publish`). Nothing waits for the host. Nothing here knows pages, tables or row data.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from torch import Tensor
 from helmrec.kernels.row_gather import SKIP
 
 ABSENT = -1  # of `slot_of`: not resident; of `row_of`: empty
-CLAIMED = -2  # of `slot_of`: a place is being found; reads as absent
+CLAIMED = -2  # of `slot_of`: a slot is being assigned; counts as absent
 EMPTY = -torch.inf  # heat of a slot without a row: the coldest there is
-UNUSABLE = torch.inf  # heat of a victim that is none
-UNUSED = 2**31 - 1  # beyond all that were missed, in order of address too
+UNUSABLE = torch.inf  # heat of an entry of `Victims` that is no slot
+UNUSED = 2**31 - 1  # source of an unused entry of `Missed`; sorts after all others
 
 
 class Control(IntEnum):
@@ -26,29 +26,29 @@ class Control(IntEnum):
     NOW = 0  # heat of a row that is read now
     GENERATION = 1  # of `seen`, which of the two is being filled
     IS_FILLING = 2  # slots are empty: any missed row may claim one
-    HAND = 3  # where among the owned slots to look for cold ones
+    HAND = 3  # ordinal of the owned slot at which the search for cold slots starts
     CAPACITY = 4  # owned slots
 
 
 class RowTally(IntEnum):
-    """Entries of `RowTable.tally`. They only grow, but for the ghosts."""
+    """Entries of `RowTable.tally`. Only GHOSTS ever decreases."""
 
     ADMITTED = 0
     EVICTED = 1
-    REFILLED = 2  # of those admitted, without anyone asking
+    REFILLED = 2  # of those admitted, read ahead of demand
     MOVED = 3  # from one slot to another
-    GHOSTS = 4  # pushed and not popped: the next goes to this place of the ring
+    GHOSTS = 4  # pushed and not popped; the next is written at this place of the ring
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Device tensors with one writer: whatever is next in their stream."""
+    """Device tensors that are accessed in one stream."""
 
-    slot_of: Tensor  # (rows + 1,) int32: slot, ABSENT or CLAIMED; the last is nobody's and always CLAIMED
-    row_of: Tensor  # (slots + 1,) int32: row or ABSENT; the last is nobody's
+    slot_of: Tensor  # (rows + 1,) int32: slot, ABSENT or CLAIMED; the last entry is unused and always CLAIMED
+    row_of: Tensor  # (slots + 1,) int32: row or ABSENT; the last entry is unused
     heat: Tensor  # (slots + 1,) float32: log2 of decayed touches, or the time of the last one; EMPTY
-    seen: Tensor  # (2, words) int32: bits of rows missed lately, in two generations
-    ghosts: Tensor  # (ring,) int32: rows evicted lately, about the coldest first; ABSENT where none was yet
+    seen: Tensor  # (2, words) int32: bits of recently missed rows, in two generations
+    ghosts: Tensor  # (ring,) int32: recently evicted rows, about coldest first; ABSENT where unused
     control: Tensor  # (5,) float64
     tally: Tensor  # (5,) int64
 
@@ -71,7 +71,7 @@ class RowTable:
 
     @staticmethod
     def bytes_for(num_rows: int, num_slots: int) -> int:
-        """What `allocate` takes."""
+        """Return the bytes that `allocate` takes."""
         words = (num_rows + 1) + 2 * (num_slots + 1) + 2 * _seen_words(num_slots) + max(1, num_slots)
         return 4 * words
 
@@ -81,13 +81,13 @@ class RowTable:
 
 
 def _seen_words(num_slots: int) -> int:
-    """At least eight bits a slot in each generation."""
+    """Return the words of a generation, with at least eight bits per slot."""
     return 1 << max(10, (num_slots // 4).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Missed:
-    """The entries of a step that must be read from the host, in no order: `count` of them, then UNUSED."""
+    """The entries of a step that must be read from the host, unordered: `count` of them, then UNUSED."""
 
     sources: Tensor  # (entries,) int32: ~row
     places: Tensor  # (entries,) int64: which entry of the step
@@ -106,18 +106,18 @@ class Missed:
         self.count.zero_()
 
     def in_order(self) -> "Missed":
-        """By address, so that neighbours are read one after the other."""
+        """Return the entries sorted by address, so that neighbouring rows are read together."""
         sources, order = self.sources.sort()
         return Missed(sources, self.places[order], self.count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
-    """Missed rows that want a slot, in no order; at most as many as there is room for here."""
+    """Missed rows to admit, unordered, up to the length of the tensors."""
 
     rows: Tensor  # (limit,) int32
-    entries: Tensor  # (limit,) int32: where the step read the row; ~entry if only an empty slot will do
-    count: Tensor  # (1,) int32: how many claimed, which may be more than fit; zeroed by the caller
+    entries: Tensor  # (limit,) int32: where the step has read the row; ~entry if it may only take an empty slot
+    count: Tensor  # (1,) int32: number of claims, which may exceed `limit`; zeroed by the caller
 
     @classmethod
     def allocate(cls, limit: int, device: torch.device) -> "Claims":
@@ -126,7 +126,7 @@ class Claims:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Victims:
-    """Slots to give away, coldest first."""
+    """Slots that may be reassigned, coldest first."""
 
     slots: Tensor  # (limit,) int64
     heat: Tensor  # (limit,) float32; UNUSABLE where there is none
@@ -135,8 +135,8 @@ class Victims:
 def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_lru: bool) -> None:
     """sources[i], int32, becomes the slot of rows[i], or SKIP if it is absent or padding (row ABSENT).
 
-    The absent ones are added to `missed`, which the caller has cleared. Rows that are resident are hotter for it; a
-    slot read twice by one step counts once.
+    Absent rows are added to `missed`, which the caller has cleared. Resident rows get hotter; a slot read twice by one
+    step counts once.
     """
     slots = torch.where(rows >= 0, table.slot_of[rows.long().clamp_min(0)], ABSENT)
     hit = slots >= 0
@@ -150,9 +150,9 @@ def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_l
 
 
 def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """Let rows that were missed claim a slot, each once; with a filter, those missed before, or if slots are empty.
+    """Claim a slot for each missed row once; with a filter, only for rows missed before, or while slots are empty.
 
-    A row that is missed twice by one step has been missed before, the second time.
+    The second miss of a row in one step counts as missed before.
     """
     generation, filling = (int(table.control[i]) for i in (Control.GENERATION, Control.IS_FILLING))
     for source, entry in zip(missed.sources[: int(missed.count)].tolist(), missed.places.tolist(), strict=False):
@@ -193,7 +193,7 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor) -
 
 
 def _is_seen_again(seen: Tensor, generation: int, row: int) -> bool:
-    """Mark the row in this generation; True if it was marked in either."""
+    """Mark the row in this generation; return whether it was marked in either."""
     bits = [(place >> 5, np.uint32(1 << (place & 31))) for place in places_of(row, 32 * seen.shape[1])]
     words = seen.view(torch.int32).numpy().view(np.uint32)
     was = [all(words[i, word] & bit for word, bit in bits) for i in range(2)]
@@ -203,15 +203,15 @@ def _is_seen_again(seen: Tensor, generation: int, row: int) -> bool:
 
 
 def places_of(row: int, num_bits: int) -> tuple[int, int]:
-    """The two bits of a row; `num_bits` is a power of two."""
+    """Return the positions of a row's two bits; `num_bits` is a power of two."""
     return mixed(row) & (num_bits - 1), mixed(row ^ SECOND) & (num_bits - 1)
 
 
-SECOND = 0x5BD1E995  # makes the second hash another function
+SECOND = 0x5BD1E995  # distinguishes the second hash from the first
 
 
 def mixed(value: int) -> int:
-    """A 32-bit integer, its bits spread over all 32 (two rounds of multiply and shift)."""
+    """Return a 32-bit hash (two rounds of multiply and shift)."""
     for shift, factor in ((16, MIX_A), (15, MIX_B)):
         value = ((value ^ value >> shift) * factor) & 0xFFFFFFFF
     return value ^ value >> 16

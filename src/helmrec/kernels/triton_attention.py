@@ -1,8 +1,8 @@
 """HSTU attention over paged K/V in Triton, and the K/V append: fast twins of `attention.py`.
 
-One persistent kernel takes query tiles off a device-side work list. Resident keys come from pages, a
-tile at a time; the step's own keys come from the flat tensors, so nothing waits for the append.
-This module knows nothing of layers, weights or owners.
+One persistent kernel takes query tiles from a work list on the device. Resident keys are read from pages, the step's
+own keys from the flat tensors, so that nothing waits for the append. This module does not know layers, weights or
+owners.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
@@ -87,7 +87,7 @@ def _add_masked_block(acc, q, k, v, visible, live, half_scale, FAST_TANH: tl.con
 @triton.jit
 def _store_rows(out, strides, values, row, row_end, head, first_dim, inv_normaliser, ROWS: tl.constexpr,
                 WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are others'."""
+    """Finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are not stored."""
     rows = row + tl.arange(0, ROWS)
     dims = first_dim + tl.arange(0, WIDTH)
     at = rows.to(tl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
@@ -98,7 +98,7 @@ def _store_rows(out, strides, values, row, row_end, head, first_dim, inv_normali
 @triton.jit
 def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arrivals, inv_normaliser,
                 NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr):
-    """Publish this part of a cut tile; the last part to arrive adds all up, in their order, and stores the rows."""
+    """Publish this part of a split tile; the last part to arrive adds all parts in order and stores the rows."""
     part, parts, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     size: tl.constexpr = BLOCK_M * V_PADDED
     rows = tl.arange(0, BLOCK_M)[:, None] * V_PADDED

@@ -1,4 +1,4 @@
-"""How rows become tokens, one pass over memory for each step between two products: fast twin of `embed.py`."""
+"""The embedding stage in Triton, one pass over memory between two matrix products: fast twin of `embed.py`."""
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
 # Triton gives kernel arguments their types.
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.embed import NORM_EPS, Lookups
-from helmrec.kernels.triton_layer import norm_rows, row_block
+from helmrec.kernels.triton_layer import load_norm, norm_rows, row_block
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -32,12 +32,7 @@ def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_
 @triton.jit
 def _gate_kernel(hidden, weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
                  EPS: tl.constexpr):
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, PADDED)
-    in_width = columns < WIDTH
-    live = (rows < num_rows)[:, None] & in_width[None, :]
-    w = tl.load(weight + columns, mask=in_width, other=0.0).to(tl.float32)
-    b = tl.load(bias + columns, mask=in_width, other=0.0).to(tl.float32)
+    rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
     at = hidden + rows[:, None] * WIDTH + columns[None, :]
     values = tl.load(at, mask=live, other=0.0).to(tl.float32)
     gated = values * tl.sigmoid(norm_rows(values, w, b, live, WIDTH, EPS))

@@ -1,8 +1,8 @@
 """The dense halves of an HSTU layer in Triton and cuBLAS: fast twins of `layer.py`.
 
-Norms, activations and the gate are one fused pass each; the products are the library's, which no kernel of
-ours beats. `project` and `gate_output` belong together: U travels between them before its SiLU, which the
-gate applies while it reads U anyway. Nothing here knows pages or requests.
+Norms, activations and the gate are one fused pass each; cuBLAS computes the matrix products. `project` and
+`gate_output` belong together: `project` returns U without its SiLU, which the gate applies as it reads U. Nothing here
+knows pages or requests.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
@@ -30,14 +30,21 @@ def norm_rows(x, weight, bias, live, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x, weight, bias, out, x_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-                 ROWS: tl.constexpr, EPS: tl.constexpr):
+def load_norm(weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Rows and columns of this program, which of their values exist, and the norm's weight and bias in float32."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, PADDED)
     in_width = columns < WIDTH
     live = (rows < num_rows)[:, None] & in_width[None, :]
     w = tl.load(weight + columns, mask=in_width, other=0.0).to(tl.float32)
     b = tl.load(bias + columns, mask=in_width, other=0.0).to(tl.float32)
+    return rows, columns, live, w, b
+
+
+@triton.jit
+def _norm_kernel(x, weight, bias, out, x_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+                 ROWS: tl.constexpr, EPS: tl.constexpr):
+    rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
     values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
     normed = norm_rows(values, w, b, live, WIDTH, EPS)
     tl.store(out + rows[:, None] * WIDTH + columns[None, :], normed.to(out.dtype.element_ty), mask=live)
@@ -58,12 +65,7 @@ def _gate_kernel(u, o, weight, bias, y, u_stride, o_stride, y_stride, num_rows, 
                  PADDED: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, CONCAT: tl.constexpr,
                  COPY_O: tl.constexpr):
     """y = silu(u) * norm(o), in concat form [silu(u) | o | silu(u) * norm(o)]; o is skipped if it is there already."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, PADDED)
-    in_width = columns < WIDTH
-    live = (rows < num_rows)[:, None] & in_width[None, :]
-    w = tl.load(weight + columns, mask=in_width, other=0.0).to(tl.float32)
-    b = tl.load(bias + columns, mask=in_width, other=0.0).to(tl.float32)
+    rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
     raw_u = tl.load(u + rows[:, None] * u_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
     raw_o = tl.load(o + rows[:, None] * o_stride + columns[None, :], mask=live, other=0.0)
     active = raw_u * tl.sigmoid(raw_u)

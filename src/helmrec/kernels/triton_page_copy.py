@@ -1,6 +1,6 @@
-"""Bring whole pages from the host in one launch of few programs, beside compute. Twin: `page_copy.py`.
+"""Loads whole pages from the host in one launch of few programs, next to other compute. Twin: `page_copy.py`.
 
-How many and which is read from the host's memory too, so that nothing is copied ahead and a graph may capture it.
+The list of pages is read from host memory too, so that nothing is copied before and a graph may capture it.
 """
 
 # ruff: noqa: N803 - Triton's constants are in capitals
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PageLaunch:
-    """How many programs run, and how much each has in flight."""
+    """The number of programs, and the bytes that each has in flight."""
 
     programs: int
     tile_bytes: int
     num_warps: int
 
 
-BESIDE_COMPUTE = PageLaunch(programs=8, tile_bytes=64 << 10, num_warps=8)  # alone, half as much is as fast; not beside
+BESIDE_COMPUTE = PageLaunch(programs=8, tile_bytes=64 << 10, num_warps=8)  # half is enough without other compute
 
 
 @triton.jit
@@ -49,8 +49,7 @@ def _load_kernel(host, arena, loads, PAGE_WORDS: tl.constexpr, TILE: tl.constexp
 def load_pages(host: Tensor, arena: Tensor, loads: Tensor, launch: PageLaunch = BESIDE_COMPUTE) -> None:
     """arena[page] = host[slot] for each (slot, page) that `loads` names; shapes as the twin's.
 
-    The memory of `host` and of `loads` must be locked, and neither may change until this has run: both are read when
-    the card comes to it.
+    The memory of `host` and of `loads` must be locked, and neither may change until the kernel has run.
     """
     host, arena = host.view(torch.int32), arena.view(torch.int32)
     tile = launch.tile_bytes // host.element_size()

@@ -1,7 +1,7 @@
-"""Read embedding rows from where they are in one launch: hits from HBM, misses over the bus. Twin: `row_gather.py`.
+"""Gathers embedding rows in one launch: hits from HBM, misses over the bus. Twin: `row_gather.py`.
 
-The master is host memory registered with the driver, which a kernel reads like its own. Programs are persistent: a
-few of them with long loops keep the bus busy beside compute, a full grid is for a gather that runs alone.
+The master is host memory registered with the driver, which kernels can read. Programs are persistent: few programs
+with long loops keep the bus busy next to other compute; a full grid is for a gather that runs alone.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
@@ -21,7 +21,7 @@ from helmrec.kernels.row_gather import SKIP
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How many programs run, and how much each has in flight."""
+    """The number of programs, and the bytes that each has in flight."""
 
     programs: int | None  # None: as many as the card holds at once
     tile_bytes: int
@@ -38,7 +38,7 @@ _WORDS = (torch.int32, torch.int16, torch.uint8)
 # fmt: off
 
 
-@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may compile it anew
+@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
 def _gather_kernel(arena, master, sources, places, count, out, num_entries, ARENA_STRIDE: tl.constexpr,
                    MASTER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                    ROWS: tl.constexpr, ALIGN: tl.constexpr, SKIPPED: tl.constexpr, HAS_PLACES: tl.constexpr,
@@ -54,7 +54,7 @@ def _gather_kernel(arena, master, sources, places, count, out, num_entries, AREN
         upcoming = tl.load(sources + entries + step, mask=entries + step < num_entries, other=SKIPPED)
         wide = source.to(tl.int64)
         start = tl.where(wide >= 0, arena + wide * ARENA_STRIDE, master + (-1 - wide) * MASTER_STRIDE)
-        start = tl.multiple_of(start, ALIGN)  # which the compiler loses sight of where two pointers meet
+        start = tl.multiple_of(start, ALIGN)  # the compiler cannot derive it for a choice of two pointers
         live = (source != SKIPPED)[:, None] & (columns < WIDTH)[None, :]
         values = tl.load(start[:, None] + columns[None, :], mask=live)
         place = entries.to(tl.int64)
@@ -114,7 +114,7 @@ def gather_rows(
 
 
 def _as_words(*tensors: Tensor) -> list[Tensor]:
-    """The same rows in the widest words that every row and stride is a multiple of."""
+    """View rows in the widest words that divide all row sizes and strides."""
     row_bytes = [t.shape[1] * t.element_size() for t in tensors]
     sizes = (*row_bytes, *(_row_stride(t) for t in tensors))
     word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))

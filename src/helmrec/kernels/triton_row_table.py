@@ -1,4 +1,4 @@
-"""Bookkeeping of resident rows on a card, without the host. Twin: `row_table.py`, which states what each does."""
+"""The table of resident rows in Triton. Twin: `row_table.py`, which documents the contracts."""
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
 # Triton gives kernel arguments their types.
@@ -34,7 +34,7 @@ _MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr
 # fmt: off
 
 
-@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may compile it anew
+@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
 def _find_kernel(rows, slot_of, heat, control, sources, missed_sources, missed_places, missed_count, num_entries,
                  IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, co
         here_b, there_b = _mark(seen, _mixed(hashed ^ _SECOND), generation, missed, WORDS)
         earned = missed & (((here_a & here_b) | (there_a & there_b)) != 0)
         wanted = earned | (missed & (tl.load(control + _IS_FILLING).to(tl.int32) != 0))
-    # Who wants nothing expects what is never there.
+    # An entry that does not claim compares with a value that never occurs, so that it changes nothing.
     place = slot_of + row.to(tl.int64)
     found = tl.atomic_cas(place, tl.where(wanted, _ABSENT, _NEVER), tl.full((BLOCK,), _CLAIMED, tl.int32))
     won = tl.where(wanted, found, _NEVER) == _ABSENT
@@ -134,7 +134,7 @@ def _publish_kernel(claim_rows, claim_entries, count, victims, victim_heat, slot
 
 
 def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_lru: bool) -> None:
-    """As the twin; a row that several entries name may count more than once."""
+    """As the twin, but a row in several entries may count more than once."""
     num = rows.numel()
     if num:
         _find_kernel[(triton.cdiv(num, _BLOCK),)](
@@ -153,7 +153,7 @@ def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_l
 
 
 def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """As the twin; which entry of a row claims, and who is left out when all is full, is chance."""
+    """As the twin, but the entry that claims a row, and the rows beyond the limit, are not deterministic."""
     num = missed.sources.numel()
     if num:
         _claim_kernel[(triton.cdiv(num, _BLOCK),)](

@@ -1,4 +1,4 @@
-"""The order in which a persistent attention kernel takes its work: query tiles, the long ones cut at the end.
+"""The work list of a persistent attention kernel: query tiles in order, the last long ones split into parts.
 
 Pure Numba over lengths; it does not know tensors, pages or what a head computes.
 """
@@ -14,13 +14,13 @@ Lengths = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
 
 FIELDS = 8  # of an item: sequence, first row, first block, end block, part, parts, slot, unused
-MIN_PART_BLOCKS = 8  # below this a part costs more to start and to add up than it computes
+MIN_PART_BLOCKS = 8  # a smaller part costs more to start and add up than to compute
 # In blocks, measured on an H200: starting and storing an item, publishing a part, adding up each part of a tile.
 ITEM_COST, PART_COST, SUM_COST = 1.5, 3.0, 2.0
 
 
 class Tiling(NamedTuple):
-    """What the kernel was compiled for, how many programs run at once, and how many parts its workspace holds."""
+    """Tile sizes of the kernel, the number of its programs, and the parts that its workspace holds."""
 
     block_m: int  # query rows per tile
     block_n: int  # keys per block
@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
 
 
 def max_items(max_tokens: int, max_sequences: int, tiling: Tiling) -> int:
-    """The most items a batch of these sizes can need."""
+    """Return the most items that a batch of these sizes can need."""
     return max_tokens // tiling.block_m + max_sequences + tiling.max_parts
 
 
@@ -38,7 +38,7 @@ def max_items(max_tokens: int, max_sequences: int, tiling: Tiling) -> int:
 def build_work(
     cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int, tiling: Tiling
 ) -> Lengths:  # (items, FIELDS)
-    """Cut every sequence's own rows into tiles, and the tiles at the end into parts of their keys.
+    """Split every sequence's own rows into tiles, and the last tiles into parts of their keys.
 
     Tiles of one sequence stay together, so that the programs running at one time share its keys in the
     L2 cache; the last three rounds run from long to short, so that all programs end at about the same time.
@@ -58,7 +58,7 @@ def build_work(
 def _tiles(
     cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int, tiling: Tiling
 ) -> Lengths:  # (tiles, 3): sequence, first row, key blocks
-    """Sequences by falling cost; inside one from its end, where rows see the most keys."""
+    """List the tiles by decreasing cost of their sequence; within one from its end, where rows see the most keys."""
     num_rows = cu_tokens[1:] - cu_tokens[:-1]
     cost = num_rows.astype(np.int64) * (num_resident + num_new + 1)
     tiles = np.empty((int(np.sum((num_rows + tiling.block_m - 1) // tiling.block_m)), 3), np.int32)
@@ -75,7 +75,7 @@ def _tiles(
 
 @njit(cache=True)
 def _num_blocks(row: int, num_rows: int, resident: int, shared: int, tiling: Tiling) -> int:
-    """Key blocks of a tile: resident ones, own ones that later rows see too, and its own diagonal."""
+    """Return the key blocks of a tile: resident ones, own ones that later rows see too, and its diagonal."""
     n = tiling.block_n
     seen = (min(row + tiling.block_m, shared) + n - 1) // n
     diagonal = (min(row + tiling.block_m, num_rows) + n - 1) // n - max(row // n, seen)
@@ -84,10 +84,10 @@ def _num_blocks(row: int, num_rows: int, resident: int, shared: int, tiling: Til
 
 @njit(cache=True)
 def _parts(tiles: Lengths, tiling: Tiling) -> Counts:  # (tiles,)
-    """Into how many parts to cut each tile: none longer than twice an even share of the work left when it starts."""
+    """Return the parts of each tile: a part takes at most twice an even share of the work left when it starts."""
     parts = np.ones(len(tiles), np.int64)
     left, room = 0, tiling.max_parts
-    for t in range(len(tiles) - 1, -1, -1):  # from the end, where cutting counts, while there is room
+    for t in range(len(tiles) - 1, -1, -1):  # from the end, where splitting matters, while the workspace has room
         left += tiles[t, 2] * tiling.num_heads
         longest = max(2 * left // tiling.num_programs, MIN_PART_BLOCKS)
         needed = (tiles[t, 2] + longest - 1) // longest
@@ -99,9 +99,9 @@ def _parts(tiles: Lengths, tiling: Tiling) -> Counts:  # (tiles,)
 
 @njit(cache=True)
 def _duration(tiles: Lengths, parts: Counts, tiling: Tiling) -> float:
-    """When the last program ends, in blocks, if each takes the next item as soon as it is free.
+    """Estimate when the last program ends, in blocks, if each takes the next item as soon as it is free.
 
-    The heads of an item follow one another, so one program stands here for as many as there are heads.
+    The heads of an item follow one another, so one simulated program represents `num_heads` programs.
     """
     free_at = [0.0 for _ in range(max(1, tiling.num_programs // tiling.num_heads))]
     for t in range(len(tiles)):

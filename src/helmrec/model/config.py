@@ -28,47 +28,46 @@ class EncoderConfig(Frozen):
 
 
 class Cycle(Frozen):
-    """A clock the output sees: how many units of time have passed in a period of so many."""
+    """A periodic time feature of the output: the units of time that have passed in the current period."""
 
     unit_s: int = Field(ge=1)
     num_units: int = Field(ge=1)
 
 
 class QueryFrame(Frozen):
-    """Tokens as seen from the query, the way Meta's DLRMv3 has them.
+    """Tokens relative to the query, as in Meta's DLRMv3.
 
-    Positions count back from the candidates, times from the query's, attention is divided by the request's own length,
-    and the output sees the time of the query. K/V then depend on the whole request and outlive none.
+    Positions count back from the candidates, times are ages at the query, attention is divided by the length of the
+    request, and the time of the query is an input of the output layers. K/V then depend on the whole request and are
+    not reused.
     """
 
-    num_positions: int = Field(
-        ge=1, description="entries of the position table; what lies farther back shares the last"
-    )
+    num_positions: int = Field(ge=1, description="entries of the position table; positions farther back share the last")
     bucket_s: int = Field(60, ge=1, description="time bucket b begins at an age of b * b of these seconds")
     min_context_events: int = Field(
-        0, ge=0, description="with fewer events and candidates together, user context reads as zeros"
+        0, ge=0, description="with fewer events and candidates in all, user context rows are zero"
     )
-    cycles: tuple[Cycle, ...] = Field((), description="clocks beside what the output sees")
+    cycles: tuple[Cycle, ...] = Field((), description="periodic time features of the output")
 
 
 class ModelConfig(Frozen):
-    """Everything that fixes a model's arithmetic.
+    """The shape and arithmetic of a model.
 
     An event token is the sum of its encoders' outputs, its action, its position (forward from the window's
     anchor) and the bucket of its time gap. User-context tokens come first and are cached with the history;
-    request-context tokens come after it and are not. A model with a `query_frame` sees positions and times otherwise.
+    request-context tokens come after it and are not. A model with a `query_frame` has other positions and times.
     """
 
     format: Literal[1] = 1
     name: str = Field(min_length=1)
-    form: Literal["gated", "concat"] = Field("concat", description="which published layer form the weights are for")
+    form: Literal["gated", "concat"] = Field("concat", description="published layer form of the weights")
     num_layers: int = Field(ge=1, le=1_000)
     num_heads: int = Field(ge=1)
     qk_dim: int = Field(ge=1, description="per head")
     v_dim: int = Field(ge=1, description="per head")
     dim: int = Field(ge=1)
     hidden_dim: int = Field(512, ge=1, description="width inside the input and head MLPs")
-    input_hidden_dim: int | None = Field(None, ge=1, description="width inside the input MLPs, if another")
+    input_hidden_dim: int | None = Field(None, ge=1, description="width inside the input MLPs, if different")
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 
@@ -85,9 +84,7 @@ class ModelConfig(Frozen):
     request_context: tuple[TableConfig, ...] = Field((), description="one token each, after the history")
     encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
     candidate_encoder: EncoderConfig = Field(description="the item side of the head")
-    query_frame: QueryFrame | None = Field(
-        None, description="set where K/V depend on the query, as imported models' do"
-    )
+    query_frame: QueryFrame | None = Field(None, description="set if K/V depend on the query, as in imported models")
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -106,7 +103,7 @@ class ModelConfig(Frozen):
 
     @property
     def is_append_stable(self) -> bool:
-        """K/V of a token depend on nothing that comes after it, so they may outlive a request."""
+        """Whether K/V of a token depend on nothing after it, so that later requests may reuse them."""
         return self.query_frame is None
 
     @cached_property

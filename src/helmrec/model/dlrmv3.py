@@ -1,8 +1,8 @@
-"""Import of Meta's DLRMv3: its dense checkpoint and its tables, as a model folder of ours.
+"""Imports Meta's DLRMv3 from its dense checkpoint and its tables into a model folder.
 
-The published model sees its tokens from the query (`QueryFrame`). What it computes per action, the scale it puts on
-tokens, and the positions of context tokens do not depend on a request, so they are folded into weights here, in double
-precision. Whatever a file holds beside what was published is refused by name.
+The published model has tokens relative to the query (`QueryFrame`). Its action encoding, the scale of its tokens, and
+the positions of context tokens do not depend on a request, so they are folded into the weights here, in double
+precision. Weights that the published model does not have are errors that name them.
 """
 
 import math
@@ -28,11 +28,11 @@ TABLES = {ITEM: "item_id", "category": "item_category_id", "user": "user_id"}  #
 _NORM_EPS = 1e-5
 _MOST_ACTIONS = 1 << 16
 _MOST_BITS = 16  # kinds of action whose combinations stay below that
-_MOST_ACTION_NUMBERS = 1 << 26  # in a layer of what is computed once for all actions
+_MOST_ACTION_NUMBERS = 1 << 26  # values of all actions in one layer of their encoder
 
 
 class ImportOptions(Frozen):
-    """What a checkpoint does not say of itself; defaults are those of the published model."""
+    """Settings that a checkpoint does not contain; defaults are those of the published model."""
 
     num_heads: int = Field(4, ge=1)
     window: int = Field(16_384 - 2_048 - 1, ge=4)
@@ -62,7 +62,7 @@ def import_dlrmv3(
 
 
 def read_dense(path: Path) -> dict[str, Tensor]:
-    """The dense weights of a checkpoint, by published name. Nothing pickled in it is run."""
+    """Read the dense weights of a checkpoint, by published name. Nothing pickled in it is executed."""
     with TorchZip.open(path) as archive:
         saved = archive.saved("dense_dict")
         if not isinstance(saved, dict):
@@ -76,7 +76,7 @@ def read_dense(path: Path) -> dict[str, Tensor]:
 
 
 def find_tables(folder: Path, row_dim: int) -> dict[str, ShardedTable]:
-    """The three tables, by our names; no row is read."""
+    """Find the three tables and return them by the names of this package; no row is read."""
     index = read_index(folder)
     found = {}
     for ours, name in TABLES.items():
@@ -153,7 +153,7 @@ def _name_of(dtype: torch.dtype) -> Dtype:
 
 
 def _num_actions(bits: Tensor) -> int:
-    """Actions are sets of bits: every combination gets a row, computed once and for all."""
+    """Return the number of actions: an action is a set of bits, and each combination gets a row at import."""
     if bits.numel() > _MOST_BITS:
         raise ModelError(f"actions must be sets of at most {_MOST_BITS} bits, got {bits.numel()}")
     most = 0
@@ -165,9 +165,9 @@ def _num_actions(bits: Tensor) -> int:
 
 
 def convert(weights: Weights, sizes: CheckpointSizes) -> dict[str, Tensor]:
-    """Our dense weights, float64, from the published ones."""
+    """Convert the published dense weights to those of this package, in float64."""
     w = {name: value.double() for name, value in weights.items() if value.is_floating_point()}
-    scale = math.sqrt(sizes.dim)  # what tokens are multiplied by before position and time are added
+    scale = math.sqrt(sizes.dim)  # factor of tokens before position and time are added
     dense = {
         "action_embedding.weight": scale * _actions(w, weights[theirs.BITS]),
         "position_embedding.weight": w[theirs.POSITIONS],
@@ -194,7 +194,7 @@ def convert(weights: Weights, sizes: CheckpointSizes) -> dict[str, Tensor]:
 
 
 def _actions(w: Weights, bits: Tensor) -> Tensor:  # (actions + 1, dim)
-    """What the published model computes of every set of bits, and of none being known yet."""
+    """Compute the published model's embedding of every set of bits, and of the placeholder for an unknown action."""
     actions = torch.arange(_num_actions(bits))
     widest = max(*w[f"{theirs.ACTION}.0.weight"].shape, *w[f"{theirs.ACTION}.2.weight"].shape)
     if len(actions) * widest > _MOST_ACTION_NUMBERS:

@@ -1,6 +1,6 @@
-"""Names and shapes of the weights in a published DLRMv3 checkpoint, and what they say of the model's size.
+"""Names and shapes of the weights in a published DLRMv3 checkpoint, and the sizes of the model.
 
-Facts of the format only; what the weights mean is `dlrmv3.py`'s.
+Facts of the format only; `dlrmv3.py` knows the meaning of the weights.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSizes:
-    """Each number as one of the weights has it; all others are held to these."""
+    """The sizes of a checkpoint, each read from one weight; the other weights are checked against them."""
 
     num_layers: int
     dim: int
@@ -72,14 +72,14 @@ class CheckpointSizes:
 
 
 def _width(weights: Weights, name: str) -> int:
-    """Of the last dimension."""
+    """Return the size of the last dimension."""
     if not weights[name].ndim:
         raise ModelError(f"{name!r} must have two dimensions, got a single number")
     return weights[name].shape[-1]
 
 
 def published_shapes(s: CheckpointSizes) -> Shapes:
-    """Name and shape of every weight in a checkpoint of this size."""
+    """Return name and shape of every weight in a checkpoint of this size."""
     num_columns, action_dim = 2 * (s.width + s.qk_width), s.num_bits * s.bit_dim
     layer: Shapes = {
         "_uvqk_weight": (s.dim, num_columns),
@@ -132,7 +132,7 @@ def _norm(name: str, dim: int) -> Shapes:
 
 
 def check_names(weights: Weights, source: str) -> int:
-    """How many layers the checkpoint has, once it is known to have every weight of a DLRMv3 and no other."""
+    """Check that the weights are exactly those of a DLRMv3, and return the number of layers."""
     parts = [name.removeprefix(LAYERS).split(".")[0] for name in weights if name.startswith(LAYERS)]
     numbers = {part for part in parts if part.isdecimal() and len(part) <= _MAX_LAYER_DIGITS}
     num_layers = max((int(part) + 1 for part in numbers), default=1)

@@ -1,8 +1,8 @@
-"""HSTU ranking: rows in, logits out. Inference only.
+"""The HSTU ranking model: computes logits from embedding rows. Inference only.
 
-Append-stable by construction: positions count forward from the window's anchor, the attention normaliser is
-a constant, time enters as gaps, so K/V of a token never depends on what follows it. Models with a query frame are the
-exception, and say so. Nothing here knows users, owners or queues.
+Append-stable by construction: positions count forward from the window's anchor, the attention normaliser is a constant
+and times are gaps, so K/V of a token never depend on later tokens. Models with a query frame are the exception.
+Nothing here knows users, owners or queues.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,10 +23,10 @@ _LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class QueryTerms:
-    """What the tokens of a step take from the queries of their requests, in a model with a query frame."""
+    """Inputs from the queries of a step, in a model with a query frame."""
 
     context_gaps: Tensor  # (context tokens,) time bucket
-    context_kept: Tensor  # (context tokens, 1) 1, or 0 where the row reads as zeros
+    context_kept: Tensor  # (context tokens, 1) 1, or 0 where the row counts as zeros
     clocks: Tensor  # (candidates, 2 * cycles)
 
 
@@ -47,7 +47,7 @@ class DenseInput:
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every dense weight. GEMM weights of layers are in x out, those of MLPs out x in."""
+    """Return name and shape of every dense weight. GEMM weights of layers are in x out, those of MLPs out x in."""
     dim, hidden, frame = config.dim, config.hidden_dim, config.query_frame
     input_hidden = config.input_hidden_dim or hidden
     width, qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
@@ -98,7 +98,7 @@ def _mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inputs:
-    """Which of the rows an encoder is given are its own."""
+    """An encoder and the features whose rows it reads."""
 
     encoder: EncoderConfig
     features: list[int]
@@ -141,7 +141,7 @@ class HstuModel:
         return self._weights["output_norm.weight"].device
 
     def embed(self, tokens: DenseInput, x: Tensor) -> None:
-        """Token embeddings in flat order into x, (tokens, dim); rows of x that no token claims are left as they are."""
+        """Write token embeddings in flat order to x, (tokens, dim); rows of x without a token are not changed."""
         w = self._weights
         lookups = Lookups(
             action_table=w["action_embedding.weight"],
@@ -159,7 +159,7 @@ class HstuModel:
             x[tokens.context_at] = self._embed_context(tokens)
 
     def layers(self, x: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
-        """All layers; K/V of new history tokens are left in their pages. x may be overwritten.
+        """Run all layers; K/V of new history tokens are written to their pages. x may be overwritten.
 
         k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
@@ -168,7 +168,7 @@ class HstuModel:
         return x
 
     def head(self, x: Tensor, rows: Tensor, query: QueryTerms | None = None) -> Tensor:  # (candidates, tasks) float32
-        """Logits from the candidates' tokens and their rows, (head_features, candidates, row_dim)."""
+        """Compute logits from the candidates' tokens and their rows, (head_features, candidates, row_dim)."""
         w, name = self._weights, "candidate_encoder"
         if query is not None:
             x = F.linear(torch.cat([x, query.clocks.to(x.dtype)], 1), w["output_mix.weight"], w["output_mix.bias"])
@@ -181,7 +181,7 @@ class HstuModel:
         weight, bias = self._weights["context.weight"], self._weights["context.bias"]
         rows, query = tokens.context_rows.to(self.dtype), tokens.query
         if query is not None:
-            rows = rows.masked_fill(query.context_kept == 0, 0.0)  # whatever is in them: zero times NaN is NaN
+            rows = rows.masked_fill(query.context_kept == 0, 0.0)  # not a product, since zero times NaN is NaN
         groups = rows.split(list(tokens.context_counts))
         embedded = torch.cat([torch.addmm(bias[i], group, weight[i]) for i, group in enumerate(groups)])
         if query is not None:
@@ -189,13 +189,13 @@ class HstuModel:
         return embedded
 
     def _pool(self, inputs: "_Inputs", rows: Tensor) -> Tensor:  # (n, fan-in of the encoder)
-        """What an encoder makes of its tables' rows; rows: (all features, n, row_dim)."""
+        """Combine the rows of an encoder's tables; rows: (all features, n, row_dim)."""
         if inputs.encoder.pooling == "sum" or len(inputs.features) == 1:
             return self._kernels.pool_rows(rows, inputs.on_device, self.dtype)
         return torch.cat([rows[feature].to(self.dtype) for feature in inputs.features], dim=1)
 
     def _mlp(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Linear, swish gated by the layer norm of its own input, linear."""
+        """Apply linear, gate by the sigmoid of its layer norm, linear."""
         w = self._weights
         hidden = F.linear(x, w[f"{name}.0.weight"], w[f"{name}.0.bias"])
         gated = self._kernels.gate_hidden(hidden, w[f"{name}.1.weight"], w[f"{name}.1.bias"])

@@ -1,10 +1,10 @@
-"""What a pickle says, without doing any of it: the tree of its values, in which every call is only written down.
+"""Reads a pickle without executing it: the result is the tree of its values, with calls recorded as values.
 
-A pickle is a small program that may call anything. Here its instructions are read one by one; where it names a class
-or function that is not among those expected, it is refused, and nothing it names is ever imported or called.
+A pickle is a program that may call anything. This reader interprets its instructions one by one; it refuses a pickle
+that names an unexpected class or function, and never imports or calls what a pickle names.
 
-Budgets hold for every pickle, whatever it says: of bytes, instructions, the size of a number or text, the depth of the
-tree, and the values in it with a shared one counted wherever it occurs. Whoever gets the tree may walk it without care.
+Every pickle is bounded: in bytes, instructions, the size of a number or text, the depth of the tree, and the values in
+it, with a shared value counted wherever it occurs. The tree can therefore be walked safely.
 """
 
 import io
@@ -37,7 +37,7 @@ class Named(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PickledCall:
-    """What a call would have returned: who was to be called, with what, and the state it was to be given."""
+    """A call that the pickle would have made: the callable, its arguments, and the state of the result."""
 
     maker: Named
     args: tuple[Any, ...]
@@ -46,15 +46,15 @@ class PickledCall:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outside:
-    """A reference to something beside the pickle."""
+    """A reference to data outside the pickle."""
 
     id: Any
 
 
 def read_pickle(data: bytes, source: str, is_expected: Callable[[Named], bool]) -> Any:
-    """The values of a pickle: plain ones as they are, all others as `Named`, `PickledCall` and `Outside`.
+    """Return the values of a pickle: plain ones as they are, others as `Named`, `PickledCall` and `Outside`.
 
-    Raises ModelError, which begins with `source`, if it names anything but what is expected, exceeds a budget, or is no
+    Raises ModelError, whose message begins with `source`, if it names anything unexpected, exceeds a bound, or is no
     pickle.
     """
     if len(data) > MAX_BYTES:
@@ -75,7 +75,7 @@ def _short(value: object) -> str:
 
 
 def _check_size(tree: Any, source: str) -> None:
-    """Raise ModelError unless the tree can be walked, by recursion too, in bounded time."""
+    """Raise ModelError unless the tree can be walked, also recursively, in bounded time."""
     level, num_values = [tree], 1
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -90,7 +90,7 @@ def _check_size(tree: Any, source: str) -> None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value is made of: never more than there were instructions."""
+    """Return the parts of a value, at most as many as there were instructions."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
     if isinstance(value, PickledCall):
@@ -129,7 +129,7 @@ _KNOWN = {*_LITERALS, *_CONSTANTS, *_TUPLES, *_IGNORED}
 
 
 def _two_lines(stream: io.BytesIO) -> tuple[str, str]:
-    """Module and name. The reader of `pickletools` would undo escapes, which no pickle has here."""
+    """Read module and name. Unlike the reader of `pickletools`, it does not decode escapes."""
     first, second = (stream.readline(_MAX_NAME + 1) for _ in range(2))
     if not (first.endswith(b"\n") and second.endswith(b"\n")):
         raise ValueError("a name without end")
@@ -152,7 +152,7 @@ def _checked_literal(value: Any) -> Any:
 
 
 def _checked_keys(values: list[Any]) -> list[Any]:
-    """Keys of a dictionary or members of a set, once each is known to be hashed in bounded time."""
+    """Return keys of a dictionary or members of a set, after checking that each is hashed in bounded time."""
     for value in values:
         is_flat = isinstance(value, tuple) and len(value) <= _MAX_KEY_PARTS and all(map(is_hashed_fast, value))
         if not (is_flat or is_hashed_fast(value)):
@@ -161,12 +161,12 @@ def _checked_keys(values: list[Any]) -> list[Any]:
 
 
 def is_hashed_fast(value: Any) -> bool:
-    """A plain value, or one that is hashed by identity."""
+    """Whether a value is plain, or hashed by identity."""
     return value is None or isinstance(value, str | bytes | int | float | Named | PickledCall | Outside)
 
 
 class _Reader:
-    """A stack, a memo, and a rule per instruction."""
+    """The interpreter: a stack, a memo, and a rule per instruction."""
 
     def __init__(self, source: str, is_expected: Callable[[Named], bool]) -> None:
         self._source = source
@@ -197,7 +197,7 @@ class _Reader:
         }
 
     def run(self, stream: io.BytesIO) -> None:
-        """Follow all instructions up to the last. The argument of one that is refused is not even decoded."""
+        """Interpret all instructions up to the last. The argument of a refused instruction is not decoded."""
         for _ in range(MAX_INSTRUCTIONS):
             code = stream.read(1)
             if code not in _OPCODES:

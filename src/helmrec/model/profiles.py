@@ -1,4 +1,4 @@
-"""Named model shapes: the published ones, and a small one for a laptop."""
+"""Named model shapes: published ones, and a small one for a laptop."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 
 
 def profile(name: str, num_rows: int | None = None) -> ModelConfig:
-    """The named shape; `num_rows` sets the item table (published ones hold up to 10^9 rows)."""
+    """Return the named shape; `num_rows` sets the size of the item table (published ones have up to 10^9 rows)."""
     if name not in PROFILES:
         raise ConfigError(f"profile must be one of {', '.join(PROFILES)}, got {name!r}")
     if num_rows is not None and num_rows < 1:
@@ -39,22 +39,22 @@ def _demo(num_rows: int | None) -> ModelConfig:
 
 
 def _dlrmv3(num_rows: int | None) -> ModelConfig:
-    """Meta DLRMv3, with four extra event tables beside item and category."""
+    """Meta DLRMv3, with four extra event tables besides item and category."""
     return dlrmv3_shape("dlrmv3", num_rows, num_extra=4)
 
 
 def _narrow(num_rows: int | None) -> ModelConfig:
-    """Meta DLRMv3 as published: of each event only the item has a large table."""
+    """Meta DLRMv3 as published: only the items of events have a large table."""
     return dlrmv3_shape("narrow", num_rows, num_extra=0)
 
 
 def _wide(num_rows: int | None) -> ModelConfig:
-    """DLRMv3 with 24 feature rows per token: where the two caches really compete."""
+    """DLRMv3 with 24 feature rows per token, for which both caches need much memory."""
     return dlrmv3_shape("wide", num_rows, num_extra=22)
 
 
 def dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig:
-    """Meta DLRMv3 with so many event tables beside item and category."""
+    """Meta DLRMv3 with `num_extra` event tables besides item and category."""
     rows = num_rows or 1_000_000
     extra = tuple(TableConfig(name=f"feature_{i}", num_rows=max(1, rows // 4)) for i in range(num_extra))
     return ModelConfig(

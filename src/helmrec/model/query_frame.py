@@ -1,6 +1,6 @@
-"""Where tokens stand as seen from the query: positions counted back, ages, clocks.
+"""Positions, ages and time features of tokens relative to the query, for models whose `query_frame` is set.
 
-For models whose `query_frame` is set. Pure NumPy over small arrays; it knows neither rows nor pages.
+Pure NumPy over small arrays; it knows neither rows nor pages.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from helmrec.model.config import QueryFrame
 from helmrec.types import IntArray
 
-_PI = 3.14  # as published checkpoints were trained with
+_PI = 3.14  # the value that published checkpoints were trained with
 
 
 class Query(NamedTuple):
-    """What a request's tokens depend on beside themselves."""
+    """The properties of a request that all its tokens depend on."""
 
     time_s: int
     num_context: int
@@ -38,7 +38,7 @@ class QueryArrays:
 def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) -> QueryArrays:
     times, num_context, num_events, num_candidates = np.array(queries, np.int64).T
     return QueryArrays(
-        context_gaps=age_buckets(frame, num_buckets, times),  # context has no time of its own: it is as old as can be
+        context_gaps=age_buckets(frame, num_buckets, times),  # context has no time, which counts as time 0
         context_kept=(num_events + num_candidates >= frame.min_context_events).astype(np.float32),
         lengths=num_context + num_events + num_candidates,
         clocks=_clocks(frame, times),
@@ -46,23 +46,23 @@ def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) 
 
 
 def latest_window(first_event: int, num_events: int, window: int) -> int:
-    """Absolute index of the first event seen: always the latest, since nothing cached has to stay in place."""
+    """Return the absolute index of the first event of the latest window; nothing cached fixes its position."""
     return max(first_event, first_event + num_events - window)
 
 
 def places(frame: QueryFrame, steps_back: IntArray) -> IntArray:
-    """Entries of the position table."""
+    """Return entries of the position table."""
     return np.minimum(steps_back, frame.num_positions - 1)
 
 
 def age_buckets(frame: QueryFrame, num_buckets: int, ages_s: IntArray) -> IntArray:
-    """In single precision, as published: the last second before a far bucket may already count to it."""
+    """Return time buckets of ages, in single precision as published: rounding may reach the next bucket."""
     roots = np.sqrt(ages_s.astype(np.float32) / np.float32(frame.bucket_s))
     return np.minimum(roots.astype(np.int64), num_buckets - 1)
 
 
 def _clocks(frame: QueryFrame, times_s: IntArray) -> NDArray[np.float32]:
-    """Cosine and sine of how far each period has gone."""
+    """Return cosine and sine of the elapsed share of each period."""
     hands = [times_s // c.unit_s % c.num_units / c.num_units * 2 * _PI for c in frame.cycles]
     columns = [part(hand) for hand in hands for part in (np.cos, np.sin)]
     return np.stack(columns, axis=1).astype(np.float32) if columns else np.empty((times_s.size, 0), np.float32)

@@ -1,7 +1,7 @@
-"""Embedding tables out of a folder that torch.distributed.checkpoint wrote, a shard at a time.
+"""Reads embedding tables from a folder of torch.distributed.checkpoint, a shard at a time.
 
-The folder has a pickle, `.metadata`, which says which rows of which tensor lie where in which file, and files in which
-each shard is an archive of torch.save. Nothing pickled is run. A table is streamed: it may be larger than memory.
+The folder has a pickle, `.metadata`, with the place of each tensor's rows, and files in which each shard is an archive
+of torch.save. Nothing pickled is executed. A table is streamed, since it may be larger than memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ class ShardedTable:
     shards: tuple[Shard, ...]
 
     def parts(self) -> Iterator[bytes]:
-        """Its rows, from the first to the last, as bytes."""
+        """Yield the bytes of its rows, in order."""
         for shard in self.shards:
             source = _source(shard, self)
             window = BufferedReader(FileSlice(shard.path, shard.start, shard.length))
@@ -74,7 +74,7 @@ class ShardedTable:
 
 
 def read_index(folder: Path) -> dict[str, ShardedTable]:
-    """Every table of the folder, by the name it was saved under; no row is read."""
+    """Return every table of the folder, by its saved name; no row is read."""
     path = folder / ".metadata"
     if not path.is_file():
         raise ModelError(f"{folder} is not a folder that torch.distributed.checkpoint wrote: no .metadata")
@@ -95,7 +95,7 @@ def read_index(folder: Path) -> dict[str, ShardedTable]:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """Of a pickle; one that is too large for `read_pickle` is not read to its end."""
+    """Read the bytes of a pickle; stop where it is too large for `read_pickle`."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -104,7 +104,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _check_sizes(tables: Mapping[str, ShardedTable]) -> None:
-    """Raise ModelError unless every shard has room for its rows in its file, and no byte is in two shards."""
+    """Raise ModelError unless every shard is large enough for its rows, within its file, and overlaps no other."""
     windows: dict[Path, list[tuple[Shard, str]]] = {}
     for table in tables.values():
         row_bytes = table.shape[1] * table.dtype.itemsize
@@ -143,7 +143,7 @@ def _whole(value: Any) -> int:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """A torch.Size, as the pickle has it."""
+    """Parse a torch.Size."""
     match value:
         case PickledCall(maker, (list(numbers) | tuple(numbers),)) if (
             maker == _SIZE and len(numbers) <= _MAX_DIMENSIONS
@@ -177,7 +177,7 @@ def _dtype(properties: PickledCall) -> torch.dtype:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of the folder: a name that leads out of it is refused."""
+    """Return the path of a file in the folder; refuse a name that leads out of it."""
     path = folder / name
     if Path(name).name != name or not path.is_file():
         raise ModelError(f"{folder}: shard file {name[:200]!r} is missing")

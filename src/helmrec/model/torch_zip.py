@@ -1,7 +1,7 @@
-"""Tensors out of the archive that torch.save writes, read without running what is pickled in it.
+"""Reads tensors from an archive of torch.save without executing its pickle.
 
-The archive is a zip with one pickle, which says what tensors there are, and one member of plain bytes for each storage.
-Knows nothing of models. Bytes are read when a tensor is asked for, so what is left out costs nothing.
+The archive is a zip with one pickle, which describes the tensors, and one member of plain bytes for each storage. It
+does not know models. The bytes of a tensor are read only when it is requested.
 """
 
 import io
@@ -34,7 +34,7 @@ _TENSOR = Named("torch._utils", "_rebuild_tensor_v2")
 _PARAMETER = Named("torch._utils", "_rebuild_parameter")
 _ORDERED = Named("collections", "OrderedDict")
 _SETS = {Named("__builtin__", "set"), Named("builtins", "set")}
-_OTHERS = {"torch", "torchrec"}  # what beside weights is saved, such as an optimiser's state, may name theirs
+_OTHERS = {"torch", "torchrec"}  # packages that other saved data, such as optimiser state, may name
 _CHUNK_BYTES = 16 << 20
 _MAX_DIRECTORY_BYTES = 4 << 20  # of an archive: some 40,000 storages
 _MAX_DIMENSIONS = 16
@@ -47,7 +47,7 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the archive describes it."""
+    """The description of a tensor in an archive."""
 
     key: str  # of its storage
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """It is its storage from the first element to the last, in order."""
+        """Whether it is its whole storage, in order."""
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         return not self.first and list(self.stride) == strides and math.prod(self.shape) == self.storage_size
 
@@ -72,7 +72,7 @@ def _is_expected(named: Named) -> bool:
 
 
 class TorchZip:
-    """One archive; the file is closed with it."""
+    """An open archive; `close` also closes the file."""
 
     def __init__(self, file: BinaryIO, source: str) -> None:
         self._source = source
@@ -93,7 +93,7 @@ class TorchZip:
             raise
 
     def _check_members(self) -> None:
-        """All members are plain bytes, and together no more than the file: none is packed, none lies in another."""
+        """Check that all members are uncompressed and together at most as large as the file, so that none overlap."""
         members = self._zip.infolist()
         if packed := [each for each in members if each.compress_type != zipfile.ZIP_STORED]:
             raise ModelError(f"{self._source}: {packed[0].filename[:100]!r} must be plain bytes, got a packed member")
@@ -130,7 +130,7 @@ class TorchZip:
         self.close()
 
     def saved(self, *keys: str) -> Any:
-        """What was saved, or the part under these keys: plain values, and a `StoredTensor` for each tensor."""
+        """Return the saved value, or the part under these keys: plain values, and a `StoredTensor` per tensor."""
         value = self._saved
         for key in keys:
             if isinstance(value, PickledCall) and value.maker == _ORDERED:
@@ -144,7 +144,7 @@ class TorchZip:
         return self._view(self._storage(tensor), tensor).clone()
 
     def read_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Each storage is read once. ModelError if tensors that share storages make far more of them than there is."""
+        """Read tensors, each storage once. ModelError if tensors that share storages are far larger than the file."""
         total = sum(tensor.num_bytes for tensor in tensors.values())
         if total > _MAX_COPIES * self._num_bytes:
             raise ModelError(f"{self._source}: a file of {self._num_bytes} bytes claims tensors of {total}")
@@ -169,7 +169,7 @@ class TorchZip:
             raise ModelError(f"{self._source}: a tensor of storage {tensor.key!r} cannot be made ({reason})") from None
 
     def stream(self, tensor: StoredTensor) -> Iterator[bytes]:
-        """The bytes of its whole storage, a part at a time."""
+        """Yield the bytes of its whole storage in parts."""
         name = f"{self._root}data/{tensor.key}"
         expected = tensor.storage_size * tensor.dtype.itemsize
         try:
@@ -188,7 +188,7 @@ class TorchZip:
             raise ModelError(f"{self._source}: storage {tensor.key!r} is damaged ({error})") from None
 
     def _read(self, name: str) -> bytes:
-        """A small member."""
+        """Read a small member."""
         if self._zip.getinfo(name).file_size > MAX_BYTES:
             raise ModelError(f"{self._source}: {name!r} must be at most {MAX_BYTES} bytes")
         try:
@@ -197,7 +197,7 @@ class TorchZip:
             raise ModelError(f"{self._source}: {name!r} is damaged ({error})") from None
 
     def _understand(self, value: Any) -> Any:
-        """`read_pickle` has bounded the depth of what it returns, and how much it unfolds to."""
+        """Convert recorded calls to values. `read_pickle` has bounded the depth and size of the tree."""
         if isinstance(value, Named):
             return value
         if isinstance(value, dict):
@@ -219,7 +219,7 @@ class TorchZip:
         raise ModelError(f"{self._source}: {made.maker} with {len(made.args)} arguments stands where a value should")
 
     def _tensor(self, args: tuple[Any, ...]) -> StoredTensor:
-        """Its parts are whatever the file says, so each is looked at before it is believed."""
+        """Parse a tensor; every part is checked, since the file is not trusted."""
         match args:
             case (
                 Outside(("storage", Named() as kind, str(key), str(), int(size))),
@@ -235,8 +235,9 @@ class TorchZip:
         raise ModelError(f"{self._source}: a tensor is described in a way that makes no sense")
 
     def _within(self, tensor: StoredTensor) -> StoredTensor:
-        """A tensor that has its elements in its storage, and none of them twice over: strides of 0 would let four bytes
-        be a tensor of any size.
+        """Check that a tensor lies in its storage and has at most as many elements.
+
+        Else strides of 0 would allow a tensor of any size over four bytes.
         """
         most, num = tensor.storage_size, math.prod(tensor.shape)
         if max(num, _end(tensor)) > most:
@@ -248,7 +249,7 @@ class TorchZip:
 
 
 class _Opening:
-    """A file whose reads are bounded for as long as the directory of an archive is read."""
+    """A file whose reads are bounded while the directory of an archive is read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -273,14 +274,14 @@ class _Opening:
 
 
 def _end(tensor: StoredTensor) -> int:
-    """One past the last element of the storage that it touches."""
+    """Return the index after the last element of the storage that the tensor uses."""
     if 0 in tensor.shape:
         return tensor.first
     return tensor.first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
 
 
 class FileSlice(io.RawIOBase):
-    """Some bytes of a file as a file of their own."""
+    """A range of bytes of a file as a separate file."""
 
     def __init__(self, path: Path, start: int, length: int) -> None:
         self._file = path.open("rb")

@@ -24,15 +24,15 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import dense_shapes
 
 DENSE = "dense.safetensors"
-VERIFY_BYTES = 256 << 20  # larger files are checksummed only when asked: reading them takes minutes
+VERIFY_BYTES = 256 << 20  # larger files are checksummed only with `verify`: reading them takes minutes
 _CHUNK_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 16 << 20
 _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-Progress = Callable[[int], None]  # told how many more bytes are done
+Progress = Callable[[int], None]  # called with the number of further bytes done
 
 
 class FileRecord(Frozen):
-    """What a file must be for the model to be this model."""
+    """Size and checksum of a file."""
 
     bytes: int
     blake2b: str
@@ -46,20 +46,22 @@ class Manifest(Frozen):
 
     @property
     def version(self) -> int:
-        """Fingerprint of shape and weights; KV of one version is never used with another."""
+        """Fingerprint of shape and weights; KV of one version is never reused with another."""
         digest = hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model in memory."""
+
     config: ModelConfig
     version: int
     dense: dict[str, Tensor]
     tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
 
     def __post_init__(self) -> None:
-        """Refuse tables that are not what the configuration says: caches lay rows out by it."""
+        """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
         for table in self.config.tables:
             rows, shape = self.tables[table.name], (table.num_rows, self.config.row_dim)
             if tuple(rows.shape) != shape or rows.dtype != getattr(torch, self.config.row_dtype):
@@ -72,7 +74,7 @@ def table_file(name: str) -> str:
 
 
 def save_model(folder: Path, config: ModelConfig, dense: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> None:
-    """Write a whole model; config.json comes last, so a broken save is never mistaken for a model."""
+    """Write a whole model; config.json is written last, so an interrupted save is not a valid model."""
     for name, rows in tables.items():
         _check_finite(f"table {name!r}", rows)
     _make_empty(folder)
@@ -89,7 +91,7 @@ def stream_model(
     tables: Mapping[str, Iterable[bytes]],
     progress: Progress = lambda _: None,
 ) -> None:
-    """As `save_model`, from the bytes of tables' rows in order, a part at a time: they may be larger than memory."""
+    """Write a model from the bytes of its tables' rows, in parts, since tables may be larger than memory."""
     _make_empty(folder)
     save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
     for table in config.tables:
@@ -99,7 +101,7 @@ def stream_model(
 
 
 def init_model(folder: Path, config: ModelConfig, seed: int = 0, progress: Progress = lambda _: None) -> None:
-    """Write a model with random weights, table by table in chunks, so that size is bounded by disk alone."""
+    """Write a model with random weights in chunks, so that only the disk bounds its size."""
     _make_empty(folder)
     generator = torch.Generator().manual_seed(seed)
     save_file(random_dense(config, generator), folder / DENSE)
@@ -133,10 +135,10 @@ def random_dense(config: ModelConfig, generator: torch.Generator) -> dict[str, T
 
 
 def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambda _: None) -> LoadedModel:
-    """Load and check a model folder. `verify` also checksums tables over 256 MiB, and looks at their values.
+    """Load and check a model folder. `verify` also checks checksums and values of tables over 256 MiB.
 
-    Without it their values are looked at when they are copied for a card. On a CPU, where rows are read from the file
-    as they are asked for, a request that reads one that is not finite fails.
+    Without it, their values are checked when they are copied for a card. On a CPU, where rows are read from the file
+    on demand, a request that reads a non-finite row fails.
     """
     manifest = read_manifest(folder)
     config = manifest.model
@@ -204,14 +206,14 @@ def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator)
 
 
 def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
-    """A safetensors file written in chunks; the library's own writer wants the whole table in memory."""
+    """Write a safetensors file in chunks; the library's writer needs the whole table in memory."""
     row_bytes = shape[1] * getattr(torch, dtype).itemsize
     entry = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
     header = json.dumps({"rows": entry}).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        rest, done = b"", 0  # of a value that a part breaks off in; bytes before it
+        rest, done = b"", 0  # the incomplete last value of a part, and the bytes before it
         for part in parts:
             rest, done = _check_part(path, rest + part, done, row_bytes, getattr(torch, dtype))
             file.write(part)
@@ -219,13 +221,13 @@ def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable
 
 
 def _check_part(path: Path, part: bytes, start: int, row_bytes: int, dtype: torch.dtype) -> tuple[bytes, int]:
-    """Raise ModelError if a value is not finite; return what is left of the last one, and where that begins.
+    """Raise ModelError if a value is not finite; return the incomplete last value and where it begins.
 
     start: bytes of the table before this part.
     """
     num_bytes = len(part) - len(part) % dtype.itemsize
     if num_bytes:
-        values = torch.frombuffer(bytearray(part[:num_bytes]), dtype=dtype)  # of a copy: torch wants to own it
+        values = torch.frombuffer(bytearray(part[:num_bytes]), dtype=dtype)  # a copy, since torch needs writable memory
         if (at := first_non_finite(values)) is not None:
             raise non_finite_row(str(path), (start + at * dtype.itemsize) // row_bytes)
     return part[num_bytes:], start + num_bytes
@@ -249,7 +251,7 @@ def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progr
 
 
 def _looks_pickled(path: Path, size: int) -> bool:
-    """A pickle, or the zip that torch.save makes. Read as safetensors, either claims an absurd header length."""
+    """Whether a file is a pickle or a zip of torch.save. As safetensors, either has an impossible header length."""
     with path.open("rb") as file:
         start = file.read(8)
     has_magic = start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"
@@ -271,7 +273,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Tensor]:
-    """Exactly these tensors, memory-mapped privately: writing to one never reaches the file."""
+    """Load exactly these tensors, memory-mapped privately: writes do not change the file."""
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -1,7 +1,7 @@
-"""Which events of a history the model sees: a window whose anchor advances in large steps.
+"""The window of events that the model reads. Its anchor advances in large steps.
 
-If the window slid by one event per event, no cached position would ever be right again. Time enters as gaps
-between events, for the same reason.
+If the window moved with every event, all cached positions would change. Times are gaps between events for the same
+reason.
 """
 
 import numba
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def window_anchor(first_event: int, num_events: int, window: int) -> int:
-    """Absolute index of the first event in the window, for events [first_event, first_event + num_events).
+    """Return the absolute index of the first event in the window, for events [first_event, first_event + num_events).
 
-    A function of absolute indices: while a history grows, the anchor stays put for a quarter of the window
-    and then jumps by that much. A client that sends fewer events than the window gets smaller jumps.
+    It depends on absolute indices only: while a history grows, the anchor stays for a quarter of the window and then
+    advances by that much. A client that sends fewer events than the window gets smaller steps.
     """
     end = first_event + num_events
     start = max(first_event, end - window)
@@ -26,11 +26,11 @@ def window_anchor(first_event: int, num_events: int, window: int) -> int:
 
 @numba.njit(cache=True)
 def gap_bucket(gap: int, num_buckets: int) -> int:
-    """Bucket of a non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
+    """Return the bucket of a non-negative time gap: 0, then two per octave; the last bucket is open-ended."""
     if gap == 0:
         return 0
     octave, rest = 0, np.uint64(gap) >> np.uint64(1)
-    while rest:  # in this form a compiler sees that zeros are counted, and needs one instruction for it
+    while rest:  # in this form the compiler uses one instruction that counts leading zeros
         octave, rest = octave + 1, rest >> np.uint64(1)
     half = (gap >> (octave - 1)) & 1 if octave else 0
     return min(1 + 2 * octave + half, num_buckets - 1)
