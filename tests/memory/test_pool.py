@@ -248,3 +248,9 @@ def test_no_page_and_no_row_is_lost_while_the_boundary_moves(order: str, seed: i
         pool.check()
         rows = host_rows(pool).resident_rows()
         assert np.array_equal(mover.row_at[host_rows(pool).peek(rows)], rows), "a row's data is not in its slot"
+
+
+def test_the_old_name_of_unmatched_histories_still_works_and_warns() -> None:
+    stats = make_pool().stats()
+    with pytest.warns(DeprecationWarning, match="unmatched_histories"):
+        assert stats.strangers == stats.unmatched_histories == 0

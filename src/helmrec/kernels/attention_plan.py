@@ -4,6 +4,7 @@ It knows lengths and launch settings, not the tensors of a model.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,16 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int) -> Launc
     if page_tokens in (16, 32, 64):
         block_n = min(block_n, page_tokens)
     return LaunchShape(128, block_n, 8, num_stages)
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors that attention reads."""
+
+    q: Tensor  # (tokens, heads, qk)
+    k: Tensor
+    v: Tensor  # (tokens, heads, v)
+    k_pages: Tensor  # (pages, page_tokens, heads, qk)
+    v_pages: Tensor
 
 
 class AttentionPlan:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS, Tiling
 
@@ -354,9 +354,9 @@ def _attention_kernel(
 # fmt: on
 
 
-def supports(sources: tuple[Tensor, ...], tiling: Tiling) -> bool:
+def supports(sources: AttentionInputs, tiling: Tiling) -> bool:
     """Whether the copy engine and the matrix units support the layout of q, k, v, k_pages and v_pages."""
-    q, k_pages, v_pages = sources[0], sources[3], sources[4]
+    q, k_pages, v_pages = sources.q, sources.k_pages, sources.v_pages
     dim = q.shape[2]
     if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and dim in (64, 128, 256)):
         return False
@@ -369,7 +369,7 @@ def supports(sources: tuple[Tensor, ...], tiling: Tiling) -> bool:
 
 
 def launch(
-    sources: tuple[Tensor, ...], batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
+    sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
 ) -> None:
     """Run the plan's work list over q, k, v, k_pages and v_pages; `supports` must be true for them."""
     q, k, v, k_pages, v_pages = sources

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helmrec.kernels import hopper_attention
-from helmrec.kernels.attention_plan import AttentionPlan, padded, plan_for
+from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, padded, plan_for
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS
 
@@ -294,7 +294,7 @@ def attend(
     """
     plan = plan_for(q, v, batch) if plan is None else plan
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    sources = (q, k, v, k_pages, v_pages)
+    sources = AttentionInputs(q, k, v, k_pages, v_pages)
     if hopper_attention.supports(sources, plan.tiling):
         hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
     else:
@@ -303,7 +303,7 @@ def attend(
 
 
 def _launch(
-    sources: tuple[Tensor, ...], batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
+    sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
 ) -> None:
     q, k, v, k_pages, v_pages = sources
     tiling, launch = plan.tiling, plan.launch
@@ -352,12 +352,12 @@ def _launch(
     )
 
 
-def _tma_can_read(sources: tuple[Tensor, ...], block_n: int) -> bool:
+def _tma_can_read(sources: AttentionInputs, block_n: int) -> bool:
     """Whether tiles are boxes the copy engine can fetch: whole power-of-two heads, aligned, blocks inside a page."""
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-2]) for t in sources)
     packed = all(t.stride()[-2:] == (t.shape[-1], 1) and t.shape[-1] == padded(t.shape[-1]) for t in sources)
     same = all(t.dtype == sources[0].dtype and t.numel() > 0 for t in sources)
-    return aligned and packed and same and sources[3].shape[1] % block_n == 0
+    return aligned and packed and same and sources.k_pages.shape[1] % block_n == 0
 
 
 def _rows_descriptor(t: Tensor, rows: int) -> TensorDescriptor:

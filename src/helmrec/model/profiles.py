@@ -1,6 +1,7 @@
 """Named model shapes: published ones, and a small one for a laptop."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from helmrec.errors import ConfigError
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
@@ -81,29 +82,38 @@ def dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig
     )
 
 
+class _Heads(NamedTuple):
+    """The attention heads of a layer."""
+
+    num: int
+    qk_dim: int
+    v_dim: int
+
+
 def _kuairand(num_rows: int | None) -> ModelConfig:
-    return _plain("kuairand", num_rows, layers=3, heads=(4, 128, 128), dim=512, window=4_096, candidates=100)
+    return _plain("kuairand", num_rows, layers=3, heads=_Heads(4, 128, 128), dim=512, window=4_096, candidates=100)
 
 
 def _nvidia_bench(num_rows: int | None) -> ModelConfig:
-    return _plain("nvidia-bench", num_rows, layers=8, heads=(4, 256, 256), dim=1_024, window=4_096, candidates=256)
+    return _plain(
+        "nvidia-bench", num_rows, layers=8, heads=_Heads(4, 256, 256), dim=1_024, window=4_096, candidates=256
+    )
 
 
 def _paper(num_rows: int | None) -> ModelConfig:
     """The HELM paper's KV per token; its value width of about 195 is rounded to a multiple of 16."""
-    return _plain("paper", num_rows, layers=6, heads=(4, 64, 192), dim=512, window=15_000, candidates=512)
+    return _plain("paper", num_rows, layers=6, heads=_Heads(4, 64, 192), dim=512, window=15_000, candidates=512)
 
 
 def _plain(  # noqa: PLR0913 - the columns of the table of published shapes
-    name: str, num_rows: int | None, *, layers: int, heads: tuple[int, int, int], dim: int, window: int, candidates: int
+    name: str, num_rows: int | None, *, layers: int, heads: _Heads, dim: int, window: int, candidates: int
 ) -> ModelConfig:
-    num_heads, qk_dim, v_dim = heads
     return ModelConfig(
         name=name,
         num_layers=layers,
-        num_heads=num_heads,
-        qk_dim=qk_dim,
-        v_dim=v_dim,
+        num_heads=heads.num,
+        qk_dim=heads.qk_dim,
+        v_dim=heads.v_dim,
         dim=dim,
         normaliser=window,
         dtype="bfloat16",
