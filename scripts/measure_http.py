@@ -29,7 +29,7 @@ from helmrec.errors import EngineClosed
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.serve.app import make_app
-from helmrec.serve.port import Health, Look
+from helmrec.serve.port import EngineView, Health
 from helmrec.serve.server import listen, serve_until_told
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
@@ -71,7 +71,7 @@ class NullPort:
     async def stats(self) -> EngineStats:
         raise NotImplementedError
 
-    async def look(self) -> Look:
+    async def look(self) -> EngineView:
         raise EngineClosed("there is none")
 
     async def set_mode(self, mode: Mode) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
@@ -109,7 +109,7 @@ def strangers(num: int) -> list[RankRequest]:
 class Offered(NamedTuple):
     """A run of the driver."""
 
-    end: Snapshot
+    end: LoadSnapshot
     statuses: list[tuple[float, int, float]]  # when each was due, how it ended, milliseconds
 
 

@@ -37,7 +37,7 @@ def arrival_times(trace_times_s: NDArray[np.float64], rate: float | None, seed: 
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LoadSnapshot:
     """A look at a run, live or at its end."""
 
     elapsed_s: float
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadTally:
     """What became of the requests so far. Times are from when each was due.
 
     Numbers in arrays: a driver that kept an object for each request would be what the garbage collector looks through.
@@ -77,10 +77,10 @@ class Tally:
         self.refused[cause] += 1
         self.refusals_ms.append(latency_ms)
 
-    def snapshot(self, elapsed_s: float, pool: PoolStats) -> Snapshot:
+    def snapshot(self, elapsed_s: float, pool: PoolStats) -> LoadSnapshot:
         """Looks at copies: an array whose memory is looked at cannot grow, and other threads append to these."""
         p50, p99 = _percentiles(self.latencies_ms[:], 50, 99)
-        return Snapshot(
+        return LoadSnapshot(
             elapsed_s=elapsed_s,
             offered=len(self.lags_ms),
             answered=len(self.latencies_ms),
@@ -95,14 +95,14 @@ class Tally:
         )
 
 
-class Load:
+class EngineLoad:
     """Offers requests at given times and follows what becomes of them."""
 
     def __init__(self, engine: Engine, rebalancer: Rebalancer | None = None) -> None:
         """`rebalancer`, if any, moves the engine's boundary as the load goes on."""
         self._engine = engine
         self._rebalancer = rebalancer
-        self.tally = Tally()
+        self.tally = LoadTally()
         self._has_work = threading.Event()
         self._is_over = False
         self._started_s = time.perf_counter()
@@ -111,9 +111,9 @@ class Load:
         self,
         requests: Iterator[RankRequest],
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch: Callable[[LoadSnapshot], None] = lambda snapshot: None,
         watch_every_s: float = 0.5,
-    ) -> Snapshot:
+    ) -> LoadSnapshot:
         """Offer a request at each of the times; returns when all are answered, refused or failed."""
         stepper = threading.Thread(target=self._step_until_over, name="helmrec-steps")
         turn_s = sys.getswitchinterval()
@@ -134,10 +134,10 @@ class Load:
             sys.setswitchinterval(turn_s)
         return self.snapshot()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LoadSnapshot:
         return self.tally.snapshot(self._elapsed_s(), self._engine.stats().pool)
 
-    def _watch(self, watch: Callable[[Snapshot], None], next_s: float, every_s: float) -> float:
+    def _watch(self, watch: Callable[[LoadSnapshot], None], next_s: float, every_s: float) -> float:
         if self._elapsed_s() < next_s:
             return next_s
         watch(self.snapshot())

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.router.hashing import NOBODY, rendezvous, within_bound
+from helmrec.router.hashing import NO_NODE, rendezvous, within_bound
 
 USERS = range(4_000)
 MASK = 2**64 - 1
@@ -62,7 +62,7 @@ def test_users_are_spread_in_proportion_to_the_weights() -> None:
 
 def test_who_may_not_be_taken_is_not() -> None:
     nobody = np.zeros(3, np.bool_)
-    assert rendezvous(1, np.arange(3), np.ones(3), nobody) == NOBODY
+    assert rendezvous(1, np.arange(3), np.ones(3), nobody) == NO_NODE
     assert rendezvous(1, np.arange(3), np.ones(3), np.array([False, True, False])) == 1
 
 

@@ -171,15 +171,6 @@ def test_nodes_come_and_go_with_what_they_held() -> None:
     state.check()
 
 
-def test_a_node_that_drains_keeps_what_is_believed_of_it() -> None:
-    state = cluster(1, 2)
-    state.sent(request(user=5), 1, 1.0, now_s=0.0)
-    state.set_alive(1, False)
-    assert state.look(5, 0.0).is_alive.tolist() == [False, True]
-    state.set_alive(1, True)
-    assert state.look(5, 0.0).resident_tokens.tolist() == [4_000, 0]
-
-
 def test_a_sketch_of_another_size_is_not_used() -> None:
     state = cluster(1)
     state.report(report(1, sketch=build_sketch(np.arange(500), 2 * NUM_BITS)), now_s=0.0)

@@ -24,7 +24,7 @@ from helmrec.errors import (
 from helmrec.history.config import HistoryConfig
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_config, tiny_engine
@@ -34,7 +34,7 @@ from tests.serve.cases import as_request, rank_body, rank_requests
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    histories = Histories.open(tmp_path_factory.mktemp("client"), tiny_config(), HistoryConfig())
+    histories = StoredHistories.open(tmp_path_factory.mktemp("client"), tiny_config(), HistoryConfig())
     with (
         on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig(), histories)) as port,
         Client(f"http://127.0.0.1:{port}") as client,

@@ -16,7 +16,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError, ServerError
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.app import make_app
@@ -50,7 +50,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_every_request_is_answered_and_counted_once() -> None:
-    engine, seen = tiny_engine(clock=MonotonicClock(), audit_every=1), list[Snapshot]()
+    engine, seen = tiny_engine(clock=MonotonicClock(), audit_every=1), list[LoadSnapshot]()
     with on_loopback(make_app(InProcessPort(engine), ServeConfig())) as port:
         load = HttpLoad(ready(port))
         model = load.model()

@@ -59,14 +59,14 @@ class _Runs(NamedTuple):
     def first(self) -> FloatArray:  # (runs, columns)
         return self.works[self.starts[:-1]]
 
-    def spans(self, found: "_Found") -> FloatArray:
+    def spans(self, found: "_FitPoint") -> FloatArray:
         """Predicted: of a burst, from the first results to the last; of a step in turn, from plan to results."""
         in_turn = replay(found.terms, self.works, self.starts, self.overlaps)[self.starts[1:] - 1]
         ends = replay(found.busy_terms, self.works, self.starts, self.overlaps)
         return np.where(self.is_burst, ends[self.starts[1:] - 1] - ends[self.starts[:-1]], in_turn)
 
 
-class _Found(NamedTuple):
+class _FitPoint(NamedTuple):
     """Terms of a device that rests between steps, and by what factor one computes longer that does not."""
 
     terms: CostTerms
@@ -172,7 +172,7 @@ def _relative_fit(columns: FloatArray, times_ms: FloatArray) -> list[float]:
 _SHARES = ("reload_exposed",)  # between 0 and 1; all other free terms are positive
 
 
-def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _Found:
+def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _FitPoint:
     """Levenberg and Marquardt's way down, over logarithms, so that no term turns negative."""
     place = np.array([_to_line(name, start[name]) for name in free])
     errors = _errors(start, free, place, runs)
@@ -225,7 +225,7 @@ def _to_line(name: str, value: float) -> float:
     return float(np.log(value / max(1 - value, _TINY)) if name in _SHARES else np.log(value))
 
 
-def _found(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _Found:
+def _found(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _FitPoint:
     values = dict(start)
     for name, at in zip(free, place.tolist(), strict=True):
         values[name] = 1 / (1 + np.exp(-at)) if name in _SHARES else float(np.exp(at))
@@ -236,4 +236,4 @@ def _found(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _
     share, busy = values.pop("beside_share"), values.pop("busy")
     values["beside_gb_per_s"] = share * values["alone_gb_per_s"]
     values["sorted_beside_gb_per_s"] = share * values["sorted_alone_gb_per_s"]
-    return _Found(CostTerms(**values), busy)
+    return _FitPoint(CostTerms(**values), busy)

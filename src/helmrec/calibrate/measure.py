@@ -27,7 +27,7 @@ _HIT_ROWS, _HIT_SLOTS = 65_536, 1 << 19
 _REPEATS, _QUICK_REPEATS = 5, 2
 
 
-class Sizes(NamedTuple):
+class MemorySizes(NamedTuple):
     """In bytes."""
 
     tables: int
@@ -36,16 +36,16 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MeasurePlan:
     """How to measure."""
 
     device: str
-    sizes: Sizes
+    sizes: MemorySizes
     is_quick: bool
     made: dict[str, str]
 
 
-def measure(name: str, plan: Plan, progress: Progress) -> Measured:
+def measure(name: str, plan: MeasurePlan, progress: Progress) -> Measured:
     """Time every case on engines of this profile, made for the purpose and closed afterwards."""
     model = sized_profile(name, plan.sizes.tables)
     cases = make_cases(model, is_quick=plan.is_quick)
@@ -73,7 +73,7 @@ def measure(name: str, plan: Plan, progress: Progress) -> Measured:
     )
 
 
-def _run_cases(probe: Probe, cases: Sequence[Case], plan: Plan, progress: Progress) -> list[Timed]:
+def _run_cases(probe: Probe, cases: Sequence[Case], plan: MeasurePlan, progress: Progress) -> list[Timed]:
     repeats = _QUICK_REPEATS if plan.is_quick else _REPEATS
     timed: list[Timed] = []
     for i, case in enumerate(cases):
@@ -98,7 +98,9 @@ def make_model(model: ModelConfig, device: str) -> LoadedModel:
     return LoadedModel(model, 1, random_dense(model, generator), tables)
 
 
-def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None], *, with_tier: bool) -> Engine:
+def make_engine(
+    model: ModelConfig, plan: MeasurePlan, progress: Callable[[int, int], None], *, with_tier: bool
+) -> Engine:
     config = EngineConfig(
         pool_bytes=plan.sizes.pool,
         alpha=0.3,

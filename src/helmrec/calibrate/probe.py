@@ -23,7 +23,7 @@ _GROUPS = 3  # of users whose prefixes a burst of returns takes turns with
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     """A request on its way and what became of it."""
 
     request: RankRequest
@@ -149,17 +149,17 @@ class Probe:
             background_ms=None if is_burst else (end_s - asked[-1].end_s) * 1e3,
         )
 
-    def _submit(self, request: RankRequest) -> _Asked:
+    def _submit(self, request: RankRequest) -> _PendingRequest:
         begin_s = time.perf_counter()
-        asked = _Asked(request, self._engine.submit(request))
+        asked = _PendingRequest(request, self._engine.submit(request))
         self.intake_ms.append((time.perf_counter() - begin_s) * 1e3)
         asked.future.add_done_callback(lambda _: setattr(asked, "end_s", time.perf_counter()))
         return asked
 
 
-def _by_step(asked: Sequence[_Asked]) -> list[list[_Asked]]:
+def _by_step(asked: Sequence[_PendingRequest]) -> list[list[_PendingRequest]]:
     """Requests of one step were planned and ended together."""
-    steps: list[list[_Asked]] = []
+    steps: list[list[_PendingRequest]] = []
     last: tuple[float, float] | None = None
     for each in asked:
         timing = each.result.timing
@@ -171,7 +171,7 @@ def _by_step(asked: Sequence[_Asked]) -> list[list[_Asked]]:
     return steps
 
 
-def _work(engine: Engine, step: Sequence[_Asked], loaded_bytes: float) -> StepWork:
+def _work(engine: Engine, step: Sequence[_PendingRequest], loaded_bytes: float) -> StepWork:
     num_context = len(engine.model_config.user_context)
     num_pairs = 0.0
     for each in step:

@@ -28,7 +28,7 @@ from helmrec.redaction import redact
 from helmrec.router.cost import RouterCost, TokenShape, read_router_cost
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
@@ -67,7 +67,7 @@ class _Ingress:
         warm_up(policy, chosen.memory)  # the router itself is Ray's to make, in this process
         self._port = ClusterPort(RayFleet(engines), shape, told.engine.max_history, chosen.patience_s)
         path = told.serve.history_path
-        histories = None if path is None else Histories.open(path, shape, told.history)
+        histories = None if path is None else StoredHistories.open(path, shape, told.history)
         self._app = make_app(self._port, told.serve, histories)
         PROCESS.take_over()
         PROCESS.settle()

@@ -13,7 +13,7 @@ import numpy as np
 from helmrec.cluster.hint import Hint
 from helmrec.cluster.remote_clock import RemoteClock
 from helmrec.cluster.report import ReplicaReport, pack_report, unpack_report
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
 
@@ -62,7 +62,7 @@ class _Inbox:
 class Dispatch:
     """Chooses replicas by name and keeps account of what was sent."""
 
-    def __init__(self, policy: Policy, state: ClusterState, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: RoutingPolicy, state: ClusterState, clock: Callable[[], float]) -> None:
         self.state = state
         self._policy, self._clock = policy, clock
         self._node: dict[str, int] = {}
@@ -137,7 +137,7 @@ class Dispatch:
             self.state.finished(sent)
 
 
-def warm_up(policy: Policy, settings: StateSettings) -> None:
+def warm_up(policy: RoutingPolicy, settings: StateSettings) -> None:
     """Go through every step once, so that what compiles on first use does so before requests wait for it."""
     dispatch = Dispatch(policy, ClusterState(settings), lambda: 0.0)
     sketch = build_sketch(np.arange(8), settings.sketch_bits)

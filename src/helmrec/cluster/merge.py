@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.stats import PoolStats
 from helmrec.pauses import PauseStats
-from helmrec.serve.port import Look
+from helmrec.serve.port import EngineView
 
 T = TypeVar("T")
 _LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all whose names begin with "longest_"
@@ -22,10 +22,10 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     return _merged(stats)
 
 
-def merge_looks(looks: Sequence[Look]) -> Look:
+def merge_looks(looks: Sequence[EngineView]) -> EngineView:
     """Pages of one engine after those of another; the controller shown is that of the first."""
     owners = b"".join(look.page_owners for look in looks)
-    return Look(merge_stats([look.stats for look in looks]), owners, looks[0].control)
+    return EngineView(merge_stats([look.stats for look in looks]), owners, looks[0].control)
 
 
 def _merged(parts: Sequence[T]) -> T:

@@ -25,9 +25,9 @@ from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake
 from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError
 from helmrec.model.config import ModelConfig
-from helmrec.serve.port import Health, Look
+from helmrec.serve.port import EngineView, Health
 from helmrec.serve.wire import (
-    Kind,
+    FrameKind,
     NotForTheWire,
     pack_call,
     pack_prefill,
@@ -57,7 +57,7 @@ class ReplicaSlow(EngineClosed):
     """Not all replicas answered a call in time; others may still serve."""
 
 
-class Fleet(Protocol):
+class ReplicaFleet(Protocol):
     """The replicas, however they are reached."""
 
     async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
@@ -80,7 +80,7 @@ class _Call(NamedTuple):
 class ClusterPort:
     """Many engines behind one port. Lives in one event loop."""
 
-    def __init__(self, fleet: Fleet, model: ModelConfig, max_history: int, patience_s: float) -> None:
+    def __init__(self, fleet: ReplicaFleet, model: ModelConfig, max_history: int, patience_s: float) -> None:
         self._fleet = fleet
         self._model = model
         self._patience_s = patience_s
@@ -207,7 +207,7 @@ class ClusterPort:
                 reply = await self._fleet.send(call.method, hint, stamp, call.payload)
         except TimeoutError:
             raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
-        if reply.kind != Kind.ERROR:
+        if reply.kind != FrameKind.ERROR:
             return reply
         error = unpack_error(memoryview(reply.payload))
         if isinstance(error, EngineClosed):
@@ -225,8 +225,8 @@ class ClusterPort:
         self._replica_stats = await self._answers("stats", EngineStats)
         return merge_stats(list(self._replica_stats.values()))
 
-    async def look(self) -> Look:
-        return merge_looks(list((await self._answers("look", Look)).values()))
+    async def look(self) -> EngineView:
+        return merge_looks(list((await self._answers("look", EngineView)).values()))
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", alpha=alpha)
@@ -265,7 +265,7 @@ class ClusterPort:
         if not replies:
             raise EngineClosed("no replica is there")
         for reply in replies:
-            if reply.kind == Kind.ERROR:
+            if reply.kind == FrameKind.ERROR:
                 raise unpack_error(memoryview(reply.payload))
         return sorted(replies, key=lambda reply: reply.replica)
 

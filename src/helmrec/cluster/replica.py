@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from helmrec.cluster.remote_clock import RemoteClocks, Stamp
-from helmrec.cluster.report import ReplicaReport, Served, pack_report
+from helmrec.cluster.report import RecentUsers, ReplicaReport, pack_report
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.errors import EngineClosed, Forgotten, HelmRecError
@@ -28,7 +28,7 @@ from helmrec.serve.control import Steering, seen_by
 from helmrec.serve.port import Health, InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.snapshot import SnapshotKeeper
-from helmrec.serve.wire import Begin, Kind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
+from helmrec.serve.wire import Begin, FrameKind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
 from helmrec.types import PrefillRequest, RankRequest
 
 log = logging.getLogger("helmrec.cluster")
@@ -65,7 +65,7 @@ class EngineReplica:
         self._name = name
         engine, serve = EngineConfig(**told.engine), ServeConfig(**told.serve)
         self._engine, self._port = _make(Path(told.model), engine, serve)
-        self._served = Served(self._settings.kept_from_visit)
+        self._served = RecentUsers(self._settings.kept_from_visit)
         self._fronts = RemoteClocks()
         self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # when
         self._incarnation = secrets.randbits(62)
@@ -94,7 +94,7 @@ class EngineReplica:
             results = await self._port.submit(requests, max(0.0, (time.monotonic() - came_s) * 1e3))
             for request in requests:
                 self._served.note(request.user_id, self._num_tokens(request))
-            return Reply(Kind.RESULTS, self._name, b"".join(pack_results(results)))
+            return Reply(FrameKind.RESULTS, self._name, b"".join(pack_results(results)))
         except Exception as error:
             return self._failed(error)
         finally:
@@ -109,7 +109,7 @@ class EngineReplica:
             result = await self._port.prefill(request)
             if result.lease is not None:
                 self._served.hold(request.user_id, self._num_tokens(request))
-            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(result))
+            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(result))
         except Exception as error:
             return self._failed(error)
 
@@ -121,14 +121,14 @@ class EngineReplica:
             if name == "forget":
                 self._forget(arguments["user_id"])
             value = await getattr(self._port, name)(**arguments)
-            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(value))
+            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(value))
         except Exception as error:
             return self._failed(error)
 
     def _failed(self, error: Exception) -> Reply:
         if not isinstance(error, HelmRecError):
             log.error("a call failed", exc_info=error)
-        return Reply(Kind.ERROR, self._name, b"".join(pack_error(error)))
+        return Reply(FrameKind.ERROR, self._name, b"".join(pack_error(error)))
 
     def _came_s(self, stamp: tuple[str, float, float]) -> float:
         """When a request came to its front, by our clock."""

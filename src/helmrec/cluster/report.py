@@ -89,7 +89,7 @@ def _is_sound(report: ReplicaReport) -> bool:
     )
 
 
-class Served:
+class RecentUsers:
     """Users a replica served, newest last, with visits and tokens; bounded."""
 
     def __init__(self, kept_from_visit: int, max_users: int = 65_536) -> None:

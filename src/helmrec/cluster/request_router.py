@@ -19,7 +19,7 @@ from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
 from helmrec.router.cost import RouterCost
-from helmrec.router.policy import EmbKVAware, Policy, RouterSettings
+from helmrec.router.policy import EmbKVAware, RoutingPolicy, RouterSettings
 from helmrec.router.state import ClusterState, StateSettings
 
 log = logging.getLogger("helmrec.cluster")
@@ -85,11 +85,11 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         super().on_replica_actor_died(replica_id)
 
 
-def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> Policy:
+def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> RoutingPolicy:
     made = RouterCost(**cost)
     if router == OURS:
         return EmbKVAware(made, RouterSettings(**routing))
-    added: Policy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))
+    added: RoutingPolicy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))
     return added
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from helmrec.demo.plan import PARTS, DemoPlan
 from helmrec.demo.side import Side
 from helmrec.demo.simulated import Simulated
-from helmrec.demo.trial import Trial
+from helmrec.demo.trial import SplitTrial
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 48, 24
 _DASHES = ("", "6 4")  # so that lines differ without colour
@@ -23,7 +23,7 @@ class Story(NamedTuple):
     """All the demonstration has to tell."""
 
     plan: DemoPlan
-    trials: list[Trial]
+    trials: list[SplitTrial]
     sides: list[Side]
     verdict: str
     simulated: list[Simulated]

@@ -12,8 +12,8 @@ from helmrec.demo.plan import DemoPlan
 from helmrec.demo.report import Story, summary_rows, write_report
 from helmrec.demo.side import Side, Split, serve_side
 from helmrec.demo.simulated import Simulated, best_static, simulate_ways
-from helmrec.demo.trial import Trial, try_splits
-from helmrec.load import Snapshot
+from helmrec.demo.trial import SplitTrial, try_splits
+from helmrec.load import LoadSnapshot
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.traffic.generate import generate
@@ -62,7 +62,7 @@ class _View:
         self._console, self._plan, self._name, self._live = console, plan, name, live
         self._has_told = False
 
-    def update(self, url: str, seen: Snapshot) -> None:
+    def update(self, url: str, seen: LoadSnapshot) -> None:
         if not self._has_told:
             self._console.print(f"{self._name}: dashboard at {url}/", highlight=False)
             self._has_told = True
@@ -78,7 +78,7 @@ class _View:
         self._live.update(table)
 
 
-def _try(console: Console, plan: DemoPlan, model: Path) -> list[Trial]:
+def _try(console: Console, plan: DemoPlan, model: Path) -> list[SplitTrial]:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("trying constant splits", total=len(plan.trial_alphas))
         return try_splits(plan, model, lambda: bar.advance(task))

@@ -17,7 +17,7 @@ import numpy as np
 from helmrec.demo.plan import PARTS, DemoPlan, PartFigures
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ServerError
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.serve.client import Client
 from helmrec.serve.live import LiveAnswer
 from helmrec.serve.load import HttpLoad
@@ -34,7 +34,7 @@ class Side:
     """What came of serving the traffic one way."""
 
     name: str
-    end: Snapshot
+    end: LoadSnapshot
     parts: dict[str, PartFigures]
     samples: list[Sample]  # about one a second
     stats: EngineStats
@@ -57,7 +57,9 @@ class Split:
     alpha: float
 
 
-def serve_side(plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: Callable[[str, Snapshot], None]) -> Side:
+def serve_side(
+    plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: Callable[[str, LoadSnapshot], None]
+) -> Side:
     """Start a server, offer it the trace, and end it. `watch` is told its address, and how it goes."""
     with _served(plan, model, split) as (url, pid):
         load, cpu_s = HttpLoad(url), _cpu_s(pid)

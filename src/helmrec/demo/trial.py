@@ -13,7 +13,7 @@ from helmrec.traffic.requests import rank_requests
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SplitTrial:
     """What a constant split took."""
 
     alpha: float
@@ -21,7 +21,7 @@ class Trial:
     wall_ms: float
 
 
-def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[Trial]:
+def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[SplitTrial]:
     """What a request takes at each of the plan's splits; `progress` is told after each."""
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
@@ -33,6 +33,6 @@ def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> lis
             for request in requests:
                 engine.rank([request])
             cpu_ms, wall_ms = (time.process_time() - cpu_s) * 1e3, (time.perf_counter() - started_s) * 1e3
-            trials.append(Trial(alpha, cpu_ms / len(requests), wall_ms / len(requests)))
+            trials.append(SplitTrial(alpha, cpu_ms / len(requests), wall_ms / len(requests)))
         progress()
     return trials

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from helmrec.serve.bodies import Bodies
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.live import LiveRoutes, dashboard
 from helmrec.serve.models import ModelRoutes
 from helmrec.serve.port import EnginePort
@@ -33,7 +33,7 @@ API_VERSION = "1"
 _PARTS = (FriendlyRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, InferenceRoutes)
 
 
-def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
+def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories | None = None) -> Starlette:
     """The application in front of `port`, which it starts; it closes both when it ends."""
     front = Front(port, config, histories)
     endpoints = [endpoint for part in _PARTS for endpoint in part(front).endpoints()]

@@ -29,7 +29,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import (
     Begin,
-    Kind,
+    FrameKind,
     pack_error,
     pack_results,
     unpack_call,
@@ -73,13 +73,13 @@ class EngineProcess:
 
     def _handle(self, frame: Frame) -> None:
         """Whatever outlives this call must not look at the frame: requests are in the engine's own arrays by then."""
-        if frame.kind == Kind.BEGIN:
+        if frame.kind == FrameKind.BEGIN:
             self._start(self._begin(bytes(frame.payload)))
-        elif frame.kind == Kind.END:
+        elif frame.kind == FrameKind.END:
             self._is_over.set()
-        elif frame.kind == Kind.RANK:
+        elif frame.kind == FrameKind.RANK:
             self._rank(frame)
-        elif frame.kind == Kind.PREFILL:
+        elif frame.kind == FrameKind.PREFILL:
             self._prefill(frame)
         else:
             name, arguments = unpack_call(frame.payload)
@@ -118,13 +118,13 @@ class EngineProcess:
 
     async def _answer_signal(self, call: int, told: "Future[PrefillResult]") -> None:
         try:
-            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(told))])
+            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(told))])
         except Exception as error:
             self._fail(call, error)
 
     async def _answer_ranked(self, call: int, port: InProcessPort, queued: Queued) -> None:
         try:
-            self._answer(Kind.RESULTS, call, pack_results(await port.results(queued)))
+            self._answer(FrameKind.RESULTS, call, pack_results(await port.results(queued)))
         except Exception as error:
             self._fail(call, error)
 
@@ -132,16 +132,16 @@ class EngineProcess:
         try:
             assert self._port is not None, "calls come when the engine is ready"
             value = await getattr(self._port, name)(**arguments)
-            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(value)])
+            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(value)])
         except Exception as error:
             self._fail(call, error)
 
     def _fail(self, call: int, error: Exception) -> None:
         if not isinstance(error, HelmRecError):
             log.error("a call failed", exc_info=error)
-        self._answer(Kind.ERROR, call, pack_error(error))
+        self._answer(FrameKind.ERROR, call, pack_error(error))
 
-    def _answer(self, kind: Kind, call: int, parts: Sequence[bytes | memoryview]) -> None:
+    def _answer(self, kind: FrameKind, call: int, parts: Sequence[bytes | memoryview]) -> None:
         try:
             self._link.send(kind, call, parts)
         except QueueFull as error:  # the front does not read; it is told so without a payload
@@ -152,7 +152,7 @@ class EngineProcess:
 
     def _answer_without_payload(self, call: int) -> None:
         try:
-            self._link.send(Kind.ERROR, call)
+            self._link.send(FrameKind.ERROR, call)
         except (QueueFull, EngineClosed) as error:  # it has not read for very long, or is gone
             log.error("the front does not read answers", extra={"reason": str(error)})
             self._is_over.set()
@@ -173,7 +173,7 @@ class EngineProcess:
         while port.health is Health.STARTING:
             await asyncio.sleep(_LOOK_EVERY_S)
         if port.health is Health.READY:
-            self._answer(Kind.READY, 0, [])
+            self._answer(FrameKind.READY, 0, [])
         while port.health is Health.READY and not self._is_over.is_set():
             await asyncio.sleep(_LOOK_EVERY_S)
         if port.health is Health.FAILED:
@@ -182,7 +182,7 @@ class EngineProcess:
     def _give_up(self, error: BaseException) -> None:
         log.error("the engine cannot go on", exc_info=error)
         self._is_over.set()
-        self._answer(Kind.FAILED, 0, pack_error(error))
+        self._answer(FrameKind.FAILED, 0, pack_error(error))
 
 
 def main(arguments: list[str]) -> None:

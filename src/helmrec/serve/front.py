@@ -16,7 +16,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
 from helmrec.failures import FailureLog
 from helmrec.serve.bodies import Bodies, decode
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
 from helmrec.serve.samples import Samples
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Front:
     """One server in front of one engine."""
 
-    def __init__(self, port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> None:
+    def __init__(self, port: EnginePort, config: ServeConfig, histories: StoredHistories | None = None) -> None:
         self.port = port
         self.config = config
         self.histories = histories  # None: clients send them

@@ -42,7 +42,7 @@ _SHARED = ("redis://", "rediss://", "unix://")
 _PING_EVERY_S = 1.0  # while the store answers: /readyz is to be right where nobody ranks
 
 
-class Store(HistoryStore, Protocol):
+class StoreWithStats(HistoryStore, Protocol):
     """A store that says what it holds."""
 
     def stats(self) -> HistoryStats: ...
@@ -72,13 +72,15 @@ class _TimedCall(Generic[T]):
         return 0.0 if self._started_s is None else (time.perf_counter() - self._started_s) * 1e3
 
 
-class Histories:
+class StoredHistories:
     """The events of all users, as the handlers of one server need them. Owns the store and closes it.
 
     Lives in one event loop.
     """
 
-    def __init__(self, store: Store, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self, store: StoreWithStats, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None
+    ) -> None:
         self._store = store
         self._config = config
         self._model, self._schema = model, EventSchema.of_model(model)
@@ -92,7 +94,7 @@ class Histories:
         self._pings: asyncio.Task[None] | None = None
 
     @classmethod
-    def open(cls, path: Path | str, model: ModelConfig, config: HistoryConfig) -> "Histories":
+    def open(cls, path: Path | str, model: ModelConfig, config: HistoryConfig) -> "StoredHistories":
         """Open the store at `path` for this model, or make one there. An address of a Redis is one that nodes share."""
         if config.max_events_per_user < model.window:
             raise ConfigError(
@@ -317,7 +319,7 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> Store:
+def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> StoreWithStats:
     try:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ConfigError, ServerError
-from helmrec.load import Snapshot, Tally
+from helmrec.load import LoadSnapshot, LoadTally
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
 from helmrec.serve.tensors import TensorNames, encode_request
@@ -26,7 +26,7 @@ _MAX_CONNECTIONS = 1_024
 _REFUSED = {429: "queue full", 503: "deadline, or not ready", 409: "forgotten"}
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     status: int
     body: bytes
 
@@ -37,12 +37,12 @@ class _Connection(NamedTuple):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def ask(self, request: bytes) -> Reply:
+    async def ask(self, request: bytes) -> HttpReply:
         self.writer.write(request)
         head = await self.reader.readuntil(b"\r\n\r\n")
         status = int(head[9:12])
         fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:] if line)
-        return Reply(status, await self.reader.readexactly(int(fields.get(b"content-length", b"0"))))
+        return HttpReply(status, await self.reader.readexactly(int(fields.get(b"content-length", b"0"))))
 
 
 class HttpLoad:
@@ -56,7 +56,7 @@ class HttpLoad:
         self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
         self._idle: list[_Connection] = []
         self._room = asyncio.Semaphore(max_connections)
-        self.tally = Tally()
+        self.tally = LoadTally()
         self._pool: PoolStats | None = None
         self._started_s = 0.0
         self.statuses: list[tuple[float, int, float]] = []  # when it was due, how it ended, milliseconds
@@ -73,9 +73,9 @@ class HttpLoad:
         requests: Iterator[RankRequest],
         model: ModelConfig,
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch: Callable[[LoadSnapshot], None] = lambda snapshot: None,
         watch_every_s: float = 0.5,
-    ) -> Snapshot:
+    ) -> LoadSnapshot:
         """Offer a request at each of the times; returns when all are answered, refused or failed."""
         return asyncio.run(self._run(requests, model, times_s, watch, watch_every_s))
 
@@ -84,9 +84,9 @@ class HttpLoad:
         requests: Iterator[RankRequest],
         model: ModelConfig,
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None],
+        watch: Callable[[LoadSnapshot], None],
         watch_every_s: float,
-    ) -> Snapshot:
+    ) -> LoadSnapshot:
         names, path = TensorNames(model), f"/v2/models/{model.name}/infer"
         await self._pool_stats()
         self._started_s = time.perf_counter()
@@ -110,7 +110,7 @@ class HttpLoad:
         self._idle.clear()
         return end
 
-    async def _watch(self, watch: Callable[[Snapshot], None], every_s: float) -> None:
+    async def _watch(self, watch: Callable[[LoadSnapshot], None], every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
             watch(self.tally.snapshot(self._elapsed_s(), await self._pool_stats()))
@@ -140,7 +140,7 @@ class HttpLoad:
         else:
             self.tally.failed += 1
 
-    async def _ask(self, message: bytes) -> Reply:
+    async def _ask(self, message: bytes) -> HttpReply:
         """Over a connection that is idle, or a new one. A server closes those that were idle for long."""
         while self._idle:
             connection = self._idle.pop()
@@ -149,7 +149,7 @@ class HttpLoad:
         connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
         return await self._ask_over(connection, message)
 
-    async def _ask_over(self, connection: _Connection, message: bytes) -> Reply:
+    async def _ask_over(self, connection: _Connection, message: bytes) -> HttpReply:
         try:
             reply = await connection.ask(message)
         except BaseException:
@@ -158,7 +158,7 @@ class HttpLoad:
         self._idle.append(connection)
         return reply
 
-    async def _once(self, path: str) -> Reply:
+    async def _once(self, path: str) -> HttpReply:
         try:
             reply = await self._ask(self._message("GET", path))
         except (OSError, EOFError, ValueError) as error:

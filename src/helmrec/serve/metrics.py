@@ -101,14 +101,14 @@ class Metrics:
     def count_look_failure(self) -> None:
         self._look_failures.inc()
 
-    def render(self, seen: "Seen") -> bytes:
+    def render(self, seen: "ServerView") -> bytes:
         self._body_bytes.set(seen.body_bytes)
         self._engine.seen = seen
         return generate_latest(self._registry)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ServerView:
     """One look at what stands behind the front."""
 
     stats: EngineStats | None  # None: there is no engine now
@@ -132,7 +132,7 @@ class _EngineCollector(Collector):
     """Shows one look at the engine, and at the stored histories."""
 
     def __init__(self) -> None:
-        self.seen: Seen | None = None
+        self.seen: ServerView | None = None
 
     def collect(self) -> Iterator[Metric]:
         if self.seen is None:

@@ -44,7 +44,7 @@ class Health(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class EngineView:
     """All that may be seen of an engine at one moment."""
 
     stats: EngineStats
@@ -82,7 +82,7 @@ class EnginePort(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
-    async def look(self) -> Look: ...
+    async def look(self) -> EngineView: ...
 
     async def move_alpha(self, alpha: float) -> None: ...
 
@@ -245,12 +245,12 @@ class InProcessPort:
             controller_failures=self._failures.count("controller"),
         )
 
-    async def look(self) -> Look:
+    async def look(self) -> EngineView:
         return await asyncio.to_thread(self._look)
 
-    def _look(self) -> Look:
+    def _look(self) -> EngineView:
         view = None if self._controller is None else self._controller.view
-        return Look(self._stats(), self._engine.page_owners(), view)
+        return EngineView(self._stats(), self._engine.page_owners(), view)
 
     async def set_mode(self, mode: Mode) -> None:
         if self._controller is None:

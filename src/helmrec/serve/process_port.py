@@ -23,13 +23,13 @@ from helmrec.errors import EngineClosed, HelmRecError, QueueFull, RequestError, 
 from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
-from helmrec.serve.port import Health, Look
+from helmrec.serve.port import EngineView, Health
 from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
 from helmrec.serve.swap import check_fits
 from helmrec.serve.wire import (
     Begin,
-    Kind,
+    FrameKind,
     NotForTheWire,
     pack_call,
     pack_prefill,
@@ -51,7 +51,7 @@ _LOOK_EVERY_S = 1.0
 T = TypeVar("T")
 
 
-class Limits(NamedTuple):
+class ProcessMemory(NamedTuple):
     """Memory of the front for the sake of its engine."""
 
     ring_bytes: int  # shared with it, in each direction
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 class ProcessPort:
     """One engine process after another, each with rings of its own. Lives in one event loop."""
 
-    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, limits: "Limits") -> None:
+    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, limits: "ProcessMemory") -> None:
         self._begin = begin
         self._model = model
         self._max_history = max_history
@@ -110,7 +110,7 @@ class ProcessPort:
         if max(answer_bytes, _size(parts)) > link.max_frame_bytes:
             self._refuse(requests)
             raise _too_large("requests", max(answer_bytes, _size(parts)), link)
-        results: list[RankResult] = await self._ask(Kind.RANK, parts)
+        results: list[RankResult] = await self._ask(FrameKind.RANK, parts)
         return results
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
@@ -123,7 +123,7 @@ class ProcessPort:
         if _size(parts) > link.max_frame_bytes:
             self._intake.prepare_ahead(request)
             raise _too_large("request", _size(parts), link)
-        value: bytes = await self._ask(Kind.PREFILL, parts)
+        value: bytes = await self._ask(FrameKind.PREFILL, parts)
         return msgspec.msgpack.decode(value, type=PrefillResult)
 
     def _refuse(self, requests: Sequence[RankRequest]) -> None:
@@ -139,8 +139,8 @@ class ProcessPort:
     async def stats(self) -> EngineStats:
         return await self._call("stats", EngineStats)
 
-    async def look(self) -> Look:
-        return await self._call("look", Look)
+    async def look(self) -> EngineView:
+        return await self._call("look", EngineView)
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", None, alpha=alpha)
@@ -176,14 +176,14 @@ class ProcessPort:
             raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
         if _size(parts) > (link := self._need_link()).max_frame_bytes:
             raise _too_large("body", _size(parts), link)
-        value: bytes = await self._ask(Kind.CALL, parts)
+        value: bytes = await self._ask(FrameKind.CALL, parts)
         return msgspec.msgpack.decode(value, type=kind)
 
-    async def _ask(self, kind: Kind, parts: Sequence[bytes | memoryview]) -> Any:
+    async def _ask(self, kind: FrameKind, parts: Sequence[bytes | memoryview]) -> Any:
         """Send a frame and wait for its answer; EngineClosed if the engine ends before it."""
         return await self._ask_over(self._need_link(), kind, parts)
 
-    async def _ask_over(self, link: Link, kind: Kind, parts: Sequence[bytes | memoryview]) -> Any:
+    async def _ask_over(self, link: Link, kind: FrameKind, parts: Sequence[bytes | memoryview]) -> Any:
         call = next(self._calls)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[call] = answer
@@ -202,7 +202,7 @@ class ProcessPort:
         self._is_over = True
         if self._link is not None:
             try:
-                self._link.send(Kind.END, 0)
+                self._link.send(FrameKind.END, 0)
             except (EngineClosed, QueueFull):
                 self._ended.set()
         if self._supervisor is not None:
@@ -259,7 +259,7 @@ class ProcessPort:
         link.attach(asyncio.get_running_loop(), self._receive)
         watch = asyncio.create_task(self._watch())
         try:
-            link.send(Kind.BEGIN, 0, [msgspec.msgpack.encode(self._begin)])
+            link.send(FrameKind.BEGIN, 0, [msgspec.msgpack.encode(self._begin)])
             await self._ended.wait()
         except EngineClosed:
             pass
@@ -335,10 +335,10 @@ class ProcessPort:
             self._kill()
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind == Kind.READY:
+        if frame.kind == FrameKind.READY:
             assert self._link is not None
             self._resuming = asyncio.create_task(self._resume(self._link))
-        elif frame.kind == Kind.FAILED:
+        elif frame.kind == FrameKind.FAILED:
             self._failure = str(unpack_error(frame.payload))
             self._ended.set()
         else:
@@ -373,7 +373,7 @@ class ProcessPort:
             log.info("serving", extra={"model": self._model.name})
 
     async def _set_again(self, link: Link, call: AdminCall) -> None:
-        asked = self._ask_over(link, Kind.CALL, pack_call(call.name, call.arguments))
+        asked = self._ask_over(link, FrameKind.CALL, pack_call(call.name, call.arguments))
         try:
             await asyncio.wait_for(asked, self.hang_s)
         except TimeoutError:
@@ -383,9 +383,9 @@ class ProcessPort:
         answer = self._pending.get(frame.call)
         if answer is None or answer.done():
             return  # whoever asked has gone
-        if frame.kind == Kind.ERROR:
+        if frame.kind == FrameKind.ERROR:
             answer.set_exception(unpack_error(frame.payload))
-        elif frame.kind == Kind.RESULTS:
+        elif frame.kind == FrameKind.RESULTS:
             answer.set_result(unpack_results(frame.payload))
         else:
             answer.set_result(bytes(frame.payload))

@@ -26,7 +26,7 @@ _MOST_WAITING = 1 << 20  # bytes of messages the socket has not taken yet
 Bytes = bytes | memoryview
 
 
-class Place(NamedTuple):
+class FrameSpan(NamedTuple):
     """Where a frame lies."""
 
     start: int
@@ -45,7 +45,7 @@ class Ring:
     def size(self) -> int:
         return len(self._view)
 
-    def put(self, parts: Sequence[Bytes]) -> Place:
+    def put(self, parts: Sequence[Bytes]) -> FrameSpan:
         """Write the parts as one frame; QueueFull if the reader has not freed enough."""
         length = sum(len(part) for part in parts)
         start = self._written
@@ -59,14 +59,14 @@ class Ring:
             self._view[at : at + len(part)] = part
             at += len(part)
         self._written = end
-        return Place(start, length)
+        return FrameSpan(start, length)
 
     def free_to(self, position: int) -> None:
         """The reader is done with everything before `position`."""
         assert self._freed <= position <= self._written
         self._freed = position
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: FrameSpan) -> memoryview:
         at = place.start % self.size
         return self._view[at : at + place.length]
 
@@ -133,16 +133,16 @@ class Link:
         if kind == _CREDIT:
             return None
         end = start + -(-length // _ALIGNMENT) * _ALIGNMENT
-        return Frame(kind, call, self._incoming.view(Place(start, length)), end)
+        return Frame(kind, call, self._incoming.view(FrameSpan(start, length)), end)
 
     def done(self, frame: Frame) -> None:
         """What the frame held is not looked at any more."""
         frame.payload.release()
         self._read = frame.end
         if self._read - self._reported > self._incoming.size // 8:  # answers may be long in coming
-            self._tell(_CREDIT, 0, Place(0, 0))
+            self._tell(_CREDIT, 0, FrameSpan(0, 0))
 
-    def _tell(self, kind: int, call: int, place: Place) -> None:
+    def _tell(self, kind: int, call: int, place: FrameSpan) -> None:
         self._reported = self._read
         self._waiting += _MESSAGE.pack(kind, call, place.start, place.length, self._read)
         self.flush()

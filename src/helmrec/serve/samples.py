@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from helmrec.memory.ledger import Owner
 from helmrec.memory.stats import PoolStats
-from helmrec.serve.port import Look
+from helmrec.serve.port import EngineView
 
 _KEPT = 600
 _KEPT_LATENCIES = 1 << 14  # of one stretch; percentiles of a longer one are those of its last answers
@@ -90,7 +90,7 @@ class Samples:
         self._slo_ms = slo_ms
         self._ring: deque[Sample] = deque(maxlen=_KEPT)
         self._number = 0
-        self._before: tuple[float, Look] | None = None
+        self._before: tuple[float, EngineView] | None = None
         self._late: deque[_Stretch] = deque(maxlen=_RECENT)
         self._now = _Stretch()
 
@@ -106,7 +106,7 @@ class Samples:
         elif status >= 500:
             self._now.failed += 1
 
-    def add(self, now_s: float, look: Look) -> None:
+    def add(self, now_s: float, look: EngineView) -> None:
         """Close the stretch that began with the look before; the first look only begins one."""
         before, self._before = self._before, (now_s, look)
         stretch, self._now = self._now, _Stretch()

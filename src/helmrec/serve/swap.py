@@ -16,7 +16,7 @@ from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import EngineClosed, ModelError
 from helmrec.model.config import ModelConfig
-from helmrec.serve.port import Health, InProcessPort, Look
+from helmrec.serve.port import EngineView, Health, InProcessPort
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
@@ -66,7 +66,7 @@ class SwappingPort:
     async def stats(self) -> EngineStats:
         return await self._current.stats()
 
-    async def look(self) -> Look:
+    async def look(self) -> EngineView:
         return await self._current.look()
 
     async def move_alpha(self, alpha: float) -> None:

@@ -9,7 +9,7 @@ from helmrec.errors import RequestError, StaleVersion
 from helmrec.history.events import MAX_ID
 from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, UserAnswer
 
@@ -53,7 +53,7 @@ class UserRoutes:
             await self._front.port.forget(user_id)
         return json_answer(ForgetAnswer(user_id, had_events))
 
-    def _need_histories(self) -> Histories:
+    def _need_histories(self) -> StoredHistories:
         if self._front.histories is None:
             raise HTTPException(404, "this server keeps no histories: it was given no history_path")
         return self._front.histories

@@ -10,7 +10,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
-from helmrec.serve.metrics import Seen, StoreHealth
+from helmrec.serve.metrics import ServerView, StoreHealth
 from helmrec.serve.port import HasReplicas, Health
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import (
@@ -80,7 +80,7 @@ class FriendlyRoutes:
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
-        seen = Seen(
+        seen = ServerView(
             stats=await self._front.stats(),  # without one, what the front counts is still shown
             history=None if histories is None else await histories.stats(),
             store=None if histories is None else StoreHealth(histories.problem is None, histories.num_failures),

@@ -21,7 +21,7 @@ from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is. 0 is the ring's own."""
 
     BEGIN = 1  # to the engine: what to serve, and how

@@ -3,7 +3,7 @@ import pytest
 
 from helmrec.errors import ConfigError
 from helmrec.router.nodes import Nodes
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import sample_rows
 from helmrec_bench.baselines.routers import (
     DynamoStyle,
@@ -17,7 +17,7 @@ from helmrec_bench.baselines.routers import (
 from tests.router.cases import COST, fresh_nodes, holding, request
 
 
-def chosen(policy: Policy, nodes: Nodes, users: range = range(400)) -> list[int]:
+def chosen(policy: RoutingPolicy, nodes: Nodes, users: range = range(400)) -> list[int]:
     choices = [policy.choose(request(user), nodes, 0.0) for user in users]
     return [choice.node for choice in choices if choice is not None]
 
