@@ -280,4 +280,4 @@ def test_a_swapped_model_goes_on_from_what_was_learned_if_it_has_the_same_shape(
     ports[1].inherit(ports[0])
     assert (new.learned == old.learned) == is_kept
     for port in ports:
-        port._engine.close()
+        port.engine.close()

@@ -22,14 +22,14 @@ from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, prepare_rows
+from helmrec.engine.intake import Intake, Prepared, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.relay.pre_inference import Decided, Relay, RelayStats, tell
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler, refuse
 from helmrec.engine.setup import build
-from helmrec.errors import EngineClosed, Forgotten
+from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten
 from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
@@ -142,6 +142,21 @@ class Engine:
         """Queue one request; some thread must call `step`."""
         now = self._now()
         return self._scheduler.submit(self._intake.prepare(request), now)
+
+    def submit_all(self, requests: Sequence[RankRequest], spent_ms: float) -> "list[Future[RankResult]]":
+        """Queue all requests of a call or none, each with `spent_ms` less of its deadline.
+
+        Raise RequestError if one is wrong, else DeadlineExceeded if a deadline has passed, else what `submit` raises.
+        """
+        now = self._now()
+        prepared = [_less_spent(each, spent_ms) for each in self._intake.prepare_all(requests)]
+        futures: list[Future[RankResult]] = []
+        try:
+            futures.extend(self._scheduler.submit(each, now) for each in prepared)
+        finally:
+            if len(futures) < len(prepared):
+                self._scheduler.withdraw(futures)
+        return futures
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a user's history ahead of its rank, when no rank waits, if the rank would be at risk without.
@@ -452,3 +467,12 @@ class Engine:
 
 def _overlaps(config: EngineConfig, dense: Dense) -> bool:
     return bool(dense.num_graphs) if config.overlap is None else config.overlap
+
+
+def _less_spent(request: Prepared, spent_ms: float) -> Prepared:
+    """Take `spent_ms` from the deadline of a request; DeadlineExceeded if nothing is left."""
+    if request.deadline_ms is None:
+        return request
+    if spent_ms >= request.deadline_ms:
+        raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
+    return replace(request, deadline_ms=request.deadline_ms - spent_ms)

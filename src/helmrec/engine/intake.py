@@ -112,6 +112,18 @@ class Intake:
             query_time=query_time,
         )
 
+    def prepare_all(self, requests: Sequence[RankRequest]) -> list[Prepared]:
+        """Prepare the requests of one call. In a call of several, the RequestError says which request is wrong."""
+        if len(requests) == 1:
+            return [self.prepare(requests[0])]
+        prepared: list[Prepared] = []
+        for i, request in enumerate(requests):
+            try:
+                prepared.append(self.prepare(request))
+            except RequestError as error:
+                raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
+        return prepared
+
     def prepare_ahead(self, request: PrefillRequest) -> Prepared:
         """The same of a history alone. A request's own tokens stand in for the rank's; nobody looks at them."""
         if not self._config.is_append_stable:
