@@ -259,7 +259,7 @@ def samples(caller: Caller) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_a_replica_that_does_not_answer_leaves_the_others_ready(
     fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("helmrec.cluster.port._LOOK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("helmrec.cluster.port._LOOK_TIMEOUT_S", 0.05)
 
     async def stuck(*_: object) -> list[Reply]:
         await asyncio.sleep(60)

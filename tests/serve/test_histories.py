@@ -261,7 +261,7 @@ def test_an_unexpected_error_does_not_end_the_looks_at_the_store(
 
     monkeypatch.setattr("helmrec.serve.histories._PING_EVERY_S", 0.01)
     monkeypatch.setattr(store, "ping", fail)
-    wait_for(lambda: caplog.text.count("could not be looked at") >= 2, 5)
+    wait_for(lambda: caplog.text.count("could not be pinged") >= 2, 5)
     monkeypatch.undo()
     store.may_read.clear()
     wait_for(lambda: keeper.get("/readyz").status == 503, 10)

@@ -47,7 +47,7 @@ async def running(port: ProcessPort) -> AsyncIterator[ProcessPort]:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_port, "_FIRST_PAUSE_S", 0.002)
-    monkeypatch.setattr(process_port, "_SHORT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(process_port, "_EXIT_CODE_TIMEOUT_S", 0.2)
 
 
 def fails(num_times: int, name: str, failure: Any) -> Callable[[str, dict[str, Any]], Any]:

@@ -197,7 +197,7 @@ class ClusterPort:
         raise error
 
     def _until_s(self, requests: Sequence[RankRequest], came_s: float) -> float:
-        """Return the latest deadline of the requests, or the end of `patience_s`. Wrong ones are left to the replica."""
+        """Return the latest deadline of the requests, or the end of `patience_s`. Replicas refuse wrong ones."""
         allowed_ms = [request.deadline_ms for request in requests]
         if any(not isinstance(each, int | float) or not each > 0 for each in allowed_ms):
             return came_s + self._patience_s

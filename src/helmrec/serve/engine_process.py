@@ -94,7 +94,7 @@ class EngineProcess:
         task.add_done_callback(self._conclude)
 
     def _conclude(self, task: asyncio.Task[None]) -> None:
-        """End the process if a task failed: its call has no answer. The front fails the call and restarts the engine."""
+        """End the process if a task failed, so that the front fails its call and restarts the engine."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

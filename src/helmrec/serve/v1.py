@@ -1,4 +1,4 @@
-"""Friendly JSON under `/v1`, health, and metrics."""
+"""The JSON routes under `/v1`, health checks, and metrics."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ from helmrec.serve.schema import (
 )
 
 
-class FriendlyRoutes:
-    """Handlers of `/v1` and of what surrounds it."""
+class JsonRoutes:
+    """Handlers of `/v1`, of the health checks and of `/metrics`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -38,12 +38,12 @@ class FriendlyRoutes:
 
     async def rank(self, request: Request) -> Response:
         self._front.need_ready()
-        body = decode(self._rank_body, await self._front.body(request))
+        body = decode(self._rank_body, await self._front.bodies.read(request))
         histories, allowed_ms, stored = self._front.histories, deadline_ms(request), None
         if histories is not None and body.is_without_events:
             (stored,) = await histories.read([body.user_id], self._port.model)
-        asked = body.request(allowed_ms, stored)  # nothing is awaited between the read and the engine's queue
-        (result,) = await self._front.submit(request, [asked])
+        rank = body.request(allowed_ms, stored)  # nothing may be awaited between the read and the engine's queue
+        (result,) = await self._front.submit(request, [rank])
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
     async def model(self, _: Request) -> Response:
@@ -81,7 +81,7 @@ class FriendlyRoutes:
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
         seen = ServerView(
-            stats=await self._front.stats(),  # without one, what the front counts is still shown
+            stats=await self._front.stats(),
             history=None if histories is None else await histories.stats(),
             store=None if histories is None else StoreHealth(histories.problem is None, histories.num_failures),
             is_ready=self._front.is_ready,
