@@ -117,7 +117,7 @@ def offer(url: str, requests: list[RankRequest], rate: float, seconds: float, se
     load = HttpLoad(url, DEADLINE_MS)
     num = int(rate * seconds)
     end = load.run(itertools.cycle(requests), load.model(), arrival_times(np.zeros(num), rate, seed))
-    return Offered(end, load.statuses)
+    return Offered(end, load.outcomes)
 
 
 def capacity_of(url: str, requests: list[RankRequest]) -> float:

@@ -35,7 +35,7 @@ from helmrec.serve.client import Client
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.port import InProcessPort
-from helmrec.serve.server import listen, serve_until_told
+from helmrec.serve.server import listen, serve_until_stopped
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
@@ -63,7 +63,7 @@ def serve(folder: Path) -> None:
     with listen(config) as listener:
         print(listener.getsockname()[1], flush=True)
         histories = StoredHistories.open(folder / "histories", model, kept)
-        serve_until_told(make_app(InProcessPort(engine), config, histories), config, listener)
+        serve_until_stopped(make_app(InProcessPort(engine), config, histories), config, listener)
     engine.check()
     again = StoredHistories.open(folder / "histories", model, kept)
     again._store.check()

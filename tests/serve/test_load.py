@@ -63,7 +63,7 @@ def test_every_request_is_answered_and_counted_once() -> None:
     assert 0 < end.p50_ms <= end.p99_ms
     assert end.pool.total_tokens > 0
     assert seen
-    assert sorted(status for _, status, _ in load.statuses) == [200] * 60
+    assert sorted(status for _, status, _ in load.outcomes) == [200] * 60
 
 
 def test_refusals_are_counted_by_cause_and_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

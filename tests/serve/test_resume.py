@@ -235,7 +235,7 @@ def test_rows_of_a_swap_that_a_crash_cut_short_are_not_set_on_the_old_model(capl
             assert [call.arguments["ids"] for call in port._replay.row_calls(1_000)] == [[1]]
 
     asyncio.run(crash())
-    (record,) = [record for record in caplog.records if "whose swap did not end" in record.message]
+    (record,) = [record for record in caplog.records if "whose swap did not complete" in record.message]
     assert vars(record)["rows"] == 1
 
 

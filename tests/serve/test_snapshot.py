@@ -67,7 +67,7 @@ def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
     spoilt(file, how)
     with caplog.at_level(logging.WARNING):
         assert file.read() is None
-    assert [record.message for record in caplog.records] == ["snapshot left aside"]
+    assert [record.message for record in caplog.records] == ["snapshot ignored"]
     engine = tiny_engine()
     SnapshotKeeper(file, 60).restore(engine, None)
     assert engine.stats().pool.resident_rows == 0
@@ -241,7 +241,7 @@ def test_what_another_version_of_the_controller_learned_is_left_aside_and_rows_a
     with caplog.at_level(logging.WARNING):
         SnapshotKeeper(file, 60).restore(other, again)
     assert again.learned == steering().learned
-    assert [one.message for one in caplog.records] == ["what the controller had learned does not fit"]
+    assert [one.message for one in caplog.records] == ["the learned state of the controller does not fit"]
     assert other.stats().pool.resident_rows > 0
 
 

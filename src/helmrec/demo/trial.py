@@ -1,4 +1,4 @@
-"""Constant splits tried on a sample of the traffic, in this process, one request after the other."""
+"""Try constant splits on a sample of the traffic, in this process, with sequential requests."""
 
 import time
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from helmrec.traffic.requests import rank_requests
 
 @dataclass(frozen=True, slots=True)
 class SplitTrial:
-    """What a constant split took."""
+    """Mean time of a request at a constant split."""
 
     alpha: float
-    cpu_ms: float  # of processor time, in the mean: what other work the machine has changes it little
+    cpu_ms: float  # processor time: nearly independent of other load on the machine
     wall_ms: float
 
 
 def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[SplitTrial]:
-    """What a request takes at each of the plan's splits; `progress` is told after each."""
+    """Measure each of the plan's splits; `progress` is called after each."""
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
     for alpha in plan.trial_alphas:

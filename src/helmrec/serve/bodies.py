@@ -41,7 +41,7 @@ class Bodies:
         self.held_bytes = 0
 
     async def read(self, request: Request) -> bytes:
-        """Read the whole body. Raise as soon as it is too long (413), exceeds the bytes of all (503) or is too slow (408).
+        """Read the whole body. Raise once it is too long (413), exceeds the bytes of all (503) or is too slow (408).
 
         The rest of such a body is not read.
         """

@@ -248,7 +248,7 @@ class StoredHistories:
         return done
 
     def _too_slow(self, ran_ms: float, timeout_ms: float) -> HelmRecError:
-        """Return the error of a timeout: a failure of the store, or QueueFull if the call mostly waited for a thread."""
+        """Return the error of a timeout: QueueFull if the call mostly waited for a thread, else a store failure."""
         if ran_ms < timeout_ms / 2 and self._breaker.is_closed:
             return QueueFull(f"no thread was free to read the history store for {timeout_ms:g} ms")
         reason = f"no answer for {timeout_ms:g} ms"

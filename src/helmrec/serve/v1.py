@@ -80,7 +80,7 @@ class JsonRoutes:
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
-        seen = ServerView(
+        view = ServerView(
             stats=await self._front.stats(),
             history=None if histories is None else await histories.stats(),
             store=None if histories is None else StoreHealth(histories.problem is None, histories.num_failures),
@@ -89,7 +89,7 @@ class JsonRoutes:
             body_bytes=self._front.bodies.held_bytes,
             replicas=self._port.replica_stats if isinstance(self._port, HasReplicas) else None,
         )
-        return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
+        return Response(self._front.metrics.render(view), media_type=prometheus.MEDIA_TYPE)
 
     def endpoints(self) -> list[Endpoint]:
         refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)
