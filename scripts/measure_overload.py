@@ -21,7 +21,7 @@ from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
-from helmrec.serve.load import HttpLoad
+from helmrec.serve.load import HttpLoad, HttpOutcome
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
 
@@ -110,7 +110,7 @@ class Offered(NamedTuple):
     """A run of the driver."""
 
     end: LoadSnapshot
-    statuses: list[tuple[float, int, float]]  # when each was due, how it ended, milliseconds
+    statuses: list[HttpOutcome]  # when each was due, how it ended, milliseconds
 
 
 def offer(url: str, requests: list[RankRequest], rate: float, seconds: float, seed: int) -> Offered:
