@@ -116,7 +116,7 @@ def test_an_engine_that_ended_is_avoided_on_the_second_try(fleet: LocalFleet) ->
     with_port(fleet, work)
 
 
-def test_two_lost_replicas_are_told_as_they_are(fleet: LocalFleet) -> None:
+def test_two_lost_replicas_are_an_error_that_says_so(fleet: LocalFleet) -> None:
     (request,) = rank_requests(1)
     fleet.lost = set(fleet.replicas)
 

@@ -119,7 +119,7 @@ def test_many_engines_add_up_to_one() -> None:
     assert merge_stats([engines[0].stats()]) == engines[0].stats()
 
 
-def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
+def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_keeps_its_cause() -> None:
     stats = tiny_engine().stats()
     gaps = [
         PauseStats({"save": GapHistogram((1, 2), 0.5, 30.0)}, 0.1, 5.0, 20.0, "save"),

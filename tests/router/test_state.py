@@ -118,7 +118,7 @@ def test_without_reports_load_is_what_was_sent_and_did_not_end() -> None:
     assert state.look(0, 3.0).num_waiting.tolist() == [1, 1]
 
 
-def test_a_send_nobody_hears_of_again_does_not_count_for_ever() -> None:
+def test_a_send_without_an_end_does_not_count_forever() -> None:
     state = cluster(1)
     for now_s in range(100):
         state.sent(request(), 1, 2.0, float(now_s))

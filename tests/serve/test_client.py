@@ -107,7 +107,7 @@ def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPat
         client.rank(as_request(rank_body()))
 
 
-def test_a_failure_of_the_server_is_told_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_server_is_raised_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         raise RuntimeError("broken")
 
@@ -122,7 +122,7 @@ def test_a_connection_closed_while_idle_is_opened_again(client: Client) -> None:
     assert client.rank(as_request(rank_body())).scores.shape == (2, 2)
 
 
-def test_no_server_and_no_url_are_told_apart() -> None:
+def test_no_server_and_no_url_are_different_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     client = Client(url)

@@ -161,7 +161,7 @@ def test_without_a_policy_there_is_no_mode(caller: Caller) -> None:
     assert caller.get("/v1/live").json["control"] is None
 
 
-def test_refusals_are_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_reported_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Wants(0.4)
     port = steered(policy)
     with Caller(make_app(port, ServeConfig())) as caller:

@@ -83,7 +83,7 @@ def test_positions_that_make_no_sense_end_the_process() -> None:
     assert kind == FrameKind.FAILED
 
 
-def test_an_answer_that_is_lost_to_a_mistake_ends_the_process_so_that_nobody_waits_for_it() -> None:
+def test_an_answer_that_is_lost_to_a_mistake_ends_the_process() -> None:
     class Forgetful(EngineProcess):
         def _fail(self, call: int, error: Exception) -> None:
             raise RuntimeError("a mistake in answering")

@@ -85,7 +85,7 @@ def test_a_deadline_is_sent_along(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end.refused == {"deadline, or not ready": 5}
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_server_that_does_not_run_is_an_error() -> None:
     with pytest.raises(ConfigError, match="url must look like"):
         HttpLoad("ftp://host")
     with pytest.raises(ServerError, match="no answer"):

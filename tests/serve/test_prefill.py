@@ -88,7 +88,7 @@ def test_the_stored_history_is_computed_ahead_where_none_is_sent(keeper: Caller,
         ({"context": {"country": 3, "hour": 1}}, "context"),
     ],
 )
-def test_what_is_wrong_with_a_signal_is_told_by_field(caller: Caller, wrong: dict[str, Any], field: str) -> None:
+def test_errors_of_a_signal_name_the_field(caller: Caller, wrong: dict[str, Any], field: str) -> None:
     reply = caller.post("/v1/prefill", signal_body(**wrong))
     assert reply.status == 400
     assert reply.json["field"] == field

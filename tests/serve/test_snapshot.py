@@ -61,7 +61,7 @@ def spoilt(file: SnapshotFile, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "learned", "tables"])
-def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
+def test_a_file_that_does_not_fit_is_logged_and_ignored(
     file: SnapshotFile, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt(file, how)
@@ -121,7 +121,7 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
         engine.check()
 
 
-def test_snapshots_are_taken_in_between_and_a_full_disk_stops_nobody(
+def test_snapshots_are_written_while_serving_and_a_full_disk_does_not_stop_serving(
     file: SnapshotFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, keeper = tiny_engine(), SnapshotKeeper(file, every_s=10)

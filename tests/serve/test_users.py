@@ -73,7 +73,7 @@ def test_a_user_without_events_is_ranked_as_a_new_one(keeper: Caller) -> None:
     assert unknown["scores"] == pytest.approx(np.array(sent["scores"]), abs=1e-5)
 
 
-def test_a_stale_base_is_a_conflict_that_tells_the_current_version(keeper: Caller) -> None:
+def test_a_stale_base_is_a_conflict_with_the_current_version(keeper: Caller) -> None:
     keeper.post(EVENTS, events_body(0))
     stale = keeper.post(EVENTS, events_body(2))
     assert (stale.status, stale.json["current_version"]) == (409, 3)
@@ -129,7 +129,7 @@ def test_half_a_history_is_not_filled_up_with_the_kept_one(keeper: Caller) -> No
         assert (reply.status, reply.json["detail"][-11:]) == (400, "d, got None")
 
 
-def test_a_look_at_a_user_tells_version_and_seal(keeper: Caller) -> None:
+def test_the_state_of_a_user_has_version_and_seal(keeper: Caller) -> None:
     assert keeper.get(USER).status == 404
     keeper.post(EVENTS, events_body(0))
     seen = keeper.get(USER).json
@@ -239,7 +239,7 @@ def test_a_full_store_refuses_without_naming_our_files(served: Engine, tmp_path:
         assert keeper.get("/v1/users/0").json["version"] == 20_000
 
 
-def test_a_full_disk_is_told_as_such_and_the_events_are_kept_when_there_is_room(served: Engine, tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_error_and_events_are_stored_once_there_is_room(served: Engine, tmp_path: Path) -> None:
     histories = StoredHistories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
     body = events_body(0, **{name: [1] * 9_000 for name in ("items", "actions", "timestamps")})
     body["features"] = {"category": [1] * 9_000}

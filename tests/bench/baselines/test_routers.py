@@ -74,6 +74,6 @@ def test_dynamo_style_weighs_blocks_to_compute_against_blocks_in_work() -> None:
     assert set(chosen(DynamoStyle(COST), fresh_nodes(3))) == {0, 1, 2}, "of equals by hash"
 
 
-def test_who_is_alike_is_told_apart_by_hash() -> None:
+def test_equal_nodes_are_chosen_by_hash() -> None:
     for policy in (KVAware(COST), EmbAware(COST)):
         assert min(np.bincount(chosen(policy, fresh_nodes(4)))) > 60
