@@ -217,7 +217,7 @@ def test_what_was_learned_on_another_node_is_refused_with_a_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         SnapshotKeeper(file, 60).restore(other, again)
     assert again.learned == steering().learned
-    (record,) = [one for one in caplog.records if "of another node" in one.message]
+    (record,) = [one for one in caplog.records if "from another node" in one.message]
     assert list(record.of) == [named]  # type: ignore[attr-defined]
     assert other.stats().pool.resident_rows > 0, "rows are of use all the same"
 
