@@ -19,7 +19,7 @@ from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
 from helmrec.router.cost import RouterCost
-from helmrec.router.policy import EmbKVAware, RoutingPolicy, RouterSettings
+from helmrec.router.policy import EmbKVAware, RouterSettings, RoutingPolicy
 from helmrec.router.state import ClusterState, StateSettings
 
 log = logging.getLogger("helmrec.cluster")
