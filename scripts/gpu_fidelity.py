@@ -21,7 +21,7 @@ import numpy as np
 from helmrec.calibrate.measure import make_model, sized_profile
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.load import Load
+from helmrec.load import EngineLoad
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
 from helmrec.sim.cost import CostModel, default_cost, load_cost
@@ -210,7 +210,7 @@ def run_engine(setting: Setting, trace: Trace) -> Iterator[dict[str, Any]]:
             capacity = warm_up(engine, setting, requests)
             before = engine.stats().pool
             must_evict(start, before)
-            end = Load(engine).run(iter(requests[setting.warm_up :]), setting.times_s(trace, rate))
+            end = EngineLoad(engine).run(iter(requests[setting.warm_up :]), setting.times_s(trace, rate))
             assert not end.refused, end.refused
             assert not end.failed, end.failed
             found["engine"][str(alpha)] = asdict(

@@ -29,8 +29,8 @@ from helmrec.errors import EngineClosed
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.serve.app import make_app
-from helmrec.serve.port import Health, Look
-from helmrec.serve.server import listen, serve_until_told
+from helmrec.serve.port import EngineView, Health
+from helmrec.serve.server import listen, serve_until_stopped
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 from scripts.provenance import write_measurement
@@ -71,7 +71,7 @@ class NullPort:
     async def stats(self) -> EngineStats:
         raise NotImplementedError
 
-    async def look(self) -> Look:
+    async def look(self) -> EngineView:
         raise EngineClosed("there is none")
 
     async def set_mode(self, mode: Mode) -> None:
@@ -100,7 +100,7 @@ def _serve(kind: str, ports: "Queue[int]") -> None:
     ports.put(listener.getsockname()[1])
     routes = [Route("/v1/rank", _echo, methods=["POST"])]
     app = Starlette(routes=routes) if kind == "echo" else make_app(NullPort(profile(kind)), config)
-    serve_until_told(app, config, listener)
+    serve_until_stopped(app, config, listener)
 
 
 class Server(NamedTuple):

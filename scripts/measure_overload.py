@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
-from helmrec.serve.load import HttpLoad
+from helmrec.serve.load import HttpLoad, HttpOutcome
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
 
@@ -109,15 +109,15 @@ def strangers(num: int) -> list[RankRequest]:
 class Offered(NamedTuple):
     """A run of the driver."""
 
-    end: Snapshot
-    statuses: list[tuple[float, int, float]]  # when each was due, how it ended, milliseconds
+    end: LoadSnapshot
+    statuses: list[HttpOutcome]  # when each was due, how it ended, milliseconds
 
 
 def offer(url: str, requests: list[RankRequest], rate: float, seconds: float, seed: int) -> Offered:
     load = HttpLoad(url, DEADLINE_MS)
     num = int(rate * seconds)
     end = load.run(itertools.cycle(requests), load.model(), arrival_times(np.zeros(num), rate, seed))
-    return Offered(end, load.statuses)
+    return Offered(end, load.outcomes)
 
 
 def capacity_of(url: str, requests: list[RankRequest]) -> float:

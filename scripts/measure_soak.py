@@ -32,10 +32,10 @@ from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.port import InProcessPort
-from helmrec.serve.server import listen, serve_until_told
+from helmrec.serve.server import listen, serve_until_stopped
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import RankRequest
 from scripts.provenance import write_measurement
@@ -62,10 +62,10 @@ def serve(folder: Path) -> None:
     kept = HistoryConfig(sync="interval", max_events_per_user=model.window)
     with listen(config) as listener:
         print(listener.getsockname()[1], flush=True)
-        histories = Histories.open(folder / "histories", model, kept)
-        serve_until_told(make_app(InProcessPort(engine), config, histories), config, listener)
+        histories = StoredHistories.open(folder / "histories", model, kept)
+        serve_until_stopped(make_app(InProcessPort(engine), config, histories), config, listener)
     engine.check()
-    again = Histories.open(folder / "histories", model, kept)
+    again = StoredHistories.open(folder / "histories", model, kept)
     again._store.check()
     print("clean", flush=True)
 

@@ -38,7 +38,7 @@ from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
-from helmrec.load import Load, arrival_times
+from helmrec.load import EngineLoad, arrival_times
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model, load_model
@@ -144,7 +144,7 @@ def percentiles(latency_ms: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def described(load: Load | HttpLoad, minutes: float) -> dict[str, Any]:
+def described(load: EngineLoad | HttpLoad, minutes: float) -> dict[str, Any]:
     """Latencies by the minute, and of the first ten seconds."""
     tally = load.tally
     due_s, latency_ms = np.array(tally.due_s), np.array(tally.latencies_ms)
@@ -186,7 +186,7 @@ def in_process(setup: SetUp, minutes: float, share: float) -> dict[str, Any]:
         times_s = arrival_times(np.zeros(int(share * capacity * 60 * minutes)), share * capacity, seed=1)
         print(f"{capacity:.1f} requests/s; {times_s.size} requests over {minutes:g} minutes", flush=True)
         objects = Objects()
-        load = Load(engine)
+        load = EngineLoad(engine)
         load.run(requests, times_s, objects.watch, watch_every_s=10.0)
         stats = engine.stats()
         engine.check()
@@ -217,7 +217,7 @@ class Objects:
 
 def saturated(engine: Engine, requests: Iterator[RankRequest]) -> float:
     """Requests/s of everything offered at once by one thread and served by another, intake included."""
-    load = Load(engine)
+    load = EngineLoad(engine)
     end = load.run(requests, np.zeros(PROBE), watch_every_s=1e9)
     assert end.answered == PROBE, end
     return PROBE / end.elapsed_s

@@ -11,7 +11,7 @@ import numpy as np
 
 from helmrec.router import sketch as sketches
 from helmrec.router.policy import RouterSettings
-from helmrec.router.sketch import Belief, RowSketch, SketchTable, absent_rows, build_sketch, count_clear, sample_rows
+from helmrec.router.sketch import RowPrior, RowSketch, SketchTable, absent_rows, build_sketch, count_clear, sample_rows
 from helmrec.types import IntArray
 from scripts.provenance import write_measurement
 
@@ -80,7 +80,7 @@ def estimates(nodes: list[RowSketch], case: Case, beliefs: list[float], weight: 
             clear[i],
             node.fill,
             sketches.shared_rate(node.threshold, sample.threshold),
-            Belief(num_rows, beliefs[i], weight),
+            RowPrior(num_rows, beliefs[i], weight),
         )
         / num_rows
         for i, node in enumerate(nodes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.nodes import RouteRequest
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import RowSketch, build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent
 from helmrec.sim.cost import default_cost
@@ -37,7 +37,7 @@ BIN_EDGES_US = [0, 10, 15, 20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 500, 1
 class Bench:
     """One cluster under one policy; every phase of every request timed."""
 
-    def __init__(self, policy: Policy, sketches: list[RowSketch], requests: list[RouteRequest]) -> None:
+    def __init__(self, policy: RoutingPolicy, sketches: list[RowSketch], requests: list[RouteRequest]) -> None:
         self.policy, self.sketches, self.requests = policy, sketches, requests
         self.state, self.open = ClusterState(), list[Sent]()
         self.rng = np.random.default_rng(1)

@@ -6,7 +6,7 @@ import pytest
 from helmrec import policies
 from helmrec.cluster.config import OURS
 from helmrec.extensions import COMMANDS, POLICIES, ROUTERS, SCENARIOS, extensions
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.sim.policies import SimulatedPolicy, find_policy, policy_names
 from helmrec_bench import scenarios
 from helmrec_bench.baselines import registry, routers
@@ -33,7 +33,7 @@ def test_every_router_a_cluster_may_name_is_found() -> None:
     known = routers.policies(COST, np.random.default_rng(0))
     assert {OURS, *extensions(ROUTERS)} == known.keys()
     for name, entry in extensions(ROUTERS).items():
-        made: Policy = entry.load()(name, COST, np.random.default_rng(0))
+        made: RoutingPolicy = entry.load()(name, COST, np.random.default_rng(0))
         assert type(made) is type(known[name]())
 
 

@@ -18,7 +18,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError
-from helmrec.load import Load, Snapshot, Tally, arrival_times
+from helmrec.load import EngineLoad, LoadSnapshot, LoadTally, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.traffic.families import family, preset
@@ -49,9 +49,9 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_every_request_is_answered_and_counted_once() -> None:
-    engine, seen = live_engine(), list[Snapshot]()
+    engine, seen = live_engine(), list[LoadSnapshot]()
     times = arrival_times(np.zeros(60), rate=400, seed=0)
-    result = Load(engine).run(requests(engine, 60), times, seen.append, watch_every_s=0.02)
+    result = EngineLoad(engine).run(requests(engine, 60), times, seen.append, watch_every_s=0.02)
     assert (result.offered, result.answered, result.failed, result.refused) == (60, 60, 0, {})
     assert result.elapsed_s >= times[-1]
     assert 0 < result.p50_ms <= result.p99_ms
@@ -63,7 +63,7 @@ def test_every_request_is_answered_and_counted_once() -> None:
 def test_a_stall_is_felt_by_all_who_would_have_come_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = live_engine(max_batch_requests=1)
     slow_steps(monkeypatch, 0.05)
-    result = Load(engine).run(requests(engine, 10), np.zeros(10))
+    result = EngineLoad(engine).run(requests(engine, 10), np.zeros(10))
     assert result.p50_ms > 200, "half of them waited for five steps of 50 ms"
     assert result.p99_ms > 450
 
@@ -71,7 +71,7 @@ def test_a_stall_is_felt_by_all_who_would_have_come_during_it(monkeypatch: pytes
 def test_refusals_are_counted_by_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = live_engine(max_batch_requests=1, queue_limit=2)
     slow_steps(monkeypatch, 0.02)
-    result = Load(engine).run(requests(engine, 30), np.zeros(30))
+    result = EngineLoad(engine).run(requests(engine, 30), np.zeros(30))
     assert result.refused["queue full"] > 10
     assert result.answered + sum(result.refused.values()) == 30
 
@@ -83,7 +83,7 @@ def test_a_failing_engine_fails_requests_and_ends_the_run(monkeypatch: pytest.Mo
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Runner, "launch", fail)
-    result = Load(engine).run(requests(engine, 5), np.zeros(5))
+    result = EngineLoad(engine).run(requests(engine, 5), np.zeros(5))
     assert (result.answered, result.failed) == (0, 5)
 
 
@@ -131,7 +131,7 @@ class Wants:
 
 def test_a_policy_moves_the_boundary_under_load_and_sees_every_request() -> None:
     engine, policy = live_engine(alpha=0.2), Wants(0.6)
-    load = Load(engine, Rebalancer(engine, policy, slo_ms=80, tick_s=0.05))
+    load = EngineLoad(engine, Rebalancer(engine, policy, slo_ms=80, tick_s=0.05))
     result = load.run(requests(engine, 60), arrival_times(np.zeros(60), rate=300, seed=0))
     assert result.answered == 60
     assert engine.stats().pool.alpha == pytest.approx(0.6, abs=0.02)
@@ -141,7 +141,7 @@ def test_a_policy_moves_the_boundary_under_load_and_sees_every_request() -> None
 
 
 def test_answers_may_come_while_figures_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = Tally()
+    tally = LoadTally()
     tally.answer(0.0, 1.0)
 
     def percentile(values: Any, shares: Any) -> Any:

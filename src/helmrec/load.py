@@ -1,7 +1,7 @@
-"""Open-loop load on an engine in this process: requests arrive when they arrive, whether or not it keeps up.
+"""Open-loop load on an engine in this process: requests are submitted at given times, whether or not it keeps up.
 
-Latency counts from the moment a request was due, not from when it could be sent, so a stall is felt by everyone who
-would have come during it.
+Latency counts from the time a request was due, not from when it was submitted, so a stall counts for every request that
+was due during it.
 """
 
 import sys
@@ -23,12 +23,12 @@ from helmrec.memory.stats import PoolStats
 from helmrec.types import RankRequest, RankResult
 
 _IDLE_WAIT_S = 0.001
-_TURN_S = 0.0005  # of the thread that offers, where the one that steps waits for the interpreter
+_SWITCH_INTERVAL_S = 0.0005  # of threads: the stepping thread must not wait long for the interpreter lock
 _REFUSALS: dict[type[BaseException], str] = {QueueFull: "queue full", DeadlineExceeded: "deadline"}
 
 
 def arrival_times(trace_times_s: NDArray[np.float64], rate: float | None, seed: int) -> NDArray[np.float64]:
-    """Seconds from the start: as in the trace, or Poisson at `rate` requests a second."""
+    """Return arrival times in seconds from the start: those of the trace, or Poisson at `rate` requests a second."""
     if rate is None:
         return trace_times_s - trace_times_s[:1]
     if not rate > 0:
@@ -37,8 +37,8 @@ def arrival_times(trace_times_s: NDArray[np.float64], rate: float | None, seed: 
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A look at a run, live or at its end."""
+class LoadSnapshot:
+    """State of a load run, live or at its end."""
 
     elapsed_s: float
     offered: int
@@ -48,16 +48,16 @@ class Snapshot:
     p50_ms: float  # of all answered so far
     p99_ms: float
     recent_p99_ms: float  # of the last few hundred
-    refused_p99_ms: float  # how long those that were refused waited for that
-    lag_p99_ms: float  # how late the driver itself was: beyond a millisecond or two, it and not the engine is slow
+    refused_p99_ms: float  # time until the refusal
+    lag_p99_ms: float  # delay of the driver itself: beyond 1 or 2 ms, the driver is too slow
     pool: PoolStats
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of the requests so far. Times are from when each was due.
+class LoadTally:
+    """Outcomes of the requests so far. Times count from when each request was due.
 
-    Numbers in arrays: a driver that kept an object for each request would be what the garbage collector looks through.
+    Numbers are kept in arrays: one object per request would slow the garbage collector down.
     """
 
     latencies_ms: "array[float]" = field(default_factory=lambda: array("d"))
@@ -77,10 +77,10 @@ class Tally:
         self.refused[cause] += 1
         self.refusals_ms.append(latency_ms)
 
-    def snapshot(self, elapsed_s: float, pool: PoolStats) -> Snapshot:
-        """Looks at copies: an array whose memory is looked at cannot grow, and other threads append to these."""
+    def snapshot(self, elapsed_s: float, pool: PoolStats) -> LoadSnapshot:
+        """Summarise the outcomes so far. Works on copies: NumPy views would keep the arrays from growing."""
         p50, p99 = _percentiles(self.latencies_ms[:], 50, 99)
-        return Snapshot(
+        return LoadSnapshot(
             elapsed_s=elapsed_s,
             offered=len(self.lags_ms),
             answered=len(self.latencies_ms),
@@ -95,14 +95,14 @@ class Tally:
         )
 
 
-class Load:
-    """Offers requests at given times and follows what becomes of them."""
+class EngineLoad:
+    """Submits requests to an engine at given times and records their outcomes."""
 
     def __init__(self, engine: Engine, rebalancer: Rebalancer | None = None) -> None:
-        """`rebalancer`, if any, moves the engine's boundary as the load goes on."""
+        """`rebalancer`, if any, moves the engine's boundary during the run."""
         self._engine = engine
         self._rebalancer = rebalancer
-        self.tally = Tally()
+        self.tally = LoadTally()
         self._has_work = threading.Event()
         self._is_over = False
         self._started_s = time.perf_counter()
@@ -111,13 +111,13 @@ class Load:
         self,
         requests: Iterator[RankRequest],
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch: Callable[[LoadSnapshot], None] = lambda snapshot: None,
         watch_every_s: float = 0.5,
-    ) -> Snapshot:
-        """Offer a request at each of the times; returns when all are answered, refused or failed."""
+    ) -> LoadSnapshot:
+        """Submit a request at each of the times. Returns when all are answered, refused or failed."""
         stepper = threading.Thread(target=self._step_until_over, name="helmrec-steps")
-        turn_s = sys.getswitchinterval()
-        sys.setswitchinterval(_TURN_S)
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._started_s, next_watch_s = time.perf_counter(), watch_every_s
         stepper.start()
         try:
@@ -131,13 +131,13 @@ class Load:
             self._is_over = True
             self._has_work.set()
             stepper.join()
-            sys.setswitchinterval(turn_s)
+            sys.setswitchinterval(interval_s)
         return self.snapshot()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LoadSnapshot:
         return self.tally.snapshot(self._elapsed_s(), self._engine.stats().pool)
 
-    def _watch(self, watch: Callable[[Snapshot], None], next_s: float, every_s: float) -> float:
+    def _watch(self, watch: Callable[[LoadSnapshot], None], next_s: float, every_s: float) -> float:
         if self._elapsed_s() < next_s:
             return next_s
         watch(self.snapshot())
@@ -148,7 +148,7 @@ class Load:
         try:
             future = self._engine.submit(request)
         except tuple(_REFUSALS) as error:
-            self._tell(request.user_id, None)
+            self._report(request.user_id, None)
             self.tally.refuse(_REFUSALS[type(error)], (self._elapsed_s() - due_s) * 1e3)
             return
         future.add_done_callback(lambda done: self._record(done, request.user_id, due_s))
@@ -157,7 +157,7 @@ class Load:
     def _record(self, done: "Future[RankResult]", user_id: int, due_s: float) -> None:
         error = done.exception()
         latency_ms = (self._elapsed_s() - due_s) * 1e3
-        self._tell(user_id, latency_ms if error is None else None)
+        self._report(user_id, latency_ms if error is None else None)
         if error is None:
             self.tally.answer(due_s, latency_ms)
         elif type(error) in _REFUSALS:
@@ -165,14 +165,14 @@ class Load:
         else:
             self.tally.failed += 1
 
-    def _tell(self, user_id: int, latency_ms: float | None) -> None:
+    def _report(self, user_id: int, latency_ms: float | None) -> None:
         if self._rebalancer is not None:
             self._rebalancer.record(user_id, latency_ms)
 
     def _step_until_over(self) -> None:
-        """Serve until the last request is offered and nothing is left to do."""
+        """Step until the last request is submitted and no work is left."""
         while True:
-            is_over = self._is_over  # before the step: what was offered until then is in the queue
+            is_over = self._is_over  # read before the step: requests submitted before it are in the queue
             try:
                 had_work = self._engine.step()
             except EngineClosed:

@@ -11,7 +11,7 @@ from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.cluster.port import ReplicaLost
 from helmrec.cluster.remote_clock import Stamp
-from helmrec.cluster.replica import EngineReplica, Reply, replica_settings
+from helmrec.cluster.replica import EngineReplica, ReplicaSettings, Reply
 from helmrec.cluster.report import ReplicaReport, pack_report
 from helmrec.model.weights import save_model
 from helmrec.router.cost import RouterCost, TokenShape
@@ -46,8 +46,8 @@ def settings(**overrides: Any) -> Settings:
 def make_replica(folder: Path, name: str, **overrides: Any) -> EngineReplica:
     made = settings(**overrides)
     begin = Begin(str(folder), made.engine.model_dump(mode="json"), made.serve.model_dump(mode="json"))
-    told = replica_settings({"report_every_s": 0.5, "sketch_bits": 1_024, "kept_from_visit": 2})
-    return EngineReplica(msgspec.msgpack.encode(begin), told, name)
+    chosen = ReplicaSettings(sketch_bits=1_024, kept_from_visit=2)
+    return EngineReplica(msgspec.msgpack.encode(begin), msgspec.msgpack.encode(chosen), name)
 
 
 def stamp_now() -> tuple[str, float, float]:

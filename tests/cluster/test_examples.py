@@ -73,7 +73,7 @@ def test_the_settings_file_of_the_guide_is_read() -> None:
     assert (config.replicas, config.gpus_per_replica, config.ingresses) == (6, 1, 2)
 
 
-def test_wrong_settings_are_told_by_name(tmp_path: Path) -> None:
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
     for wrong, told in (
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"router": "fastest"}, "router must be one of"),

@@ -116,7 +116,7 @@ def test_an_engine_that_ended_is_avoided_on_the_second_try(fleet: LocalFleet) ->
     with_port(fleet, work)
 
 
-def test_two_lost_replicas_are_told_as_they_are(fleet: LocalFleet) -> None:
+def test_two_lost_replicas_are_an_error_that_says_so(fleet: LocalFleet) -> None:
     (request,) = rank_requests(1)
     fleet.lost = set(fleet.replicas)
 
@@ -259,7 +259,7 @@ def samples(caller: Caller) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_a_replica_that_does_not_answer_leaves_the_others_ready(
     fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("helmrec.cluster.port._LOOK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("helmrec.cluster.port._LOOK_TIMEOUT_S", 0.05)
 
     async def stuck(*_: object) -> list[Reply]:
         await asyncio.sleep(60)
@@ -284,7 +284,7 @@ def test_replicas_that_cannot_be_looked_at_make_the_port_unready_and_are_logged_
 
     async def work(port: ClusterPort) -> None:
         monkeypatch.setattr(fleet, "call_all", broken)
-        await reason_is(port, "the replicas could not be looked at (RuntimeError)")
+        await reason_is(port, "the replicas could not be asked for their state (RuntimeError)")
         await asyncio.sleep(0.1)
         assert port.health.value == "restarting"
         monkeypatch.undo()
@@ -292,7 +292,7 @@ def test_replicas_that_cannot_be_looked_at_make_the_port_unready_and_are_logged_
         assert port.health.value == "ready"
 
     with_port(fleet, work)
-    assert [record.message for record in caplog.records].count("the replicas could not be looked at") == 1
+    assert [record.message for record in caplog.records].count("the replicas could not be asked for their state") == 1
 
 
 async def reason_is(port: ClusterPort, reason: str | None) -> None:
@@ -311,7 +311,7 @@ def test_without_any_replica_the_port_is_not_ready_and_says_why(fleet: LocalFlee
         port.start()
         await asyncio.sleep(0.05)
         assert port.health is Health.STARTING
-        assert port.reason == "no replica is there"
+        assert port.reason == "no replica is running"
         await port.close()
 
     asyncio.run(run())

@@ -216,7 +216,7 @@ def test_a_redis_that_hangs_makes_fronts_not_ready_and_requests_that_carry_their
     assert cluster.call("DELETE", "/v1/users/7").body["had_events"]
 
 
-def test_a_redis_that_is_gone_is_told_by_rank_and_readiness_until_it_is_back(cluster: Cluster) -> None:
+def test_rank_and_readiness_report_a_lost_redis_until_it_is_back(cluster: Cluster) -> None:
     assert cluster.call("POST", "/v1/events", events_body(0)).status == 200
     folder = Path(psutil.Process(cluster.redis.pid).cwd())
     cluster.redis.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from helmrec.cluster.hint import Describer, pack_hint, unpack_hint
 from helmrec.cluster.merge import merge_stats
-from helmrec.cluster.report import Served, unpack_report
+from helmrec.cluster.report import RecentUsers, unpack_report
 from helmrec.collector import CollectorStats
 from helmrec.pauses import GapHistogram, PauseStats
 from helmrec.serve.wire import pack_prefill, pack_requests
@@ -49,7 +49,7 @@ def test_anything_else_is_no_hint_and_no_report() -> None:
 
 
 def test_only_users_whose_prefix_is_kept_are_reported_newest_first() -> None:
-    served = Served(kept_from_visit=2, max_users=3)
+    served = RecentUsers(kept_from_visit=2, max_users=3)
     for user in (1, 2, 1, 3, 2, 4):
         served.note(user, 10 * user)
     assert len(served) == 3
@@ -61,7 +61,7 @@ def test_only_users_whose_prefix_is_kept_are_reported_newest_first() -> None:
 
 
 def test_a_user_whose_history_is_held_ahead_of_its_rank_is_reported_at_once() -> None:
-    served = Served(kept_from_visit=2)
+    served = RecentUsers(kept_from_visit=2)
     served.note(1, 10)
     served.hold(2, 20)
     assert served.latest(5) == [(2, 20)]
@@ -119,7 +119,7 @@ def test_many_engines_add_up_to_one() -> None:
     assert merge_stats([engines[0].stats()]) == engines[0].stats()
 
 
-def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_is_told_with_its_cause() -> None:
+def test_gaps_and_collections_of_many_engines_add_up_and_the_longest_keeps_its_cause() -> None:
     stats = tiny_engine().stats()
     gaps = [
         PauseStats({"save": GapHistogram((1, 2), 0.5, 30.0)}, 0.1, 5.0, 20.0, "save"),

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from helmrec.demo.plan import PARTS, QUICK, DemoPlan
-from helmrec.demo.report import Story
+from helmrec.demo.report import DemoResults
 from helmrec.demo.run import run_demo, verdict
 from helmrec.demo.simulated import SCENARIO, Simulated, best_static, simulate_ways
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Story, str, str]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResults, str, str]:
     """What a quick run found, printed and wrote."""
     console = Console(record=True, width=120, file=StringIO())
     report = tmp_path_factory.mktemp("demo") / "report.html"
@@ -23,7 +23,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Story, str, str]:
     return story, console.export_text(), report.read_text()
 
 
-def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[Story, str, str]) -> None:
+def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[DemoResults, str, str]) -> None:
     story, text, _ = shown
     static, adaptive = story.sides
     assert static.name.startswith("static 0.")
@@ -43,7 +43,7 @@ def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[S
     assert "0 wrong" in text
 
 
-def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple[Story, str, str]) -> None:
+def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple[DemoResults, str, str]) -> None:
     story, _, page = shown
     assert page.count("<svg") == 4
     assert page.count("<polyline") == 8
@@ -53,21 +53,23 @@ def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple
     assert story.verdict.split(".")[0] in page
 
 
-def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(shown: tuple[Story, str, str]) -> None:
+def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(
+    shown: tuple[DemoResults, str, str],
+) -> None:
     side = replace(shown[0].sides[0], in_slo=0.9)
     simulated = [Simulated("static:0.4", 20.0, 90.0, 0.9), Simulated("static:0.6", 30.0, 95.0, 0.8),
                  Simulated("helm", 15.0, 70.0, 0.99)]  # fmt: skip
     same = verdict([side, replace(side, name="helm")], simulated)
-    assert "by +0.0%. That is little" in same
+    assert "by +0.0%. The difference is small" in same
     assert "queue" not in same
     assert "helm takes 15.0 ms" in same
     assert "(static:0.4) 20.0 and 90.0" in same
     parts = {name: replace(part, mean_ms=2 * part.mean_ms) for name, part in side.parts.items()}
     slower = replace(side, cpu_ms=2 * side.cpu_ms, parts=parts)
     told = verdict([side, replace(slower, in_slo=0.2)], [])
-    assert "what is long here is the queue" in told
+    assert "most of the latency is time in the queue" in told
     assert "by +100.0%" in told
-    assert "That is little" not in told
+    assert "The difference is small" not in told
 
 
 def test_the_traffic_goes_from_steady_over_trend_to_burst() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from helmrec.errors import ConfigError
 from helmrec.router.cost import (
+    RequestWork,
     RouterCost,
     Stages,
     TokenShape,
-    Work,
     expected_ms,
     read_router_cost,
     service_ms,
@@ -27,13 +27,13 @@ def test_compute_is_the_published_formula() -> None:
     new, resident, candidates = 300, 3_700, 500
     pairs = new * (resident + new / 2) + candidates * (new + resident)
     by_hand = 0.5 + 0.2e-3 * (new + candidates) + 0.02e-6 * pairs
-    assert stages_of(TERMS, Work(resident, new, 0, candidates, 0)) == pytest.approx(Stages(by_hand, 0.0))
+    assert stages_of(TERMS, RequestWork(resident, new, 0, candidates, 0)) == pytest.approx(Stages(by_hand, 0.0))
 
 
 def test_the_bus_brings_absent_rows_and_reloads() -> None:
-    bus_ms = stages_of(TERMS, Work(1_000, 0, 400, 0, 10_000)).bus_ms
+    bus_ms = stages_of(TERMS, RequestWork(1_000, 0, 400, 0, 10_000)).bus_ms
     assert bus_ms == pytest.approx(10_000 * 0.04e-3 + 0.02 + 400 * 0.3e-3)
-    assert stages_of(TERMS, Work(0, 0, 0, 0, 20_000)).bus_ms == pytest.approx(20_000 * 0.02e-3)
+    assert stages_of(TERMS, RequestWork(0, 0, 0, 0, 20_000)).bus_ms == pytest.approx(20_000 * 0.02e-3)
 
 
 def test_a_lone_request_pays_both_stages_and_a_saturated_node_the_longer() -> None:
@@ -54,7 +54,7 @@ def test_a_calibration_gives_the_figures_the_simulator_reckons_with(tmp_path: Pa
     calibration = default_cost()
     terms, theirs = RouterCost.from_calibration(calibration.model_dump(), SHAPE).terms(), calibration.terms()
     new, resident, candidates, missed = 700, 6_000, 2_048, 5_000
-    ours = stages_of(terms, Work(resident, new, 256, candidates, missed))
+    ours = stages_of(terms, RequestWork(resident, new, 256, candidates, missed))
     pairs = new * (resident + new / 2) + candidates * (resident + new)
     tokens = new + candidates
     step_ms = compute_ms(theirs, StepWork(tokens, pairs, tokens * 6.0)) + host_ms(theirs, 1, tokens, tokens * 6.0)

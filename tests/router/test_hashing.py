@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.router.hashing import NOBODY, rendezvous, within_bound
+from helmrec.router.hashing import NO_NODE, rendezvous, within_bound
 
 USERS = range(4_000)
 MASK = 2**64 - 1
@@ -40,7 +40,7 @@ def test_the_compiled_loop_is_the_plain_one(user: int, nodes: list[tuple[int, fl
 
 
 @pytest.mark.parametrize("count", [3, 8, 31])
-def test_a_node_that_joins_takes_its_share_and_moves_nobody_else(count: int) -> None:
+def test_a_node_that_joins_takes_its_share_and_moves_no_other_user(count: int) -> None:
     before, after = homes(list(range(count))), homes([*range(count), 99])
     moved = before != after
     assert (after[moved] == 99).all()
@@ -62,12 +62,12 @@ def test_users_are_spread_in_proportion_to_the_weights() -> None:
 
 def test_who_may_not_be_taken_is_not() -> None:
     nobody = np.zeros(3, np.bool_)
-    assert rendezvous(1, np.arange(3), np.ones(3), nobody) == NOBODY
+    assert rendezvous(1, np.arange(3), np.ones(3), nobody) == NO_NODE
     assert rendezvous(1, np.arange(3), np.ones(3), np.array([False, True, False])) == 1
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.booleans()), min_size=1, max_size=12), st.floats(1, 3), st.floats(0, 5))
-def test_nobody_above_the_bound_is_allowed_and_someone_always_is(
+def test_no_node_above_the_bound_is_allowed_and_one_always_is(
     nodes: list[tuple[float, bool]], factor: float, slack: float
 ) -> None:
     loads, alive = np.array([load for load, _ in nodes]), np.array([is_alive for _, is_alive in nodes])

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmrec.router.cost import Stages, Work, expected_ms, service_ms, stages_of
+from helmrec.router.cost import RequestWork, Stages, expected_ms, service_ms, stages_of
 from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
 from helmrec.router.policy import Choice, EmbKVAware, Reason, RouterSettings, Weighing, price
 from helmrec.router.sketch import sample_rows
@@ -92,7 +92,7 @@ def plain_price(ask: RouteRequest, nodes: Nodes, place: int, is_reloading: bool)
         hit_rate = nodes.row_hit_rate[place]
     new = ask.num_tokens - held
     absent = (new + ask.num_candidates) * ask.rows_per_token * (1 - hit_rate)
-    return stages_of(COST.terms(), Work(held, new, held - resident, ask.num_candidates, absent)), absent
+    return stages_of(COST.terms(), RequestWork(held, new, held - resident, ask.num_candidates, absent)), absent
 
 
 @given(any_nodes(), any_request())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from helmrec.errors import ConfigError
 from helmrec.memory.sampling import row_hash
 from helmrec.router.sketch import (
-    Belief,
+    RowPrior,
     RowSample,
     RowSketch,
     SketchTable,
@@ -37,10 +37,10 @@ def plain_clear(sketch: RowSketch, sample: RowSample, first_token: int) -> int:
     return sum(h <= sketch.threshold and p >= first_token and not bits[h % bits.size] for h, p in rows)
 
 
-def estimate(sketch: RowSketch, sample: RowSample, num_rows: int, belief: tuple[float, float] = (0.0, 0.0)) -> float:
+def estimate(sketch: RowSketch, sample: RowSample, num_rows: int, prior: tuple[float, float] = (0.0, 0.0)) -> float:
     clear = count_clear(table_of(sketch), sample, np.zeros(1, np.int64))[0]
     rate = shared_rate(sketch.threshold, sample.threshold)
-    return absent_rows(clear, sketch.fill, rate, Belief(num_rows, *belief))
+    return absent_rows(clear, sketch.fill, rate, RowPrior(num_rows, *prior))
 
 
 def rows_from(rng: np.random.Generator, resident: IntArray, absent_share: float, shape: tuple[int, int]) -> IntArray:

@@ -9,7 +9,7 @@ from helmrec.clock import MonotonicClock
 from helmrec.engine.engine import Engine
 from helmrec.history.config import HistoryConfig
 from helmrec.serve.app import make_app
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_config, tiny_engine
@@ -25,13 +25,13 @@ def served() -> Engine:
 
 
 @pytest.fixture
-def histories(tmp_path: Path) -> Histories:
+def histories(tmp_path: Path) -> StoredHistories:
     """A store behind `caller`, which closes it."""
-    return Histories.open(tmp_path / "histories", tiny_config(), HistoryConfig(sync="os", map_bytes=1 << 20))
+    return StoredHistories.open(tmp_path / "histories", tiny_config(), HistoryConfig(sync="os", map_bytes=1 << 20))
 
 
 @pytest.fixture
-def keeper(served: Engine, histories: Histories) -> Iterator[Caller]:
+def keeper(served: Engine, histories: StoredHistories) -> Iterator[Caller]:
     """A server that keeps histories."""
     with Caller(make_app(InProcessPort(served), ServeConfig(), histories)) as keeper:
         keeper.wait_until_ready()

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from helmrec.errors import EngineClosed
-from helmrec.serve.process_port import Limits, ProcessPort
+from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.ring import Link, open_ring, shared_file
-from helmrec.serve.wire import Begin, Kind, pack_error, unpack_call
+from helmrec.serve.wire import Begin, FrameKind, pack_error, unpack_call
 from tests.helpers import tiny_config, tiny_engine
 
 SILENCE = object()  # the answer of an engine that hangs
@@ -56,13 +56,13 @@ class FakeEngine:
         assert link is not None
         try:
             for frame in link.receive():
-                if frame.kind == Kind.BEGIN:
-                    link.send(Kind.READY, 0)
-                elif frame.kind == Kind.RANK:
-                    link.send(Kind.RESULTS, frame.call, [b"\xff" * 16])  # scores that nobody can read
-                elif frame.kind == Kind.CALL:
+                if frame.kind == FrameKind.BEGIN:
+                    link.send(FrameKind.READY, 0)
+                elif frame.kind == FrameKind.RANK:
+                    link.send(FrameKind.RESULTS, frame.call, [b"\xff" * 16])  # scores that nobody can read
+                elif frame.kind == FrameKind.CALL:
                     self._call(link, frame.call, *unpack_call(frame.payload))
-                elif frame.kind == Kind.END:
+                elif frame.kind == FrameKind.END:
                     self.crash()
                     return
                 link.done(frame)
@@ -71,22 +71,22 @@ class FakeEngine:
 
     def _call(self, link: Link, call: int, name: str, arguments: dict[str, Any]) -> None:
         if name == "stats":
-            link.send(Kind.VALUE, call, [msgspec.msgpack.encode(tiny_engine().stats())])
+            link.send(FrameKind.VALUE, call, [msgspec.msgpack.encode(tiny_engine().stats())])
             return
         self.calls.append(name)
         try:
             value = self._answer(name, arguments)
         except Exception as error:
-            link.send(Kind.ERROR, call, pack_error(error))
+            link.send(FrameKind.ERROR, call, pack_error(error))
             return
         if value is GARBAGE:
             link.socket.send(b"\xff" * 40)  # a message whose positions make no sense
         elif value is not SILENCE:
-            link.send(Kind.VALUE, call, [msgspec.msgpack.encode(value)])
+            link.send(FrameKind.VALUE, call, [msgspec.msgpack.encode(value)])
 
 
 def port_before(engine: FakeEngine, replay_bytes: int = 1 << 20) -> ProcessPort:
     """A front whose engines are fakes, one after the other."""
-    port = ProcessPort(Begin("model", {}, {}), tiny_config(), 100, Limits(1 << 20, replay_bytes))
+    port = ProcessPort(Begin("model", {}, {}), tiny_config(), 100, ProcessMemory(1 << 20, replay_bytes))
     port._spawn = engine.spawn  # type: ignore[method-assign]
     return port

@@ -34,7 +34,7 @@ def test_rank_gives_the_scores_the_engine_gives(caller: Caller) -> None:
     assert reply.json["timing"]["compute_ms"] > 0
 
 
-def test_a_returning_user_is_told_what_was_reused(caller: Caller) -> None:
+def test_the_answer_to_a_returning_user_has_the_reused_tokens(caller: Caller) -> None:
     first, *_, last = [caller.post("/v1/rank", rank_body()).json for _ in range(3)]
     assert first["reused_tokens"] == 0
     assert last["reused_tokens"] == 4
@@ -163,7 +163,7 @@ def test_a_compressed_body_is_not_taken(caller: Caller) -> None:
     assert caller.post("/v1/rank", b"", {"content-encoding": "gzip"}).status == 415
 
 
-def test_unknown_routes_and_methods_are_told_apart(caller: Caller) -> None:
+def test_unknown_routes_and_methods_have_different_statuses(caller: Caller) -> None:
     assert caller.get("/v1/rnak").status == 404
     assert caller.get("/healthz/").status == 404
     wrong = caller.get("/v1/rank")
@@ -213,7 +213,7 @@ def test_admin_calls_are_off_without_a_token() -> None:
         assert caller.post("/v1/admin/alpha", {"alpha": 0.5}, ADMIN).status == 403
 
 
-def test_alpha_moves_while_nobody_asks(caller: Caller) -> None:
+def test_alpha_moves_without_requests(caller: Caller) -> None:
     assert caller.post("/v1/admin/alpha", {"alpha": 0.5}, ADMIN).json["alpha_target"] == 0.5
     wait_for(lambda: caller.get("/v1/pool").json["pool"]["alpha"] == pytest.approx(0.5, abs=0.02))
     for wrong in (1.5, 0.999, "half"):
@@ -302,7 +302,7 @@ async def _wait_for(task: "asyncio.Task[Reply]") -> Reply:
     return await task
 
 
-def test_a_failing_step_is_a_500_that_tells_nothing_but_its_id(
+def test_a_failing_step_is_a_500_that_contains_only_its_id(
     caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: Runner, batch: Batch) -> Running:

@@ -115,7 +115,7 @@ def test_bodies_in_memory_are_bounded_and_small_ones_get_through_beside_slow_lar
         assert [len(await read) for read in waiting] == [1_000_003] * 3
         assert bodies.held_bytes == 3 * 1_000_003 + 50_003, "they count until they are answered"
         for each in (*large, small, small):
-            bodies.let_go(each.scope)
+            bodies.release(each.scope)
         assert bodies.held_bytes == 0
 
     asyncio.run(crowd())
@@ -133,7 +133,7 @@ def test_a_body_that_does_not_come_in_time_is_408() -> None:
 
 
 def test_a_server_that_stops_does_not_wait_for_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helmrec.serve.bodies._STOP_PATIENCE_S", 0.02)
+    monkeypatch.setattr("helmrec.serve.bodies._STOP_TIMEOUT_S", 0.02)
 
     async def stop() -> None:
         bodies = Bodies(1 << 20, 4 << 20, timeout_s=600)

@@ -109,7 +109,7 @@ def test_nothing_runs_off_the_side(page: Any, width: int) -> None:
     assert page.evaluate(f"{too_small}.length") == 0
 
 
-def test_owners_and_lines_are_told_apart_without_colour(page: Any) -> None:
+def test_owners_and_lines_differ_without_colour(page: Any) -> None:
     inks = page.evaluate(
         """() => [...document.querySelectorAll('#owners canvas')].map(canvas => {
             const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -125,7 +125,7 @@ def test_owners_and_lines_are_told_apart_without_colour(page: Any) -> None:
     assert len(set(dashes)) == 3
 
 
-def test_a_server_that_goes_away_is_told(browser: Any) -> None:
+def test_the_page_shows_that_the_server_is_gone(browser: Any) -> None:
     with on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig())) as number:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{number}")

@@ -24,7 +24,7 @@ from helmrec.errors import (
 from helmrec.history.config import HistoryConfig
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_config, tiny_engine
@@ -34,7 +34,7 @@ from tests.serve.cases import as_request, rank_body, rank_requests
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    histories = Histories.open(tmp_path_factory.mktemp("client"), tiny_config(), HistoryConfig())
+    histories = StoredHistories.open(tmp_path_factory.mktemp("client"), tiny_config(), HistoryConfig())
     with (
         on_loopback(make_app(InProcessPort(tiny_engine(clock=MonotonicClock())), ServeConfig(), histories)) as port,
         Client(f"http://127.0.0.1:{port}") as client,
@@ -107,7 +107,7 @@ def test_a_refusal_keeps_its_class(client: Client, monkeypatch: pytest.MonkeyPat
         client.rank(as_request(rank_body()))
 
 
-def test_a_failure_of_the_server_is_told_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_server_is_raised_with_its_request_id(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(self: InProcessPort, requests: Any, spent_ms: float) -> Any:
         raise RuntimeError("broken")
 
@@ -122,7 +122,7 @@ def test_a_connection_closed_while_idle_is_opened_again(client: Client) -> None:
     assert client.rank(as_request(rank_body())).scores.shape == (2, 2)
 
 
-def test_no_server_and_no_url_are_told_apart() -> None:
+def test_no_server_and_no_url_are_different_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     client = Client(url)

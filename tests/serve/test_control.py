@@ -18,7 +18,7 @@ from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
 from helmrec.policies import make_policy
 from helmrec.serve.app import make_app
-from helmrec.serve.control import ControlView, LayerView, Steering, seen_by
+from helmrec.serve.control import ControlView, LayerView, Steering, with_curves
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.control.bowl import Bowl
@@ -161,7 +161,7 @@ def test_without_a_policy_there_is_no_mode(caller: Caller) -> None:
     assert caller.get("/v1/live").json["control"] is None
 
 
-def test_refusals_are_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_reported_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Wants(0.4)
     port = steered(policy)
     with Caller(make_app(port, ServeConfig())) as caller:
@@ -229,9 +229,9 @@ def test_policies_by_name_and_what_they_need() -> None:
     assert Steering.of(ServeConfig(policy="none")) is None
     for name in ("static:0.3", "helm"):
         assert Steering.of(ServeConfig(policy=name)) is not None
-    assert not seen_by("none", engine.config).miss_curves
-    assert not seen_by("static:0.3", engine.config).miss_curves
-    assert seen_by("helm", engine.config).miss_curves
+    assert not with_curves("none", engine.config).miss_curves
+    assert not with_curves("static:0.3", engine.config).miss_curves
+    assert with_curves("helm", engine.config).miss_curves
     for wrong in ("shoes", "hill", "argmin"):
         with pytest.raises(
             ConfigError, match=rf"policy must be helm.*, static:ALPHA or, of a server, none, got '{wrong}'"

@@ -18,7 +18,7 @@ from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.swap import SwappingPort
@@ -41,7 +41,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return InProcessPort(Engine.from_model(folder, EngineConfig(**settings), MonotonicClock()))
 
     engine = SwappingPort(engine_of(models / "demo-model"), engine_of)
-    histories = Histories.open(models / "histories", engine.model, HistoryConfig())
+    histories = StoredHistories.open(models / "histories", engine.model, HistoryConfig())
     config = ServeConfig(admin_token="open-sesame", models_path=str(models))
     with on_loopback(make_app(engine, config, histories)) as port:
         url = f"http://127.0.0.1:{port}"

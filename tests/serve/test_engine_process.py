@@ -11,7 +11,7 @@ import pytest
 from helmrec.errors import EngineClosed
 from helmrec.serve.engine_process import EngineProcess
 from helmrec.serve.ring import Link, open_ring, shared_file
-from helmrec.serve.wire import Begin, Kind, unpack_error
+from helmrec.serve.wire import Begin, FrameKind, unpack_error
 
 Sent = list[tuple[int, int, str]]  # kind, call, and what the error says
 
@@ -46,7 +46,7 @@ async def talk(speak: Callable[[Link], None], num_answers: int, process: type[En
         while len(answers) < num_answers:
             await asyncio.sleep(0.001)
         if not running.done():
-            front.send(Kind.END, 0)
+            front.send(FrameKind.END, 0)
         await running
     front.close()
     engine.close()
@@ -55,19 +55,23 @@ async def talk(speak: Callable[[Link], None], num_answers: int, process: type[En
 
 def test_a_frame_that_cannot_be_read_is_answered_and_does_not_take_along_those_behind_it() -> None:
     def speak(front: Link) -> None:
-        front.send(Kind.CALL, 7, [b"\xc1 garbage"])
-        front.send(Kind.RANK, 8, [b"\xc1 garbage"])
-        front.send(Kind.CALL, 9, [msgspec.msgpack.encode(["stats", {}])])
+        front.send(FrameKind.CALL, 7, [b"\xc1 garbage"])
+        front.send(FrameKind.RANK, 8, [b"\xc1 garbage"])
+        front.send(FrameKind.CALL, 9, [msgspec.msgpack.encode(["stats", {}])])
 
     answers = asyncio.run(talk(speak, 3))
-    assert [(kind, call) for kind, call, _ in answers] == [(Kind.ERROR, 7), (Kind.ERROR, 8), (Kind.ERROR, 9)]
+    assert [(kind, call) for kind, call, _ in answers] == [
+        (FrameKind.ERROR, 7),
+        (FrameKind.ERROR, 8),
+        (FrameKind.ERROR, 9),
+    ]
     assert "when the engine is ready" in answers[2][2], "it was read, and came too early"
 
 
 @pytest.mark.parametrize("payload", [b"\xc1 garbage", msgspec.msgpack.encode(Begin("model", {}, {}))])
 def test_a_beginning_that_makes_no_sense_ends_the_process_with_a_reason(payload: bytes) -> None:
-    ((kind, _, reason),) = asyncio.run(talk(lambda front: front.send(Kind.BEGIN, 0, [payload]), 1))
-    assert kind == Kind.FAILED
+    ((kind, _, reason),) = asyncio.run(talk(lambda front: front.send(FrameKind.BEGIN, 0, [payload]), 1))
+    assert kind == FrameKind.FAILED
     assert reason
 
 
@@ -76,14 +80,14 @@ def test_positions_that_make_no_sense_end_the_process() -> None:
         front.socket.send(b"\xff" * 40)
 
     ((kind, _, _),) = asyncio.run(talk(speak, 1))
-    assert kind == Kind.FAILED
+    assert kind == FrameKind.FAILED
 
 
-def test_an_answer_that_is_lost_to_a_mistake_ends_the_process_so_that_nobody_waits_for_it() -> None:
+def test_an_answer_that_is_lost_to_a_mistake_ends_the_process() -> None:
     class Forgetful(EngineProcess):
         def _fail(self, call: int, error: Exception) -> None:
             raise RuntimeError("a mistake in answering")
 
     stats = msgspec.msgpack.encode(["stats", {}])
-    ((kind, _, reason),) = asyncio.run(talk(lambda front: front.send(Kind.CALL, 9, [stats]), 1, Forgetful))
-    assert (kind, reason) == (Kind.FAILED, "a mistake in answering")
+    ((kind, _, reason),) = asyncio.run(talk(lambda front: front.send(FrameKind.CALL, 9, [stats]), 1, Forgetful))
+    assert (kind, reason) == (FrameKind.FAILED, "a mistake in answering")

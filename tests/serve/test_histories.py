@@ -19,7 +19,7 @@ from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.file import Txn
 from helmrec.history.users import Append
 from helmrec.serve.app import make_app
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_config
@@ -68,8 +68,8 @@ def store(tmp_path: Path) -> Iterator[Slow]:
 
 
 @pytest.fixture
-def histories(store: Slow) -> Histories:
-    return Histories(store, tiny_config(), CONFIG)
+def histories(store: Slow) -> StoredHistories:
+    return StoredHistories(store, tiny_config(), CONFIG)
 
 
 def timed(call: Callable[[], Reply]) -> tuple[Reply, float]:
@@ -111,7 +111,7 @@ def test_while_the_store_hangs_only_what_needs_it_is_refused(keeper: Caller, sto
 
 
 def test_while_reads_wait_everything_else_is_answered(
-    keeper: Caller, store: Slow, histories: Histories, monkeypatch: pytest.MonkeyPatch
+    keeper: Caller, store: Slow, histories: StoredHistories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(histories, "_config", CONFIG.model_copy(update={"read_timeout_ms": 30_000}))
     store.may_read.clear()
@@ -142,7 +142,7 @@ def test_a_store_that_hangs_is_left_alone_until_it_is_tried_again(keeper: Caller
     wait_for(lambda: keeper.get("/readyz").status == 200, 5)
 
 
-def test_too_many_reads_at_once_are_not_taken_for_a_store_that_is_gone(histories: Histories, store: Slow) -> None:
+def test_too_many_reads_at_once_are_not_taken_for_a_store_that_is_gone(histories: StoredHistories, store: Slow) -> None:
     """All threads are busy, one after another comes back: some wait too long, and the store is fine."""
 
     def slow_read(*_: Any) -> None:
@@ -160,7 +160,7 @@ def test_too_many_reads_at_once_are_not_taken_for_a_store_that_is_gone(histories
     store.close()
 
 
-def test_an_event_loop_that_is_late_does_not_make_the_store_late(histories: Histories, store: Slow) -> None:
+def test_an_event_loop_that_is_late_does_not_make_the_store_late(histories: StoredHistories, store: Slow) -> None:
     async def read() -> int:
         reading = asyncio.create_task(histories.read([7], MODEL))
         appending = asyncio.create_task(histories.append(8, 0, NewEvents([1], [1], [1], {"category": [1]}), MODEL))
@@ -174,7 +174,9 @@ def test_an_event_loop_that_is_late_does_not_make_the_store_late(histories: Hist
     store.close()
 
 
-def test_a_call_of_many_users_may_take_longer_than_one_read(keeper: Caller, store: Slow, histories: Histories) -> None:
+def test_a_call_of_many_users_may_take_longer_than_one_read(
+    keeper: Caller, store: Slow, histories: StoredHistories
+) -> None:
     read_last = store.read_last
 
     def slow_read(user_id: int, num_events: int) -> Any:
@@ -202,7 +204,7 @@ def test_an_append_that_hangs_is_refused_and_acknowledged_once_when_sent_again(k
 
 @pytest.mark.parametrize("path", ["/v1/rank", "/v1/prefill", "/v2/models/tiny/infer"])
 def test_a_user_who_is_forgotten_while_the_history_is_read_does_not_come_back(
-    keeper: Caller, store: Slow, histories: Histories, served: Engine, path: str, monkeypatch: pytest.MonkeyPatch
+    keeper: Caller, store: Slow, histories: StoredHistories, served: Engine, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = LEAN["USER_IDS"].tolist()
     for user in users:
@@ -243,7 +245,9 @@ def test_a_user_who_is_forgotten_while_the_history_is_read_does_not_come_back(
 
 
 def test_a_server_ends_although_its_store_hangs(served: Engine, store: Slow) -> None:
-    with Caller(make_app(InProcessPort(served), ServeConfig(), Histories(store, tiny_config(), CONFIG))) as keeper:
+    with Caller(
+        make_app(InProcessPort(served), ServeConfig(), StoredHistories(store, tiny_config(), CONFIG))
+    ) as keeper:
         keeper.wait_until_ready()
         store.may_read.clear()
         assert keeper.post("/v1/rank", stored_body()).status == 503
@@ -257,7 +261,7 @@ def test_an_unexpected_error_does_not_end_the_looks_at_the_store(
 
     monkeypatch.setattr("helmrec.serve.histories._PING_EVERY_S", 0.01)
     monkeypatch.setattr(store, "ping", fail)
-    wait_for(lambda: caplog.text.count("could not be looked at") >= 2, 5)
+    wait_for(lambda: caplog.text.count("could not be pinged") >= 2, 5)
     monkeypatch.undo()
     store.may_read.clear()
     wait_for(lambda: keeper.get("/readyz").status == 503, 10)

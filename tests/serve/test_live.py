@@ -8,7 +8,7 @@ from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import rank_body
 
 
-def test_the_page_asks_nobody_but_this_server(caller: Caller) -> None:
+def test_the_page_loads_nothing_from_other_servers(caller: Caller) -> None:
     reply = caller.get("/")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     policy = reply.headers["content-security-policy"]

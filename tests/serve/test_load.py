@@ -16,7 +16,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
 from helmrec.errors import ConfigError, ServerError
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.app import make_app
@@ -50,7 +50,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_every_request_is_answered_and_counted_once() -> None:
-    engine, seen = tiny_engine(clock=MonotonicClock(), audit_every=1), list[Snapshot]()
+    engine, seen = tiny_engine(clock=MonotonicClock(), audit_every=1), list[LoadSnapshot]()
     with on_loopback(make_app(InProcessPort(engine), ServeConfig())) as port:
         load = HttpLoad(ready(port))
         model = load.model()
@@ -63,7 +63,7 @@ def test_every_request_is_answered_and_counted_once() -> None:
     assert 0 < end.p50_ms <= end.p99_ms
     assert end.pool.total_tokens > 0
     assert seen
-    assert sorted(status for _, status, _ in load.statuses) == [200] * 60
+    assert sorted(status for _, status, _ in load.outcomes) == [200] * 60
 
 
 def test_refusals_are_counted_by_cause_and_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_deadline_is_sent_along(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end.refused == {"deadline, or not ready": 5}
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_server_that_does_not_run_is_an_error() -> None:
     with pytest.raises(ConfigError, match="url must look like"):
         HttpLoad("ftp://host")
     with pytest.raises(ServerError, match="no answer"):

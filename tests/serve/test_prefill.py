@@ -15,7 +15,7 @@ from helmrec.errors import RequestError
 from helmrec.model.weights import save_model
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.node import make_port
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
@@ -88,7 +88,7 @@ def test_the_stored_history_is_computed_ahead_where_none_is_sent(keeper: Caller,
         ({"context": {"country": 3, "hour": 1}}, "context"),
     ],
 )
-def test_what_is_wrong_with_a_signal_is_told_by_field(caller: Caller, wrong: dict[str, Any], field: str) -> None:
+def test_errors_of_a_signal_name_the_field(caller: Caller, wrong: dict[str, Any], field: str) -> None:
     reply = caller.post("/v1/prefill", signal_body(**wrong))
     assert reply.status == 400
     assert reply.json["field"] == field
@@ -100,7 +100,7 @@ def test_a_history_is_needed_where_none_is_kept(caller: Caller) -> None:
 
 
 @pytest.fixture
-def client(served: Engine, histories: Histories) -> Iterator[Client]:
+def client(served: Engine, histories: StoredHistories) -> Iterator[Client]:
     app = make_app(InProcessPort(served), ServeConfig(node_name="node-3"), histories)
     with on_loopback(app) as port, Client(f"http://127.0.0.1:{port}") as client:
         wait_for(client.is_ready)

@@ -99,7 +99,7 @@ def test_scores_are_those_of_an_engine_in_the_same_process(apart: Apart) -> None
         {"items": list(range(9_000)), "actions": [0] * 9_000},
     ],
 )
-def test_what_is_wrong_is_told_in_the_same_words(apart: Apart, overrides: Any) -> None:
+def test_errors_have_the_same_words_in_both_ports(apart: Apart, overrides: Any) -> None:
     with Caller(make_app(InProcessPort(tiny_engine()), ServeConfig())) as here:
         here.wait_until_ready()
         near, far = (caller.post("/v1/rank", rank_body(**overrides)) for caller in (here, apart.caller))
@@ -201,6 +201,6 @@ def test_an_engine_that_cannot_start_is_given_up_with_its_reason(folder: Path) -
         assert caller.post("/v1/rank", rank_body()).status == 503
 
 
-def test_what_is_wrong_with_the_settings_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a model folder"):
         make_port(tmp_path, engine_config(), ServeConfig(engine_process=True))

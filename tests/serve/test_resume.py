@@ -47,7 +47,7 @@ async def running(port: ProcessPort) -> AsyncIterator[ProcessPort]:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_port, "_FIRST_PAUSE_S", 0.002)
-    monkeypatch.setattr(process_port, "_SHORT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(process_port, "_EXIT_CODE_TIMEOUT_S", 0.2)
 
 
 def fails(num_times: int, name: str, failure: Any) -> Callable[[str, dict[str, Any]], Any]:
@@ -72,7 +72,7 @@ def fails(num_times: int, name: str, failure: Any) -> Callable[[str, dict[str, A
         (RequestError("ids", 4, "there are fewer rows"), "ids: there are fewer rows, got 4"),
         (EngineClosed("it is about to end"), "it is about to end"),
         (SILENCE, "update_rows was not answered for 0.2 s"),
-        (GARBAGE, "it sent what cannot be read"),
+        (GARBAGE, "it sent data that cannot be read"),
     ],
     ids=["fails", "refuses", "closed", "hangs", "garbage"],
 )
@@ -160,7 +160,7 @@ def test_a_table_whose_rows_were_all_beyond_the_bound_does_not_keep_the_engine_d
 
     asyncio.run(crash())
     told = [record.message for record in caplog.records]
-    assert "row updates exceed replay_bytes: an engine that is started again will not have all of them" in told
+    assert "row updates exceed replay_bytes: a restarted engine will not have all of them" in told
     assert "row updates are lost: send them again" in told
 
 
@@ -180,7 +180,7 @@ def test_a_setting_that_is_refused_costs_no_rows(name: str, caplog: pytest.LogCa
 
     asyncio.run(crash())
     assert engine.calls == ["update_rows", "move_alpha", "set_mode"], "rows come first, and each call is on its own"
-    (record,) = [record for record in caplog.records if record.message == "a setting was not set again"]
+    (record,) = [record for record in caplog.records if record.message == "a setting was not restored"]
     assert (vars(record)["call"], vars(record)["reason"]) == (name, "alpha must be at most 0.8")
 
 
@@ -235,7 +235,7 @@ def test_rows_of_a_swap_that_a_crash_cut_short_are_not_set_on_the_old_model(capl
             assert [call.arguments["ids"] for call in port._replay.row_calls(1_000)] == [[1]]
 
     asyncio.run(crash())
-    (record,) = [record for record in caplog.records if "whose swap did not end" in record.message]
+    (record,) = [record for record in caplog.records if "whose swap did not complete" in record.message]
     assert vars(record)["rows"] == 1
 
 

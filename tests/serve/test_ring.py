@@ -115,7 +115,7 @@ def test_messages_cut_in_half_are_put_together() -> None:
         each.close()
 
 
-def test_nobody_waits_for_a_reader_who_does_not_read() -> None:
+def test_no_sender_waits_for_a_reader_that_does_not_read() -> None:
     """Both sides send more than a socket takes, as in a burst of requests that are all refused at once."""
     with Pair() as pair:
         for call in range(2_000):

@@ -7,16 +7,16 @@ import pytest
 
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.ledger import Owner
-from helmrec.serve.port import Look
+from helmrec.serve.port import EngineView
 from helmrec.serve.samples import PageMap, Samples
 from tests.helpers import tiny_engine
 
 STATS = tiny_engine().stats()
 
 
-def look(steps: int = 0, busy_s: float = 0.0, **pool: Any) -> Look:
+def look(steps: int = 0, busy_s: float = 0.0, **pool: Any) -> EngineView:
     stats: EngineStats = replace(STATS, steps=steps, busy_s=busy_s, pool=replace(STATS.pool, **pool))
-    return Look(stats, b"", None)
+    return EngineView(stats, b"", None)
 
 
 def test_a_sample_is_the_difference_of_two_looks() -> None:

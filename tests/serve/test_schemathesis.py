@@ -10,7 +10,7 @@ import pytest
 from helmrec.clock import MonotonicClock
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_engine
@@ -23,7 +23,7 @@ COMMAND = Path(sys.executable).parent / "schemathesis"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMMAND.exists(), reason="needs pip install 'helmrec[web]'")
-def test_the_server_does_what_its_document_says(histories: Histories, tmp_path: Path) -> None:
+def test_the_server_does_what_its_document_says(histories: StoredHistories, tmp_path: Path) -> None:
     """Left out: that whatever fits the schema is accepted. Which ids there are depends on the model."""
     engine = tiny_engine(clock=MonotonicClock(), audit_every=1)
     port = InProcessPort(engine, Steering("static:0.4", slo_ms=80))

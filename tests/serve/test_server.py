@@ -16,7 +16,7 @@ def test_any_free_port_can_be_asked_for() -> None:
         assert port > 0
 
 
-def test_an_address_that_is_taken_or_not_ours_is_told() -> None:
+def test_an_address_that_is_taken_or_foreign_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen .* got 127.0.0.1:{port}"):

@@ -50,7 +50,7 @@ def test_settings_of_stored_histories_have_a_name_of_their_own() -> None:
     assert 'history_sync = "interval"  # environment HELMREC_HISTORY_SYNC' in list(settings.lines())
 
 
-def test_nobody_listens_beyond_loopback_and_no_admin_call_works_unless_told() -> None:
+def test_by_default_only_loopback_is_bound_and_admin_calls_are_off() -> None:
     settings = resolve({}, {}, None)
     assert (settings.serve.host, settings.serve.admin_token) == ("127.0.0.1", None)
 
@@ -67,7 +67,7 @@ def test_nobody_listens_beyond_loopback_and_no_admin_call_works_unless_told() ->
         ({}, None, "the settings file cannot be read"),
     ],
 )
-def test_a_wrong_setting_is_told(
+def test_a_wrong_setting_is_named(
     tmp_path: Path, environment: dict[str, str], content: str | None, message: str
 ) -> None:
     path = tmp_path / "wrong.toml"
@@ -112,7 +112,7 @@ def test_a_refused_setting_does_not_show_a_secret(given: dict[str, object]) -> N
     assert "12345678" not in str(caught.value)
 
 
-def test_an_engine_is_told_no_secret_of_the_front_and_fronts_are_told_all() -> None:
+def test_an_engine_gets_no_secret_of_the_front_and_fronts_get_all() -> None:
     given = {"HELMREC_ADMIN_TOKEN": "open sesame", "HELMREC_HISTORY_PATH": "redis://:hunter2secret@a/0"}
     serve = resolve({}, given, None).serve
     assert not {"admin_token", "history_path"} & for_engine(serve).keys()
@@ -123,5 +123,5 @@ def test_an_engine_is_told_no_secret_of_the_front_and_fronts_are_told_all() -> N
     )
 
 
-def test_variables_that_look_like_settings_are_told_of() -> None:
+def test_variables_that_look_like_settings_are_listed() -> None:
     assert resolve({}, {"HELMREC_POLL": "1GiB", "HOME": "/"}, None).ignored == ("HELMREC_POLL",)

@@ -16,7 +16,7 @@ from helmrec.errors import TablesTooSmall
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema, NewEvents
 from helmrec.model.config import ModelConfig, TableConfig
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import Logfmt
 from tests.helpers import tiny_config
 from tests.history.places import redis_process
@@ -58,8 +58,8 @@ def place() -> Iterator[Place]:
 
 
 @pytest.fixture
-def histories(place: Place) -> Histories:
-    return Histories.open(place.url, tiny_config(), CONFIG)
+def histories(place: Place) -> StoredHistories:
+    return StoredHistories.open(place.url, tiny_config(), CONFIG)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_redis_that_is_started_again_empty_is_described_anew(keeper: Caller, p
 
 @pytest.mark.parametrize("garbage", [b"", b"x" * 32, b"\xff" * 7])
 def test_garbage_in_a_redis_is_our_failure_for_that_user_alone(
-    keeper: Caller, histories: Histories, garbage: bytes, lines: Any
+    keeper: Caller, histories: StoredHistories, garbage: bytes, lines: Any
 ) -> None:
     for user in (7, 8):
         assert keeper.post(EVENTS, events_body(0, user_id=user)).status == 200
@@ -138,7 +138,9 @@ def test_garbage_in_a_redis_is_our_failure_for_that_user_alone(
     assert PASSWORD not in lines()
 
 
-def test_a_redis_without_memory_is_full_and_one_that_only_reads_is_away(keeper: Caller, histories: Histories) -> None:
+def test_a_redis_without_memory_is_full_and_one_that_only_reads_is_away(
+    keeper: Caller, histories: StoredHistories
+) -> None:
     assert keeper.post(EVENTS, events_body(0)).status == 200
     client = histories._store._client  # type: ignore[attr-defined]
     client.config_set("maxmemory", "1")
@@ -170,7 +172,7 @@ def test_a_server_with_smaller_tables_than_another_says_so_and_harms_nothing(kee
     assert keeper.post("/v1/rank", stored_body(user_id=8)).json["history_version"] == 3
     assert keeper.get("/readyz").status == 200
     with pytest.raises(TablesTooSmall, match=r"table 'item' has 300 rows, the events kept in .* were taken for 400"):
-        Histories.open(place.url, tiny_config(), CONFIG)
+        StoredHistories.open(place.url, tiny_config(), CONFIG)
 
 
 def model_of(num_items: int) -> ModelConfig:

@@ -61,13 +61,13 @@ def spoilt(file: SnapshotFile, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "learned", "tables"])
-def test_a_file_that_does_not_fit_is_told_of_and_left_aside(
+def test_a_file_that_does_not_fit_is_logged_and_ignored(
     file: SnapshotFile, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt(file, how)
     with caplog.at_level(logging.WARNING):
         assert file.read() is None
-    assert [record.message for record in caplog.records] == ["snapshot left aside"]
+    assert [record.message for record in caplog.records] == ["snapshot ignored"]
     engine = tiny_engine()
     SnapshotKeeper(file, 60).restore(engine, None)
     assert engine.stats().pool.resident_rows == 0
@@ -121,7 +121,7 @@ def test_a_restarted_server_is_warm_before_it_is_ready(file: SnapshotFile) -> No
         engine.check()
 
 
-def test_snapshots_are_taken_in_between_and_a_full_disk_stops_nobody(
+def test_snapshots_are_written_while_serving_and_a_full_disk_does_not_stop_serving(
     file: SnapshotFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, keeper = tiny_engine(), SnapshotKeeper(file, every_s=10)
@@ -217,7 +217,7 @@ def test_what_was_learned_on_another_node_is_refused_with_a_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         SnapshotKeeper(file, 60).restore(other, again)
     assert again.learned == steering().learned
-    (record,) = [one for one in caplog.records if "of another node" in one.message]
+    (record,) = [one for one in caplog.records if "from another node" in one.message]
     assert list(record.of) == [named]  # type: ignore[attr-defined]
     assert other.stats().pool.resident_rows > 0, "rows are of use all the same"
 
@@ -241,7 +241,7 @@ def test_what_another_version_of_the_controller_learned_is_left_aside_and_rows_a
     with caplog.at_level(logging.WARNING):
         SnapshotKeeper(file, 60).restore(other, again)
     assert again.learned == steering().learned
-    assert [one.message for one in caplog.records] == ["what the controller had learned does not fit"]
+    assert [one.message for one in caplog.records] == ["the learned state of the controller does not fit"]
     assert other.stats().pool.resident_rows > 0
 
 
@@ -280,4 +280,4 @@ def test_a_swapped_model_goes_on_from_what_was_learned_if_it_has_the_same_shape(
     ports[1].inherit(ports[0])
     assert (new.learned == old.learned) == is_kept
     for port in ports:
-        port._engine.close()
+        port.engine.close()

@@ -171,7 +171,7 @@ def test_what_the_old_engine_has_taken_it_still_answers(models: Path, monkeypatc
     """The old engine is held until the new one serves; then it answers what waits, and ends."""
     port = port_of(models, is_apart=False)
     assert isinstance(port, SwappingPort)
-    old = port.current._engine
+    old = port.current.engine
     step, may_go_on = Engine.step, threading.Event()
 
     def held(self: Engine) -> bool:
@@ -188,7 +188,7 @@ def test_what_the_old_engine_has_taken_it_still_answers(models: Path, monkeypatc
         wait_for(lambda: old._scheduler.queue_length > 0)
         swapped = threading.Thread(target=lambda: found.update(reply=swap(caller, "second")))
         swapped.start()
-        wait_for(lambda: port.current._engine is not old)
+        wait_for(lambda: port.current.engine is not old)
         np.testing.assert_allclose(infer(caller), scores_of(tiny_model(1), REQUESTS), atol=1e-5)
         may_go_on.set()
         asked.join()
@@ -233,4 +233,4 @@ def test_rows_survive_a_crash_after_a_swap_to_a_model_that_refuses_the_old_split
         port._process.kill()
         wait_for(lambda: port.num_restarts == 1 and caller.get("/readyz").status == 200, 60)
         np.testing.assert_allclose(infer(caller), updated, atol=1e-5)
-    assert "a setting was not set again" in caplog.text
+    assert "a setting was not restored" in caplog.text

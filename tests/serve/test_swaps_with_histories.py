@@ -27,7 +27,7 @@ from helmrec.history.events import EventSchema
 from helmrec.model.config import ITEM, TableConfig
 from helmrec.model.weights import LoadedModel, save_model
 from helmrec.serve.app import make_app
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.node import make_port
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import RankRequest
@@ -81,7 +81,7 @@ def serving(folder: Path, place: Path | str, name: str = "first", *, is_apart: b
         engine_process=is_apart, ring_bytes=1 << 20, log_level="error", admin_token=TOKEN, models_path=str(folder)
     )
     port = make_port(folder / name, EngineConfig(pool_bytes=pool_bytes, page_tokens=4), serve)
-    with Caller(make_app(port, serve, Histories.open(place, port.model, CONFIG))) as caller:
+    with Caller(make_app(port, serve, StoredHistories.open(place, port.model, CONFIG))) as caller:
         caller.wait_until_ready()
         yield caller
 
@@ -138,7 +138,7 @@ def test_a_server_is_not_started_with_a_model_that_lacks_rows_of_kept_events(fol
     with serving(folder, tmp_path / "kept") as caller:
         assert caller.post(EVENTS, events_body(0)).status == 200
     with pytest.raises(TablesTooSmall, match=r"table 'item' has 100 rows, .* were taken for 300"):
-        Histories.open(tmp_path / "kept", MODELS["shrunk"].config, CONFIG)
+        StoredHistories.open(tmp_path / "kept", MODELS["shrunk"].config, CONFIG)
 
 
 Event = tuple[int, int, int, int]  # item, category, action, timestamp
@@ -299,11 +299,11 @@ def test_a_thousand_streams_of_swaps_and_appends_never_lock_a_user_out(folder: P
     assert_streams_went_everywhere()
 
 
-async def stay_with_the_first_model(self: Histories, model: Any) -> None:
+async def stay_with_the_first_model(self: StoredHistories, model: Any) -> None:
     """The store keeps the limits of the model it was opened for."""
 
 
-async def let_any_model_in(self: Histories, model: Any, served: Any) -> None:
+async def let_any_model_in(self: StoredHistories, model: Any, served: Any) -> None:
     """A swap is not held against what is kept."""
 
 
@@ -313,8 +313,8 @@ def follow_without_a_note(self: EmbeddedHistory, schema: Any) -> None:
 
 
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
-    (Histories, "_follow", stay_with_the_first_model),
-    (Histories, "check_swap", let_any_model_in),
+    (StoredHistories, "_follow", stay_with_the_first_model),
+    (StoredHistories, "check_swap", let_any_model_in),
     (EmbeddedHistory, "follow", follow_without_a_note),
 ]
 

@@ -114,14 +114,14 @@ def test_a_wrong_json_tensor_is_named(change: dict[str, Any], field: str) -> Non
 
 
 @pytest.mark.parametrize("header_length", ["", "-1", "1e3", "99999999", "9" * 30, "²"])
-def test_a_wrong_header_length_is_told(header_length: str) -> None:
+def test_a_wrong_header_length_is_refused(header_length: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_inference(infer_binary(tensors_of(rank_requests(1))).body, header_length)
     assert caught.value.field == "inference-header-content-length"
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 100])
-def test_a_truncated_or_padded_body_is_told(cut: int) -> None:
+def test_a_truncated_or_padded_body_is_refused(cut: int) -> None:
     sent = infer_binary(tensors_of(rank_requests(2)))
     length = sent.headers["inference-header-content-length"]
     with pytest.raises(RequestError, match="binary_data_size"):
@@ -130,7 +130,7 @@ def test_a_truncated_or_padded_body_is_told(cut: int) -> None:
         read_inference(sent.body + b"x" * cut, length)
 
 
-def test_an_output_nobody_makes_is_refused() -> None:
+def test_an_unknown_output_is_refused() -> None:
     body = infer_json(tensors_of(rank_requests(1)), outputs=[{"name": "LABELS"}])
     with pytest.raises(RequestError, match="the only output is SCORES"):
         read_inference(json.dumps(body).encode(), None)

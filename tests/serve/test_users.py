@@ -14,7 +14,7 @@ from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, HistoryError
 from helmrec.history.config import HistoryConfig
 from helmrec.serve.app import make_app
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import random_request, tiny_config, tiny_engine
@@ -73,7 +73,7 @@ def test_a_user_without_events_is_ranked_as_a_new_one(keeper: Caller) -> None:
     assert unknown["scores"] == pytest.approx(np.array(sent["scores"]), abs=1e-5)
 
 
-def test_a_stale_base_is_a_conflict_that_tells_the_current_version(keeper: Caller) -> None:
+def test_a_stale_base_is_a_conflict_with_the_current_version(keeper: Caller) -> None:
     keeper.post(EVENTS, events_body(0))
     stale = keeper.post(EVENTS, events_body(2))
     assert (stale.status, stale.json["current_version"]) == (409, 3)
@@ -129,7 +129,7 @@ def test_half_a_history_is_not_filled_up_with_the_kept_one(keeper: Caller) -> No
         assert (reply.status, reply.json["detail"][-11:]) == (400, "d, got None")
 
 
-def test_a_look_at_a_user_tells_version_and_seal(keeper: Caller) -> None:
+def test_the_state_of_a_user_has_version_and_seal(keeper: Caller) -> None:
     assert keeper.get(USER).status == 404
     keeper.post(EVENTS, events_body(0))
     seen = keeper.get(USER).json
@@ -227,7 +227,7 @@ def test_metrics_count_appends_and_what_is_kept(keeper: Caller) -> None:
 
 def test_a_full_store_refuses_without_naming_our_files(served: Engine, tmp_path: Path) -> None:
     config = HistoryConfig(sync="os", map_bytes=1 << 20, max_bytes=1 << 20)
-    histories = Histories.open(tmp_path / "small", tiny_config(), config)
+    histories = StoredHistories.open(tmp_path / "small", tiny_config(), config)
     body = events_body(0, **{name: [1] * 20_000 for name in ("items", "actions", "timestamps")})
     body["features"] = {"category": [1] * 20_000}
     with Caller(make_app(InProcessPort(served), ServeConfig(), histories)) as keeper:
@@ -239,8 +239,8 @@ def test_a_full_store_refuses_without_naming_our_files(served: Engine, tmp_path:
         assert keeper.get("/v1/users/0").json["version"] == 20_000
 
 
-def test_a_full_disk_is_told_as_such_and_the_events_are_kept_when_there_is_room(served: Engine, tmp_path: Path) -> None:
-    histories = Histories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
+def test_a_full_disk_has_its_own_error_and_events_are_stored_once_there_is_room(served: Engine, tmp_path: Path) -> None:
+    histories = StoredHistories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
     body = events_body(0, **{name: [1] * 9_000 for name in ("items", "actions", "timestamps")})
     body["features"] = {"category": [1] * 9_000}
     with Caller(make_app(InProcessPort(served), ServeConfig(), histories)) as keeper:
@@ -253,7 +253,7 @@ def test_a_full_disk_is_told_as_such_and_the_events_are_kept_when_there_is_room(
 
 
 def test_a_failing_store_is_our_failure_and_stays_in_the_log(
-    keeper: Caller, histories: Histories, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    keeper: Caller, histories: StoredHistories, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(user_id: int, num_events: int) -> None:
         raise HistoryError("/secret/path is damaged")
@@ -267,7 +267,7 @@ def test_a_failing_store_is_our_failure_and_stays_in_the_log(
 
 def test_events_outlive_the_server(tmp_path: Path) -> None:
     for base, times in ((0, [10, 20, 30]), (3, [30, 40, 50])):
-        histories = Histories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
+        histories = StoredHistories.open(tmp_path / "kept", tiny_config(), HistoryConfig())
         port = InProcessPort(tiny_engine(clock=MonotonicClock()))
         with Caller(make_app(port, ServeConfig(), histories)) as keeper:
             assert keeper.post(EVENTS, events_body(base, timestamps=times)).json["version"] == base + 3
@@ -275,4 +275,4 @@ def test_events_outlive_the_server(tmp_path: Path) -> None:
 
 def test_a_store_must_hold_what_the_model_looks_at(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="history_max_events_per_user must be at least the model's window, 16, got 8"):
-        Histories.open(tmp_path, tiny_config(), HistoryConfig(max_events_per_user=8))
+        StoredHistories.open(tmp_path, tiny_config(), HistoryConfig(max_events_per_user=8))

@@ -69,7 +69,7 @@ def test_tritonclient_reads_health_and_metadata(client: Any) -> None:
     assert metadata["outputs"] == [{"name": "SCORES", "datatype": "FP32", "shape": [-1, 2]}]
 
 
-def test_tritonclient_is_told_what_is_wrong(client: Any) -> None:
+def test_tritonclient_raises_the_error_of_the_server(client: Any) -> None:
     tensors = tensors_of(REQUESTS)
     with pytest.raises(InferenceServerException, match="the model served here is 'tiny', got 'huge'"):
         client.infer("huge", inputs(tensors, is_binary=True))

@@ -80,7 +80,7 @@ def test_an_engine_gives_the_same_scores_to_what_came_over_the_wire() -> None:
         {"candidates": "ab"},
     ],
 )
-def test_what_cannot_cross_is_told(wrong: dict[str, Any]) -> None:
+def test_what_cannot_be_packed_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(NotForTheWire):
         pack_requests([as_request(rank_body(**wrong))], 0.0)
 

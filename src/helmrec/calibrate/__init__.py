@@ -1,1 +1,1 @@
-"""What steps cost on the present device: timed on a real engine, fitted to the terms the simulator reckons with."""
+"""Measure the cost of steps on a real engine, and fit the cost terms of the simulator to them."""

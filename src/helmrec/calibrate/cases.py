@@ -1,7 +1,7 @@
-"""Which steps are timed: values only.
+"""The cases that are timed, as values.
 
-Cases vary what the cost model has terms for, one by one and together: requests of a step, tokens, prefixes, candidates,
-rows that miss, pages that must come from the host; alone, and queued up so that steps overlap.
+Cases vary the inputs of the cost model, one by one and together: requests of a step, tokens, prefixes, candidates, rows
+that miss, pages reloaded from the host; in single steps, and in bursts in which steps overlap.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from helmrec.model.config import ModelConfig
 
 STEP_REQUESTS = 8  # most requests of a step; bursts always have as many
 _TYPICAL = 0.42  # of the window: eight of these with all candidates fill a step
-_FEW_NEW = 16  # events of a user who was here a moment ago
+_FEW_NEW = 16  # new events of a returning user
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of step. Lengths are means: those of a step's requests are spread by a third either way."""
+    """One kind of step. Lengths are means: those of the requests of a step are spread by a third in both directions."""
 
     name: str
     num_requests: int
-    resident: int  # events of each history whose KV is there
+    resident: int  # events of each history whose KV is resident
     new: int  # events that must be computed
     candidates: int
-    fresh: float  # share of row reads that go to rows no cache holds
-    is_reloaded: bool = False  # the resident ones are on the host
-    num_steps: int = 1  # more: all queued at once
+    fresh: float  # share of row reads that miss the cache
+    is_reloaded: bool = False  # KV of the resident events is in the host tier
+    num_steps: int = 1  # more than 1: a burst, all queued at once
 
     def spread(self, mean: int, window: int) -> list[int]:
-        """Lengths of the requests of one step; they add up to as many times the mean."""
+        """Return the lengths of the requests of one step, whose mean is `mean`."""
         if self.num_requests == 1 or mean <= 1:
             return [mean] * self.num_requests
         lengths = np.linspace(2 / 3, 4 / 3, self.num_requests) * mean
@@ -37,14 +37,14 @@ class Case:
 
 
 def make_cases(model: ModelConfig, *, is_quick: bool) -> list[Case]:
-    """Steps in turn first, bursts then; fewer if it must be quick."""
+    """Return single steps, then bursts; half of them if `is_quick`."""
     typical, most = max(1, int(model.window * _TYPICAL)), model.max_candidates
-    steps = _steps_in_turn(typical, most) + _reloads(typical, most)
+    steps = _single_steps(typical, most) + _reloads(typical, most)
     bursts = _bursts(typical, most, num_steps=6 if is_quick else 12)
     return [*steps[::2], *bursts[::2]] if is_quick else steps + bursts
 
 
-def _steps_in_turn(typical: int, most: int) -> list[Case]:
+def _single_steps(typical: int, most: int) -> list[Case]:
     few, little = max(1, most // 8), max(1, typical // 4)
     cases = [
         Case(f"{num} first visits, {fresh:.0%} fresh", num, 0, typical, most, fresh)

@@ -1,8 +1,8 @@
-"""The simulator's cost terms by least squares of the relative error over everything that was timed.
+"""Fit the simulator's cost terms to timed steps, by least squares of the relative error.
 
-Steps in turn tell compute and row reads apart; bursts tell what changes when steps overlap, and by how much a device
-that never rests computes longer, perhaps because its clock falls. Terms are those of a busy device, since that is what
-simulations are about. Terms that only bursts or reloads show are left at a neutral value where there are none.
+Single steps separate compute from row reads. Bursts show the effect of overlapping steps, and how much slower a
+continuously busy device computes, perhaps because of a lower clock. The terms returned are those of a busy device.
+Terms that only bursts or reloads determine keep a neutral value if none were timed.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from helmrec.sim.cost import CostTerms
 from helmrec.sim.node.state import FloatArray
 from helmrec.types import IntArray
 
-_OUTLIER = 0.15  # relative error from which on a step pulls no harder
-_BESIDE_SHARE = 0.75  # of the speed alone: bursts hardly tell it, so it comes from docs/measurements/gpu-rows-h200.json
+_OUTLIER = 0.15  # relative error above which the loss is linear (Huber)
+_BESIDE_SHARE = 0.75  # of the speed alone, from docs/measurements/gpu-rows-h200.json: bursts hardly determine it
 _COMPUTE = ("compute_floor_ms", "compute_token_us", "compute_pair_ns", "compute_row_ns")
 _TINY = 1e-6
 _ITERATIONS = 60
@@ -28,13 +28,15 @@ _ITERATIONS = 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
+    """The fitted terms, and how well they predict."""
+
     terms: CostTerms  # of a busy device
     ratios: dict[str, float]  # case -> predicted over measured time, the median of its repeats
     num_steps: int
 
 
 class _Runs(NamedTuple):
-    """All that was timed, as arrays; a run is a step in turn or a burst."""
+    """All timed runs as arrays. A run is a single step or a burst."""
 
     works: FloatArray  # (steps, columns of `replay`)
     starts: IntArray  # (runs + 1,)
@@ -59,15 +61,15 @@ class _Runs(NamedTuple):
     def first(self) -> FloatArray:  # (runs, columns)
         return self.works[self.starts[:-1]]
 
-    def spans(self, found: "_Found") -> FloatArray:
-        """Predicted: of a burst, from the first results to the last; of a step in turn, from plan to results."""
-        in_turn = replay(found.terms, self.works, self.starts, self.overlaps)[self.starts[1:] - 1]
-        ends = replay(found.busy_terms, self.works, self.starts, self.overlaps)
-        return np.where(self.is_burst, ends[self.starts[1:] - 1] - ends[self.starts[:-1]], in_turn)
+    def spans(self, point: "_FitPoint") -> FloatArray:
+        """Predict the time of each run: a burst from first to last results, a single step from plan to results."""
+        single = replay(point.terms, self.works, self.starts, self.overlaps)[self.starts[1:] - 1]
+        ends = replay(point.busy_terms, self.works, self.starts, self.overlaps)
+        return np.where(self.is_burst, ends[self.starts[1:] - 1] - ends[self.starts[:-1]], single)
 
 
-class _Found(NamedTuple):
-    """Terms of a device that rests between steps, and by what factor one computes longer that does not."""
+class _FitPoint(NamedTuple):
+    """Terms of a device that idles between steps, and the factor by which a busy device computes longer."""
 
     terms: CostTerms
     busy: float
@@ -78,20 +80,20 @@ class _Found(NamedTuple):
 
 
 def fit(measured: Sequence[Measured]) -> Fitted:
-    """All profiles together. With one number of rows a token, what a row costs stands in the token's term."""
+    """Fit all profiles together. If all have the same rows per token, the cost of a row is part of the token's term."""
     runs = _Runs.of(measured)
     start = _first_guess(measured, runs)
     free = _free_terms(measured, runs)
-    found = _descend(start, free, runs)
+    best = _descend(start, free, runs)
     timed = [each for one in measured for each in one.timed]
     names = _names(measured)
-    ratios = runs.spans(found) / runs.span_ms
+    ratios = runs.spans(best) / runs.span_ms
     by_case: dict[str, list[float]] = {}
     for name, ratio in zip(names, ratios.tolist(), strict=True):
         by_case.setdefault(name, []).append(ratio)
     return Fitted(
-        terms=found.busy_terms,
-        ratios={name: round(float(np.median(found)), 3) for name, found in by_case.items()},
+        terms=best.busy_terms,
+        ratios={name: round(float(np.median(of_case)), 3) for name, of_case in by_case.items()},
         num_steps=sum(len(each.steps) for each in timed),
     )
 
@@ -102,7 +104,7 @@ def _names(measured: Sequence[Measured]) -> list[str]:
 
 
 def _free_terms(measured: Sequence[Measured], runs: _Runs) -> list[str]:
-    """Terms there is something to learn about."""
+    """Return the names of the terms that the runs determine."""
     missed = runs.works[:, 6]
     from_rows = measured[0].sorted_from_rows
     free = ["compute_floor_ms", "compute_token_us", "compute_pair_ns"]
@@ -117,7 +119,7 @@ def _free_terms(measured: Sequence[Measured], runs: _Runs) -> list[str]:
 
 
 def _first_guess(measured: Sequence[Measured], runs: _Runs) -> dict[str, float]:
-    """Host terms, which are final, and device terms as if all were linear, from steps in turn."""
+    """Return the final host terms, and a linear estimate of the device terms, from single steps."""
     alone = ~runs.is_burst & (runs.first[:, 7] == 0)
     requests, tokens, pairs, rows, hit_bytes, miss_bytes, missed, _ = runs.first[alone].T
     host_ms, span_ms = runs.host_ms[alone], runs.span_ms[alone]
@@ -157,7 +159,7 @@ def _first_guess(measured: Sequence[Measured], runs: _Runs) -> dict[str, float]:
 
 
 def _relative_fit(columns: FloatArray, times_ms: FloatArray) -> list[float]:
-    """Coefficients, none negative, with the least squares of relative errors; few columns, so all choices are tried."""
+    """Return the non-negative coefficients with the least squares of relative errors, by trying all sets of columns."""
     scaled, best, best_error = columns / times_ms[:, None], np.zeros(columns.shape[1]), np.inf
     for choice in product((False, True), repeat=columns.shape[1]):
         chosen = np.flatnonzero(choice)
@@ -169,11 +171,11 @@ def _relative_fit(columns: FloatArray, times_ms: FloatArray) -> list[float]:
     return [float(value) for value in best]
 
 
-_SHARES = ("reload_exposed",)  # between 0 and 1; all other free terms are positive
+_SHARES = ("reload_exposed",)  # in [0, 1]; all other free terms are positive
 
 
-def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _Found:
-    """Levenberg and Marquardt's way down, over logarithms, so that no term turns negative."""
+def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _FitPoint:
+    """Minimise the error by the Levenberg-Marquardt method over logarithms, which keep terms positive."""
     place = np.array([_to_line(name, start[name]) for name in free])
     errors = _errors(start, free, place, runs)
     damping = 1e-2
@@ -197,17 +199,17 @@ def _descend(start: dict[str, float], free: Sequence[str], runs: _Runs) -> _Foun
             break
         else:
             damping *= 5
-    return _found(start, free, place)
+    return _point(start, free, place)
 
 
 def _errors(start: dict[str, float], free: Sequence[str], place: FloatArray, runs: _Runs) -> FloatArray:
-    """Relative error of each run; in a step in turn the host took what it took. A burst counts as all its steps."""
-    found = _found(start, free, place)
-    terms = found.terms
+    """Return the relative error of each run, weighted by its steps. Single steps use the measured host time."""
+    point = _point(start, free, place)
+    terms = point.terms
     requests, tokens, _, rows = runs.first[:, :4].T
     host = terms.host_floor_ms + terms.host_request_ms * requests
     host = host + terms.host_token_us * tokens / 1e3 + terms.host_row_ns * rows / 1e6
-    predicted = runs.spans(found) + np.where(runs.is_burst, 0.0, runs.host_ms - host)
+    predicted = runs.spans(point) + np.where(runs.is_burst, 0.0, runs.host_ms - host)
     return (predicted / runs.span_ms - 1) * np.sqrt(np.diff(runs.starts))
 
 
@@ -225,15 +227,15 @@ def _to_line(name: str, value: float) -> float:
     return float(np.log(value / max(1 - value, _TINY)) if name in _SHARES else np.log(value))
 
 
-def _found(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _Found:
+def _point(start: dict[str, float], free: Sequence[str], place: FloatArray) -> _FitPoint:
     values = dict(start)
     for name, at in zip(free, place.tolist(), strict=True):
         values[name] = 1 / (1 + np.exp(-at)) if name in _SHARES else float(np.exp(at))
     if "alone_gb_per_s" not in free:
         values["alone_gb_per_s"] = values["sorted_alone_gb_per_s"]
-    for name in ("alone_gb_per_s", "sorted_alone_gb_per_s", "reload_gb_per_s"):  # what comes from afar is not faster
+    for name in ("alone_gb_per_s", "sorted_alone_gb_per_s", "reload_gb_per_s"):  # the bus is not faster than the pool
         values[name] = min(values[name], values["hit_gb_per_s"])
     share, busy = values.pop("beside_share"), values.pop("busy")
     values["beside_gb_per_s"] = share * values["alone_gb_per_s"]
     values["sorted_beside_gb_per_s"] = share * values["sorted_alone_gb_per_s"]
-    return _Found(CostTerms(**values), busy)
+    return _FitPoint(CostTerms(**values), busy)

@@ -1,4 +1,4 @@
-"""From a profile to everything timed on it: makes the engine, runs the cases, tells how far it is."""
+"""Time all cases of a profile: make the engine, run the cases, report progress."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense, total_table_bytes
 from helmrec.sim.node.config import NodeConfig
 
-Progress = Callable[[str, int, int], None]  # told what is being done, and how much of how much is
+Progress = Callable[[str, int, int], None]  # called with the current task, the number done and the total
 
 _UNIT_ROWS = 1_000_000
 _HIT_ROWS, _HIT_SLOTS = 65_536, 1 << 19
 _REPEATS, _QUICK_REPEATS = 5, 2
 
 
-class Sizes(NamedTuple):
-    """In bytes."""
+class MemorySizes(NamedTuple):
+    """Bytes of tables, pool and host tier."""
 
     tables: int
     pool: int
@@ -36,22 +36,22 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How to measure."""
+class MeasurePlan:
+    """Settings of a measurement."""
 
     device: str
-    sizes: Sizes
+    sizes: MemorySizes
     is_quick: bool
     made: dict[str, str]
 
 
-def measure(name: str, plan: Plan, progress: Progress) -> Measured:
-    """Time every case on engines of this profile, made for the purpose and closed afterwards."""
+def measure(name: str, plan: MeasurePlan, progress: Progress) -> Measured:
+    """Time every case on new engines of this profile, and close them."""
     model = sized_profile(name, plan.sizes.tables)
     cases = make_cases(model, is_quick=plan.is_quick)
     timed: list[Timed] = []
     probes: list[Probe] = []
-    for with_tier in (False, True):  # saving what is to be reloaded would hold up all other steps
+    for with_tier in (False, True):  # saving pages to the host tier would delay all other steps
         with make_engine(model, plan, partial(progress, f"{name}: engine"), with_tier=with_tier) as engine:
             probes.append(Probe(engine, waiter(plan.device)))
             progress(f"{name}: warming up", 0, 1)
@@ -73,7 +73,7 @@ def measure(name: str, plan: Plan, progress: Progress) -> Measured:
     )
 
 
-def _run_cases(probe: Probe, cases: Sequence[Case], plan: Plan, progress: Progress) -> list[Timed]:
+def _run_cases(probe: Probe, cases: Sequence[Case], plan: MeasurePlan, progress: Progress) -> list[Timed]:
     repeats = _QUICK_REPEATS if plan.is_quick else _REPEATS
     timed: list[Timed] = []
     for i, case in enumerate(cases):
@@ -83,22 +83,24 @@ def _run_cases(probe: Probe, cases: Sequence[Case], plan: Plan, progress: Progre
 
 
 def sized_profile(name: str, table_bytes: int) -> ModelConfig:
-    """The profile with tables of about so many bytes in all."""
+    """Return the profile with tables of about `table_bytes` in total."""
     unit = total_table_bytes(profile(name, _UNIT_ROWS))
     return profile(name, max(1_024, int(_UNIT_ROWS * table_bytes / unit)))
 
 
 def make_model(model: ModelConfig, device: str) -> LoadedModel:
-    """Random weights. Rows of a table are equal, which nothing can tell and which is quickly made."""
+    """Make a model with random weights. All rows of a table are equal: quick to make, and the timing is the same."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(model.row_dim, generator=generator).to(getattr(torch, model.row_dtype))
     tables = {table.name: row.expand(table.num_rows, model.row_dim) for table in model.tables}
-    if device == "cpu":  # a card gets a copy anyway
+    if device == "cpu":  # for a GPU, the engine copies them anyway
         tables = {table: rows.contiguous() for table, rows in tables.items()}
     return LoadedModel(model, 1, random_dense(model, generator), tables)
 
 
-def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], None], *, with_tier: bool) -> Engine:
+def make_engine(
+    model: ModelConfig, plan: MeasurePlan, progress: Callable[[int, int], None], *, with_tier: bool
+) -> Engine:
     config = EngineConfig(
         pool_bytes=plan.sizes.pool,
         alpha=0.3,
@@ -106,14 +108,14 @@ def make_engine(model: ModelConfig, plan: Plan, progress: Callable[[int, int], N
         max_batch_requests=STEP_REQUESTS,
         host_kv_bytes=plan.sizes.host_kv if with_tier else 0,
         kv_reload="always",
-        save_bytes_per_step=1 << 30,  # what was computed is on the host before it is evicted
-        refill_bytes_per_step=0,  # so that the bus carries only what the steps ask for
+        save_bytes_per_step=1 << 30,  # pages are saved to the host before they are evicted
+        refill_bytes_per_step=0,  # the bus carries only what the steps need
     )
     return Engine(make_model(model, plan.device), config, progress=progress)
 
 
 def time_hits(device: str, row_bytes: int) -> float:
-    """GB/s at which resident rows are read: the median of a few reads of many rows in random order."""
+    """Return the speed of reading resident rows in GB/s: the median of a few reads in random order."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.zeros((_HIT_SLOTS, row_bytes // 2), dtype=torch.float16, device=device)
     chosen = torch.randint(_HIT_SLOTS, (_HIT_ROWS,), generator=generator).to(device)
@@ -130,7 +132,7 @@ def time_hits(device: str, row_bytes: int) -> float:
 
 
 def waiter(device: str) -> Callable[[], None]:
-    """What returns when the device has nothing left to do."""
+    """Return a function that waits until the device is idle."""
     return torch.cuda.synchronize if device == "cuda" else (lambda: None)
 
 

@@ -1,30 +1,31 @@
-"""Times steps of a running engine: has the caches hold what a case wants, queues requests, steps, reads the clock.
+"""Time steps of a running engine: prepare the caches for a case, queue requests, step, read the clock.
 
-Uses what any client may use. What a step really did (tokens, hits, misses, pages) is taken from its results, so a case
-that came out otherwise than meant is still a good measurement.
+Uses the engine's public interface only. The work of a step (tokens, hits, misses, pages) is taken from its results, so
+a measurement is valid even if the caches were not exactly as the case intended.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from helmrec.calibrate.cases import STEP_REQUESTS, Case
-from helmrec.calibrate.requests import Rows, User, new_users
+from helmrec.calibrate.requests import Rows, User
 from helmrec.calibrate.timed import StepWork, Timed
 from helmrec.engine.engine import Engine
 from helmrec.types import RankRequest, RankResult
 
-_HOT_SHARE = 0.4  # of the slots EMB has: room is left for rows that come and go
-_PASSES = 3  # a row is admitted when it is read again, and then found
-_GROUPS = 3  # of users whose prefixes a burst of returns takes turns with
+_HOT_SHARE = 0.4  # of the row slots: the rest is for rows that miss
+_PASSES = 3  # the second read of a row admits it, the third one hits
+_GROUPS = 3  # of users, in which a burst of returning users cycles
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request on its way and what became of it."""
+class _PendingRequest:
+    """A submitted request, and when its result was available."""
 
     request: RankRequest
     future: "Future[RankResult]"
@@ -35,44 +36,46 @@ class _Asked:
         return self.future.result(timeout=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Visitor:
+    """A user of a case, whose history grows with every visit."""
+
     user: User
     resident: int
     new: int
-    seen: list[int] = field(default_factory=lambda: [0])  # how often it came back
+    num_visits: int = 0
 
     def next_events(self) -> int:
-        self.seen[0] += 1
-        return self.resident + self.new * self.seen[0]
+        self.num_visits += 1
+        return self.resident + self.new * self.num_visits
 
 
 class Probe:
-    """One engine, to itself."""
+    """Times cases on one engine, which must have no other load."""
 
     def __init__(self, engine: Engine, wait: Callable[[], None], seed: int = 0) -> None:
-        """`wait` returns when the device has nothing left to do."""
+        """`wait` returns when the device is idle."""
         self._engine = engine
         self._model = engine.model_config
         self._wait = wait
-        self._ids = new_users(self._model)
+        self._ids = itertools.count(1 << 32)
         self._rows = Rows(self._model, int(engine.stats().pool.row_capacity * _HOT_SHARE), seed)
         self.intake_ms: list[float] = []
-        self.overlaps = False  # whether a step was launched before the one ahead of it had ended
+        self.overlaps = False  # whether a step was launched before the previous one had ended
 
     def warm_up(self) -> None:
-        """Make the hot rows resident and the pool full, so that only users who return are kept."""
+        """Make the hot rows resident and the pool full, so that only returning users are kept."""
         size = self._model.window // 2
         for _ in range(_PASSES):
             spans = range(0, self._rows.num_hot_events, size)
             for batch in range(0, len(spans), STEP_REQUESTS):
                 chosen = spans[batch : batch + STEP_REQUESTS]
                 users = [self._user(self._rows.hot(begin, begin + size)) for begin in chosen]
-                self._engine.rank([self._ask(user, size, 1, 0.0) for user in users])
+                self._engine.rank([self._request(user, size, 1, 0.0) for user in users])
         self._fill_pool()
 
     def run(self, case: Case, repeats: int) -> list[Timed]:
-        """The case timed so many times, and once more before that to get used to it."""
+        """Time the case `repeats` times, after one run that is not counted."""
         num = repeats + 1
         if case.is_reloaded:
             groups = [[self._returning(case) for _ in range(case.num_steps)] for _ in range(num)]
@@ -81,7 +84,7 @@ class Probe:
         return [self._time(case, self._groups(case)) for _ in range(num)][1:]
 
     def _groups(self, case: Case) -> list[list[_Visitor]]:
-        """Who asks in each step."""
+        """Return the users of each step."""
         if not case.resident:
             return [self._visitors(case) for _ in range(case.num_steps)]
         groups = [self._returning(case) for _ in range(min(_GROUPS, case.num_steps))]
@@ -97,15 +100,15 @@ class Probe:
         ]
 
     def _returning(self, case: Case) -> list[_Visitor]:
-        """Visitors who have been here twice, so that what they brought along is kept."""
+        """Return users who have made two requests, so that their prefixes are kept."""
         visitors = self._visitors(case)
         for events in ([min(1, each.resident) for each in visitors], [each.resident for each in visitors]):
-            asked = zip(visitors, events, strict=True)
-            self._engine.rank([self._ask(visitor.user, num, 1, case.fresh) for visitor, num in asked])
+            visits = zip(visitors, events, strict=True)
+            self._engine.rank([self._request(visitor.user, num, 1, case.fresh) for visitor, num in visits])
         return visitors
 
     def _fill_pool(self) -> None:
-        """Users who come twice take all pages: whoever was here before is evicted."""
+        """Fill all KV pages with returning users, which evicts all others."""
         pool, report = self._engine.stats().pool, self._engine.report()
         events = int(self._model.window * 0.42)
         num_tokens = (pool.num_pages - pool.emb_pages) * report.page_tokens
@@ -116,29 +119,29 @@ class Probe:
     def _user(self, events: np.ndarray) -> User:
         return User(self._model, next(self._ids), events)
 
-    def _ask(self, user: User, num_events: int, candidates: int, fresh: float) -> RankRequest:
+    def _request(self, user: User, num_events: int, candidates: int, fresh: float) -> RankRequest:
         return user.request(num_events, self._rows.draw(candidates, fresh))
 
     def _time(self, case: Case, groups: Sequence[Sequence[_Visitor]]) -> Timed:
         requests = [
-            self._ask(visitor.user, visitor.next_events(), case.candidates, case.fresh)
+            self._request(visitor.user, visitor.next_events(), case.candidates, case.fresh)
             for group in groups
             for visitor in group
         ]
         self._wait()
-        asked = [self._submit(request) for request in requests]
+        pending = [self._submit(request) for request in requests]
         before = self._engine.stats().pool.bytes_by_cause.get("kv-reload", 0)
         begin_s = time.perf_counter()
         self._engine.step()
         launched_s = time.perf_counter()
-        is_over = asked[0].future.done()
+        is_over = pending[0].future.done()
         self.overlaps |= not is_over
-        while not asked[-1].future.done():
+        while not pending[-1].future.done():
             self._engine.step()
         end_s = time.perf_counter()
         loaded = self._engine.stats().pool.bytes_by_cause.get("kv-reload", 0) - before
-        steps = _by_step(asked)
-        timing = asked[0].result.timing
+        steps = _by_step(pending)
+        timing = pending[0].result.timing
         host_ms = timing.plan_ms if is_over else (launched_s - begin_s) * 1e3
         is_burst = len(steps) > 1
         return Timed(
@@ -146,22 +149,22 @@ class Probe:
             steps=tuple(_work(self._engine, step, loaded / len(steps)) for step in steps),
             ends_ms=tuple((step[-1].end_s - begin_s) * 1e3 for step in steps),
             host_ms=None if is_burst else host_ms,
-            background_ms=None if is_burst else (end_s - asked[-1].end_s) * 1e3,
+            background_ms=None if is_burst else (end_s - pending[-1].end_s) * 1e3,
         )
 
-    def _submit(self, request: RankRequest) -> _Asked:
+    def _submit(self, request: RankRequest) -> _PendingRequest:
         begin_s = time.perf_counter()
-        asked = _Asked(request, self._engine.submit(request))
+        pending = _PendingRequest(request, self._engine.submit(request))
         self.intake_ms.append((time.perf_counter() - begin_s) * 1e3)
-        asked.future.add_done_callback(lambda _: setattr(asked, "end_s", time.perf_counter()))
-        return asked
+        pending.future.add_done_callback(lambda _: setattr(pending, "end_s", time.perf_counter()))
+        return pending
 
 
-def _by_step(asked: Sequence[_Asked]) -> list[list[_Asked]]:
-    """Requests of one step were planned and ended together."""
-    steps: list[list[_Asked]] = []
+def _by_step(pending: Sequence[_PendingRequest]) -> list[list[_PendingRequest]]:
+    """Group requests by step: those of one step have the same timing."""
+    steps: list[list[_PendingRequest]] = []
     last: tuple[float, float] | None = None
-    for each in asked:
+    for each in pending:
         timing = each.result.timing
         mark = (timing.plan_ms, timing.compute_ms)
         if mark != last:
@@ -171,7 +174,7 @@ def _by_step(asked: Sequence[_Asked]) -> list[list[_Asked]]:
     return steps
 
 
-def _work(engine: Engine, step: Sequence[_Asked], loaded_bytes: float) -> StepWork:
+def _work(engine: Engine, step: Sequence[_PendingRequest], loaded_bytes: float) -> StepWork:
     num_context = len(engine.model_config.user_context)
     num_pairs = 0.0
     for each in step:

@@ -1,4 +1,4 @@
-"""When steps end that are all queued at the start, by the simulator's cost terms: a node without caches or arrivals."""
+"""Predict when steps end that are all queued at the start, by the cost terms of the simulator."""
 
 import numba
 import numpy as np
@@ -10,11 +10,10 @@ from helmrec.types import IntArray
 
 @numba.njit(cache=True)
 def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool) -> FloatArray:
-    """Milliseconds from the start of each run until the results of each of its steps are out.
+    """Return the milliseconds from the start of each run until the results of each of its steps.
 
     Run i is works[starts[i] : starts[i + 1]]. Columns of works: requests, tokens, pairs, rows read, bytes of rows
-    hit and missed, rows missed, bytes of pages loaded. The order of things is that of `node_step`
-    and `node_loop`.
+    hit and missed, rows missed, bytes of pages loaded. The stages follow each other as in the simulated node.
     """
     ends = np.zeros(works.shape[0])
     for run in range(starts.size - 1):
@@ -36,6 +35,6 @@ def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool
             if not overlaps:
                 now = ends[i] + terms.background_ms
             elif i > starts[run]:
-                ends[i - 1] = max(now, ends[i - 1])  # the host looks once the next step is on its way
+                ends[i - 1] = max(now, ends[i - 1])  # the host reads results after it has launched the next step
                 now = ends[i - 1] + terms.background_ms
     return ends

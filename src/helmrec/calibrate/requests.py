@@ -1,6 +1,4 @@
-"""Requests whose rows are resident or not, as asked, and users whose histories grow. Knows the model's tables only."""
-
-from collections.abc import Iterator
+"""Make requests whose rows are resident or not, as chosen, and users whose histories grow. Knows the tables only."""
 
 import numpy as np
 
@@ -9,28 +7,28 @@ from helmrec.types import IntArray, RankRequest
 
 
 class Rows:
-    """Draws row ids: from the first of each table, which are kept resident, or from the others."""
+    """Draws row ids: from the hot rows at the start of each table, which stay resident, or from the others."""
 
     def __init__(self, model: ModelConfig, num_hot: int, seed: int) -> None:
-        """`num_hot`: rows that may be resident over all tables."""
+        """`num_hot`: number of rows of all tables that can be resident."""
         self._rng = np.random.default_rng(seed)
         sizes = np.array([table.num_rows for table in model.features], np.int64)
-        large = sizes >= sizes.max() // 64  # a smaller one is hot as a whole
+        large = sizes >= sizes.max() // 64  # all rows of a smaller table are hot
         share = max(1, num_hot // max(1, int(large.sum())))
         self._sizes = sizes[:, None]
         self._num_hot = np.where(large, np.minimum(share, -(-sizes // 4)), sizes)[:, None]
 
     @property
     def num_hot_events(self) -> int:
-        """Events that read every hot row once."""
+        """Number of events that read every hot row once."""
         return int(self._num_hot.max())
 
     def hot(self, begin: int, end: int) -> IntArray:  # (features, events)
-        """Hot rows in turn."""
+        """Return the hot rows `begin` to `end` of each table, in a cycle."""
         return np.arange(begin, end) % self._num_hot
 
     def draw(self, num: int, fresh: float) -> IntArray:  # (features, num)
-        """A share `fresh` of the reads goes to rows that are not kept resident."""
+        """Draw rows at random; a share `fresh` of them is not hot."""
         shape = (self._sizes.size, num)
         hot = self._rng.integers(0, self._num_hot, shape)
         if fresh == 0:
@@ -40,7 +38,7 @@ class Rows:
 
 
 class User:
-    """A history, of which a request shows the first events."""
+    """A user with a history, of which each request sends the first events."""
 
     def __init__(self, model: ModelConfig, user_id: int, events: IntArray) -> None:
         self._model = model
@@ -64,11 +62,3 @@ class User:
             context={t.name: self._user_id % t.num_rows for t in model.user_context}
             | {t.name: 0 for t in model.request_context},
         )
-
-
-def new_users(model: ModelConfig) -> Iterator[int]:
-    """Ids nobody has used."""
-    user_id = 1 << 32
-    while True:
-        yield user_id
-        user_id += 1

@@ -1,4 +1,4 @@
-"""What was timed, as values that can be kept in a file and fitted again."""
+"""Timed steps as values that can be written to a file and fitted again."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from helmrec.sim.node.state import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step did."""
+    """Work of one step."""
 
     num_requests: int
     num_tokens: int
@@ -25,11 +25,11 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step in turn, or a burst of steps that were all queued at its start."""
+    """A single step, or a burst of steps that were all queued at its start."""
 
     case: str
     steps: tuple[StepWork, ...]
-    ends_ms: tuple[float, ...]  # when results were out, since the first step was planned
+    ends_ms: tuple[float, ...]  # when results were available, since the first step was planned
     host_ms: float | None = None  # until the first step was launched; None in a burst
     background_ms: float | None = None  # from the results to when the next step could be planned
 
@@ -39,13 +39,13 @@ class Timed:
 
     @property
     def span_ms(self) -> float:
-        """What is held against a prediction: of a burst, from the first results to the last."""
+        """Time to compare with a prediction: of a burst, from the first results to the last."""
         return self.ends_ms[-1] - (self.ends_ms[0] if self.is_burst else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything timed with one model on one device."""
+    """All runs timed with one model on one device."""
 
     device: str
     profile: str

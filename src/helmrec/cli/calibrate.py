@@ -16,7 +16,7 @@ from rich.table import Table
 
 from helmrec import __version__
 from helmrec.calibrate.fit import Fitted, fit
-from helmrec.calibrate.measure import Plan, Sizes, measure
+from helmrec.calibrate.measure import MeasurePlan, MemorySizes, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
 from helmrec.cli.console import err, out, told_plainly
 from helmrec.errors import ConfigError
@@ -61,13 +61,15 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
     _print(cost, fitted)
 
 
-def _plan(device: str | None, tables: str | None, pool: str | None, *, is_quick: bool) -> Plan:
+def _plan(device: str | None, tables: str | None, pool: str | None, *, is_quick: bool) -> MeasurePlan:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in _SIZES:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
     default = _SIZES[device]
-    sizes = Sizes(_bytes("tables", tables or default[0]), _bytes("pool", pool or default[1]), _bytes("", default[2]))
-    return Plan(device, sizes, is_quick, provenance())
+    sizes = MemorySizes(
+        _bytes("tables", tables or default[0]), _bytes("pool", pool or default[1]), _bytes("", default[2])
+    )
+    return MeasurePlan(device, sizes, is_quick, provenance())
 
 
 def _bytes(flag: str, text: str) -> int:
@@ -77,7 +79,7 @@ def _bytes(flag: str, text: str) -> int:
         raise ConfigError(f"{flag} must be a size like 4GiB, got {text!r}") from None
 
 
-def _measure_all(profiles: list[str], plan: Plan, keep: Path | None) -> list[Measured]:
+def _measure_all(profiles: list[str], plan: MeasurePlan, keep: Path | None) -> list[Measured]:
     measured: list[Measured] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:

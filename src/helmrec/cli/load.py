@@ -15,7 +15,7 @@ from helmrec.cli.console import err, out, told_plainly
 from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
-from helmrec.load import Load, Snapshot, arrival_times
+from helmrec.load import EngineLoad, LoadSnapshot, arrival_times
 from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
 from helmrec.serve.load import HttpLoad
 from helmrec.traffic.requests import rank_requests
@@ -61,7 +61,7 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
             engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
             rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
-            end = Load(engine, rebalancer).run(
+            end = EngineLoad(engine, rebalancer).run(
                 rank_requests(trace, engine.model_config),
                 times_s,
                 lambda seen: live.update(_table(seen), refresh=True),
@@ -69,7 +69,7 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
         _conclude(end, results)
 
 
-def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDArray[np.float64]) -> Snapshot:
+def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDArray[np.float64]) -> LoadSnapshot:
     load = HttpLoad(url, deadline_ms)
     model = load.model()
     with Live(console=err, transient=True, auto_refresh=False) as live:
@@ -78,7 +78,7 @@ def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDA
         )
 
 
-def _conclude(end: Snapshot, results: Path | None) -> None:
+def _conclude(end: LoadSnapshot, results: Path | None) -> None:
     out.print(_table(end))
     if end.lag_p99_ms > _SLOW_DRIVER_MS:
         err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
@@ -102,7 +102,7 @@ def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | No
     return Rebalancer(engine, decider, slo_ms, on_decision=note)
 
 
-def _table(seen: Snapshot) -> Table:
+def _table(seen: LoadSnapshot) -> Table:
     table = Table(title=f"{seen.elapsed_s:.1f} s", show_header=False)
     refused = ", ".join(f"{num} {cause}" for cause, num in seen.refused.items()) or "none"
     for label, value in (

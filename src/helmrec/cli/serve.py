@@ -14,10 +14,10 @@ from helmrec.cluster.config import read_cluster_config
 from helmrec.cluster.environment import prepare_environment
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import make_port
-from helmrec.serve.server import listen, serve_until_told
+from helmrec.serve.server import listen, serve_until_stopped
 from helmrec.serve.settings import Given, Settings, resolve
 
 log = logging.getLogger("helmrec.serve")
@@ -112,6 +112,6 @@ def _serve(model: Path, settings: Settings) -> None:
         with err.status("getting the model ready"):
             port = make_port(model, settings.engine, settings.serve)
             path = settings.serve.history_path
-            histories = None if path is None else Histories.open(path, port.model, settings.history)
+            histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
         app = make_app(port, settings.serve, histories)
-        serve_until_told(app, settings.serve, listener, on_stop=app.state.front.bodies.stop)
+        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.front.bodies.stop)

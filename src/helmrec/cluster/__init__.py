@@ -1,1 +1,1 @@
-"""Many engines behind one HTTP API: what Ray Serve runs, and the little of ours that knows Ray."""
+"""Many engines behind one HTTP API, run by Ray Serve."""

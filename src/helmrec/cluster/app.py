@@ -1,7 +1,7 @@
-"""The application on Ray Serve: HTTP fronts, and engines behind our request router.
+"""The Ray Serve application: HTTP fronts, and engines behind HelmRec's request router.
 
-`build` is what a Serve config file names (`import_path: helmrec.cluster.app:build`); the command line makes the same
-application of the same settings.
+A Serve config file names `build` (`import_path: helmrec.cluster.app:build`); the command line builds the same
+application from the same settings.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from helmrec.cluster.config import ClusterConfig, cluster_config
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
-from helmrec.cluster.replica import EngineReplica, replica_settings
+from helmrec.cluster.replica import EngineReplica, ReplicaSettings
 from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_policy
 from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
@@ -28,7 +28,7 @@ from helmrec.redaction import redact
 from helmrec.router.cost import RouterCost, TokenShape, read_router_cost
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
@@ -36,7 +36,7 @@ from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig
 
 ENGINES, INGRESS = "engines", "ingress"
-_ROUTING_TASKS_PERIODS = 4  # report periods after which a replica that does not report is asked again
+_STATS_TIMEOUT_PERIODS = 4  # report periods after which Ray stops waiting for a replica's report
 
 
 class _Engines(EngineReplica):
@@ -55,20 +55,20 @@ class _Engines(EngineReplica):
 
 @serve.ingress()
 class _Ingress:
-    """The single node's HTTP API in front of all engines."""
+    """The HTTP API of a single node, in front of all engines."""
 
     def __init__(
         self, engines: DeploymentHandle, model: str, settings: dict[str, Any], cluster: dict[str, Any]
     ) -> None:
-        told, chosen = _settings(settings), cluster_config(cluster)
-        log_to_stderr(told.serve.log_level, told.secrets)
+        given, chosen = _settings(settings), cluster_config(cluster)
+        log_to_stderr(given.serve.log_level, given.secrets)
         shape = read_manifest(Path(model)).model
-        policy = make_policy(chosen.router, router_cost(chosen, told, shape).model_dump(), chosen.routing.model_dump())
-        warm_up(policy, chosen.memory)  # the router itself is Ray's to make, in this process
-        self._port = ClusterPort(RayFleet(engines), shape, told.engine.max_history, chosen.patience_s)
-        path = told.serve.history_path
-        histories = None if path is None else Histories.open(path, shape, told.history)
-        self._app = make_app(self._port, told.serve, histories)
+        policy = make_policy(chosen.router, router_cost(chosen, given, shape).model_dump(), chosen.routing.model_dump())
+        warm_up(policy, chosen.memory)  # Ray constructs the router itself, in this process
+        self._port = ClusterPort(RayFleet(engines), shape, given.engine.max_history, chosen.patience_s)
+        path = given.serve.history_path
+        histories = None if path is None else StoredHistories.open(path, shape, given.history)
+        self._app = make_app(self._port, given.serve, histories)
         PROCESS.take_over()
         PROCESS.settle()
 
@@ -77,7 +77,7 @@ class _Ingress:
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """From plain values: `model`, a folder every machine sees; `settings` of a server; `cluster`."""
+    """Build the application from plain values: `model`, a folder every machine can read, `settings`, `cluster`."""
     if unknown := arguments.keys() - {"model", "settings", "cluster"}:
         raise ConfigError(redact(f"{min(unknown)} is not a known argument, got {arguments[min(unknown)]!r}"))
     if "model" not in arguments:
@@ -87,16 +87,13 @@ def build(arguments: dict[str, Any]) -> Application:
 
 
 def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Application:
-    """Raise what is wrong with the settings, or with the model's folder, before anything starts."""
+    """Build the application. Raises before anything starts if the settings or the model's folder are wrong."""
     shape = read_manifest(model).model
     Steering.of(settings.serve)
     _check_histories(settings.serve.history_path)
     begin = Begin(str(model), revealed(settings.engine), for_engine(settings.serve))
-    told = {
-        "report_every_s": cluster.report_every_s,
-        "sketch_bits": cluster.memory.sketch_bits,
-        "kept_from_visit": 1 if settings.engine.kv_admission == "always" else cluster.memory.kept_from_visit,
-    }
+    keeps_all = settings.engine.kv_admission == "always"
+    replica = ReplicaSettings(cluster.memory.sketch_bits, 1 if keeps_all else cluster.memory.kept_from_visit)
     engines = serve.deployment(_Engines, name=ENGINES).options(**_engine_options(cluster, settings, shape))
     front = serve.deployment(_Ingress, name=INGRESS).options(
         num_replicas=cluster.ingresses,
@@ -105,7 +102,7 @@ def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Appl
         graceful_shutdown_timeout_s=cluster.drain_s,
         health_check_period_s=cluster.health_every_s,
     )
-    bound = engines.bind(msgspec.msgpack.encode(begin), replica_settings(told))
+    bound = engines.bind(msgspec.msgpack.encode(begin), msgspec.msgpack.encode(replica))
     return front.bind(bound, str(model), _plain(settings), cluster.model_dump(mode="json", exclude_none=True))
 
 
@@ -123,7 +120,7 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
             "memory": cluster.memory.model_dump(),
         },
         request_routing_stats_period_s=cluster.report_every_s,
-        request_routing_stats_timeout_s=cluster.report_every_s * _ROUTING_TASKS_PERIODS,
+        request_routing_stats_timeout_s=cluster.report_every_s * _STATS_TIMEOUT_PERIODS,
     )
     options: dict[str, Any] = {
         "request_router_config": routing,
@@ -147,7 +144,7 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
 
 
 def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> RouterCost:
-    """What the router reckons with, for the model that is served."""
+    """Return the costs that the router predicts with, for the served model."""
     geometry = NodeConfig(model=model, engine=settings.engine).geometry
     shape = TokenShape(len(model.features), geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
     if cluster.calibration is not None:
@@ -161,7 +158,7 @@ def _check_histories(path: str | None) -> None:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """All settings by name, as `_settings` takes them, secrets in clear: they go to the fronts and nowhere else."""
+    """Return all settings by name, for `_settings`. Secrets are in clear: for the fronts only."""
     values: dict[str, Any] = {
         **revealed(settings.serve),
         **revealed(settings.engine),

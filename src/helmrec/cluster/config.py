@@ -1,4 +1,4 @@
-"""Settings of a cluster: how many replicas, on what, and how requests find them. Knows bounds, not Ray."""
+"""Settings of a cluster: replicas, their resources, and routing. Does not know Ray."""
 
 import tomllib
 from pathlib import Path
@@ -16,13 +16,15 @@ OURS = "emb-kv-aware"  # the router of the product; others come from packages th
 
 
 class Scaling(Frozen):
-    """Replicas come and go with the load."""
+    """Bounds of a number of replicas that follows the load."""
 
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(ge=1)
-    waiting_per_replica: float = Field(4.0, gt=0, description="requests on their way that one replica should have")
-    up_after_s: float = Field(10.0, ge=0, description="more load must last this long")
-    down_after_s: float = Field(120.0, ge=0, description="and less load this long: a new replica has cold caches")
+    waiting_per_replica: float = Field(4.0, gt=0, description="target number of unanswered requests per replica")
+    up_after_s: float = Field(10.0, ge=0, description="how long a higher load must last")
+    down_after_s: float = Field(
+        120.0, ge=0, description="how long a lower load must last: new replicas have cold caches"
+    )
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -34,27 +36,31 @@ class Scaling(Frozen):
 
 
 class ClusterConfig(Frozen):
-    """A cluster on this machine, or on a Ray cluster that is there already."""
+    """A cluster on this machine, or on a running Ray cluster."""
 
     app: str = Field("helmrec", min_length=1, description="name of the application on Ray Serve")
-    address: str | None = Field(None, min_length=1, description="of a Ray cluster, or 'auto'; none, one starts here")
-    replicas: int = Field(2, ge=1, description="engines, each with a pool and a controller of its own")
+    address: str | None = Field(
+        None, min_length=1, description="of a Ray cluster, or 'auto'; unset: Ray is started on this machine"
+    )
+    replicas: int = Field(2, ge=1, description="engines, each with its own pool and controller")
     scaling: Scaling | None = Field(None, description="instead of a fixed number of replicas")
     cpus_per_replica: float = Field(1.0, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0)
-    ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by what it knows and what replicas report")
+    ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by its own state and the reports of replicas")
     cpus_per_ingress: float = Field(0.5, ge=0)
-    max_waiting: int = Field(256, ge=1, description="requests a replica takes at once; the engine queues and refuses")
-    router: str = Field(OURS, description="who chooses a replica")
+    max_waiting: int = Field(256, ge=1, description="requests a replica accepts at once; its engine queues and refuses")
+    router: str = Field(OURS, description="policy that chooses a replica")
     routing: RouterSettings = RouterSettings()
-    memory: StateSettings = Field(StateSettings(sketch_bits=1 << 15), description="what a router keeps in mind")
-    calibration: str | None = Field(None, min_length=1, description="costs the router reckons with; else an H200's")
+    memory: StateSettings = Field(StateSettings(sketch_bits=1 << 15), description="bounds of a router's state")
+    calibration: str | None = Field(
+        None, min_length=1, description="file of costs the router predicts with; unset: H200"
+    )
     report_every_s: float = Field(0.5, gt=0, description="between two reports of a replica")
-    health_every_s: float = Field(1.0, gt=0, description="between two looks at whether a replica lives")
-    drain_s: float = Field(30.0, gt=0, description="that a replica which is taken away may finish in")
-    patience_s: float = Field(60.0, gt=0, description="with a replica, for requests without a deadline")
+    health_every_s: float = Field(1.0, gt=0, description="between two health checks of a replica")
+    drain_s: float = Field(30.0, gt=0, description="for a replica that is removed to answer its requests")
+    patience_s: float = Field(60.0, gt=0, description="for a replica to answer a request without a deadline")
     object_store_bytes: Annotated[ByteSize, Field(ge=75 << 20)] = Field(
-        ByteSize(256 << 20), description="shared memory of a Ray that is started here"
+        ByteSize(256 << 20), description="shared memory of Ray, where it is started on this machine"
     )
 
     @model_validator(mode="after")
@@ -65,7 +71,7 @@ class ClusterConfig(Frozen):
 
 
 def read_cluster_config(file: Path | None, **given: Any) -> ClusterConfig:
-    """From a TOML file, if there is one; what is given beside it wins."""
+    """Read a TOML file, if there is one. Values in `given` take precedence."""
     try:
         settings = {} if file is None else tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -74,7 +80,7 @@ def read_cluster_config(file: Path | None, **given: Any) -> ClusterConfig:
 
 
 def cluster_config(settings: dict[str, Any]) -> ClusterConfig:
-    """Groups of settings may be plain values."""
+    """Make settings from plain values; groups of settings may be dictionaries."""
     kinds: dict[str, type[Frozen]] = {"scaling": Scaling, "routing": RouterSettings, "memory": StateSettings}
     made = {
         name: kinds[name](**value) if name in kinds and isinstance(value, dict) else value

@@ -1,7 +1,6 @@
-"""The router's decisions over replicas that have names instead of numbers. Pure: whoever runs it brings the clock,
-which must be monotonic.
+"""Routing decisions over replicas that have names instead of numbers. Pure: the clock, a monotonic one, is passed in.
 
-Holds one policy and what is believed of the replicas; Ray's part (`request_router`) only translates.
+Holds one policy and the estimated state of the replicas. `request_router` connects it to Ray.
 """
 
 import hashlib
@@ -13,36 +12,36 @@ import numpy as np
 from helmrec.cluster.hint import Hint
 from helmrec.cluster.remote_clock import RemoteClock
 from helmrec.cluster.report import ReplicaReport, pack_report, unpack_report
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
 
-_MOST_OPEN = 100_000  # requests kept account of; beyond it the oldest are dropped
+_MOST_OPEN = 100_000  # requests that are tracked; beyond it the oldest are dropped
 _EARLIER_INCARNATIONS = 8  # of a replica, whose late reports are recognised
 
 
 def node_of(replica: str) -> int:
-    """A replica's number: the same in every process, so that hashes agree."""
+    """Return a replica's number: the same in every process, so that all routers hash alike."""
     return int.from_bytes(hashlib.blake2b(replica.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class _Inbox:
-    """Reports of one replica as they arrive."""
+    """Orders the reports of one replica and translates their times."""
 
     def __init__(self) -> None:
-        self.latest: object = None  # as it came
+        self.latest: object = None  # as received
         self._incarnation: int | None = None
         self._earlier: deque[int] = deque(maxlen=_EARLIER_INCARNATIONS)
         self._clock = RemoteClock()
         self._sequence = 0
 
     def is_outdated(self, report: ReplicaReport) -> bool:
-        """It was written before one that was taken, or before the replica started again."""
+        """Return whether a report is older than the last accepted one, or from before a restart of the replica."""
         is_older = report.is_numbered and report.sequence <= self._sequence
         return report.incarnation in self._earlier or (report.incarnation == self._incarnation and is_older)
 
     def is_restart(self, report: ReplicaReport) -> bool:
-        """It is the first of an incarnation that follows another. Numbers and clock then begin anew."""
+        """Return whether a report is the first after a restart. If so, sequence and clock are reset."""
         before, self._incarnation = self._incarnation, report.incarnation
         if before is None or before == report.incarnation:
             return False
@@ -51,7 +50,7 @@ class _Inbox:
         return True
 
     def node_report(self, report: ReplicaReport, node: int, now_s: float) -> NodeReport:
-        """One that is not numbered counts as newer than those before, and as taken when it arrives."""
+        """Convert a report. Without a number it counts as the newest, and as taken when it arrives."""
         if not report.is_numbered:
             self._sequence += 1
             return report.node_report(node, self._sequence, now_s)
@@ -60,23 +59,23 @@ class _Inbox:
 
 
 class Dispatch:
-    """Chooses replicas by name and keeps account of what was sent."""
+    """Chooses replicas by name and tracks the requests sent to them."""
 
-    def __init__(self, policy: Policy, state: ClusterState, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: RoutingPolicy, state: ClusterState, clock: Callable[[], float]) -> None:
         self.state = state
         self._policy, self._clock = policy, clock
         self._node: dict[str, int] = {}
         self._inboxes: dict[str, _Inbox] = {}
         self._name: dict[int, str] = {}
-        self._price_ms: dict[str, float] = {}  # of requests that are not sent yet
-        self._open: dict[str, Sent] = {}  # by request
+        self._price_ms: dict[str, float] = {}  # by request, chosen and not sent yet
+        self._open: dict[str, Sent] = {}  # by request, sent and not finished
 
     @property
     def replicas(self) -> frozenset[str]:
         return frozenset(self._node)
 
     def meet(self, reports: Mapping[str, object]) -> None:
-        """These replicas are there, with what each reported last; all others are gone."""
+        """Set the running replicas, with the last report of each. All others are removed."""
         for replica in self._node.keys() - reports.keys():
             self.lose(replica)
         for replica in sorted(reports.keys() - self._node.keys()):
@@ -95,11 +94,11 @@ class Dispatch:
         if report is None or inbox.is_outdated(report):
             return
         if inbox.is_restart(report):
-            self.state.join(node)  # it holds nothing any more
+            self.state.join(node)  # its caches are empty
         self.state.report(inbox.node_report(report, node, now_s), now_s)
 
     def lose(self, replica: str) -> None:
-        """A replica is gone. Unknown ones may go, too."""
+        """Remove a replica. Unknown ones are ignored."""
         node = self._node.pop(replica, None)
         self._inboxes.pop(replica, None)
         if node is not None:
@@ -107,7 +106,7 @@ class Dispatch:
             self.state.leave(node)
 
     def choose(self, request_id: str, hint: Hint) -> str | None:
-        """The replica for a request; None if there is none. May be asked again: only a price is remembered."""
+        """Choose the replica for a request; None if there is none. May be called again for the same request."""
         now_s, request = self._clock(), hint.route_request()
         nodes = self.state.look(request.user, now_s)
         avoided = self._node.get(hint.avoid)
@@ -117,12 +116,12 @@ class Dispatch:
         if choice is None:
             return None
         self._price_ms[request_id] = choice.service_ms
-        if len(self._price_ms) > _MOST_OPEN:  # of requests that were given up before they were sent
+        if len(self._price_ms) > _MOST_OPEN:  # entries of requests that were cancelled before they were sent
             del self._price_ms[next(iter(self._price_ms))]
         return self._name[choice.node]
 
     def sent(self, request_id: str, hint: Hint, replica: str) -> None:
-        """A request is on its way to a replica, chosen by us or not."""
+        """Record that a request was sent to a replica, whether or not `choose` returned it."""
         node, service_ms = self._node.get(replica), self._price_ms.pop(request_id, 0.0)
         if node is None:
             return
@@ -131,24 +130,24 @@ class Dispatch:
             self.finished(next(iter(self._open)))
 
     def finished(self, request_id: str) -> None:
-        """A request was answered, refused or lost."""
+        """Record that a request was answered, refused or lost."""
         sent = self._open.pop(request_id, None)
         if sent is not None:
             self.state.finished(sent)
 
 
-def warm_up(policy: Policy, settings: StateSettings) -> None:
-    """Go through every step once, so that what compiles on first use does so before requests wait for it."""
+def warm_up(policy: RoutingPolicy, settings: StateSettings) -> None:
+    """Make every kind of decision once, so that compilation on first use does not delay requests."""
     dispatch = Dispatch(policy, ClusterState(settings), lambda: 0.0)
     sketch = build_sketch(np.arange(8), settings.sketch_bits)
-    told = ReplicaReport(
+    report = ReplicaReport(
         0.0, 1.0, 1, 8, 0.5, 100, 0.5, [(1, 8)], int(sketch.threshold), sketch.fill, sketch.words.tobytes()
     )
     sample = sample_rows(np.arange(8).reshape(4, 2), np.arange(8, 12).reshape(2, 2))
-    dispatch.meet({"a": pack_report(told), "b": pack_report(told)})
+    dispatch.meet({"a": pack_report(report), "b": pack_report(report)})
     for user in (1, 2, 2):
         hint = Hint(user, 4, 2, 2, int(sample.threshold), sample.hashes.tobytes(), sample.position.tobytes())
         chosen = dispatch.choose("warm-up", hint)
-        assert chosen is not None, "two replicas are there"
+        assert chosen is not None, "two replicas are running"
         dispatch.sent("warm-up", hint, chosen)
         dispatch.finished("warm-up")

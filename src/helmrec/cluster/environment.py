@@ -1,20 +1,20 @@
-"""What Ray reads from the environment when it is imported; so this comes before, and imports nothing of Ray."""
+"""Environment variables that Ray reads at import. Call before Ray is imported; does not import Ray itself."""
 
 import os
 
 from helmrec.cluster.config import ClusterConfig
 
 _ALWAYS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is told to anybody
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _HERE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's name for: this machine alone, reached by loopback
-    "RAY_worker_niceness": "0",  # 15 without: engines would wait for whatever else the machine does
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray listen on loopback only
+    "RAY_worker_niceness": "0",  # default 15: engines would yield to all other processes of the machine
 }
 
 
 def prepare_environment(cluster: ClusterConfig) -> None:
-    """A Ray that is started here listens on loopback only. What was set before stays."""
+    """Set the variables that are not set yet. If Ray is started on this machine, it listens on loopback only."""
     for name, value in (_ALWAYS if cluster.address else _ALWAYS | _HERE).items():
         os.environ.setdefault(name, value)

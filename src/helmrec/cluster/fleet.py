@@ -1,4 +1,4 @@
-"""The replicas through a handle of Ray Serve: errors of Ray become ours."""
+"""Calls to replicas through a handle of Ray Serve. Errors of Ray are translated into HelmRec's."""
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -11,7 +11,7 @@ from helmrec.errors import QueueFull
 
 
 class RayFleet:
-    """Engines of one deployment."""
+    """The engines of one Ray Serve deployment."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -38,7 +38,7 @@ class RayFleet:
 
 
 def _is_failure(error: Exception) -> bool:
-    """Our code in the replica raised; any other error of Ray means that the replica, its node or its answer is lost."""
+    """Return whether HelmRec's code in the replica raised. Other errors of Ray mean that the replica is lost."""
     if isinstance(error, RayTaskError):
         return not isinstance(error.cause, RayError)
     return not isinstance(error, RayError | DeploymentUnavailableError)

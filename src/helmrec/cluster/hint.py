@@ -1,6 +1,6 @@
-"""What a router is told of a request, in bytes beside the request itself: it never has to open that.
+"""A short description of a request for the router, sent beside the packed request so that it need not be unpacked.
 
-A hint is a description, not a promise: whatever cannot be described is left out, and the request still goes somewhere.
+Used for routing only: what cannot be described is left out, and the request is still routed.
 """
 
 import msgspec
@@ -15,7 +15,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 
 
 class Hint(Struct, frozen=True, array_like=True):
-    """A request as a router sees it, and the replica it should rather not go to."""
+    """Description of a request, and the replica that should be avoided, if any."""
 
     user: int
     num_tokens: int
@@ -41,7 +41,7 @@ def pack_hint(hint: Hint) -> bytes:
 
 
 def unpack_hint(value: object) -> Hint | None:
-    """None for anything that is no hint."""
+    """Unpack a hint; None for anything else."""
     if not isinstance(value, bytes):
         return None
     try:
@@ -53,7 +53,7 @@ def unpack_hint(value: object) -> Hint | None:
 
 
 class Describer:
-    """Makes hints of requests for one model."""
+    """Makes hints for requests to one model."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -62,7 +62,7 @@ class Describer:
         self._num_context = len(model.user_context)
 
     def hint(self, request: RankRequest | PrefillRequest, avoid: str = "") -> Hint:
-        """Rows are sampled from the events the model would look at. A request that is wrong is told so elsewhere."""
+        """Describe a request. Rows are sampled from the events in the model's window; wrong requests get no sample."""
         try:
             sample = self._sample(request)
         except (ValueError, TypeError, KeyError, OverflowError):

@@ -1,4 +1,4 @@
-"""Many engines seen as one: what adds up is added, splits are those of all pages together."""
+"""Merge the state of many engines into one: counts are added, alpha is averaged over all pages."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -8,30 +8,30 @@ from typing import Any, TypeVar
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.stats import PoolStats
 from helmrec.pauses import PauseStats
-from helmrec.serve.port import Look
+from helmrec.serve.port import EngineView
 
 T = TypeVar("T")
-_LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all whose names begin with "longest_"
+_LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all fields whose names begin with "longest_"
 _BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
 _SAME = frozenset({"page_bytes", "recent_cause"})
 _MEAN = frozenset({"compute_share"})
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Of at least one engine."""
+    """Merge the counters of at least one engine."""
     return _merged(stats)
 
 
-def merge_looks(looks: Sequence[Look]) -> Look:
-    """Pages of one engine after those of another; the controller shown is that of the first."""
+def merge_looks(looks: Sequence[EngineView]) -> EngineView:
+    """Merge views: pages are concatenated, and the controller shown is that of the first engine."""
     owners = b"".join(look.page_owners for look in looks)
-    return Look(merge_stats([look.stats for look in looks]), owners, looks[0].control)
+    return EngineView(merge_stats([look.stats for look in looks]), owners, looks[0].control)
 
 
 def _merged(parts: Sequence[T]) -> T:
-    """Values of one class, field by field."""
+    """Merge values of one class field by field."""
     kind: Any = type(parts[0])
-    if kind is PauseStats:  # the cause is that of the longest
+    if kind is PauseStats:  # the cause shown is that of the longest pause
         parts = sorted(parts, key=lambda part: -part.recent_ms)  # type: ignore[attr-defined]
     values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(kind)}
     weights = values["num_pages"] if kind is PoolStats else [1] * len(parts)
@@ -39,9 +39,9 @@ def _merged(parts: Sequence[T]) -> T:
 
 
 def _one(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
-    """One value of many; None counts for nothing."""
-    there = [(value, num) for value, num in zip(values, num_pages, strict=True) if value is not None]
-    return _of_some(name, *zip(*there, strict=True)) if there else None
+    """Merge the values of one field, ignoring None."""
+    known = [(value, num) for value, num in zip(values, num_pages, strict=True) if value is not None]
+    return _of_some(name, *zip(*known, strict=True)) if known else None
 
 
 def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
@@ -60,7 +60,7 @@ def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
 
 
 def _collected(name: str, values: Sequence[Any]) -> Any:
-    """Dictionaries key by key, of those that have it; tuples place by place."""
+    """Merge dictionaries by key and tuples by index."""
     if isinstance(values[0], tuple):
         return tuple(map(sum, zip(*values, strict=True)))
     found = {key: [value[key] for value in values if key in value] for key in dict.fromkeys(chain(*values))}

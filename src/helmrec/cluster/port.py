@@ -1,7 +1,7 @@
-"""A cluster as the HTTP front sees it: the same port, with many engines behind it.
+"""A port to the engines of a cluster, for the HTTP front.
 
-Requests of one call go each to the replica of its user. A replica that is lost takes nothing along: ranking again gives
-the same scores, so what it had not answered is sent once more, within the deadline.
+Each request of a call goes to the replica of its user. When a replica is lost, its unanswered requests are sent once
+more within their deadlines: every replica computes the same scores.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from helmrec.cluster.roster import Roster
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake
-from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError
+from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull
 from helmrec.model.config import ModelConfig
-from helmrec.serve.port import Health, Look
+from helmrec.serve.port import EngineView, Health
 from helmrec.serve.wire import (
-    Kind,
+    FrameKind,
     NotForTheWire,
     pack_call,
     pack_prefill,
@@ -40,13 +40,13 @@ from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankR
 log = logging.getLogger("helmrec.cluster")
 T = TypeVar("T")
 _LOOK_EVERY_S = 0.5
-_LOOK_PATIENCE_S = 5.0
-_CALL_PATIENCE_S = 30.0
-_GRACE_S = 0.25  # for an answer that was made in time and is on its way
+_LOOK_TIMEOUT_S = 5.0
+_CALL_TIMEOUT_S = 30.0
+_GRACE_S = 0.25  # for an answer that was computed in time and is in transit
 
 
 class ReplicaLost(Exception):
-    """A replica went away with a request, or before it."""
+    """A replica ended before it answered a request."""
 
     def __init__(self, why: str, replica: str = "") -> None:
         super().__init__(why)
@@ -54,61 +54,50 @@ class ReplicaLost(Exception):
 
 
 class ReplicaSlow(EngineClosed):
-    """Not all replicas answered a call in time; others may still serve."""
+    """Not all replicas answered a call in time. The others may still serve."""
 
 
-class Fleet(Protocol):
-    """The replicas, however they are reached."""
+class ReplicaFleet(Protocol):
+    """The replicas of a cluster, and the way to call them."""
 
     async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
-        """Have a replica of the router's choice `rank` or `prefill`. ReplicaLost if it went away."""
+        """Call `rank` or `prefill` of the replica that the router chooses. ReplicaLost if it ends before it answers."""
 
     async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
-        """Have every replica do something; those that go away meanwhile are left out."""
+        """Make a call to every replica. Replicas that end before they answer are left out."""
 
 
 class _Call(NamedTuple):
-    """Something for one replica to do. Times are of this process's monotonic clock."""
+    """A call to one replica. Times are by this process's monotonic clock."""
 
     method: str
     request: RankRequest | PrefillRequest
     came_s: float
     payload: bytes
-    until_s: float  # it is waited for
+    until_s: float  # end of the wait for an answer
 
 
 class ClusterPort:
-    """Many engines behind one port. Lives in one event loop."""
+    """A port to many engines. Used in one event loop."""
 
-    def __init__(self, fleet: Fleet, model: ModelConfig, max_history: int, patience_s: float) -> None:
+    def __init__(self, fleet: ReplicaFleet, model: ModelConfig, max_history: int, patience_s: float) -> None:
+        """`patience_s`: how long a request without a deadline is waited for."""
+        self.model = model
+        self.health = Health.STARTING
+        self.reason: str | None = None
         self._fleet = fleet
-        self._model = model
         self._patience_s = patience_s
-        self._front = secrets.token_hex(8)  # the name of this process's clock
-        self._intake = Intake(model, version=0, max_history=max_history)  # to say what is wrong with a request
+        self._front = secrets.token_hex(8)  # name of this process's clock
+        self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
         self._describer = Describer(model)
-        self._health = Health.STARTING
-        self._reason: str | None = None
         self._watch: asyncio.Task[None] | None = None
         self._roster = Roster()
         self._replica_stats: dict[str, EngineStats] = {}
         self.num_retries = 0
 
     @property
-    def model(self) -> ModelConfig:
-        return self._model
-
-    @property
-    def health(self) -> Health:
-        return self._health
-
-    @property
-    def reason(self) -> str | None:
-        return self._reason
-
-    @property
     def num_restarts(self) -> int:
-        """Replicas that came in place of one that went away. Starting them is the cluster's task."""
+        """Replicas that replaced another one. The cluster starts them, not this port."""
         return self._roster.num_restarts
 
     @property
@@ -119,32 +108,32 @@ class ClusterPort:
         self._watch = asyncio.get_running_loop().create_task(self._look_for_replicas())
 
     async def _look_for_replicas(self) -> None:
-        """Ready while some replica answers. One that is slow does not make the others unready."""
+        """Update `health`: ready while some replica answers. A slow replica does not change it."""
         while True:
             try:
-                self._replica_stats = await self._answers("stats", EngineStats, _LOOK_PATIENCE_S)
-                self._health, self._reason = Health.READY, None
+                self._replica_stats = await self._answers("stats", EngineStats, _LOOK_TIMEOUT_S)
+                self.health, self.reason = Health.READY, None
             except ReplicaSlow as error:
-                self._reason = str(error)
+                self.reason = str(error)
             except EngineClosed as error:
                 self._lose_readiness(str(error))
             except Exception as error:
-                reason = f"the replicas could not be looked at ({type(error).__name__})"
-                if self._reason != reason:
-                    log.exception("the replicas could not be looked at")
+                reason = f"the replicas could not be asked for their state ({type(error).__name__})"
+                if self.reason != reason:
+                    log.exception("the replicas could not be asked for their state")
                 self._lose_readiness(reason)
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _lose_readiness(self, reason: str) -> None:
-        if self._health is Health.READY:
-            self._health = Health.RESTARTING
-        self._reason = reason
+        if self.health is Health.READY:
+            self.health = Health.RESTARTING
+        self.reason = reason
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         came_s = time.monotonic() - spent_ms / 1e3
         if len(requests) == 1:
             return await self._rank(requests, came_s)
-        self._refuse_wrong(requests)
+        self._intake.prepare_all(requests)  # raises what an engine would raise, before any request of the call runs
         by_user: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_user.setdefault(request.user_id, []).append(i)
@@ -153,51 +142,44 @@ class ClusterPort:
         results = dict(zip(chain(*groups), chain(*ranked), strict=True))
         return [results[i] for i in range(len(requests))]
 
-    def _refuse_wrong(self, requests: Sequence[RankRequest]) -> None:
-        """Raise what an engine would raise, before any request of the call has run."""
-        for i, request in enumerate(requests):
-            try:
-                self._intake.prepare(request)
-            except RequestError as error:
-                if len(requests) == 1:
-                    raise
-                raise RequestError(f"requests[{i}].{error.field}", error.value, error.problem) from None
-
     async def _rank(self, requests: Sequence[RankRequest], came_s: float) -> list[RankResult]:
-        """Requests of one user, on one replica, or on another if that one is lost."""
+        """Rank the requests of one user on one replica, or on another if that one is lost."""
         try:
             payload = b"".join(pack_requests(requests, 0.0))
         except NotForTheWire as unfit:
-            self._refuse_wrong(requests)
-            raise QueueFull(f"the call does not fit the way to a replica: {unfit}") from None
+            self._intake.prepare_all(requests)
+            raise QueueFull(f"the call cannot be sent to a replica: {unfit}") from None
         until_s = self._until_s(requests, came_s)
-        reply = await self._sent(_Call("rank", requests[0], came_s, payload, until_s))
+        reply = await self._send(_Call("rank", requests[0], came_s, payload, until_s))
         return unpack_results(memoryview(reply.payload))
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        """On the replica the user's rank will be sent to, which refuses what came in before its user was forgotten."""
+        """Send a signal to the replica that the user's rank will be sent to.
+
+        The replica refuses a signal that arrived before its user was forgotten.
+        """
         try:
             payload = b"".join(pack_prefill(request))
         except NotForTheWire as unfit:
             self._intake.prepare_ahead(request)
-            raise QueueFull(f"the signal does not fit the way to a replica: {unfit}") from None
+            raise QueueFull(f"the signal cannot be sent to a replica: {unfit}") from None
         came_s = time.monotonic() - spent_ms / 1e3
-        reply = await self._sent(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
+        reply = await self._send(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
         return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
 
-    async def _sent(self, call: _Call) -> Reply:
-        """The answer of a replica, or of another one if that is lost."""
+    async def _send(self, call: _Call) -> Reply:
+        """Return the answer of a replica, or of another one if that is lost."""
         try:
-            return await self._sent_once(call, avoid="")
+            return await self._send_once(call, avoid="")
         except ReplicaLost as lost:
             log.warning("a replica was lost", extra={"replica": lost.replica, "reason": str(lost)})
             self.num_retries += 1
             try:
-                return await self._sent_once(call, avoid=lost.replica)
+                return await self._send_once(call, avoid=lost.replica)
             except ReplicaLost as again:
                 raise EngineClosed(f"two replicas were lost one after the other: {again}") from None
 
-    async def _sent_once(self, call: _Call, *, avoid: str) -> Reply:
+    async def _send_once(self, call: _Call, *, avoid: str) -> Reply:
         hint = pack_hint(self._describer.hint(call.request, avoid))
         now_s = time.monotonic()
         left_s = max(0.0, call.until_s - now_s)
@@ -207,7 +189,7 @@ class ClusterPort:
                 reply = await self._fleet.send(call.method, hint, stamp, call.payload)
         except TimeoutError:
             raise DeadlineExceeded(f"no replica answered within {left_s:.1f} s") from None
-        if reply.kind != Kind.ERROR:
+        if reply.kind != FrameKind.ERROR:
             return reply
         error = unpack_error(memoryview(reply.payload))
         if isinstance(error, EngineClosed):
@@ -215,7 +197,7 @@ class ClusterPort:
         raise error
 
     def _until_s(self, requests: Sequence[RankRequest], came_s: float) -> float:
-        """The last deadline of these, or when patience ends. What is wrong with one, its replica says."""
+        """Return the latest deadline of the requests, or the end of `patience_s`. Replicas refuse wrong ones."""
         allowed_ms = [request.deadline_ms for request in requests]
         if any(not isinstance(each, int | float) or not each > 0 for each in allowed_ms):
             return came_s + self._patience_s
@@ -225,8 +207,8 @@ class ClusterPort:
         self._replica_stats = await self._answers("stats", EngineStats)
         return merge_stats(list(self._replica_stats.values()))
 
-    async def look(self) -> Look:
-        return merge_looks(list((await self._answers("look", Look)).values()))
+    async def look(self) -> EngineView:
+        return merge_looks(list((await self._answers("look", EngineView)).values()))
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", alpha=alpha)
@@ -235,43 +217,39 @@ class ClusterPort:
         await self._call("set_mode", mode=mode)
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """On every replica that is there; one that starts later has what the model's folder has."""
+        """Update rows on every running replica. A replica that starts later has the rows of the model's folder."""
         await self._call("update_rows", table=table, ids=list(ids), values=values)
 
     async def forget(self, user_id: int) -> None:
         await self._call("forget", user_id=user_id)
 
     async def _call(self, name: str, **arguments: Any) -> None:
-        """Have all replicas do something; EngineClosed if there is none, and whatever one of them raised."""
-        try:
-            payload = b"".join(pack_call(name, arguments))
-        except OverflowError as error:
-            raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
-        await self._replies(payload, _CALL_PATIENCE_S)
+        """Call a method of all replicas; EngineClosed if there is none. Raises the first error of a replica."""
+        await self._replies(b"".join(pack_call(name, arguments)), _CALL_TIMEOUT_S)
 
-    async def _answers(self, name: str, kind: type[T], patience_s: float = _CALL_PATIENCE_S) -> dict[str, T]:
-        """What each replica says, by its name, in order of names; EngineClosed if there is none."""
-        replies = await self._replies(b"".join(pack_call(name, {})), patience_s)
+    async def _answers(self, name: str, kind: type[T], timeout_s: float = _CALL_TIMEOUT_S) -> dict[str, T]:
+        """Call a method of all replicas and return the values by replica, in order of names."""
+        replies = await self._replies(b"".join(pack_call(name, {})), timeout_s)
         return {reply.replica: msgspec.msgpack.decode(reply.payload, type=kind) for reply in replies}
 
-    async def _replies(self, payload: bytes, patience_s: float) -> list[Reply]:
+    async def _replies(self, payload: bytes, timeout_s: float) -> list[Reply]:
         now_s = time.monotonic()
         try:
-            async with asyncio.timeout(patience_s):  # `wait_for` may lose the cancellation of its caller
+            async with asyncio.timeout(timeout_s):  # `wait_for` may lose the cancellation of its caller
                 replies = await self._fleet.call_all(Stamp(self._front, now_s, now_s), payload)
         except TimeoutError:
-            raise ReplicaSlow(f"a replica did not answer within {patience_s:g} s") from None
+            raise ReplicaSlow(f"a replica did not answer within {timeout_s:g} s") from None
         self._roster.note({reply.replica for reply in replies})
         if not replies:
-            raise EngineClosed("no replica is there")
+            raise EngineClosed("no replica is running")
         for reply in replies:
-            if reply.kind == Kind.ERROR:
+            if reply.kind == FrameKind.ERROR:
                 raise unpack_error(memoryview(reply.payload))
         return sorted(replies, key=lambda reply: reply.replica)
 
     async def close(self) -> None:
-        """The replicas stay: they are the cluster's."""
+        """Stop watching the replicas. They keep running: the cluster owns them."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        self._health = Health.CLOSED
+        self.health = Health.CLOSED

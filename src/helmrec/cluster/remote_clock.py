@@ -1,7 +1,7 @@
-"""Times of other processes, translated into the clock of this one. Wall clocks are never compared.
+"""Translate times of other processes into this process's monotonic clock. Wall clocks are never compared.
 
-Every process reads its own monotonic clock, which no NTP step, administrator or virtual machine sets back. Whoever
-sends adds a reading; whoever receives learns the offset between the two clocks from the readings that arrive.
+Monotonic clocks are not set back by NTP, administrators or virtual machines. A sender adds a reading of its clock to
+each message; the receiver estimates the offset between the two clocks from those readings.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ _MAX_SENDERS = 1_024
 
 
 class Stamp(NamedTuple):
-    """When a request came to a front and left it, by that front's monotonic clock. A plain tuple on its way."""
+    """When a request arrived at a front and left it, by that front's monotonic clock. Sent as a plain tuple."""
 
     front: str
     came_s: float
@@ -23,8 +23,8 @@ class Stamp(NamedTuple):
 class RemoteClock:
     """The monotonic clock of one other process.
 
-    The smallest delay of the last 5 to 10 seconds stands for the offset, so a translated time is late by the shortest
-    transit of that window, never later than now, and follows a clock that drifts or jumps within 10 seconds.
+    The offset is the smallest difference of readings in the last 5 to 10 seconds. So a translated time is late by the
+    shortest transit in that window and never later than now, and a clock that drifts or jumps is followed within 10 s.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RemoteClock:
         self._window_began_s = -inf
 
     def local_s(self, remote_s: float, now_s: float) -> float:
-        """What our clock showed at the reading `remote_s`, which arrives now."""
+        """Translate the reading `remote_s`, which arrives now, into this process's clock."""
         if not 0 <= now_s - self._window_began_s < _WINDOW_S:
             self._smallest_before_s, self._smallest_s = self._smallest_s, inf
             self._window_began_s = now_s
@@ -41,13 +41,13 @@ class RemoteClock:
 
 
 class RemoteClocks:
-    """The clocks of all fronts that send requests here; of more than 1,024, those heard of last."""
+    """The clocks of all fronts that send requests to this process: the 1,024 that sent most recently."""
 
     def __init__(self) -> None:
         self._clocks: OrderedDict[str, RemoteClock] = OrderedDict()
 
     def came_s(self, stamp: Stamp, now_s: float) -> float:
-        """When a request that arrives now came to its front, by our clock."""
+        """Return when a request that arrives now arrived at its front, by this process's clock."""
         clock = self._clocks.setdefault(stamp.front, RemoteClock())
         self._clocks.move_to_end(stamp.front)
         if len(self._clocks) > _MAX_SENDERS:

@@ -1,7 +1,7 @@
-"""One engine of a cluster, as the cluster calls it: bytes in, bytes out, and a report now and then.
+"""One engine of a cluster: takes and returns bytes, and reports its state for routing.
 
-Ray runs this class in a process of its own; it does not know Ray. Pool and controller are the engine's own, as on a
-single node.
+Ray runs this class in a process of its own; the class does not know Ray. Each replica has its own pool and controller,
+as a single node has.
 """
 
 import asyncio
@@ -13,64 +13,63 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from helmrec.cluster.remote_clock import RemoteClocks, Stamp
-from helmrec.cluster.report import ReplicaReport, Served, pack_report
+from helmrec.cluster.report import RecentUsers, ReplicaReport, pack_report
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.engine import EngineStats
 from helmrec.errors import EngineClosed, Forgotten, HelmRecError
 from helmrec.model.config import ModelConfig
 from helmrec.router.sketch import RowSketch, build_sketch
-from helmrec.serve.control import Steering, seen_by
-from helmrec.serve.port import Health, InProcessPort
+from helmrec.serve.node import in_process
+from helmrec.serve.port import Health
 from helmrec.serve.settings import ServeConfig
-from helmrec.serve.snapshot import SnapshotKeeper
-from helmrec.serve.wire import Begin, Kind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
+from helmrec.serve.wire import Begin, FrameKind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
 from helmrec.types import PrefillRequest, RankRequest
 
 log = logging.getLogger("helmrec.cluster")
 _LOOK_EVERY_S = 0.02
 _REPORTED_USERS = 256
 _SKETCH_EVERY_S = 2.0
-_MEAN_OF = 0.2  # weight of the last report's service time in the mean
+_MEAN_WEIGHT = 0.2  # of the latest service time in the moving mean
 _MOST_FORGOTTEN = 4_096
 
 
 class Reply(NamedTuple):
-    """An answer: what kind, from whom, and its bytes. A plain tuple on its way."""
+    """An answer of a replica. Sent as a plain tuple."""
 
-    kind: int  # a value of `serve.wire.Kind`
+    kind: int  # a value of `serve.wire.FrameKind`
     replica: str
     payload: bytes
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True):
-    """What a replica is told beside what an engine process is told."""
+    """Settings of a replica, in addition to those of an engine process."""
 
-    report_every_s: float
     sketch_bits: int
     kept_from_visit: int
 
 
 class EngineReplica:
-    """An engine behind its port."""
+    """Serves packed calls with an engine, and describes it to routers."""
 
     def __init__(self, begin: bytes, settings: bytes, name: str = "") -> None:
-        """Ready when it returns. Raises what is wrong with the settings, or with the model's folder."""
-        told = msgspec.msgpack.decode(begin, type=Begin)
+        """Start the engine; ready when this returns. Raises if the settings or the model's folder are wrong."""
+        received = msgspec.msgpack.decode(begin, type=Begin)
         self._settings = msgspec.msgpack.decode(settings, type=ReplicaSettings)
         self._name = name
-        engine, serve = EngineConfig(**told.engine), ServeConfig(**told.serve)
-        self._engine, self._port = _make(Path(told.model), engine, serve)
-        self._served = Served(self._settings.kept_from_visit)
+        self._port = in_process(Path(received.model), EngineConfig(**received.engine), ServeConfig(**received.serve))
+        self._engine = self._port.engine
+        self._page_tokens = self._engine.report().page_tokens
+        self._served = RecentUsers(self._settings.kept_from_visit)
         self._fronts = RemoteClocks()
-        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # when
+        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # time of forgetting, by user
         self._incarnation = secrets.randbits(62)
         self._num_reports = 0
-        self._waiting: dict[int, int] = {}  # tokens of requests that are here, by number
+        self._waiting: dict[int, int] = {}  # history tokens of unanswered calls, by number of the call
         self._num_calls = 0
         self._mean_ms = 0.0
         self._before: EngineStats | None = None
@@ -79,11 +78,11 @@ class EngineReplica:
         self._port.start()
         while self._port.health is Health.STARTING:
             time.sleep(_LOOK_EVERY_S)
-        self._sketch = self._look_at_rows()  # and compiled, before anybody waits
+        self._sketch = self._sketch_rows()  # compiles on first use: before the first request
         self.check_health()
 
     async def rank(self, hint: bytes, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
-        """Rank packed requests; `stamp` has the fields of `Stamp`, `hint` was the router's."""
+        """Rank packed requests. `stamp` has the fields of `Stamp`; `hint` is for the router and not read here."""
         came_s = self._came_s(stamp)
         self._num_calls += 1
         call = self._num_calls
@@ -94,14 +93,14 @@ class EngineReplica:
             results = await self._port.submit(requests, max(0.0, (time.monotonic() - came_s) * 1e3))
             for request in requests:
                 self._served.note(request.user_id, self._num_tokens(request))
-            return Reply(Kind.RESULTS, self._name, b"".join(pack_results(results)))
+            return Reply(FrameKind.RESULTS, self._name, b"".join(pack_results(results)))
         except Exception as error:
             return self._failed(error)
         finally:
             self._waiting.pop(call, None)
 
     async def prefill(self, hint: bytes, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
-        """Compute a history ahead of its rank, which the router will send here as well."""
+        """Compute a history before its rank, which the router will send to this replica too."""
         came_s = self._came_s(stamp)
         try:
             request = unpack_prefill(memoryview(payload))
@@ -109,29 +108,29 @@ class EngineReplica:
             result = await self._port.prefill(request)
             if result.lease is not None:
                 self._served.hold(request.user_id, self._num_tokens(request))
-            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(result))
+            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(result))
         except Exception as error:
             return self._failed(error)
 
     async def call(self, stamp: tuple[str, float, float], payload: bytes) -> tuple[int, str, bytes]:
-        """Any other method of the port, by name. Every call tells what the front's clock shows."""
+        """Call any other method of the port by name. Every call updates the estimate of the front's clock."""
         self._came_s(stamp)
         try:
             name, arguments = unpack_call(memoryview(payload))
             if name == "forget":
                 self._forget(arguments["user_id"])
             value = await getattr(self._port, name)(**arguments)
-            return Reply(Kind.VALUE, self._name, msgspec.msgpack.encode(value))
+            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(value))
         except Exception as error:
             return self._failed(error)
 
     def _failed(self, error: Exception) -> Reply:
         if not isinstance(error, HelmRecError):
             log.error("a call failed", exc_info=error)
-        return Reply(Kind.ERROR, self._name, b"".join(pack_error(error)))
+        return Reply(FrameKind.ERROR, self._name, b"".join(pack_error(error)))
 
     def _came_s(self, stamp: tuple[str, float, float]) -> float:
-        """When a request came to its front, by our clock."""
+        """Return when a request arrived at its front, by this process's clock."""
         return self._fronts.came_s(Stamp(*stamp), time.monotonic())
 
     def _num_tokens(self, request: RankRequest | PrefillRequest) -> int:
@@ -146,21 +145,19 @@ class EngineReplica:
             self._forgotten_s.popitem(last=False)
 
     def _refuse_forgotten(self, user_ids: Sequence[int], came_s: float) -> None:
-        """A history that was read before its user was forgotten must not come back with a request that was slow."""
+        """Raise Forgotten if a user was forgotten after the request arrived: its history must not be cached again."""
         for user_id in user_ids:
             if self._forgotten_s.get(user_id, -math.inf) >= came_s:
-                raise Forgotten(f"user {user_id} was forgotten while the request was on its way")
+                raise Forgotten(f"user {user_id} was forgotten while the request was in transit")
 
     async def report(self) -> bytes:
-        """What routers should know now."""
+        """Return the state of the replica for routers, packed."""
         stats = await self._port.stats()
         if time.monotonic() - self._sketch_s >= _SKETCH_EVERY_S:
             self._sketch_s = time.monotonic()
-            self._sketch = await asyncio.to_thread(self._look_at_rows)
-        pool = stats.pool
+            self._sketch = await asyncio.to_thread(self._sketch_rows)
+        pool, sketch = stats.pool, self._sketch
         self._num_reports += 1
-        tokens_per_page = self._engine.config.page_tokens or _page_tokens(self._engine)
-        sketch = self._sketch
         return pack_report(
             ReplicaReport(
                 taken_s=time.monotonic(),
@@ -168,7 +165,7 @@ class EngineReplica:
                 num_waiting=len(self._waiting),
                 waiting_tokens=sum(self._waiting.values()),
                 alpha=pool.alpha,
-                pool_tokens=pool.num_pages * tokens_per_page,
+                pool_tokens=pool.num_pages * self._page_tokens,
                 row_hit_rate=pool.row_hit_rate,
                 users=self._served.latest(_REPORTED_USERS),
                 threshold=0 if sketch is None else int(sketch.threshold),
@@ -179,37 +176,23 @@ class EngineReplica:
             )
         )
 
-    def _look_at_rows(self) -> RowSketch:
+    def _sketch_rows(self) -> RowSketch:
         return build_sketch(self._engine.hot_rows(), self._settings.sketch_bits)
 
     def _service_ms(self, stats: EngineStats) -> float:
-        """Busy milliseconds per request, of late."""
+        """Return the moving mean of the engine's busy milliseconds per request."""
         before, self._before = self._before, stats
         num = stats.served - (before.served if before else 0)
         if num > 0:
             late_ms = (stats.busy_s - (before.busy_s if before else 0.0)) * 1e3 / num
-            self._mean_ms += (_MEAN_OF if self._mean_ms else 1.0) * (late_ms - self._mean_ms)
+            self._mean_ms += (_MEAN_WEIGHT if self._mean_ms else 1.0) * (late_ms - self._mean_ms)
         return self._mean_ms
 
     def check_health(self) -> None:
-        """Raise if the engine cannot go on: the cluster then starts another."""
+        """Raise EngineClosed unless the engine is ready; the cluster then starts another replica."""
         if self._port.health is not Health.READY:
             raise EngineClosed(f"the engine is {self._port.health.value}: {self._port.reason}")
 
     async def close(self) -> None:
         with contextlib.suppress(HelmRecError):
             await self._port.close()
-
-
-def _make(model: Path, engine: EngineConfig, serve: ServeConfig) -> tuple[Engine, InProcessPort]:
-    steering = Steering.of(serve)
-    made = Engine.from_model(model, seen_by(serve.policy, engine))
-    return made, InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))
-
-
-def _page_tokens(engine: Engine) -> int:
-    return 128 if engine.config.device == "cuda" else 32
-
-
-def replica_settings(values: dict[str, Any]) -> bytes:
-    return msgspec.msgpack.encode(ReplicaSettings(**values))

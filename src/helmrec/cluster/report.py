@@ -1,7 +1,7 @@
-"""What a replica tells of itself a few times a second, in a few kilobytes; and whom it served lately.
+"""The report that a replica sends to all routers a few times a second, in a few kilobytes.
 
-The fields of `router.state.NodeReport` as bytes, for any number of routers that never met. A report is ordered by its
-number and by the run of the replica that wrote it; its time is a reading of the replica's own monotonic clock.
+Contains the fields of `router.state.NodeReport`. Reports are ordered by their number within an incarnation of the
+replica; the time of a report is by the replica's own monotonic clock.
 """
 
 import math
@@ -16,7 +16,7 @@ from helmrec.router.state import NodeReport, UserTokens
 
 
 class ReplicaReport(Struct, frozen=True, array_like=True):
-    """One look at a replica."""
+    """State of a replica at one moment."""
 
     taken_s: float  # by the replica's monotonic clock
     queue_ms: float
@@ -25,19 +25,19 @@ class ReplicaReport(Struct, frozen=True, array_like=True):
     alpha: float
     pool_tokens: int
     row_hit_rate: float
-    users: list[tuple[int, int]]  # served lately, and the history tokens kept of each
-    threshold: int = 0  # of the sketch; 0: there is none
+    users: list[tuple[int, int]]  # users served lately, and the history tokens kept for each
+    threshold: int = 0  # of the sketch; 0: no sketch
     fill: float = 0.0
     words: bytes = b""
-    incarnation: int = 0  # chosen at random when the replica starts
-    sequence: int = 0  # 1, 2, ... within an incarnation; 0: not numbered, as earlier releases write it
+    incarnation: int = 0  # random number, drawn when the replica starts
+    sequence: int = 0  # 1, 2, ... within an incarnation; 0: not numbered, as written by earlier releases
 
     @property
     def is_numbered(self) -> bool:
         return self.sequence > 0
 
     def node_report(self, node: int, sequence: int, as_of_s: float) -> NodeReport:
-        """As routing state takes it, with a time of the router's clock."""
+        """Convert to the router's type. `as_of_s` is the time of the report by the router's clock."""
         sketch = None
         if self.threshold:
             sketch = RowSketch(np.frombuffer(self.words, np.uint64), np.uint64(self.threshold), self.fill)
@@ -64,7 +64,7 @@ def pack_report(report: ReplicaReport) -> bytes:
 
 
 def unpack_report(value: object) -> ReplicaReport | None:
-    """None for anything that is no report: a router must do without, not fail."""
+    """Unpack a report; None for anything else, because routing must work without reports."""
     if not isinstance(value, bytes):
         return None
     try:
@@ -75,7 +75,7 @@ def unpack_report(value: object) -> ReplicaReport | None:
 
 
 def _is_sound(report: ReplicaReport) -> bool:
-    """Numbers are finite and in their ranges; a hit rate may be missing (NaN)."""
+    """Return whether all numbers are finite and in range; the hit rate may be missing (NaN)."""
     counts = (report.queue_ms, report.num_waiting, report.waiting_tokens, report.pool_tokens, report.sequence)
     return (
         all(math.isfinite(each) and each >= 0 for each in counts)
@@ -89,8 +89,8 @@ def _is_sound(report: ReplicaReport) -> bool:
     )
 
 
-class Served:
-    """Users a replica served, newest last, with visits and tokens; bounded."""
+class RecentUsers:
+    """Users that a replica has served, newest last, with visits and tokens. Bounded."""
 
     def __init__(self, kept_from_visit: int, max_users: int = 65_536) -> None:
         self._kept_from = kept_from_visit
@@ -98,12 +98,12 @@ class Served:
         self._users: OrderedDict[int, tuple[int, int]] = OrderedDict()  # visits, tokens
 
     def note(self, user: int, num_tokens: int) -> None:
-        """A user was answered."""
+        """Record an answered request of a user."""
         visits, _ = self._users.get(user, (0, 0))
         self._put(user, visits + 1, num_tokens)
 
     def hold(self, user: int, num_tokens: int) -> None:
-        """A user's history is computed ahead and held for its rank, kept of others or not."""
+        """Record that a history was computed before its rank: it is held whatever admission decides."""
         visits, _ = self._users.get(user, (0, 0))
         self._put(user, max(visits, self._kept_from), num_tokens)
 
@@ -117,7 +117,7 @@ class Served:
         self._users.pop(user, None)
 
     def latest(self, limit: int) -> list[tuple[int, int]]:
-        """Users whose prefix was kept, newest first, with its tokens; admission keeps none of the others."""
+        """Return users whose prefix is kept, newest first, with its tokens."""
         kept: list[tuple[int, int]] = []
         for user, (visits, tokens) in reversed(self._users.items()):
             if len(kept) == limit:

@@ -1,7 +1,7 @@
-"""Ray Serve's request router, made of ours: it translates replicas, reports and answers, and decides nothing.
+"""A request router for Ray Serve that translates replicas, reports and answers for `Dispatch`, which decides.
 
-Ray makes one for every process that holds a handle to the engines; they agree through hashes and reports. Ray's alpha
-API is used through `ray.serve.request_router` alone, and `tests/cluster` holds what we rely on.
+Ray constructs one in every process that holds a handle to the engines; they agree through hashes and reports. Ray's
+alpha API is used through `ray.serve.request_router` alone, and `tests/cluster` tests what this module relies on.
 """
 
 import logging
@@ -19,30 +19,30 @@ from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
 from helmrec.router.cost import RouterCost
-from helmrec.router.policy import EmbKVAware, Policy, RouterSettings
+from helmrec.router.policy import EmbKVAware, RouterSettings, RoutingPolicy
 from helmrec.router.state import ClusterState, StateSettings
 
 log = logging.getLogger("helmrec.cluster")
 P = ParamSpec("P")
 T = TypeVar("T")
 REPORT = "helmrec"  # key of a replica's report among its routing stats
-_HINT = 0  # place of the hint among the arguments of a call
+_HINT = 0  # index of the hint among the arguments of a call
 
 
 class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """Sends each request to the replica that is expected to answer it first.
 
-    Any replica gives the same scores. So a decision that fails is logged, and the request goes where Ray sends it:
-    raised into Ray, the failure would leave the request waiting for ever.
+    All replicas compute the same scores. So a decision that fails is logged, and Ray chooses the replica: an exception
+    raised into Ray would leave the request waiting forever.
     """
 
     def initialize_state(
         self, router: str, cost: dict[str, Any], routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
     ) -> None:
-        """Settings as plain values, as `ClusterConfig` has them."""
+        """Construct policy and state from the settings of `ClusterConfig`, as plain values."""
         policy = make_policy(router, cost, routing, seed)
         self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.monotonic)
-        self._lock = threading.Lock()  # answers are told from another thread than the one that chooses
+        self._lock = threading.Lock()  # Ray reports answers from another thread than the one that chooses
         self._failures = FailureLog(log)
 
     def _try(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -60,10 +60,10 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen one; after it, if that one is full, the others."""
+        """Return the chosen replica, then the others, for when it is full."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # Ray asks again and again without pause if not
+        pending_request.routing_context.should_backoff = True  # else Ray retries without a pause
         hint = _hint(pending_request)
         if hint is None:
             return [candidate_replicas]
@@ -85,11 +85,11 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         super().on_replica_actor_died(replica_id)
 
 
-def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> Policy:
+def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> RoutingPolicy:
     made = RouterCost(**cost)
     if router == OURS:
         return EmbKVAware(made, RouterSettings(**routing))
-    added: Policy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))
+    added: RoutingPolicy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))
     return added
 
 

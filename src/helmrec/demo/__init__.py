@@ -1,1 +1,1 @@
-"""The demonstration: one small model, a real server, traffic that changes, the best constant split and then ours."""
+"""The demonstration: a small model on a real server, under the best constant split and under the policy."""

@@ -1,4 +1,4 @@
-"""What the demonstration does: sizes, traffic, and when each part of it begins."""
+"""Sizes and traffic of the demonstration, and when each part of the traffic begins."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ _BURSTS = 2  # in the last part
 
 
 class DemoPlan(Frozen):
-    """Sizes are such that hot prefixes and rows together do not fit the pool."""
+    """Settings of the demonstration. By default, hot prefixes and rows together do not fit the pool."""
 
-    seconds: float = Field(60.0, gt=0, description="of traffic, half under each way to split the pool")
+    seconds: float = Field(60.0, gt=0, description="of traffic, half under each split")
     seed: int = Field(0, ge=0)
     num_items: int = Field(50_000, ge=1)
     pool: str = "24MiB"
@@ -33,7 +33,7 @@ class DemoPlan(Frozen):
         return self.seconds / 2
 
     def workload(self, rate: float) -> Workload:
-        """Steady, then a trend to strangers with other tastes, then bursts of them."""
+        """Return the traffic: steady, then a trend towards new users with other items, then bursts of those."""
         part_s = self.side_s / len(PARTS)
         shape = Shape(
             num_items=self.num_items,
@@ -54,7 +54,7 @@ class DemoPlan(Frozen):
         return family("steady", shape).model_copy(update={"name": "demo", "phases": phases})
 
     def part_at(self, elapsed_s: float) -> str:
-        """Which part of the traffic a request that was due then belongs to."""
+        """Return the part of the traffic that a request due at this time belongs to."""
         return PARTS[min(int(elapsed_s / self.side_s * len(PARTS)), len(PARTS) - 1)]
 
 
@@ -72,7 +72,7 @@ QUICK = DemoPlan(
 
 @dataclass(frozen=True, slots=True)
 class PartFigures:
-    """One part of the traffic under one split."""
+    """Latency of one part of the traffic under one split."""
 
     requests: int
     mean_ms: float

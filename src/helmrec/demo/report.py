@@ -1,4 +1,4 @@
-"""The demonstration as one HTML page: figures, and plots drawn as SVG, with nothing from outside."""
+"""The report of the demonstration: one self-contained HTML page with tables and SVG plots."""
 
 import html
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from helmrec.demo.plan import PARTS, DemoPlan
 from helmrec.demo.side import Side
 from helmrec.demo.simulated import Simulated
-from helmrec.demo.trial import Trial
+from helmrec.demo.trial import SplitTrial
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 48, 24
 _DASHES = ("", "6 4")  # so that lines differ without colour
@@ -19,23 +19,25 @@ td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}figcapt
 figure{margin:1.5rem 0}"""
 
 
-class Story(NamedTuple):
-    """All the demonstration has to tell."""
+class DemoResults(NamedTuple):
+    """The results of the demonstration."""
 
     plan: DemoPlan
-    trials: list[Trial]
+    trials: list[SplitTrial]
     sides: list[Side]
     verdict: str
     simulated: list[Simulated]
 
 
 class Line(NamedTuple):
+    """A line of a plot."""
+
     label: str
     points: list[tuple[float, float]]
 
 
 def summary_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """The side-by-side table: what is shown, and its value for each side."""
+    """Return the rows of the comparison table: a label, and its value for each side."""
     rows: list[tuple[str, list[str]]] = [
         ("requests, answered", [f"{side.end.offered:,}, {side.end.answered:,}" for side in sides]),
         ("mean latency", [f"{side.mean_ms:.1f} ms" for side in sides]),
@@ -56,23 +58,23 @@ def summary_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def write_report(path: Path, story: Story) -> None:
+def write_report(path: Path, results: DemoResults) -> None:
     """Write the page."""
-    plan, sides = story.plan, story.sides
-    tried = "; ".join(f"{trial.alpha:g}: {trial.cpu_ms:.1f} ms" for trial in story.trials)
+    plan, sides = results.plan, results.sides
+    tried = "; ".join(f"{trial.alpha:g}: {trial.cpu_ms:.1f} ms" for trial in results.trials)
     parts = [
-        f"<p>{html.escape(story.verdict)}</p>",
+        f"<p>{html.escape(results.verdict)}</p>",
         _table(("", *(side.name for side in sides)), summary_rows(sides)),
         _figure("P99 of each second, milliseconds", [_line(side, "p99_ms") for side in sides], plan),
         _figure("alpha: the embedding share of the pool", [_line(side, "alpha") for side in sides], plan),
         _figure("share of history tokens reused", [_line(side, "token_reuse_rate") for side in sides], plan),
         _figure("share of rows found in the pool", [_line(side, "row_hit_rate") for side in sides], plan),
-        f"<p>Constant splits tried on a sample before (processor time of a request): {html.escape(tried)}.</p>",
+        f"<p>Constant splits tried on a sample first (processor time of a request): {html.escape(tried)}.</p>",
     ]
-    if story.simulated:
+    if results.simulated:
         head = ("on a simulated H200, costs calibrated", "mean", "p99", "within 80 ms")
         body = [(each.name, [f"{each.mean_ms:.1f} ms", f"{each.p99_ms:.1f} ms", f"{each.in_slo:.1%}"])
-                for each in story.simulated]  # fmt: skip
+                for each in results.simulated]  # fmt: skip
         parts.append(_table(head, body))
     page = f"<h1>One pool, two caches</h1>{''.join(parts)}"
     path.write_text(

@@ -1,4 +1,4 @@
-"""`helmrec demo`: try constant splits, serve the best of them, serve ours, and put the two side by side."""
+"""`helmrec demo`: try constant splits, serve under the best of them and under the policy, and compare the two."""
 
 import tempfile
 from pathlib import Path
@@ -9,23 +9,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 from helmrec.demo.plan import DemoPlan
-from helmrec.demo.report import Story, summary_rows, write_report
+from helmrec.demo.report import DemoResults, summary_rows, write_report
 from helmrec.demo.side import Side, Split, serve_side
 from helmrec.demo.simulated import Simulated, best_static, simulate_ways
-from helmrec.demo.trial import Trial, try_splits
-from helmrec.load import Snapshot
+from helmrec.demo.trial import SplitTrial, try_splits
+from helmrec.load import LoadSnapshot
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.traffic.generate import generate
 
-_UTILISATION = 0.4  # of what one request after the other takes: bursts come on top, and driver and server share cores
+_UTILISATION = 0.4  # of the rate of sequential requests: bursts add to it, and driver and server share cores
 _MOST_PER_S = 150.0
-_KEPT_UP = 0.5  # share within the SLO below which requests mostly wait for each other
-_EFFECT = 0.05  # a smaller difference of means is none
+_KEPT_UP = 0.5  # share within the SLO below which requests mostly wait in the queue
+_EFFECT = 0.05  # smaller relative differences of means are ignored
 
 
-def run_demo(console: Console, plan: DemoPlan, report: Path) -> Story:
-    """Run it all, print what happened, and write the report."""
+def run_demo(console: Console, plan: DemoPlan, report: Path) -> DemoResults:
+    """Run the demonstration, print its results, and write the report."""
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         init_model(model, profile("demo", plan.num_items), plan.seed)
@@ -48,37 +48,37 @@ def run_demo(console: Console, plan: DemoPlan, report: Path) -> Story:
                 shown = _View(console, plan, split.name, live)
                 sides.append(serve_side(plan, model, split, trace, shown.update))
     simulated = _simulate(console, plan) if plan.has_simulation else []
-    story = Story(plan, trials, sides, verdict(sides, simulated), simulated)
-    _print(console, story)
-    write_report(report, story)
+    results = DemoResults(plan, trials, sides, verdict(sides, simulated), simulated)
+    _print(console, results)
+    write_report(report, results)
     console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)
-    return story
+    return results
 
 
 class _View:
-    """The live table of one side; says once where its dashboard is."""
+    """The live table of one side. Prints the address of its dashboard once."""
 
     def __init__(self, console: Console, plan: DemoPlan, name: str, live: Live) -> None:
         self._console, self._plan, self._name, self._live = console, plan, name, live
-        self._has_told = False
+        self._has_printed_url = False
 
-    def update(self, url: str, seen: Snapshot) -> None:
-        if not self._has_told:
+    def update(self, url: str, seen: LoadSnapshot) -> None:
+        if not self._has_printed_url:
             self._console.print(f"{self._name}: dashboard at {url}/", highlight=False)
-            self._has_told = True
+            self._has_printed_url = True
         part = self._plan.part_at(seen.elapsed_s)
         table = Table(title=f"{self._name}, {part}, {seen.elapsed_s:.0f} s", show_header=False)
         for label, value in (
             ("offered / answered", f"{seen.offered:,} / {seen.answered:,}"),
-            ("p50 / p99 (late p99)", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ({seen.recent_p99_ms:.1f}) ms"),
+            ("p50 / p99 (recent p99)", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ({seen.recent_p99_ms:.1f}) ms"),
             ("tokens reused, rows hit", f"{seen.pool.token_reuse_rate:.1%}, {seen.pool.row_hit_rate:.1%}"),
-            ("alpha, wanted", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
+            ("alpha, target", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
         ):
             table.add_row(label, value)
         self._live.update(table)
 
 
-def _try(console: Console, plan: DemoPlan, model: Path) -> list[Trial]:
+def _try(console: Console, plan: DemoPlan, model: Path) -> list[SplitTrial]:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("trying constant splits", total=len(plan.trial_alphas))
         return try_splits(plan, model, lambda: bar.advance(task))
@@ -86,44 +86,44 @@ def _try(console: Console, plan: DemoPlan, model: Path) -> list[Trial]:
 
 def _simulate(console: Console, plan: DemoPlan) -> list[Simulated]:
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("simulating a card (compiles at first)", total=None)
+        task = bar.add_task("simulating a GPU (compiles first)", total=None)
         return simulate_ways(plan.policy, plan.seed, lambda: bar.advance(task))
 
 
 def verdict(sides: list[Side], simulated: list[Simulated]) -> str:
-    """What the two sides, and the simulation, come to; in words that are true whoever won."""
+    """Summarise both sides and the simulation in text that is true for any outcome."""
     static, adaptive = sides
     change = adaptive.mean_ms / static.mean_ms - 1
     cpu_change = adaptive.cpu_ms / static.cpu_ms - 1 if static.cpu_ms else change
-    told = f"On this machine {adaptive.name} changed the mean latency by {change:+.1%} and the server's processor time "
-    told += f"by {cpu_change:+.1%}."
+    text = f"On this machine {adaptive.name} changed the mean latency by {change:+.1%} and the server's processor time "
+    text += f"by {cpu_change:+.1%}."
     if min(abs(change), abs(cpu_change)) < _EFFECT:
-        told += (
-            " That is little: rows that miss the pool come out of the system's page cache at about the price of a hit,"
-            " so the boundary hardly matters; what other work the machine has to do may well matter more."
+        text += (
+            " The difference is small: a row that misses the pool is read from the system's page cache, which costs"
+            " about as much as a hit, so the boundary hardly matters here. Other load on the machine may matter more."
         )
     if min(side.in_slo for side in sides) < _KEPT_UP:
-        told += " The machine had too little time for this traffic: what is long here is the queue."
+        text += " The machine was too slow for this traffic: most of the latency is time in the queue."
     if simulated:
         best, ours = best_static(simulated), simulated[-1]
-        told += (
-            f" Where rows come over a bus it is another matter: on a simulated H200 under bursts, {ours.name} takes "
+        text += (
+            f" It does matter where rows are read over a bus: on a simulated H200 under bursts, {ours.name} takes "
             f"{ours.mean_ms:.1f} ms in the mean and {ours.p99_ms:.1f} at P99, the best constant split ({best.name}) "
             f"{best.mean_ms:.1f} and {best.p99_ms:.1f}."
         )
     wrong = sum(side.stats.audit_mismatches for side in sides)
     audits = sum(side.stats.audits for side in sides)
-    return f"{told} {audits} requests were scored again without caches, {wrong} wrong."
+    return f"{text} {audits} requests were scored again without caches, {wrong} wrong."
 
 
-def _print(console: Console, story: Story) -> None:
-    table = Table("", *(side.name for side in story.sides), title="the same traffic, twice")
-    for label, values in summary_rows(story.sides):
+def _print(console: Console, results: DemoResults) -> None:
+    table = Table("", *(side.name for side in results.sides), title="the same traffic, twice")
+    for label, values in summary_rows(results.sides):
         table.add_row(label, *values)
     console.print(table)
-    if story.simulated:
+    if results.simulated:
         simulated = Table("simulated H200", "mean ms", "p99 ms", "in SLO")
-        for each in story.simulated:
+        for each in results.simulated:
             simulated.add_row(each.name, f"{each.mean_ms:.1f}", f"{each.p99_ms:.1f}", f"{each.in_slo:.1%}")
         console.print(simulated)
-    console.print(story.verdict, highlight=False)
+    console.print(results.verdict, highlight=False)

@@ -1,4 +1,4 @@
-"""One side of the demonstration: a real server in a process of its own, driven over HTTP, open loop."""
+"""One side of the demonstration: a real server in its own process, under open-loop load over HTTP."""
 
 import os
 import socket
@@ -17,10 +17,10 @@ import numpy as np
 from helmrec.demo.plan import PARTS, DemoPlan, PartFigures
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ServerError
-from helmrec.load import Snapshot, arrival_times
+from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.serve.client import Client
 from helmrec.serve.live import LiveAnswer
-from helmrec.serve.load import HttpLoad
+from helmrec.serve.load import HttpLoad, HttpOutcome
 from helmrec.serve.samples import Sample
 from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import Trace
@@ -31,15 +31,15 @@ _START_S = 300.0  # on a busy machine a policy may compile for a minute or two, 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What came of serving the traffic one way."""
+    """Results of serving the traffic under one split."""
 
     name: str
-    end: Snapshot
+    end: LoadSnapshot
     parts: dict[str, PartFigures]
     samples: list[Sample]  # about one a second
     stats: EngineStats
     in_slo: float  # share of requests that were answered in time
-    cpu_ms: float  # of the server's processor time a request took: other load changes it little
+    cpu_ms: float  # processor time of the server per request: nearly independent of other load
 
     @property
     def mean_ms(self) -> float:
@@ -50,15 +50,17 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who decides where the boundary is, and where it starts."""
+    """A policy, and the alpha it starts from."""
 
     name: str
     policy: str
     alpha: float
 
 
-def serve_side(plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: Callable[[str, Snapshot], None]) -> Side:
-    """Start a server, offer it the trace, and end it. `watch` is told its address, and how it goes."""
+def serve_side(
+    plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: Callable[[str, LoadSnapshot], None]
+) -> Side:
+    """Start a server, send it the trace, and stop it. `watch` is called with its address and the progress."""
     with _served(plan, model, split) as (url, pid):
         load, cpu_s = HttpLoad(url), _cpu_s(pid)
         shape = load.model()
@@ -68,21 +70,21 @@ def serve_side(plan: DemoPlan, model: Path, split: Split, trace: Trace, watch: C
         cpu_s = _cpu_s(pid) - cpu_s
         live = msgspec.json.decode(_get(f"{url}/v1/live?after=0"), type=LiveAnswer)
         stats = msgspec.json.decode(_get(f"{url}/v1/pool"), type=EngineStats)
-    in_time = sum(status == 200 and ms <= plan.slo_ms for _, status, ms in load.statuses)
+    in_time = sum(each.status == 200 and each.latency_ms <= plan.slo_ms for each in load.outcomes)
     return Side(
         name=split.name,
         end=end,
-        parts={part: _figures(plan, part, load.statuses) for part in PARTS},
+        parts={part: _figures(plan, part, load.outcomes) for part in PARTS},
         samples=live.samples,
         stats=stats,
-        in_slo=in_time / max(1, len(load.statuses)),
-        cpu_ms=1e3 * cpu_s / max(1, len(load.statuses)),
+        in_slo=in_time / max(1, len(load.outcomes)),
+        cpu_ms=1e3 * cpu_s / max(1, len(load.outcomes)),
     )
 
 
-def _figures(plan: DemoPlan, part: str, statuses: list[tuple[float, int, float]]) -> PartFigures:
-    of_part = [(status, ms) for due_s, status, ms in statuses if plan.part_at(due_s) == part]
-    answered = [ms for status, ms in of_part if status == 200]
+def _figures(plan: DemoPlan, part: str, outcomes: list[HttpOutcome]) -> PartFigures:
+    of_part = [each for each in outcomes if plan.part_at(each.due_s) == part]
+    answered = [each.latency_ms for each in of_part if each.status == 200]
     return PartFigures(
         requests=len(of_part),
         mean_ms=float(np.mean(answered)) if answered else float("nan"),
@@ -93,7 +95,7 @@ def _figures(plan: DemoPlan, part: str, statuses: list[tuple[float, int, float]]
 
 @contextmanager
 def _served(plan: DemoPlan, model: Path, split: Split) -> Iterator[tuple[str, int]]:
-    """A server; yields its address and the number of its process."""
+    """Run a server; yields its address and process id."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"slo_ms": plan.slo_ms, "audit_every": _AUDIT_EVERY, "log_level": "error", "tick_s": 0.5}
@@ -119,7 +121,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of a process so far; nothing where the system does not tell."""
+    """Return the processor time of a process so far; 0 where `/proc` is not available."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The same question put to the calibrated simulator: one H200, wide feature rows, where rows come over a bus."""
+"""The same comparison in the calibrated simulator: one H200 with wide feature rows, read over a bus."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ SCENARIO = Scenario(
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A way to split the pool, on the simulated card."""
+    """Latency of one policy on the simulated GPU."""
 
     name: str
     mean_ms: float
@@ -49,7 +49,7 @@ class Simulated:
 
 
 def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[Simulated]:
-    """Every constant split, then the policy; `progress` is told after each."""
+    """Simulate every constant split, then the policy; `progress` is called after each."""
     trace, cost = SCENARIO.make_trace(seed), SCENARIO.cost()
     config = SCENARIO.node_config(trace)
     found = []

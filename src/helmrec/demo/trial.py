@@ -1,4 +1,4 @@
-"""Constant splits tried on a sample of the traffic, in this process, one request after the other."""
+"""Try constant splits on a sample of the traffic, in this process, with sequential requests."""
 
 import time
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from helmrec.traffic.requests import rank_requests
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What a constant split took."""
+class SplitTrial:
+    """Mean time of a request at a constant split."""
 
     alpha: float
-    cpu_ms: float  # of processor time, in the mean: what other work the machine has changes it little
+    cpu_ms: float  # processor time: nearly independent of other load on the machine
     wall_ms: float
 
 
-def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[Trial]:
-    """What a request takes at each of the plan's splits; `progress` is told after each."""
+def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[SplitTrial]:
+    """Measure each of the plan's splits; `progress` is called after each."""
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
     for alpha in plan.trial_alphas:
@@ -33,6 +33,6 @@ def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> lis
             for request in requests:
                 engine.rank([request])
             cpu_ms, wall_ms = (time.process_time() - cpu_s) * 1e3, (time.perf_counter() - started_s) * 1e3
-            trials.append(Trial(alpha, cpu_ms / len(requests), wall_ms / len(requests)))
+            trials.append(SplitTrial(alpha, cpu_ms / len(requests), wall_ms / len(requests)))
         progress()
     return trials

@@ -1,7 +1,7 @@
-"""Expected milliseconds of one request on one node: the single unit every routing decision is made in.
+"""Expected milliseconds of one request on one node: the unit of every routing decision.
 
-Compute grows with new tokens and with the pairs attention looks at; the bus brings absent rows and reloaded KV. Knows
-formulas and figures, nothing of nodes, queues' reports or who asks.
+Compute time grows with new tokens and with the token pairs of attention; bus time with absent rows and reloaded KV.
+Knows formulas and cost terms, not nodes or reports.
 """
 
 import json
@@ -16,8 +16,8 @@ from helmrec.config import Frozen
 from helmrec.errors import ConfigError
 
 
-class CostTerms(NamedTuple):
-    """The figures alone, as compiled code takes them."""
+class RouterCostTerms(NamedTuple):
+    """Fields of `RouterCost` as numbers, for compiled code."""
 
     floor_ms: float
     request_ms: float
@@ -32,7 +32,7 @@ class CostTerms(NamedTuple):
 
 
 class TokenShape(NamedTuple):
-    """What a token is made of in the model that is served."""
+    """Rows and bytes per token of the served model."""
 
     rows_per_token: int
     row_bytes: int
@@ -40,22 +40,22 @@ class TokenShape(NamedTuple):
 
 
 class RouterCost(Frozen):
-    """What serving costs on the nodes of a cluster. All nodes run the same model on the same device."""
+    """Cost of serving on the nodes of a cluster. All nodes run the same model on the same device."""
 
-    floor_ms: float = Field(ge=0, description="of a step, whatever it holds; host time included, as in the next two")
-    request_ms: float = Field(0.0, ge=0, description="of a request, whatever it holds")
-    token_us: float = Field(ge=0, description="per computed token with its rows, candidates too")
-    pair_ns: float = Field(ge=0, description="per pair of tokens that attention looks at")
-    row_us: float = Field(ge=0, description="per row that is absent")
-    sorted_row_us: float = Field(ge=0, description="the same where so many are absent that they are read by address")
-    sorted_from_rows: int = Field(ge=0, description="absent rows from which they are")
-    reload_token_us: float = Field(ge=0, description="per history token whose KV comes back from the host")
-    reload_floor_ms: float = Field(ge=0, description="of any reload")
-    requests_per_step: float = Field(8.0, ge=1, description="who share the floor on a saturated node")
+    floor_ms: float = Field(ge=0, description="per step; host time included, as in the next two")
+    request_ms: float = Field(0.0, ge=0, description="per request")
+    token_us: float = Field(ge=0, description="per computed token with its rows, candidates included")
+    pair_ns: float = Field(ge=0, description="per pair of tokens in attention")
+    row_us: float = Field(ge=0, description="per absent row")
+    sorted_row_us: float = Field(ge=0, description="per absent row where absent rows are read in order of address")
+    sorted_from_rows: int = Field(ge=0, description="number of absent rows from which they are read in order")
+    reload_token_us: float = Field(ge=0, description="per history token whose KV is reloaded from the host")
+    reload_floor_ms: float = Field(ge=0, description="per reload")
+    requests_per_step: float = Field(8.0, ge=1, description="requests that share a step's floor on a saturated node")
 
     @classmethod
     def from_calibration(cls, figures: Mapping[str, object], shape: TokenShape) -> Self:
-        """From the figures of a calibration, by their names there."""
+        """Convert the figures of a calibration, given by their names there."""
 
         def figure(name: str) -> float:
             value = figures.get(name)
@@ -81,12 +81,12 @@ class RouterCost(Frozen):
             reload_floor_ms=figure("reload_floor_ms"),
         )
 
-    def terms(self) -> CostTerms:
-        return CostTerms(*(float(getattr(self, name)) for name in CostTerms._fields))
+    def terms(self) -> RouterCostTerms:
+        return RouterCostTerms(*(float(getattr(self, name)) for name in RouterCostTerms._fields))
 
 
 def read_router_cost(path: Path, shape: TokenShape) -> RouterCost:
-    """From a calibration file."""
+    """Read a calibration file."""
     try:
         figures = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -96,10 +96,10 @@ def read_router_cost(path: Path, shape: TokenShape) -> RouterCost:
     return RouterCost.from_calibration(figures, shape)
 
 
-class Work(NamedTuple):
-    """What a node would have to do for a request."""
+class RequestWork(NamedTuple):
+    """Work of a node for one request."""
 
-    resident_tokens: float  # used as they are, reloaded ones included
+    resident_tokens: float  # reused, reloaded ones included
     new_tokens: float
     reloaded_tokens: float
     num_candidates: float
@@ -107,14 +107,15 @@ class Work(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Milliseconds of the two stages of a request that is alone."""
+    """Milliseconds of the two stages of a request in a step of its own."""
 
     compute_ms: float
     bus_ms: float
 
 
 @numba.njit(cache=True)
-def stages_of(terms: CostTerms, work: Work) -> Stages:
+def stages_of(terms: RouterCostTerms, work: RequestWork) -> Stages:
+    """Return the time of both stages for this work."""
     new, candidates = work.new_tokens, work.num_candidates
     pairs = new * (work.resident_tokens + new / 2) + candidates * (work.resident_tokens + new)
     compute_ms = (
@@ -128,15 +129,18 @@ def stages_of(terms: CostTerms, work: Work) -> Stages:
 
 
 @numba.njit(cache=True)
-def service_ms(terms: CostTerms, stages: Stages) -> float:
-    """What a request adds to the queue of a saturated node: stages overlap, and steps share their floor."""
+def service_ms(terms: RouterCostTerms, stages: Stages) -> float:
+    """Return the time a request adds to the queue of a saturated node: stages overlap, requests share the floor."""
     shared_ms = terms.floor_ms * (1 - 1 / terms.requests_per_step)
     return max(stages.compute_ms - shared_ms, stages.bus_ms)
 
 
 @numba.njit(cache=True)
-def expected_ms(terms: CostTerms, stages: Stages, queue_ms: float) -> float:
-    """From arrival to answer. A lone request pays both stages; the longer the queue, the more only the longer one."""
+def expected_ms(terms: RouterCostTerms, stages: Stages, queue_ms: float) -> float:
+    """Return the time from arrival to answer.
+
+    Without a queue a request takes the sum of both stages; with a longer queue it approaches the longer one.
+    """
     alone_ms, busy_ms = stages.compute_ms + stages.bus_ms, service_ms(terms, stages)
     if queue_ms <= 0:
         return alone_ms

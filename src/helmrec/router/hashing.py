@@ -1,7 +1,7 @@
-"""Rendezvous hashing: every user has an order of all nodes, and takes the first that may be taken.
+"""Rendezvous hashing: each user has an order of all nodes, and goes to the first one that is allowed.
 
-A node that joins takes its share from all others and moves nobody else; one that leaves gives its users to all others.
-Knows ids and weights only.
+A node that joins takes its share of users from all others, and no other user moves; the users of a node that leaves
+are spread over all others. Knows ids and weights only.
 """
 
 import numba
@@ -11,12 +11,12 @@ from helmrec.memory.sampling import row_hash
 from helmrec.router.nodes import Flags, Floats
 from helmrec.types import IntArray
 
-NOBODY = -1  # of compiled code only; callers see None
+NO_NODE = -1  # in compiled code only; callers see None
 
 
 @numba.njit(cache=True)
 def rendezvous_scores(user: int, ids: IntArray, weights: Floats) -> Floats:
-    """The user's order of all nodes: the lowest comes first. Weights must be above 0."""
+    """Score all nodes for a user: the lowest score comes first. Weights must be above 0."""
     scores = np.empty(ids.size)
     user_word = row_hash(user)
     for i in range(ids.size):
@@ -27,29 +27,32 @@ def rendezvous_scores(user: int, ids: IntArray, weights: Floats) -> Floats:
 
 
 @numba.njit(cache=True)
-def first_of(scores: Floats, ids: IntArray, may_take: Flags) -> int:
-    """Place of the lowest score that may be taken, of equals the lowest id; `NOBODY` if none may."""
-    best = NOBODY
+def first_of(scores: Floats, ids: IntArray, is_allowed: Flags) -> int:
+    """Return the index of the lowest score that is allowed, the lowest id among equals; `NO_NODE` if none is."""
+    best = NO_NODE
     for i in range(ids.size):
-        if may_take[i] and (
-            best == NOBODY or scores[i] < scores[best] or (scores[i] == scores[best] and ids[i] < ids[best])
+        if is_allowed[i] and (
+            best == NO_NODE or scores[i] < scores[best] or (scores[i] == scores[best] and ids[i] < ids[best])
         ):
             best = i
     return best
 
 
 @numba.njit(cache=True)
-def rendezvous(user: int, ids: IntArray, weights: Floats, may_take: Flags) -> int:
-    """Place of the user's node among `ids`, always the same; over many users, in proportion to the weights.
+def rendezvous(user: int, ids: IntArray, weights: Floats, is_allowed: Flags) -> int:
+    """Return the index of the user's node among `ids`: constant per user, and in proportion to the weights over many.
 
-    `NOBODY` if none may be taken. Weights must be above 0.
+    `NO_NODE` if none is allowed. Weights must be above 0.
     """
-    return first_of(rendezvous_scores(user, ids, weights), ids, may_take)
+    return first_of(rendezvous_scores(user, ids, weights), ids, is_allowed)
 
 
 @numba.njit(cache=True)
 def within_bound(loads: Floats, is_alive: Flags, factor: float, slack: float) -> Flags:
-    """Living nodes whose load is at most `factor` times their mean, and some slack; at least one, if one is alive."""
+    """Flag nodes that are alive and whose load is at most `factor` times the mean plus `slack`.
+
+    All nodes that are alive are flagged if no load is within the bound.
+    """
     total, count = 0.0, 0
     for i in range(loads.size):
         if is_alive[i]:

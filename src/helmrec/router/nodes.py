@@ -1,6 +1,6 @@
-"""The values a routing decision is made from: one request, and all nodes as they look for it at this moment.
+"""The inputs of a routing decision: one request, and the current state of all nodes.
 
-One array per fact, one place per node, so that compiled code decides. Knows nothing of how the facts are kept.
+One array per field and one entry per node, so that the decision can be compiled. Does not know how they are kept.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Flags = NDArray[np.bool_]
 
 
 class RouteRequest(NamedTuple):
-    """What a router needs to know of a request."""
+    """A request as a router sees it."""
 
     user: int
     num_tokens: int  # of history, user context included
@@ -26,20 +26,20 @@ class RouteRequest(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """All nodes, seen by one request; the last axis of every array. Whoever decides reads and never writes."""
+    """All nodes as they are for one request; nodes are the last axis of every array. Policies must not change it."""
 
-    ids: IntArray  # a node's for life: hashes are made from it
-    is_alive: Flags  # and takes requests
-    is_fresh: Flags  # it reported lately; if not, what it reported is not to be used
-    queue_ms: Floats  # work before the request, as far as known
+    ids: IntArray  # constant for a node: it is hashed
+    is_alive: Flags  # takes requests
+    is_fresh: Flags  # has reported lately; if not, its reported values must not be used
+    queue_ms: Floats  # estimated work before the request
     num_waiting: Floats  # requests sent and not answered
-    waiting_tokens: Floats  # of those
-    alpha: Floats  # NaN if it never said
-    row_hit_rate: Floats  # 0..1, NaN if it never said
+    waiting_tokens: Floats  # history tokens of those
+    alpha: Floats  # NaN before the first report
+    row_hit_rate: Floats  # 0..1, NaN if not reported
     resident_tokens: IntArray  # KV of the request's user in the pool
-    host_tokens: IntArray  # the same in pool or host tier: at least resident_tokens
-    visits: IntArray  # of the user, sent there and not forgotten
-    sketch_words: Words  # (words, nodes), as the next two what a SketchTable has
+    host_tokens: IntArray  # KV of the user in pool or host tier: at least resident_tokens
+    visits: IntArray  # of the user, as far as remembered
+    sketch_words: Words  # (words, nodes); this and the next two are the fields of a SketchTable
     sketch_threshold: Words
     sketch_fill: Floats
 
@@ -49,7 +49,7 @@ class Nodes(NamedTuple):
 
 
 def blank_nodes(ids: IntArray, num_words: int = 1) -> Nodes:
-    """Living nodes nothing is known of."""
+    """Return nodes that are alive and have no state."""
     count = ids.size
     return Nodes(
         ids=ids.astype(np.int64),

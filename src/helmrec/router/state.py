@@ -1,7 +1,7 @@
-"""What a router believes of every node: its own sends and guesses at once, the node's reports when they come.
+"""A router's estimate of the state of every node: updated by its own sends at once, and by the nodes' reports.
 
-A guess is that a node holds the prefix of a user it was sent, until it has had other tokens to hold than fit, some time
-has passed, or its report says otherwise. Knows no policy and no socket; time comes with every call.
+After a send, the router assumes that the node holds the user's prefix, until the node has been sent more tokens than
+fit, `prefix_ttl_s` has passed, or a report says otherwise. Knows no policy and no socket; time comes with every call.
 """
 
 from collections import OrderedDict
@@ -22,66 +22,74 @@ from helmrec.types import IntArray
 
 
 class StateSettings(Frozen):
-    """How long and how much a router remembers."""
+    """Limits on the time and memory of a router's estimates."""
 
-    stale_s: float = Field(2.0, gt=0, description="age from which a report is not used any more")
-    prefix_ttl_s: float = Field(3600.0, gt=0, description="how long a prefix is believed to stay without a new visit")
-    open_ttl_s: float = Field(10.0, gt=0, description="how long a send counts as load if nobody says it ended")
-    kept_from_visit: int = Field(2, ge=1, description="visit from which nodes keep a prefix: their KV admission")
-    max_users: int = Field(200_000, ge=1, description="users remembered, newest first; half a kilobyte each")
-    max_homes: int = Field(4, ge=1, description="nodes remembered for a user; the one left longest ago goes first")
-    sketch_bits: int = Field(DEFAULT_BITS, ge=64, description="of each node's row sketch; others are not used")
+    stale_s: float = Field(2.0, gt=0, description="age in seconds from which a report is ignored")
+    prefix_ttl_s: float = Field(3600.0, gt=0, description="how long a prefix is assumed to stay without a new visit")
+    open_ttl_s: float = Field(10.0, gt=0, description="how long a send counts as load if its end is not reported")
+    kept_from_visit: int = Field(
+        2, ge=1, description="visit from which nodes keep a prefix, as their KV admission does"
+    )
+    max_users: int = Field(200_000, ge=1, description="users remembered, newest first; 0.5 KB each")
+    max_homes: int = Field(4, ge=1, description="nodes remembered per user; the least recently used one is dropped")
+    sketch_bits: int = Field(
+        DEFAULT_BITS, ge=64, description="of a node's row sketch; sketches of other sizes are ignored"
+    )
 
 
 class UserTokens(NamedTuple):
-    """KV a node really holds of a user; both 0 once it is gone."""
+    """KV tokens a node reports for a user; both counts are 0 when it holds none."""
 
     user: int
     resident_tokens: int
-    host_tokens: int = 0  # pool and host tier together
+    host_tokens: int = 0  # in pool and host tier together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeReport:
-    """What a node says of itself. Everything before `as_of_s`, by the router's clock, is in it."""
+    """State of a node as it reports it. Covers everything before `as_of_s`, by the router's clock."""
 
     node: int
-    sequence: int  # grows with every report of a node, from its join on
+    sequence: int  # increases with every report of a node since it joined
     as_of_s: float
     queue_ms: float
     num_waiting: int
     waiting_tokens: int
     alpha: float
-    pool_tokens: int  # KV tokens the whole pool would hold
+    pool_tokens: int  # KV tokens that fit the whole pool, at alpha 0
     row_hit_rate: float
     sketch: RowSketch | None = None
-    users: tuple[UserTokens, ...] = ()  # whose KV changed in a way the router cannot guess
+    users: tuple[UserTokens, ...] = ()  # users whose KV changed in a way the router cannot predict
 
 
 class Sent(NamedTuple):
-    """One request on its way; `finished` takes it back."""
+    """One request sent to a node and not answered; pass it to `finished` when it ends."""
 
     serial: int
     node: int
     sent_s: float
     service_ms: float
     num_tokens: int
-    life: int  # of the node
+    life: int  # which join of the node it was sent to
 
 
 class _Guess(NamedTuple):
+    """KV that a node is assumed to hold for a user."""
+
     resident_tokens: int
     host_tokens: int
     visits: int
-    written_tokens: int  # the node's count when the user was last there
+    written_tokens: int  # the node's count at the user's last visit
     expires_s: float
-    life: int  # of the node: one that came back holds nothing
+    life: int  # which join of the node it belongs to; after another join the node is empty
 
 
 _NOTHING = _Guess(0, 0, 0, 0, 0.0, 0)
 
 
 class _Load(NamedTuple):
+    """Work that waits on a node."""
+
     queue_ms: float = 0.0
     num_waiting: float = 0.0
     waiting_tokens: float = 0.0
@@ -99,11 +107,11 @@ _NO_LOAD = _Load()
 
 @dataclass(slots=True)
 class _Ledger:
-    """Load of one node: as reported, and sends the report could not know of."""
+    """Load of one node: what its last report contains, and the requests sent after it."""
 
     reported: _Load = _NO_LOAD
     unreported: _Load = _NO_LOAD
-    open: dict[int, Sent] = field(default_factory=dict)  # unreported ones, by serial, oldest first
+    open: dict[int, Sent] = field(default_factory=dict)  # unreported sends by serial, oldest first
 
     def add(self, sent: Sent) -> None:
         self.open[sent.serial] = sent
@@ -116,13 +124,13 @@ class _Ledger:
             self.unreported = self.unreported.plus(sent, -1) if self.open else _NO_LOAD
 
     def forget_before(self, time_s: float) -> None:
-        """Sends until then are in a report, or long answered."""
+        """Drop sends up to `time_s`: a report contains them, or they were answered long ago."""
         while self.open and (oldest := next(iter(self.open.values()))).sent_s <= time_s:
             self.remove(oldest)
 
 
 class ClusterState:
-    """Nodes that come and go, and what is believed of them."""
+    """The nodes of a cluster and the estimated state of each."""
 
     def __init__(self, settings: StateSettings | None = None) -> None:
         self.settings = settings or StateSettings()
@@ -132,21 +140,21 @@ class ClusterState:
         self._nodes = self._blank([])
         self._ledgers: list[_Ledger] = []
         self._reported_s = np.empty(0)
-        self._sequence: list[float] = []  # of the report taken last
-        self._loads = np.zeros((6, 0))  # reported, then unreported; a _Load each
-        self._queue = np.zeros((2, 0))  # milliseconds of work, and when it was that much; it shrinks as time goes by
-        self._room_tokens: list[float] = []  # KV tokens that fit at the node's alpha; infinite if it never said
-        self._written_tokens: list[int] = []  # ever given to it to hold
+        self._sequence: list[float] = []  # of the last accepted report
+        self._loads = np.zeros((6, 0))  # two _Loads: reported, then unreported
+        self._queue = np.zeros((2, 0))  # milliseconds of work, and the time at which it was estimated
+        self._room_tokens: list[float] = []  # KV tokens that fit at the node's alpha; infinite before its first report
+        self._written_tokens: list[int] = []  # KV tokens of all prefixes it was sent to keep
         self._guesses: OrderedDict[int, dict[int, _Guess]] = OrderedDict()  # user -> node -> guess
         self._num_sent = 0
         self._num_joined = 0
-        self._life: list[int] = []  # which join it was
+        self._life: list[int] = []  # number of the node's join
 
     def _blank(self, ids: list[int]) -> Nodes:
         return blank_nodes(np.array(ids, np.int64), self.settings.sketch_bits // 64)
 
     def join(self, node: int) -> None:
-        """A node begins to take requests, empty. One that was here before starts again."""
+        """Add an empty node. A node that is known already is replaced."""
         self.leave(node)
         self._place[node] = len(self._place)
         self._nodes = _mapped(lambda a, b: np.concatenate([a, b], axis=-1), self._nodes, self._blank([node]))
@@ -161,7 +169,7 @@ class ClusterState:
         self._life.append(self._num_joined)
 
     def leave(self, node: int) -> None:
-        """A node is gone, and all it held with it. Unknown ones may leave, too."""
+        """Remove a node and all that is known about it. Unknown nodes are ignored."""
         place = self._place.pop(node, None)
         if place is None:
             return
@@ -173,21 +181,14 @@ class ClusterState:
         for column in (self._ledgers, self._sequence, self._room_tokens, self._written_tokens, self._life):
             del column[place]
 
-    def set_alive(self, node: int, is_alive: bool) -> None:
-        """A node that drains, or does not answer for now, keeps what is believed of it."""
-        if node in self._place:
-            alive = self._nodes.is_alive.copy()
-            alive[self._place[node]] = is_alive
-            self._nodes = self._nodes._replace(is_alive=alive)
-
     def look(self, user: int, now_s: float) -> Nodes:
-        """All nodes as they are for a request of this user. Good until the state changes.
+        """Return all nodes as they are for a request of this user. Valid until the state changes.
 
-        A node that reports works off its queue as time goes by. One that does not may be stuck: what it was sent counts
-        until somebody says that it ended.
+        The queue of a node that reports shrinks as time passes. A node that does not report may be stuck: its sends
+        count until `finished` or until `open_ttl_s` has passed.
         """
         stale_s = now_s - self.settings.stale_s
-        is_fresh, load = _current(self._reported_s, self._loads, self._queue, (now_s, stale_s))
+        is_fresh, load = _current(self._reported_s, self._loads, self._queue, now_s, stale_s)
         seen: dict[str, NDArray[Any]] = {
             "is_fresh": is_fresh,
             "queue_ms": load[0],
@@ -200,7 +201,7 @@ class ClusterState:
         return self._nodes._replace(**seen)
 
     def _prefixes(self, guesses: dict[int, _Guess], now_s: float) -> dict[str, IntArray]:
-        """Columns of `Nodes` about one user."""
+        """Return the columns of `Nodes` that depend on the user."""
         held = np.zeros((3, len(self._place)), np.int64)
         for node, guess in guesses.items():
             place = self._place.get(node)
@@ -217,7 +218,7 @@ class ClusterState:
         return guess.life == self._life[place] and guess.expires_s >= now_s
 
     def sent(self, request: RouteRequest, node: int, service_ms: float, now_s: float) -> Sent:
-        """A request is on its way: its node is busier, and will hold the user's prefix."""
+        """Record that a request was sent: it adds to the node's load, and the node will hold the user's prefix."""
         place = self._place[node]
         self._num_sent += 1
         sent = Sent(self._num_sent, node, now_s, service_ms, request.num_tokens, self._life[place])
@@ -229,7 +230,7 @@ class ClusterState:
         return sent
 
     def _guess(self, request: RouteRequest, place: int, now_s: float) -> None:
-        """The node will hold this prefix once it has kept one visit, and something else will have to go."""
+        """Assume that the node keeps this prefix from visit `kept_from_visit` on, and that it displaces others."""
         node, kept_from = int(self._nodes.ids[place]), self.settings.kept_from_visit
         before = self._guesses.get(request.user, {}).get(node)
         if before is None or not self._holds(place, before, now_s):
@@ -253,16 +254,16 @@ class ClusterState:
             self._guesses.popitem(last=False)
 
     def finished(self, sent: Sent) -> None:
-        """A request was answered, refused or lost. Its node may be gone, or have started again."""
+        """Record that a request was answered, refused or lost. Its node may have left or restarted since."""
         place = self._place.get(sent.node)
         if place is not None and self._life[place] == sent.life:
             self._ledgers[place].remove(sent)
             self._publish(place)
 
     def report(self, report: NodeReport, now_s: float) -> None:
-        """Take a node's word over guesses. Those of unknown nodes, or not newer than the last one, are passed over.
+        """Replace estimates by a node's report. Reports of unknown nodes, and outdated ones, are ignored.
 
-        The sequence alone says which is newer: times may be estimates, or go back.
+        Reports are ordered by `sequence` alone: their times may be estimates, or go back.
         """
         place = self._place.get(report.node)
         if place is None or report.sequence <= self._sequence[place]:
@@ -292,7 +293,7 @@ class ClusterState:
         self._nodes.sketch_fill[place] = sketch.fill
 
     def correct(self, node: int, held: UserTokens, now_s: float) -> None:
-        """What a node holds of one user, known from a report or an answer."""
+        """Set the KV tokens that a node holds for one user, as known from a report or an answer."""
         place = self._place.get(node)
         if place is None:
             return
@@ -314,7 +315,7 @@ class ClusterState:
 
     @property
     def num_users(self) -> int:
-        """Whose prefix is believed to be somewhere."""
+        """Users whose prefix is assumed to be on some node."""
         return len(self._guesses)
 
     def check(self) -> None:
@@ -334,9 +335,8 @@ class ClusterState:
 
 
 @numba.njit(cache=True)
-def _current(reported_s: Floats, loads: Floats, queue: Floats, times: tuple[float, float]) -> tuple[Flags, Floats]:
-    """Who is fresh, and everybody's load: milliseconds, requests, tokens. `times`: now, and the stale limit."""
-    now_s, stale_s = times
+def _current(reported_s: Floats, loads: Floats, queue: Floats, now_s: float, stale_s: float) -> tuple[Flags, Floats]:
+    """Return which nodes have reported since `stale_s`, and the load of all: milliseconds, requests, tokens."""
     is_fresh, load = reported_s >= stale_s, loads[3:].copy()
     for i in range(reported_s.size):
         if is_fresh[i]:
@@ -347,5 +347,5 @@ def _current(reported_s: Floats, loads: Floats, queue: Floats, times: tuple[floa
 
 
 def _mapped(change: Callable[..., NDArray[Any]], *nodes: Nodes) -> Nodes:
-    """Change every column."""
+    """Apply `change` to every column."""
     return Nodes._make(change(*columns) for columns in zip(*nodes, strict=True))

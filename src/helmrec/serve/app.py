@@ -1,6 +1,7 @@
-"""The application: routes behind one edge, in front of an engine's port.
+"""The HTTP application: routes in front of an engine's port.
 
-It knows requests, answers and statuses; how an engine runs is behind the port. No route reads files or runs code.
+Knows requests, answers and statuses; how the engine runs is behind the port. Only the admin call that swaps models
+reads files.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from helmrec.serve.bodies import Bodies
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.live import LiveRoutes, dashboard
 from helmrec.serve.models import ModelRoutes
 from helmrec.serve.port import EnginePort
@@ -26,15 +27,15 @@ from helmrec.serve.routes import Endpoint, Handler, openapi
 from helmrec.serve.schema import Problem
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.users import UserRoutes
-from helmrec.serve.v1 import FriendlyRoutes
+from helmrec.serve.v1 import JsonRoutes
 from helmrec.serve.v2 import InferenceRoutes
 
 API_VERSION = "1"
-_PARTS = (FriendlyRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, InferenceRoutes)
+_PARTS = (JsonRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, InferenceRoutes)
 
 
-def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> Starlette:
-    """The application in front of `port`, which it starts; it closes both when it ends."""
+def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories | None = None) -> Starlette:
+    """Make the application. It starts `port` and `histories`, and closes both when it ends."""
     front = Front(port, config, histories)
     endpoints = [endpoint for part in _PARTS for endpoint in part(front).endpoints()]
     document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION, port.model.name))
@@ -66,18 +67,22 @@ def make_app(port: EnginePort, config: ServeConfig, histories: Histories | None 
     )
     app.state.front = front
     app.router.redirect_slashes = False
-    app.middleware_stack = Edge(_ByName(app.router), front.count_request)  # errors end there: no other layer is needed
+    # Starlette's own middleware is left out: Edge handles all errors.
+    app.middleware_stack = Edge(_ByPath(app.router), front.count_request)
     return app
 
 
 def _route(path: str, endpoints: Sequence[Endpoint], bodies: Bodies) -> Route:
-    """All methods of a path as one route, so that a wrong one is told of all the right ones."""
+    """Make one route of all methods of a path, so that the answer to a wrong method lists all allowed ones."""
     handlers = {each.method: each.handler for each in endpoints if each.path == path}
     return Route(path, _Path(handlers, bodies), methods=list(handlers))
 
 
 class _Path:
-    """The handlers of a path, by method. An application: around a function starlette would look for errors again."""
+    """The handlers of a path, by method.
+
+    An ASGI application, because Starlette would wrap a plain function in another layer of error handling.
+    """
 
     def __init__(self, handlers: Mapping[str, Handler], bodies: Bodies) -> None:
         self._handlers = handlers
@@ -88,12 +93,12 @@ class _Path:
         try:
             response = await self._handlers[method](Request(scope, receive))
         finally:
-            self._bodies.let_go(scope)
+            self._bodies.release(scope)
         await response(scope, receive, send)
 
 
-class _ByName:
-    """Paths without parameters are found by name; the rest are the router's to match, one after another."""
+class _ByPath:
+    """Finds routes without path parameters in a dictionary; Starlette's router matches the others one by one."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

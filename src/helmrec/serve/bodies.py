@@ -1,4 +1,4 @@
-"""From the bytes of a request to typed values; what is wrong with them is named by field and value."""
+"""Read and decode the bodies of requests. Errors name the wrong field and its value."""
 
 import asyncio
 import re
@@ -18,19 +18,18 @@ _NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) fie
 _EXPECTED = re.compile(r"^Expected (?P<what>.+?)(?:, got (?P<kind>.+))?$")
 _MAX_SHOWN = 100
 _SMALL_BYTES = 1 << 16
-_MOST_FIELDS = 10_000  # of all objects of a body: each takes a hundred times as long to decode as a number
-_KEPT_FOR_SMALL = 8  # one part in so many
+_MOST_FIELDS = 10_000  # in all objects of a body: a field takes a hundred times as long to decode as a number
+_SMALL_SHARE = 8  # 1 / 8 of the bytes is reserved for small bodies
 _HELD = "body_bytes"  # key of a request's state
-_STOP_PATIENCE_S = 2.0  # with bodies that are not whole when the server is to stop
+_STOP_TIMEOUT_S = 2.0  # for bodies that are incomplete when the server stops
 T = TypeVar("T")
 
 
 class Bodies:
-    """Reads the bodies of requests, and holds them to bounds: bytes of one, bytes of all in memory, and time.
+    """Reads the bodies of requests within bounds: bytes of one body, bytes of all in memory, and time.
 
-    A body counts from its first byte until its request is answered (`let_go`). Bodies of up to 64 KiB have an eighth
-    of the bytes to themselves, so that a few long ones that come slowly do not keep everybody else out. Lives in one
-    event loop.
+    A body counts from its first byte until its request is answered (`release`). An eighth of the bytes is reserved for
+    bodies of up to 64 KiB, so that a few large, slow bodies do not block all other requests. Used in one event loop.
     """
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int, timeout_s: float) -> None:
@@ -42,14 +41,16 @@ class Bodies:
         self.held_bytes = 0
 
     async def read(self, request: Request) -> bytes:
-        """The whole body. As soon as it is known to be too long (413), too much at once (503) or too slow (408), that
-        is raised and the rest is never read."""
+        """Read the whole body. Raise once it is too long (413), exceeds the bytes of all (503) or is too slow (408).
+
+        The rest of such a body is not read.
+        """
         if encoding := header(request.scope, b"content-encoding"):
             raise HTTPException(415, f"content-encoding: bodies must not be compressed, got {encoding[:_MAX_SHOWN]!r}")
         declared = header(request.scope, b"content-length") or ""
         if declared.isdecimal() and int(declared[:20]) > self._max_body_bytes:
             raise self._too_large()
-        timeout_s = min(self._timeout_s, _STOP_PATIENCE_S) if self._is_stopping else self._timeout_s
+        timeout_s = min(self._timeout_s, _STOP_TIMEOUT_S) if self._is_stopping else self._timeout_s
         try:
             async with asyncio.timeout(timeout_s) as reading:
                 self._reading.add(reading)
@@ -75,24 +76,24 @@ class Bodies:
         return b"".join(chunks)
 
     def _hold(self, scope: Scope, num_new: int, num_bytes: int) -> None:
-        """Count bytes of a body that has so many by now."""
-        kept_back = 0 if num_bytes <= _SMALL_BYTES else self._max_bytes // _KEPT_FOR_SMALL
-        if self.held_bytes + num_new > self._max_bytes - kept_back:
-            told = f"the bodies of all requests in memory may hold {self._max_bytes} bytes (max_bodies_bytes)"
-            raise HTTPException(503, told, {"retry-after": "1"})  # the server drops the rest of it as it comes
+        """Count `num_new` bytes of a body that has `num_bytes` so far; 503 if all bodies would exceed their bound."""
+        reserved = 0 if num_bytes <= _SMALL_BYTES else self._max_bytes // _SMALL_SHARE
+        if self.held_bytes + num_new > self._max_bytes - reserved:
+            problem = f"the bodies of all requests in memory may hold {self._max_bytes} bytes (max_bodies_bytes)"
+            raise HTTPException(503, problem, {"retry-after": "1"})  # the server discards the rest as it arrives
         self.held_bytes += num_new
         state = scope.setdefault("state", {})
         state[_HELD] = state.get(_HELD, 0) + num_new
 
-    def let_go(self, scope: Scope) -> None:
-        """The request is answered: its body is not in memory any more. May be called again, and without a body."""
+    def release(self, scope: Scope) -> None:
+        """Stop counting the body of a request that is answered. May be called twice, and without a body."""
         self.held_bytes -= scope.get("state", {}).pop(_HELD, 0)
-        assert self.held_bytes >= 0, "a body was let go twice"
+        assert self.held_bytes >= 0, "a body was released twice"
 
     def stop(self) -> None:
-        """The server is about to stop: bodies that are not whole in two seconds are not waited for."""
+        """Shorten all timeouts to two seconds, because the server is about to stop."""
         self._is_stopping = True
-        by_s = asyncio.get_running_loop().time() + _STOP_PATIENCE_S
+        by_s = asyncio.get_running_loop().time() + _STOP_TIMEOUT_S
         for reading in self._reading:
             ends_s = reading.when()
             if not reading.expired() and ends_s is not None and ends_s > by_s:
@@ -103,14 +104,14 @@ class Bodies:
 
     def _too_slow(self) -> HTTPException:
         if self._is_stopping:
-            told = "the server is about to stop, and the body had not come"
-            return HTTPException(503, told, {"retry-after": "1", "connection": "close"})
-        told = f"the body must come within {self._timeout_s:g} s (body_timeout_s)"
-        return HTTPException(408, told, {"connection": "close"})
+            problem = "the server is about to stop, and the body is incomplete"
+            return HTTPException(503, problem, {"retry-after": "1", "connection": "close"})
+        problem = f"the body must arrive within {self._timeout_s:g} s (body_timeout_s)"
+        return HTTPException(408, problem, {"connection": "close"})
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this name. Looked for where it lies: a mapping made for one look costs more."""
+    """Return the first header of this name. A linear search is cheaper than Starlette's mapping for one lookup."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value, "latin-1")
@@ -118,7 +119,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
-    """The body as the decoder's type, decoded once; RequestError names the field and the value seen."""
+    """Decode a body; RequestError names the wrong field and its value."""
     if len(body) > _SMALL_BYTES and (num_fields := bytes(body).count(b":")) > _MOST_FIELDS:
         raise RequestError("body", num_fields, f"at most {_MOST_FIELDS} fields are allowed in a body")
     try:
@@ -131,7 +132,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
 
 
 def deadline_ms(request: Request) -> float | None:
-    """What the client's header allows, in milliseconds."""
+    """Return the deadline in the client's header, in milliseconds; None without one."""
     text = header(request.scope, DEADLINE_HEADER)
     if text is None:
         return None
@@ -155,5 +156,5 @@ def _explained(message: str, body: bytes | memoryview) -> RequestError:
 
 
 def _needed(expected: re.Match[str]) -> str:
-    """In the words all our messages have, which end in the value that was got."""
+    """Rewrite msgspec's "Expected X, got Y" in the form of all other messages."""
     return f"{expected['what']} is needed" + (f", not {expected['kind']}" if expected["kind"] else "")

@@ -1,16 +1,16 @@
-"""A circuit breaker: after failures one after another, calls are refused at once; now and then one is let through.
+"""A circuit breaker: after several failures in a row, calls are refused at once, except one after each pause.
 
-closed     every call may go on
-open       none may, until the pause is over
-half-open  one may, and its outcome decides: closed again, or open for another pause
-Pure: the clock comes in. Not for several threads.
+closed     every call is admitted
+open       no call is admitted until the pause has passed
+half-open  one call is admitted, and its outcome closes the breaker or opens it for another pause
+Pure: the clock is passed in. Not thread-safe.
 """
 
 from helmrec.clock import Clock
 
 
 class Breaker:
-    """Counts failures of whatever it stands before."""
+    """Admits or refuses calls by the outcome of earlier ones."""
 
     def __init__(self, max_failures: int, pause_s: float, clock: Clock) -> None:
         self._max_failures = max_failures
@@ -26,7 +26,7 @@ class Breaker:
         return self._opened_s is None
 
     def admit(self) -> bool:
-        """Whether a call may go on. If so, tell how it ended: `succeeded`, `failed` or `dropped`."""
+        """Return whether a call is admitted. If so, report its end: `succeeded`, `failed` or `dropped`."""
         if self._opened_s is None:
             return True
         if self._is_trying or self._clock.now() - self._opened_s < self._pause_s:
@@ -44,9 +44,9 @@ class Breaker:
             self._opened_s, self._is_trying = self._clock.now(), False
 
     def dropped(self) -> None:
-        """The call was given up before it could show anything."""
+        """Record that an admitted call ended without an outcome."""
         self._is_trying = False
 
     def check(self) -> None:
-        assert not (self._is_trying and self.is_closed), "only a breaker that is open tries"
+        assert not (self._is_trying and self.is_closed), "only an open breaker tries a call"
         assert self.is_closed == (self._num_in_a_row < self._max_failures), "it is open after that many failures"

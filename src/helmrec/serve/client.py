@@ -1,7 +1,6 @@
-"""A client of one server: what it raises is what an engine in the same process would have raised.
+"""A client of one server. It raises the same errors as an engine in the same process.
 
-The standard library's connection is enough for requests with one body and one answer, and leaves programs that
-only call a server free of an HTTP package.
+Uses the connection of the standard library, so that programs that only call a server need no HTTP package.
 """
 
 import http.client
@@ -11,35 +10,21 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from helmrec.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    DiskFull,
-    EngineClosed,
-    Forgotten,
-    HelmRecError,
-    HistoryFull,
-    HistoryUnavailable,
-    NonFiniteScores,
-    QueueFull,
-    RequestError,
-    ServerError,
-    StaleVersion,
-    TablesTooSmall,
-)
+from helmrec import errors
+from helmrec.errors import ConfigError, HelmRecError, RequestError, ServerError, StaleVersion
 from helmrec.history.store import Appended, UserState
 from helmrec.redaction import redact
 from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
-_OF_HISTORIES = (DiskFull, HistoryFull, HistoryUnavailable, TablesTooSmall)
-_KINDS = (DeadlineExceeded, EngineClosed, Forgotten, NonFiniteScores, QueueFull, *_OF_HISTORIES)
-_BY_NAME: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in _KINDS}
+_REFUSALS = (errors.DeadlineExceeded, errors.EngineClosed, errors.Forgotten, errors.NonFiniteScores, errors.QueueFull)
+_STORE_ERRORS = (errors.DiskFull, errors.HistoryFull, errors.HistoryUnavailable, errors.TablesTooSmall)
+_ERRORS: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in (*_REFUSALS, *_STORE_ERRORS)}
 
 
 class Client:
-    """Ranks on the server at `url`. Keeps one connection open, so it serves one thread; close it when done."""
+    """Calls the server at `url`. Keeps one connection open, so it is for one thread; close it when done."""
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
@@ -52,7 +37,7 @@ class Client:
         self._answer = msgspec.json.Decoder(RankAnswer)
 
     def rank(self, request: RankRequest) -> RankResult:
-        """Raise RequestError, QueueFull or DeadlineExceeded as an engine would; ServerError if there is no answer."""
+        """Rank. Raise RequestError, QueueFull or DeadlineExceeded as an engine does; ServerError without an answer."""
         return self._rank(request)
 
     def rank_stored(
@@ -64,7 +49,7 @@ class Client:
         request_time: int | None = None,
         deadline_ms: float | None = None,
     ) -> RankResult:
-        """`rank`, with the history the server keeps of the user; none yet is a history of no events."""
+        """Rank with the history that the server stores for the user. An unknown user has no events."""
         fields = {
             "candidate_features": candidate_features,
             "context": context,
@@ -78,7 +63,7 @@ class Client:
         return self._answer.decode(self._done("POST", "/v1/rank", body)).result()
 
     def prefill(self, request: PrefillRequest) -> PrefillAnswer:
-        """Have a history computed ahead of its rank, or hear why not."""
+        """Have a history computed before its rank. The answer says whether it is, or why not."""
         return self._prefill(request)
 
     def prefill_stored(
@@ -89,7 +74,7 @@ class Client:
         budget_ms: float | None = None,
         hold_ms: float | None = None,
     ) -> PrefillAnswer:
-        """`prefill`, with the history the server keeps of the user."""
+        """Prefill with the history that the server stores for the user."""
         fields = {"num_candidates": num_candidates, "budget_ms": budget_ms, "hold_ms": hold_ms}
         return self._prefill({"user_id": user_id, "context": context or {}, **fields})
 
@@ -105,10 +90,10 @@ class Client:
         timestamps: Ids,
         features: Mapping[str, Ids] | None = None,
     ) -> Appended:
-        """Add events to a history of `base_version` events; they are kept when this returns.
+        """Append events to a history of `base_version` events. They are stored when this returns.
 
-        Raise StaleVersion, which carries the current one, if the user has another version. The same events sent
-        again with the same base are acknowledged again and kept once, so a lost answer may be asked for again.
+        Raise StaleVersion, with the current version, if the user has another one. An append may be repeated after a
+        lost answer: the same events with the same base are stored once.
         """
         body = {
             "user_id": user_id,
@@ -125,7 +110,7 @@ class Client:
         return Appended(done.first_event, done.version, done.is_repeat)
 
     def user(self, user_id: int) -> UserState | None:
-        """Where a user's history stands; None if the server keeps nothing of it."""
+        """Return length and hash of a user's stored history; None if nothing is stored."""
         answer = self._send("GET", f"/v1/users/{user_id}")
         if answer.status == 404:
             return None
@@ -133,11 +118,11 @@ class Client:
         return UserState(found.version, found.first_event, int(found.seal, 16), found.last_timestamp)
 
     def forget(self, user_id: int) -> bool:
-        """Have the server forget a user: history and caches. False if it kept no events of it."""
+        """Delete a user from history store and caches. False if no events were stored."""
         return msgspec.json.decode(self._done("DELETE", f"/v1/users/{user_id}"), type=ForgetAnswer).had_events
 
     def is_ready(self) -> bool:
-        """Whether requests may be sent: False while the server warms up or cannot be reached."""
+        """Return whether requests may be sent: False while the server warms up or cannot be reached."""
         try:
             return self._send("GET", "/readyz").status == 200
         except ServerError:
@@ -153,17 +138,17 @@ class Client:
         self.close()
 
     def _done(self, method: str, path: str, body: object = None) -> bytes:
-        """The body of an answer that says it was done; else what the server told is raised."""
+        """Send a request and return the body of its answer. Raises the error that the answer contains."""
         return _body_of(self._send(method, path, None if body is None else self._encoder.encode(body)))
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> "_Answer":
-        may_be_stale = self._connection.sock is not None  # a server closes connections that are idle for long
+        may_be_stale = self._connection.sock is not None  # a server closes connections that were idle for long
         try:
             return self._try(method, path, body)
         except (OSError, http.client.HTTPException) as error:
             if not may_be_stale or isinstance(error, TimeoutError):
                 raise ServerError(f"no answer ({error}), from {self._url}") from None
-        return self._send(method, path, body)  # on a new connection; whatever is asked of a server may be asked twice
+        return self._send(method, path, body)  # on a new connection: all calls may be repeated
 
     def _try(self, method: str, path: str, body: bytes | None) -> "_Answer":
         try:
@@ -182,14 +167,14 @@ class _Answer(msgspec.Struct, frozen=True):
 
 def _body_of(answer: _Answer) -> bytes:
     if answer.status != 200:
-        raise _told(answer)
+        raise _error(answer)
     return answer.body
 
 
 def _stale(answer: _Answer, user_id: int, base_version: int) -> HelmRecError:
     problem = _problem(answer)
     if problem is None or problem.current_version is None:
-        return _told(answer)
+        return _error(answer)
     return StaleVersion(user_id, base_version, problem.current_version)
 
 
@@ -200,20 +185,20 @@ def _problem(answer: _Answer) -> Problem | None:
         return None
 
 
-def _told(answer: _Answer) -> HelmRecError:
-    """The error the server told of."""
+def _error(answer: _Answer) -> HelmRecError:
+    """Return the error that an answer contains."""
     problem = _problem(answer)
     if problem is None:
         return ServerError(f"status {answer.status} without a reason, got {answer.body[:100]!r}")
     if problem.field is not None:
         seen = problem.detail.removeprefix(f"{problem.field}: ").rsplit(", got ", 1)[0]
         return RequestError(problem.field, problem.value, seen)
-    known = _BY_NAME.get(problem.type.rsplit(":", 1)[-1], ServerError)
-    return known(f"{problem.detail} (request {problem.request_id})")
+    kind = _ERRORS.get(problem.type.rsplit(":", 1)[-1], ServerError)
+    return kind(f"{problem.detail} (request {problem.request_id})")
 
 
 def _as_plain(value: object) -> object:
-    """NumPy's arrays and numbers, as JSON has them."""
+    """Convert NumPy arrays and numbers for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise RequestError("request", value, "numbers, sequences and arrays are needed")

@@ -1,4 +1,4 @@
-"""Who moves a served engine's boundary, and what it may be shown to want."""
+"""The policy of a served engine: how it runs beside the engine's steps, and how its decisions are shown."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ from helmrec.policies import make_policy, needs_curves
 from helmrec.serve.settings import ServeConfig
 from helmrec.steps import Steps
 
-NO_POLICY = "none"  # nobody moves the boundary
+NO_POLICY = "none"  # only admin calls move the boundary
 _SHOWN_MOVES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer of a controller: the split it proposes, and why."""
+    """The proposal of one layer of the controller, and its reason."""
 
     name: str
     alpha: float
@@ -34,7 +34,7 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True)
 class MoveView:
-    """A move that was made."""
+    """A move of the boundary."""
 
     time_s: float  # of the wall clock
     start_alpha: float
@@ -44,22 +44,22 @@ class MoveView:
 
 @dataclass(frozen=True, slots=True)
 class ControlView:
-    """What a controller did with the window that ended last."""
+    """The controller's decision for the last window."""
 
     policy: str
     mode: str
-    asked_alpha: float | None  # None: to stay
-    reason: str  # empty where it stays without one
+    asked_alpha: float | None  # None: no move
+    reason: str  # empty if it does not move and gives no reason
     expected_gain_ms: float | None
-    measured_ms: float | None  # mean latency of the window; None: nothing was answered in it
-    predicted_ms: float | None  # of the same window, a window before it
-    last_move: str | None  # what it was predicted to gain, and what came of it
-    layers: list[LayerView]  # in order; the last one decided
+    measured_ms: float | None  # mean latency of the window; None: no answers
+    predicted_ms: float | None  # for this window, predicted one window earlier
+    last_move: str | None  # its predicted and its realised gain
+    layers: list[LayerView]  # in order; the last one decides
     moves: list[MoveView]  # the last few, newest first
 
 
 class Steering:
-    """A policy by name, and how to show it."""
+    """A policy by name, with the settings it runs under and the moves it made."""
 
     def __init__(self, name: str, slo_ms: float, tick_s: float = 1.0) -> None:
         self._name = name
@@ -70,11 +70,11 @@ class Steering:
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Steering | None":
-        """As the settings say; None if nobody is to move the boundary."""
+        """Make the policy of the settings; None if they name none."""
         return None if config.policy == NO_POLICY else cls(config.policy, config.slo_ms, config.tick_s)
 
     def warm_up(self) -> None:
-        """Compile what a policy compiles on first use: a compilation between two steps would hold up all requests."""
+        """Compile what the policy compiles on first use: compilation between two steps would delay all requests."""
         if isinstance(self._inner, Helm):
             model = LatencyModel(work=Work(*np.ones((len(Work._fields), ALPHAS.size))), rate=1.0)
             model.estimator.costs = StageCosts(*np.ones(len(fields(StageCosts))).tolist())
@@ -85,12 +85,12 @@ class Steering:
 
     @property
     def learned(self) -> dict[str, list[float]]:
-        """What the policy learned while serving, to be kept over a restart; nothing of one that learns nothing."""
+        """State that the policy learned while serving, to keep over a restart; empty for a policy without any."""
         inner = self._inner
         return inner.learned if isinstance(inner, Helm) else {}
 
     def relearn(self, learned: Mapping[str, list[float]]) -> None:
-        """Give back what a policy of this name had learned on the same model, pool and device."""
+        """Restore state that the same policy learned on the same model, pool and device."""
         inner = self._inner
         if isinstance(inner, Helm) and learned:
             inner.relearn(learned)
@@ -100,37 +100,37 @@ class Steering:
         return self._policy.policy if isinstance(self._policy, Limited) else self._policy
 
     def reset(self) -> None:
-        """Have the policy forget what it has seen."""
+        """Reset the policy to its initial state."""
         self._policy.reset()
 
     def failed_view(self, error: Exception) -> ControlView:
-        """What to show of a policy that has failed."""
+        """Return the view of a policy that has failed."""
         reason = f"the policy failed ({type(error).__name__}: {error}): alpha is frozen until a mode is set"
         return ControlView(self._name, "freeze", None, reason, None, None, None, None, [], list(self._moves))
 
     def view(self, decision: Decision | None, mode: Mode, now_s: float) -> ControlView:
-        """What to show after a decision, or before the first in a mode. `now_s` is the wall clock's."""
+        """Return the view after a decision, or before the first one in a mode. `now_s` is by the wall clock."""
         move = None if decision is None else decision.move
         if decision is not None and move is not None:
             self._moves.appendleft(MoveView(now_s, decision.window.alpha_target, move.alpha, move.reason))
         reason = "no window has ended yet" if decision is None else "" if move is None else move.reason
-        told = None if decision is None else decision.explanation
+        why = None if decision is None else decision.explanation
         return ControlView(
             policy=self._name,
             mode=mode,
             asked_alpha=None if move is None else move.alpha,
             reason="frozen" if mode == "freeze" else reason,
             expected_gain_ms=None if move is None else move.expected_gain_ms,
-            measured_ms=None if told is None else told.measured_ms,
-            predicted_ms=None if told is None else told.predicted_ms,
-            last_move=None if told is None or told.last_move is None else describe_move(told.last_move),
-            layers=[] if told is None else [LayerView(one.layer, one.alpha, one.reason) for one in told.proposals],
+            measured_ms=None if why is None else why.measured_ms,
+            predicted_ms=None if why is None else why.predicted_ms,
+            last_move=None if why is None or why.last_move is None else describe_move(why.last_move),
+            layers=[] if why is None else [LayerView(one.layer, one.alpha, one.reason) for one in why.proposals],
             moves=list(self._moves),
         )
 
 
 class _CurvesMayFail:
-    """A steered engine whose miss curves are absent for one window when they fail."""
+    """An engine whose miss curves are None for a window in which computing them failed."""
 
     def __init__(self, engine: Steered, failures: FailureLog) -> None:
         self._engine = engine
@@ -158,14 +158,14 @@ class _CurvesMayFail:
 
 
 class Controller:
-    """Runs a policy on a served engine. No failure of the policy reaches the engine's steps.
+    """Runs a policy on a served engine. Failures of the policy do not affect the engine's steps.
 
-    After a failure alpha stays where it is: the policy is not asked again until a mode is set, and then starts anew.
-    `tick` is one thread's; the other calls may come from any.
+    After a failure alpha is frozen and the policy does not run until a mode is set; then it starts from its initial
+    state. `tick` is called by one thread, the other methods by any.
     """
 
     def __init__(self, steering: Steering, engine: Steered, failures: FailureLog, now_s: float) -> None:
-        """`failures` counts under "controller" and "miss curves". `now_s` is the wall clock's."""
+        """`failures` counts under "controller" and "miss curves". `now_s` is by the wall clock."""
         self._steering = steering
         self._engine = _CurvesMayFail(engine, failures)
         self._failures = failures
@@ -174,12 +174,12 @@ class Controller:
         self.view = steering.view(None, "adaptive", now_s)
 
     def record(self, user_id: int, latency_ms: float | None) -> None:
-        """A request was answered, or refused (None)."""
-        if not self._is_failed:  # else nobody would take it out again
+        """Record an answered request, or a refused one (None)."""
+        if not self._is_failed:  # without ticks, recorded requests would pile up
             self._rebalancer.record(user_id, latency_ms)
 
     def tick(self, now_s: float, wall_s: float) -> None:
-        """Ask the policy if a window has ended, and move the boundary if it says so."""
+        """If a window has ended, run the policy and move the boundary as it decides."""
         if self._is_failed:
             return
         rebalancer = self._rebalancer
@@ -198,7 +198,7 @@ class Controller:
             self._freeze(error)
 
     def set_mode(self, mode: Mode, wall_s: float) -> None:
-        """Follow the policy, a constant, or nobody; a policy that has failed is asked again, from the beginning."""
+        """Set the mode. A policy that has failed is reset and runs again."""
         if self._is_failed:
             self._steering.reset()
             self._rebalancer = self._steering.rebalancer(self._engine)
@@ -207,15 +207,15 @@ class Controller:
         self.view = self._steering.view(None, mode, wall_s)
 
     def inherit(self, old: "Controller") -> None:
-        """Begin with the mode of another controller."""
+        """Take over the mode of another controller."""
         self._rebalancer.mode = old._rebalancer.mode
 
     def relearn(self, old: "Controller") -> None:
-        """Begin with what the policy of a controller of the same model, pool and device has learned."""
+        """Take over the learned state of a controller of the same model, pool and device."""
         try:
             self._steering.relearn(old._steering.learned)
         except Exception as error:
-            self._failures.note("controller", error, "what the policy had learned is lost")
+            self._failures.note("controller", error, "the learned state of the policy is lost")
 
     def _freeze(self, error: Exception) -> None:
         self._is_failed = True
@@ -223,8 +223,8 @@ class Controller:
         self.view = self._steering.failed_view(error)
 
 
-def seen_by(policy: str, engine: EngineConfig) -> EngineConfig:
-    """The engine's settings, with miss curves where the policy looks at them."""
+def with_curves(policy: str, engine: EngineConfig) -> EngineConfig:
+    """Return the engine's settings, with miss curves if the policy uses them."""
     if policy == NO_POLICY or not needs_curves(policy):
         return engine
     return engine.model_copy(update={"miss_curves": True})

@@ -1,7 +1,7 @@
 """The process an engine runs in: `python -m helmrec.serve.engine_process SOCKET OUTGOING INCOMING` (descriptors).
 
-It ends when it is told to, or when the front is gone; signals are the front's business. What it does for a frame is
-what an engine in the front's process would do.
+Ends when the front says so or has ended; ignores signals, which the front handles. A frame has the same effect as the
+corresponding call of a port in the front's process.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from helmrec.serve.settings import ServeConfig
 from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import (
     Begin,
-    Kind,
+    FrameKind,
     pack_error,
     pack_results,
     unpack_call,
@@ -43,7 +43,7 @@ _LOOK_EVERY_S = 0.01
 
 
 class EngineProcess:
-    """Answers frames with an engine's port, in one event loop."""
+    """Answers the front's frames through an engine's port, in one event loop."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -63,24 +63,27 @@ class EngineProcess:
             for frame in self._link.receive():
                 try:
                     self._handle(frame)
-                except Exception as error:  # one that cannot be read must not take along those behind it
+                except Exception as error:  # a frame that is refused or unreadable must not affect those behind it
                     self._fail(frame.call, error)
                 self._link.done(frame)
         except EngineClosed:
             self._is_over.set()
-        except Exception as error:  # positions that make no sense: nothing that follows can be trusted
+        except Exception as error:  # invalid positions: no later frame can be trusted
             self._give_up(error)
 
     def _handle(self, frame: Frame) -> None:
-        """Whatever outlives this call must not look at the frame: requests are in the engine's own arrays by then."""
-        if frame.kind == Kind.BEGIN:
+        """Start the work a frame asks for. The frame must not be read after this returns."""
+        if frame.kind == FrameKind.BEGIN:
             self._start(self._begin(bytes(frame.payload)))
-        elif frame.kind == Kind.END:
+        elif frame.kind == FrameKind.END:
             self._is_over.set()
-        elif frame.kind == Kind.RANK:
-            self._rank(frame)
-        elif frame.kind == Kind.PREFILL:
-            self._prefill(frame)
+        elif frame.kind == FrameKind.RANK:
+            port = self._ready_port().current  # another may take over before this one has answered
+            queued = port.enqueue(*unpack_requests(frame.payload))
+            self._start(self._answer_ranked(frame.call, port, queued))
+        elif frame.kind == FrameKind.PREFILL:
+            result = self._ready_port().current.signal(unpack_prefill(frame.payload))
+            self._start(self._answer_signal(frame.call, result))
         else:
             name, arguments = unpack_call(frame.payload)
             self._start(self._call(frame.call, name, arguments))
@@ -91,60 +94,44 @@ class EngineProcess:
         task.add_done_callback(self._conclude)
 
     def _conclude(self, task: asyncio.Task[None]) -> None:
-        """A task that fails has left someone without an answer: the front fails those and starts another engine."""
+        """End the process if a task failed, so that the front fails its call and restarts the engine."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._give_up(error)
 
-    def _rank(self, frame: Frame) -> None:
-        assert self._port is not None, "requests come when the engine is ready"
-        port = self._port.current  # another may follow before it has answered
-        try:
-            queued = port.enqueue(*unpack_requests(frame.payload))
-        except Exception as error:
-            self._fail(frame.call, error)
-        else:
-            self._start(self._answer_ranked(frame.call, port, queued))
+    def _ready_port(self) -> SwappingPort:
+        assert self._port is not None, "the front sends calls when the engine is ready"
+        return self._port
 
-    def _prefill(self, frame: Frame) -> None:
-        assert self._port is not None, "signals come when the engine is ready"
+    async def _answer_signal(self, call: int, result: "Future[PrefillResult]") -> None:
         try:
-            told = self._port.current.signal(unpack_prefill(frame.payload))
-        except Exception as error:
-            self._fail(frame.call, error)
-        else:
-            self._start(self._answer_signal(frame.call, told))
-
-    async def _answer_signal(self, call: int, told: "Future[PrefillResult]") -> None:
-        try:
-            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(told))])
+            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(result))])
         except Exception as error:
             self._fail(call, error)
 
     async def _answer_ranked(self, call: int, port: InProcessPort, queued: Queued) -> None:
         try:
-            self._answer(Kind.RESULTS, call, pack_results(await port.results(queued)))
+            self._answer(FrameKind.RESULTS, call, pack_results(await port.results(queued)))
         except Exception as error:
             self._fail(call, error)
 
     async def _call(self, call: int, name: str, arguments: dict[str, Any]) -> None:
         try:
-            assert self._port is not None, "calls come when the engine is ready"
-            value = await getattr(self._port, name)(**arguments)
-            self._answer(Kind.VALUE, call, [msgspec.msgpack.encode(value)])
+            value = await getattr(self._ready_port(), name)(**arguments)
+            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(value)])
         except Exception as error:
             self._fail(call, error)
 
     def _fail(self, call: int, error: Exception) -> None:
         if not isinstance(error, HelmRecError):
             log.error("a call failed", exc_info=error)
-        self._answer(Kind.ERROR, call, pack_error(error))
+        self._answer(FrameKind.ERROR, call, pack_error(error))
 
-    def _answer(self, kind: Kind, call: int, parts: Sequence[bytes | memoryview]) -> None:
+    def _answer(self, kind: FrameKind, call: int, parts: Sequence[bytes | memoryview]) -> None:
         try:
             self._link.send(kind, call, parts)
-        except QueueFull as error:  # the front does not read; it is told so without a payload
+        except QueueFull as error:  # the front does not read; an error without payload still fits
             log.warning("an answer did not fit", extra={"reason": str(error)})
             self._answer_without_payload(call)
         except EngineClosed:
@@ -152,16 +139,16 @@ class EngineProcess:
 
     def _answer_without_payload(self, call: int) -> None:
         try:
-            self._link.send(Kind.ERROR, call)
-        except (QueueFull, EngineClosed) as error:  # it has not read for very long, or is gone
+            self._link.send(FrameKind.ERROR, call)
+        except (QueueFull, EngineClosed) as error:  # it has not read for very long, or has ended
             log.error("the front does not read answers", extra={"reason": str(error)})
             self._is_over.set()
 
     async def _begin(self, packed: bytes) -> None:
         try:
             begin = msgspec.msgpack.decode(packed, type=Begin)
-            told = {**begin.engine, **begin.serve}
-            secrets = [value for name, value in told.items() if is_secret_name(name) and isinstance(value, str)]
+            settings = {**begin.engine, **begin.serve}
+            secrets = [value for name, value in settings.items() if is_secret_name(name) and isinstance(value, str)]
             log_to_stderr(begin.serve["log_level"], secrets)
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
             port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve)
@@ -173,16 +160,17 @@ class EngineProcess:
         while port.health is Health.STARTING:
             await asyncio.sleep(_LOOK_EVERY_S)
         if port.health is Health.READY:
-            self._answer(Kind.READY, 0, [])
+            self._answer(FrameKind.READY, 0, [])
         while port.health is Health.READY and not self._is_over.is_set():
             await asyncio.sleep(_LOOK_EVERY_S)
         if port.health is Health.FAILED:
             self._give_up(RuntimeError(port.reason))
 
     def _give_up(self, error: BaseException) -> None:
-        log.error("the engine cannot go on", exc_info=error)
+        """Report the failure to the front and end the process."""
+        log.error("the engine failed", exc_info=error)
         self._is_over.set()
-        self._answer(Kind.FAILED, 0, pack_error(error))
+        self._answer(FrameKind.FAILED, 0, pack_error(error))
 
 
 def main(arguments: list[str]) -> None:

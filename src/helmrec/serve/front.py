@@ -1,4 +1,4 @@
-"""What all handlers share: the port, the limits, the metrics, the samples, the stored histories."""
+"""State that all handlers share: the port, the settings, the metrics, the samples, the stored histories."""
 
 import asyncio
 import hmac
@@ -16,7 +16,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
 from helmrec.failures import FailureLog
 from helmrec.serve.bodies import Bodies, decode
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
 from helmrec.serve.samples import Samples
@@ -30,22 +30,19 @@ T = TypeVar("T")
 
 
 class Front:
-    """One server in front of one engine."""
+    """Shared state of the handlers of one server."""
 
-    def __init__(self, port: EnginePort, config: ServeConfig, histories: Histories | None = None) -> None:
+    def __init__(self, port: EnginePort, config: ServeConfig, histories: StoredHistories | None = None) -> None:
         self.port = port
         self.config = config
-        self.histories = histories  # None: clients send them
+        self.histories = histories  # None: no histories are stored
         self.metrics = Metrics(config.slo_ms)
         self.samples = Samples(config.slo_ms)
         self.bodies = Bodies(config.max_body_bytes, config.max_bodies_bytes, config.body_timeout_s)
         self._failures = FailureLog(log)
 
-    async def body(self, request: Request) -> bytes:
-        return await self.bodies.read(request)
-
     async def admin_body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body of an admin call, once its token is known to be right."""
+        """Check the token of an admin call, then read and decode its body."""
         token = self.config.admin_token
         if token is None:
             raise HTTPException(403, "admin calls are off: the server was given no admin_token")
@@ -53,7 +50,7 @@ class Front:
         if not hmac.compare_digest(given.encode(), f"Bearer {token.get_secret_value()}".encode()):
             raise HTTPException(401, "the admin token is needed", {"www-authenticate": "Bearer"})
         self.need_ready()
-        return decode(decoder, await self.body(request))
+        return decode(decoder, await self.bodies.read(request))
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         self.metrics.count_request(route, status, seconds)
@@ -61,13 +58,13 @@ class Front:
             self.samples.count(status, seconds)
 
     async def watch(self) -> None:
-        """Take a sample every second for as long as the server runs. A look that fails costs one sample."""
+        """Take a sample every second while the server runs. If the engine does not answer, one sample is missing."""
         while True:
             if self.is_ready:
                 try:
                     self.samples.add(time.time(), await self.port.look())
                 except HelmRecError:
-                    pass  # the engine may end between the question and the look, or be too busy for it
+                    pass  # the engine has ended since, or is too busy
                 except Exception as error:
                     self._note_look(error)
             if not self.bodies.held_bytes:
@@ -75,7 +72,7 @@ class Front:
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     async def stats(self) -> EngineStats | None:
-        """A look for the metrics; None if there is no engine now, or none that answers."""
+        """Return the engine's counters; None if it is not running or does not answer."""
         try:
             return await self.port.stats()
         except HelmRecError:
@@ -88,29 +85,30 @@ class Front:
         self.metrics.count_look_failure()
         self._failures.note("look at the engine", error)
 
-    async def submit(self, request: Request, asked: Sequence[RankRequest]) -> list[RankResult]:
-        """Rank, in what is left of the deadlines since the request came in."""
-        results = await self.port.submit(asked, self.spent_ms(request))
+    async def submit(self, request: Request, ranks: Sequence[RankRequest]) -> list[RankResult]:
+        """Rank and count the results. Deadlines run since the HTTP request arrived."""
+        results = await self.port.submit(ranks, self.spent_ms(request))
         for result in results:
             self.metrics.count_result(result)
         return results
 
     def spent_ms(self, request: Request) -> float:
-        """Since the request came in."""
+        """Return the milliseconds since the request arrived."""
         started_s: float = request.scope["state"]["started_s"]
         return (time.perf_counter() - started_s) * 1e3
 
     @property
     def store_problem(self) -> str | None:
-        """Why stored histories cannot be used now; None if they can, or if none are kept."""
+        """Why stored histories cannot be used now; None if they can, or if none are stored."""
         return None if self.histories is None else self.histories.problem
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine takes requests; those that carry their history need nothing else."""
+        """Whether the engine accepts requests. Requests that carry their history need nothing else."""
         return self.port.health is Health.READY
 
     def need_ready(self) -> None:
+        """Raise 503 if the engine is not ready."""
         if not self.is_ready:
             reason = f": {self.port.reason}" if self.port.reason else ""
             raise HTTPException(503, f"the engine is {self.port.health.value}{reason}", {"retry-after": "1"})

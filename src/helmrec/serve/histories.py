@@ -1,8 +1,8 @@
-"""Histories the node keeps: opened for a model, read and appended to without ever blocking the event loop.
+"""Stored histories: read and appended to without blocking the event loop.
 
-Reads run in a few threads rather than through an asynchronous client: a folder's file can block on its disk as a
-server can on its network, nothing but a thread waits for a disk, and one store serves both. A store that does not
-answer is left alone by a circuit breaker, and tried again in the background.
+Reads run in a few threads, because a store in a folder blocks on its disk as one in Redis blocks on the network, and
+threads serve both. If the store does not answer, a circuit breaker refuses calls at once while a background task tries
+the store again.
 """
 
 import asyncio
@@ -39,25 +39,25 @@ from helmrec.serve.breaker import Breaker
 log = logging.getLogger("helmrec.serve")
 T = TypeVar("T")
 _SHARED = ("redis://", "rediss://", "unix://")
-_PING_EVERY_S = 1.0  # while the store answers: /readyz is to be right where nobody ranks
+_PING_EVERY_S = 1.0  # while the store answers, so that /readyz is right without traffic
 
 
-class Store(HistoryStore, Protocol):
-    """A store that says what it holds."""
+class StoreWithStats(HistoryStore, Protocol):
+    """A history store that reports its size."""
 
     def stats(self) -> HistoryStats: ...
 
 
 class _Read:
-    """A read under way, of some users."""
+    """A running read of some users."""
 
     def __init__(self, user_ids: Sequence[int]) -> None:
         self.user_ids = frozenset(user_ids)
-        self.forgotten: int | None = None  # a user of it who was forgotten meanwhile
+        self.forgotten: int | None = None  # a user among them who was forgotten since the read began
 
 
 class _TimedCall(Generic[T]):
-    """A call of the store, which knows how long it has been running."""
+    """A call of the store that measures how long it has been running."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -72,13 +72,15 @@ class _TimedCall(Generic[T]):
         return 0.0 if self._started_s is None else (time.perf_counter() - self._started_s) * 1e3
 
 
-class Histories:
-    """The events of all users, as the handlers of one server need them. Owns the store and closes it.
+class StoredHistories:
+    """The stored events of all users, for the handlers of one server. Owns the store and closes it.
 
-    Lives in one event loop.
+    Used in one event loop.
     """
 
-    def __init__(self, store: Store, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self, store: StoreWithStats, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None
+    ) -> None:
         self._store = store
         self._config = config
         self._model, self._schema = model, EventSchema.of_model(model)
@@ -92,22 +94,22 @@ class Histories:
         self._pings: asyncio.Task[None] | None = None
 
     @classmethod
-    def open(cls, path: Path | str, model: ModelConfig, config: HistoryConfig) -> "Histories":
-        """Open the store at `path` for this model, or make one there. An address of a Redis is one that nodes share."""
+    def open(cls, path: Path | str, model: ModelConfig, config: HistoryConfig) -> "StoredHistories":
+        """Open or create the store at `path`, a folder, or the address of a Redis that nodes share."""
         if config.max_events_per_user < model.window:
             raise ConfigError(
                 f"history_max_events_per_user must be at least the model's window, {model.window}, "
                 f"got {config.max_events_per_user}"
             )
-        compile_loops()  # else the first read would wait for them, and be taken for one that the store does not answer
+        compile_loops()  # else compilation would delay the first read, and count as a timeout of the store
         schema = EventSchema.of_model(model)
         if str(path).startswith(_SHARED):
             return cls(_shared(str(path), schema, config), model, config)
         return cls(EmbeddedHistory(path, schema, config), model, config)
 
     def start(self) -> None:
-        """Look at the store from time to time, so that `problem` is right although nobody asks for a history."""
-        self._pings = asyncio.get_running_loop().create_task(self._ping_for_ever())
+        """Ping the store from time to time, so that `problem` is right without traffic."""
+        self._pings = asyncio.get_running_loop().create_task(self._ping_forever())
 
     @property
     def problem(self) -> str | None:
@@ -116,22 +118,22 @@ class Histories:
 
     @property
     def num_failures(self) -> int:
-        """Calls that the store did not answer, or not in time."""
+        """Calls that the store did not answer in time."""
         return self._breaker.num_failures
 
     async def read(self, user_ids: Sequence[int], model: ModelConfig) -> list[Events]:
-        """As much of each history as the model looks at; nothing, at version 0, of an unknown user.
+        """Read the events in the model's window, for each user; none, at version 0, for an unknown user.
 
-        Raise Forgotten if one of the users was forgotten meanwhile: whoever submits what this returns without awaiting
-        anything in between cannot bring back a forgotten user. HistoryUnavailable if the store does not answer in time,
-        TablesTooSmall if it holds ids that the model lacks.
+        Raise Forgotten if a user was forgotten since the call began. A caller that submits the result without awaiting
+        anything in between cannot cache a forgotten user again. Raise HistoryUnavailable if the store does not answer
+        in time, TablesTooSmall if an event has an id that the model lacks.
         """
         schema, read = self._schema_of(model), _Read(user_ids)
         read.forgotten = next((user for user in user_ids if self._being_forgotten[user]), None)
         self._reads.add(read)
         try:
             found: list[Events] = []
-            step = self._config.read_threads  # no more at once: a call of many users leaves room for others
+            step = self._config.read_threads  # at most so many at once: other calls must get threads too
             for start in range(0, len(user_ids), step):
                 some = user_ids[start : start + step]
                 found += await _all([self._call(self._reading(user_id, schema, model.window)) for user_id in some])
@@ -146,22 +148,22 @@ class Histories:
             events = self._store.read_last(user_id, window)
             if (beyond := find_beyond(schema, events)) is not None:
                 field, largest = beyond
-                raise TablesTooSmall(f"{field} of user {user_id} reach up to {largest}: the model's table is smaller")
+                raise TablesTooSmall(f"{field} of user {user_id} reach {largest}: the model's table is smaller")
             return events
 
         return work
 
     async def append(self, user_id: int, base_version: int, events: NewEvents, model: ModelConfig) -> Appended:
-        """Returns when the events are kept; raises what the store raises.
+        """Append events; returns when they are stored. Raises what the store raises.
 
-        The served model's tables limit their ids. After HistoryUnavailable they may have been kept, or not: the same
-        append sent again is acknowledged either way, and kept once.
+        Ids must be within the tables of the served model. After HistoryUnavailable the events may be stored or not:
+        the same append may be repeated, and is stored once.
         """
         await self._follow(model)
-        return await self._written(lambda: self._store.submit(user_id, base_version, events))
+        return await self._write(lambda: self._store.submit(user_id, base_version, events))
 
     async def _follow(self, model: ModelConfig) -> None:
-        """Once another model serves, its tables are the limits of what is appended."""
+        """After a model swap, make the store check ids against the tables of the new model."""
         async with self._following:
             if self._model is model:
                 return
@@ -174,7 +176,7 @@ class Histories:
         return self._schema if model is self._model else EventSchema.of_model(model)
 
     async def check_swap(self, model: ModelConfig, served: ModelConfig) -> None:
-        """Raise ModelError if events that are kept, or appended during the swap, may have ids beyond its tables."""
+        """Raise ModelError if events that are stored, or appended during the swap, may have ids that `model` lacks."""
         schema = EventSchema.of_model(model)
         try:
             for sizes in (sizes_of(EventSchema.of_model(served)), await self._call(self._store.sizes)):
@@ -186,13 +188,13 @@ class Histories:
         return await self._call(lambda: self._store.state(user_id))
 
     async def delete(self, user_id: int) -> bool:
-        """False if nothing was kept of the user. Within `forgetting`, or reads under way bring it back."""
-        assert self._being_forgotten[user_id], "reads under way must be told"
-        return await self._written(lambda: self._store.submit_delete(user_id))
+        """Delete a user; False if nothing was stored. Call within `forgetting`, so that running reads are refused."""
+        assert self._being_forgotten[user_id], "running reads must be refused"
+        return await self._write(lambda: self._store.submit_delete(user_id))
 
     @contextmanager
     def forgetting(self, user_id: int) -> Iterator[None]:
-        """While the user is forgotten, here and by the engine: its reads, those under way included, are refused."""
+        """Refuse reads of a user, running ones included, while store and engine forget the user."""
         for read in self._reads:
             if user_id in read.user_ids:
                 read.forgotten = user_id
@@ -201,10 +203,10 @@ class Histories:
             yield
         finally:
             self._being_forgotten[user_id] -= 1
-            self._being_forgotten += Counter()  # drops those at zero
+            self._being_forgotten += Counter()  # drops zero counts
 
     async def stats(self) -> HistoryStats | None:
-        """None while the store does not answer, or cannot say."""
+        """Return the size of the store; None while it does not answer."""
         try:
             return await self._call(self._store.stats)
         except (HistoryError, QueueFull):
@@ -217,9 +219,9 @@ class Histories:
         await asyncio.to_thread(self._store.close)
 
     async def _call(self, work: Callable[[], T], timeout_ms: float | None = None) -> T:
-        """What `work` gives, in a thread. HistoryUnavailable if that takes too long, or at once if it is known to."""
+        """Run `work` in a thread. HistoryUnavailable after the timeout, or at once if the breaker is open."""
         if not self._breaker.admit():
-            raise HistoryUnavailable(self.problem or "the history store is tried again")
+            raise HistoryUnavailable(self.problem or "the history store is being tried again")
         if self._num_waiting >= self._config.queue_limit:
             self._breaker.dropped()
             raise QueueFull(f"{self._config.queue_limit} reads wait for the history store")
@@ -246,17 +248,17 @@ class Histories:
         return done
 
     def _too_slow(self, ran_ms: float, timeout_ms: float) -> HelmRecError:
-        """A read that runs for long is the store's failure; one that has hardly begun had too many before it."""
+        """Return the error of a timeout: QueueFull if the call mostly waited for a thread, else a store failure."""
         if ran_ms < timeout_ms / 2 and self._breaker.is_closed:
             return QueueFull(f"no thread was free to read the history store for {timeout_ms:g} ms")
         reason = f"no answer for {timeout_ms:g} ms"
         self._note_failure(reason, reason)
         return HistoryUnavailable(f"the history store: {reason}")
 
-    async def _written(self, submit: Callable[[], "Future[T]"]) -> T:
-        """What the store's writer gives. Whether the store is to be left alone is for reads to find out.
+    async def _write(self, submit: Callable[[], "Future[T]"]) -> T:
+        """Wait for the store's writer. Failures of writes do not open the breaker.
 
-        One that is read but not written, such as a replica of a Redis, goes on being read.
+        So a store that can be read but not written, such as a Redis replica, is still read.
         """
         if self.problem is not None:
             raise HistoryUnavailable(self.problem)
@@ -267,7 +269,7 @@ class Histories:
             raise HistoryUnavailable(f"the history store did not write within {timeout_ms:g} ms") from None
 
     def _note_failure(self, kind: str, reason: str) -> None:
-        """`kind` is for everyone to read, `reason` for the log: it may name addresses and files."""
+        """Count a failure. Clients see `kind`; `reason` may contain addresses and file names, and is only logged."""
         was_closed = self._breaker.is_closed
         self._breaker.failed()
         self._last_failure = kind
@@ -280,23 +282,23 @@ class Histories:
         if not was_closed:
             log.info("the history store answers again")
 
-    async def _ping_for_ever(self) -> None:
+    async def _ping_forever(self) -> None:
         while True:
             pause_s = self._config.breaker_pause_s
             try:
                 await self._call(self._store.ping)
                 pause_s = _PING_EVERY_S
-            except (HistoryUnavailable, QueueFull):  # noted, or too busy with others
+            except (HistoryUnavailable, QueueFull):  # counted already, or busy with other calls
                 pass
             except HistoryError as error:
-                log.error("the history store is not as it should be", extra={"reason": str(error)})
+                log.error("the history store is damaged", extra={"reason": str(error)})
             except Exception:
-                log.exception("the history store could not be looked at")
+                log.exception("the history store could not be pinged")
             await asyncio.sleep(pause_s)
 
 
 async def _within(timeout_ms: float, future: "Future[T]") -> T:
-    """What the future gives. On TimeoutError it was cancelled: if it had not begun, it never will."""
+    """Wait for a future. On TimeoutError it is cancelled: if it has not begun, it never will."""
     try:
         async with asyncio.timeout(timeout_ms / 1e3):
             return await asyncio.wrap_future(future)
@@ -307,7 +309,7 @@ async def _within(timeout_ms: float, future: "Future[T]") -> T:
 
 
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """What all give; the first error, once none is under way any more."""
+    """Wait for all calls; raise the first error once all have ended."""
     if len(calls) == 1:
         return [await calls[0]]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -317,7 +319,7 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> Store:
+def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> StoreWithStats:
     try:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
-"""What stands at a path of a JSON text, found without decoding the text.
+"""Find the value at a path of a JSON text without decoding the text, for error messages.
 
-A decoder that refuses a text says where; this says what was there, for a message. It takes a bounded number of looks at
-brackets and strings, and runs of numbers take one look however long they are, so that no text costs much more than
-being read once. Knows nothing of types or requests.
+A decoder that refuses a text reports the path; this returns the value there. The number of search steps over brackets
+and strings is bounded, and a run of numbers takes one step, so the cost is about that of reading the text once. Does
+not know types or requests.
 """
 
 import re
@@ -20,9 +20,9 @@ _MARKS = (b'"', b"[", b"]", b"{", b"}")
 
 
 def value_at(path: str, text: bytes, max_shown: int) -> str | int | float | bool | None:
-    """A scalar as its value, anything else as the beginning of its text; None where the path leads to no one value.
+    """Return a scalar as its value, anything else as the beginning of its text; None if there is no single value.
 
-    The path is one of msgspec's messages, such as `items[1]`; a step `[...]` stands for some key of an object.
+    The path is in the form of msgspec's messages, such as `items[1]`; a step `[...]` means any key of an object.
     """
     if "[...]" in path:
         return None
@@ -40,17 +40,16 @@ def value_at(path: str, text: bytes, max_shown: int) -> str | int | float | bool
 
 
 class _Place:
-    """A position in a text. Every call raises LookupError where the text does not go on as it should, or goes on too
-    long."""
+    """A position in a text. All methods raise LookupError if the text is malformed or the step limit is reached."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
         self._at = 0
         self._num_looks = 0
-        self._next = dict.fromkeys(_MARKS, -1)  # where each mark stands next, as far as it was looked for
+        self._next = dict.fromkeys(_MARKS, -1)  # next position of each mark, where it was searched
 
     def enter_object(self, name: str) -> None:
-        """From an object to the first value of this name."""
+        """Move from an object to its first value of this name."""
         self._expect(b"{")
         while True:
             self.skip_space()
@@ -65,9 +64,9 @@ class _Place:
             self._expect(b",")
 
     def enter_array(self, index: int) -> None:
-        """From an array to its element of this index."""
+        """Move from an array to its element of this index."""
         self._expect(b"[")
-        left = index  # commas to go past that are the array's own
+        left = index  # commas of this array still to pass
         while left:
             mark = self._search_mark()
             is_comma = np.frombuffer(self._text, np.uint8, mark - self._at, self._at) == _COMMA
@@ -95,17 +94,17 @@ class _Place:
     def _shown_string(self, start: int, max_shown: int) -> str:
         try:
             string = self._string()
-        except LookupError:  # it is too long to look for its end, or has none
+        except LookupError:  # too long to search for its end, or without one
             string = self._text[start:]
         is_long = len(string) > 8 * max_shown
         return _cut(_plain(string[1 : 4 * max_shown]) if is_long else str(_decoded(string)), max_shown)
 
     def _text_from(self, start: int, max_shown: int) -> str:
-        """The text of an array or object, as far as it is shown."""
+        """Return the text of an array or object, as far as it is shown."""
         try:
             self._skip_value()
             end = self._at
-        except LookupError:  # it is too long to look for its end, or has none
+        except LookupError:  # too long to search for its end, or without one
             end = len(self._text)
         return _cut(_plain(self._text[start : min(end, start + 4 * max_shown + 4)]), max_shown)
 
@@ -132,7 +131,7 @@ class _Place:
                     return
 
     def _string(self) -> bytes:
-        """Go past a string; with its quotes. Quotes in it follow an odd number of backslashes."""
+        """Move past a string and return it with its quotes. A quote after an odd number of backslashes is escaped."""
         start = self._at
         self._expect(b'"')
         is_escaped = True
@@ -147,7 +146,7 @@ class _Place:
         return self._text[start : self._at]
 
     def _search_mark(self) -> int:
-        """Where the next bracket or quote is. Over all calls each of them is looked for once along the text."""
+        """Return the position of the next bracket or quote. Over all calls, the text is searched once for each mark."""
         self._look()
         for mark, place in self._next.items():
             if place < self._at:

@@ -1,4 +1,4 @@
-"""The dashboard at `/`, and what it asks for once a second."""
+"""The dashboard at `/`, and the data it requests once a second."""
 
 from importlib import resources
 from typing import Annotated
@@ -23,7 +23,7 @@ _HEADERS = {
 
 
 class LiveAnswer(Struct, frozen=True):
-    """One look at everything, and the seconds since the sample the client saw last."""
+    """Current state of the server, and the samples since the last one that the client has."""
 
     model: str
     status: str
@@ -36,7 +36,7 @@ class LiveAnswer(Struct, frozen=True):
 
 
 class LiveRoutes:
-    """Handlers for people who watch."""
+    """Handler of the dashboard's data."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -52,9 +52,9 @@ class LiveRoutes:
         )
         if not front.is_ready:
             return json_answer(answer)
-        look = await front.port.look()
-        pages = PageMap.of(look.page_owners)
-        return json_answer(structs.replace(answer, stats=look.stats, pages=pages, control=look.control))
+        view = await front.port.look()
+        pages = PageMap.of(view.page_owners)
+        return json_answer(structs.replace(answer, stats=view.stats, pages=pages, control=view.control))
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -73,7 +73,7 @@ def _after(request: Request) -> int:
 
 
 def dashboard() -> Handler:
-    """The page, read once; it holds everything it needs and asks nobody but this server."""
+    """Return the handler of the page. The page is read once, and loads nothing from other servers."""
     page = (resources.files("helmrec.serve") / "dashboard.html").read_bytes()
 
     async def show(_: Request) -> Response:

@@ -1,6 +1,6 @@
-"""Open-loop load over HTTP: requests are sent when they are due, over as many connections as that takes.
+"""Open-loop load over HTTP: requests are sent when they are due, over as many connections as needed.
 
-Binary tensors, so that the driver spends little on each; latency counts from when a request was due.
+Requests are binary tensors, which are cheap to make; latency counts from the time a request was due.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ConfigError, ServerError
-from helmrec.load import Snapshot, Tally
+from helmrec.load import LoadSnapshot, LoadTally
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
 from helmrec.serve.tensors import TensorNames, encode_request
@@ -26,27 +26,35 @@ _MAX_CONNECTIONS = 1_024
 _REFUSED = {429: "queue full", 503: "deadline, or not ready", 409: "forgotten"}
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     status: int
     body: bytes
 
 
+class HttpOutcome(NamedTuple):
+    """How a request ended."""
+
+    due_s: float
+    status: int  # of HTTP; 0: no answer
+    latency_ms: float
+
+
 class _Connection(NamedTuple):
-    """One request at a time; what it reads is what our own server writes, or it fails."""
+    """A connection with one request at a time. Parses only the HTTP that HelmRec's server writes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def ask(self, request: bytes) -> Reply:
+    async def send(self, request: bytes) -> HttpReply:
         self.writer.write(request)
         head = await self.reader.readuntil(b"\r\n\r\n")
         status = int(head[9:12])
         fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:] if line)
-        return Reply(status, await self.reader.readexactly(int(fields.get(b"content-length", b"0"))))
+        return HttpReply(status, await self.reader.readexactly(int(fields.get(b"content-length", b"0"))))
 
 
 class HttpLoad:
-    """Offers requests to the server at `url`."""
+    """Sends requests to the server at `url` at given times."""
 
     def __init__(self, url: str, deadline_ms: float | None = None, max_connections: int = _MAX_CONNECTIONS) -> None:
         parts = urlsplit(url)
@@ -56,13 +64,13 @@ class HttpLoad:
         self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
         self._idle: list[_Connection] = []
         self._room = asyncio.Semaphore(max_connections)
-        self.tally = Tally()
+        self.tally = LoadTally()
         self._pool: PoolStats | None = None
         self._started_s = 0.0
-        self.statuses: list[tuple[float, int, float]] = []  # when it was due, how it ended, milliseconds
+        self.outcomes: list[HttpOutcome] = []
 
     def model(self) -> ModelConfig:
-        """The model the server serves."""
+        """Return the shape of the served model."""
         reply = asyncio.run(self._once("/v1/model"))
         if reply.status != 200:
             raise ServerError(f"no model at {self._host}:{self._port}, got status {reply.status}")
@@ -73,10 +81,10 @@ class HttpLoad:
         requests: Iterator[RankRequest],
         model: ModelConfig,
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+        watch: Callable[[LoadSnapshot], None] = lambda snapshot: None,
         watch_every_s: float = 0.5,
-    ) -> Snapshot:
-        """Offer a request at each of the times; returns when all are answered, refused or failed."""
+    ) -> LoadSnapshot:
+        """Send a request at each of the times. Returns when all are answered, refused or failed."""
         return asyncio.run(self._run(requests, model, times_s, watch, watch_every_s))
 
     async def _run(
@@ -84,9 +92,9 @@ class HttpLoad:
         requests: Iterator[RankRequest],
         model: ModelConfig,
         times_s: NDArray[np.float64],
-        watch: Callable[[Snapshot], None],
+        watch: Callable[[LoadSnapshot], None],
         watch_every_s: float,
-    ) -> Snapshot:
+    ) -> LoadSnapshot:
         names, path = TensorNames(model), f"/v2/models/{model.name}/infer"
         await self._pool_stats()
         self._started_s = time.perf_counter()
@@ -110,29 +118,29 @@ class HttpLoad:
         self._idle.clear()
         return end
 
-    async def _watch(self, watch: Callable[[Snapshot], None], every_s: float) -> None:
+    async def _watch(self, watch: Callable[[LoadSnapshot], None], every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
             watch(self.tally.snapshot(self._elapsed_s(), await self._pool_stats()))
 
     async def _pool_stats(self) -> PoolStats:
-        """As last seen, where the server cannot say it now: what was offered is not thrown away for that."""
-        with suppress(OSError, EOFError, ValueError):  # the last is what undecodable bodies raise
-            reply = await self._ask(self._message("GET", "/v1/pool"))
+        """Return the pool's counters; the last known ones if the server does not answer, so that the run goes on."""
+        with suppress(OSError, EOFError, ValueError):  # undecodable bodies raise ValueError
+            reply = await self._send(self._message("GET", "/v1/pool"))
             if reply.status == 200:
                 self._pool = msgspec.json.decode(reply.body, type=EngineStats).pool
         if self._pool is None:
-            raise ServerError(f"{self._host}:{self._port} does not say what its pool holds")
+            raise ServerError(f"{self._host}:{self._port} does not answer /v1/pool")
         return self._pool
 
     async def _offer(self, message: bytes, due_s: float) -> None:
         try:
             async with self._room:
-                status = (await self._ask(message)).status
+                status = (await self._send(message)).status
         except (OSError, EOFError, ValueError):
             status = 0
         latency_ms = (self._elapsed_s() - due_s) * 1e3
-        self.statuses.append((due_s, status, latency_ms))
+        self.outcomes.append(HttpOutcome(due_s, status, latency_ms))
         if status == 200:
             self.tally.answer(due_s, latency_ms)
         elif status in _REFUSED:
@@ -140,27 +148,27 @@ class HttpLoad:
         else:
             self.tally.failed += 1
 
-    async def _ask(self, message: bytes) -> Reply:
-        """Over a connection that is idle, or a new one. A server closes those that were idle for long."""
+    async def _send(self, message: bytes) -> HttpReply:
+        """Send over an idle connection, or a new one. A server closes connections that were idle for long."""
         while self._idle:
             connection = self._idle.pop()
             with suppress(OSError, EOFError):
-                return await self._ask_over(connection, message)
+                return await self._send_over(connection, message)
         connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
-        return await self._ask_over(connection, message)
+        return await self._send_over(connection, message)
 
-    async def _ask_over(self, connection: _Connection, message: bytes) -> Reply:
+    async def _send_over(self, connection: _Connection, message: bytes) -> HttpReply:
         try:
-            reply = await connection.ask(message)
+            reply = await connection.send(message)
         except BaseException:
             connection.writer.close()
             raise
         self._idle.append(connection)
         return reply
 
-    async def _once(self, path: str) -> Reply:
+    async def _once(self, path: str) -> HttpReply:
         try:
-            reply = await self._ask(self._message("GET", path))
+            reply = await self._send(self._message("GET", path))
         except (OSError, EOFError, ValueError) as error:
             raise ServerError(f"no answer ({error}), from {self._host}:{self._port}") from None
         self._idle.pop().writer.close()

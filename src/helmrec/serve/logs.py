@@ -1,4 +1,4 @@
-"""Log lines that people read and programs split: one line per event, key=value (logfmt)."""
+"""Logging in logfmt: one line of key=value pairs per event."""
 
 import json
 import logging
@@ -13,14 +13,14 @@ _BARE = re.compile(r"[^\s\"=\\]+")
 
 
 class Logfmt(logging.Formatter):
-    """`time=… level=info logger=helmrec.serve event=ready model=demo`: what a call passed as `extra` follows.
+    """Formats records as `time=… level=info logger=helmrec.serve event=ready model=demo`, then the fields of `extra`.
 
-    Libraries mark records, too (Ray does, once it is imported); such marks begin with an underscore. Secrets are
-    hidden, in tracebacks too.
+    Fields that begin with an underscore are left out: libraries such as Ray add them. Secrets are hidden, also in
+    tracebacks.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        """`secrets` are hidden wherever they appear; passwords in addresses are hidden without being known."""
+        """`secrets` are hidden wherever they appear. Passwords in URLs are always hidden."""
         super().__init__()
         self._secrets = tuple(secrets)
 
@@ -42,8 +42,8 @@ class Logfmt(logging.Formatter):
 
 
 def log_to_stderr(level: str, secrets: Iterable[str] = ()) -> None:
-    """Send all logs of this process there, in this form."""
+    """Write all logs of this process to stderr in logfmt."""
     handler = logging.StreamHandler()
     handler.setFormatter(Logfmt(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells of its own life at length
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its own start and stop messages are verbose

@@ -1,4 +1,4 @@
-"""What Prometheus may ask: requests as the front saw them, and the engine's own counters at the time of asking."""
+"""Metrics for Prometheus: requests as the front counted them, and the engine's counters at the time of the scrape."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,35 +17,35 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.08, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0)
 _GAUGES = {
     "alpha": "embedding share of the pool's pages",
-    "alpha_target": "embedding share the boundary is aimed at",
+    "alpha_target": "target embedding share of the pool's pages",
     "num_pages": "pages of the pool",
-    "free_pages": "pages nobody owns",
+    "free_pages": "pages without an owner",
     "emb_pages": "pages that hold embedding rows",
     "kv_pages": "pages that hold KV prefixes",
     "draining_pages": "pages that wait for running steps",
     "resident_rows": "embedding rows in the pool",
     "resident_users": "users with a prefix in the pool",
-    "host_pages": "KV pages kept on the host",
+    "host_pages": "KV pages in the host tier",
 }
 _COUNTERS = {
     "row_hits": "embedding rows read from the pool",
     "row_misses": "embedding rows read from the host",
-    "row_evictions": "rows that gave up their slot",
-    "row_refills": "rows read ahead into empty slots",
+    "row_evictions": "rows evicted from their slot",
+    "row_refills": "rows prefetched into empty slots",
     "reused_tokens": "history tokens whose KV was resident",
     "total_tokens": "history tokens of all requests",
-    "kv_evicted_pages": "pages taken from prefixes",
-    "kv_refused_prefixes": "prefixes that did not earn their pages",
+    "kv_evicted_pages": "pages evicted from prefixes",
+    "kv_refused_prefixes": "prefixes refused by admission",
     "stale_cuts": "prefixes cut because rows had changed",
-    "host_reloaded_pages": "KV pages taken back from the host",
+    "host_reloaded_pages": "KV pages reloaded from the host tier",
 }
 _ENGINE_COUNTERS = {
     "steps": "steps run",
     "served": "requests ranked",
-    "non_finite": "requests whose scores were not numbers",
-    "refused": "requests refused by queue or deadline",
+    "non_finite": "requests whose scores were not finite",
+    "refused": "requests refused because of a full queue or a deadline",
     "audits": "requests scored again without caches",
-    "audit_mismatches": "audits whose scores differed: alarm on any",
+    "audit_mismatches": "audits whose scores differed: alert on any",
     "background_failures": "failures of background work",
     "controller_failures": "failures of the policy, each of which freezes alpha until a mode is set",
 }
@@ -56,24 +56,22 @@ class Metrics:
 
     def __init__(self, slo_ms: float) -> None:
         self._registry = CollectorRegistry()
-        Gauge("helmrec_slo_seconds", "What a ranking call should take at most.", registry=self._registry).set(
-            slo_ms / 1e3
-        )
-        self._seen: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        Gauge("helmrec_slo_seconds", "Latency objective of a ranking call.", registry=self._registry).set(slo_ms / 1e3)
+        self._by_labels: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         self._requests = Counter(
             "helmrec_http_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
         )
-        self._seconds = self._histogram("helmrec_http_request_seconds", "From first byte to answer.", ["route"])
+        self._seconds = self._histogram("helmrec_http_request_seconds", "Time from first byte to answer.", ["route"])
         self._queue = self._histogram("helmrec_queue_seconds", "Time ranked requests waited for their step.")
         self._compute = self._histogram("helmrec_compute_seconds", "Time ranked requests took to compute.")
         self._appends = Counter(
             "helmrec_history_appends", "Appends to stored histories.", ["outcome"], registry=self._registry
         )
-        self._events = Counter("helmrec_history_events", "Events appended and kept.", registry=self._registry)
+        self._events = Counter("helmrec_history_events", "Events appended and stored.", registry=self._registry)
         self._look_failures = Counter(
-            "helmrec_look_failures", "Looks at the engine that failed unexpectedly.", registry=self._registry
+            "helmrec_look_failures", "Unexpected failures to read the engine's state.", registry=self._registry
         )
         self._body_bytes = Gauge("helmrec_http_body_bytes", "Bytes of bodies in memory.", registry=self._registry)
 
@@ -81,10 +79,10 @@ class Metrics:
         return Histogram(name, help_, labels, buckets=_SECONDS, registry=self._registry)
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
-        seen = self._seen.get((route, status))
-        if seen is None:  # finding a metric by its labels costs more than counting
-            seen = self._seen[route, status] = (self._requests.labels(route, status), self._seconds.labels(route))
-        counter, histogram = seen
+        found = self._by_labels.get((route, status))
+        if found is None:  # looking a metric up by its labels costs more than counting
+            found = self._by_labels[route, status] = (self._requests.labels(route, status), self._seconds.labels(route))
+        counter, histogram = found
         counter.inc()
         histogram.observe(seconds)
 
@@ -101,59 +99,59 @@ class Metrics:
     def count_look_failure(self) -> None:
         self._look_failures.inc()
 
-    def render(self, seen: "Seen") -> bytes:
-        self._body_bytes.set(seen.body_bytes)
-        self._engine.seen = seen
+    def render(self, view: "ServerView") -> bytes:
+        self._body_bytes.set(view.body_bytes)
+        self._engine.view = view
         return generate_latest(self._registry)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One look at what stands behind the front."""
+class ServerView:
+    """State of engine and history store at the time of a scrape."""
 
-    stats: EngineStats | None  # None: there is no engine now
-    history: HistoryStats | None  # None: no histories are kept, or their store does not answer
+    stats: EngineStats | None  # None: the engine is not running
+    history: HistoryStats | None  # None: no histories are stored, or the store does not answer
     is_ready: bool
     num_restarts: int
     replicas: Mapping[str, EngineStats] | None = None  # of a cluster, by name
     body_bytes: int = 0  # of requests that are being read or answered
-    store: "StoreHealth | None" = None  # None: no histories are kept
+    store: "StoreHealth | None" = None  # None: no histories are stored
 
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """Whether stored histories can be used, and how often they could not be read."""
+    """Whether stored histories can be used, and the number of failed calls."""
 
     is_ready: bool
     num_failures: int
 
 
 class _EngineCollector(Collector):
-    """Shows one look at the engine, and at the stored histories."""
+    """Collects the metrics of one `ServerView`."""
 
     def __init__(self) -> None:
-        self.seen: Seen | None = None
+        self.view: ServerView | None = None
 
     def collect(self) -> Iterator[Metric]:
-        if self.seen is None:
+        if self.view is None:
             return
-        stats, history = self.seen.stats, self.seen.history
-        yield GaugeMetricFamily("helmrec_engine_ready", "Whether requests may be sent.", float(self.seen.is_ready))
-        yield CounterMetricFamily("helmrec_engine_restarts", "Times it was started again.", self.seen.num_restarts)
-        if (store := self.seen.store) is not None:
+        stats, history = self.view.stats, self.view.history
+        yield GaugeMetricFamily("helmrec_engine_ready", "Whether requests may be sent.", float(self.view.is_ready))
+        yield CounterMetricFamily("helmrec_engine_restarts", "Restarts of the engine.", self.view.num_restarts)
+        if (store := self.view.store) is not None:
             yield GaugeMetricFamily("helmrec_history_ready", "Whether the history store answers.", store.is_ready)
             yield CounterMetricFamily(
                 "helmrec_history_failures", "Calls the history store did not answer.", store.num_failures
             )
         if history is not None:
-            yield GaugeMetricFamily("helmrec_history_users", "Users whose events are kept.", history.num_users)
+            yield GaugeMetricFamily("helmrec_history_users", "Users with stored events.", history.num_users)
             yield GaugeMetricFamily("helmrec_history_file_bytes", "Size of the history store.", history.used_bytes)
-        if self.seen.replicas is not None:
-            num_replicas = 0 if stats is None else len(self.seen.replicas)
+        if self.view.replicas is not None:
+            num_replicas = 0 if stats is None else len(self.view.replicas)
             yield GaugeMetricFamily("helmrec_replicas", "Replicas that answer.", num_replicas)
         if stats is None:
             return
-        yield from _of_engine(stats) if self.seen.replicas is None else _of_replicas(self.seen.replicas)
+        yield from _of_engine(stats) if self.view.replicas is None else _of_replicas(self.view.replicas)
 
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
@@ -174,7 +172,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:
-    """The same metrics for every replica, with its name as a label: sums over replicas are the reader's."""
+    """Yield the metrics of every replica, with its name as a label."""
     found: dict[str, Metric] = {}
     for replica, stats in replicas.items():
         for metric in _of_engine(stats):
@@ -185,23 +183,25 @@ def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:
 
 
 def _of_relay(stats: EngineStats) -> Iterator[Metric]:
-    """Prefixes computed ahead of their ranks."""
+    """Yield the metrics of prefixes that are computed before their ranks."""
     relay, page_bytes = stats.relay, stats.pool.page_bytes
-    signals = CounterMetricFamily("helmrec_relay_signals", "Signals by what became of them.", labels=["reason"])
+    signals = CounterMetricFamily("helmrec_relay_signals", "Signals by outcome.", labels=["reason"])
     for reason, num in relay.verdicts.items():
         signals.add_metric([reason], num)
     yield signals
     yield GaugeMetricFamily("helmrec_relay_leases", "Prefixes held for their ranks.", relay.leases)
-    yield GaugeMetricFamily("helmrec_relay_leased_bytes", "Pool bytes they may take.", relay.held_pages * page_bytes)
-    yield GaugeMetricFamily("helmrec_relay_compute_share", "Late time for computing ahead.", relay.compute_share)
+    yield GaugeMetricFamily(
+        "helmrec_relay_leased_bytes", "Pool bytes reserved for them.", relay.held_pages * page_bytes
+    )
+    yield GaugeMetricFamily("helmrec_relay_compute_share", "Recent share of time for prefill.", relay.compute_share)
     yield CounterMetricFamily("helmrec_relay_leases_used", "Leases whose rank came in time.", relay.used)
-    yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not.", relay.expired)
-    yield CounterMetricFamily("helmrec_relay_leases_lost", "Leases whose prefix did not stay in the pool.", relay.lost)
-    yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time that went into computing ahead.", relay.busy_s)
+    yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not come in time.", relay.expired)
+    yield CounterMetricFamily("helmrec_relay_leases_lost", "Leases whose prefix was evicted.", relay.lost)
+    yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time spent on prefill.", relay.busy_s)
 
 
 def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
-    """Time in which requests waited and no step ran, and the garbage collector of the engine's process."""
+    """Yield the metrics of gaps, in which requests waited and no step ran, and of the garbage collector."""
     gaps = HistogramMetricFamily(
         "helmrec_gap_seconds", "Gaps in which requests waited and no step ran, by cause.", labels=["cause"]
     )
@@ -221,5 +221,5 @@ def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily("helmrec_full_collections", "Full garbage collections while serving.", collector.full)
     yield CounterMetricFamily(
-        "helmrec_postponed_collections", "Full collections not run: they would take long.", collector.postponed
+        "helmrec_postponed_collections", "Full collections postponed because they would take long.", collector.postponed
     )

@@ -1,4 +1,4 @@
-"""`/v1/admin/model`: another model, by the name of its folder. Which folders there are is for the operator to say."""
+"""`/v1/admin/model`: swap the served model for another one in the operator's folder of models."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ from helmrec.serve.front import Front
 from helmrec.serve.port import SwapsModels
 from helmrec.serve.routes import Endpoint, json_answer
 
-_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"  # one folder below `models_path`, and none above it
+_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"  # a folder directly below `models_path`
 
 
 class ModelBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class ModelAnswer(Struct, frozen=True):
 
 
 class ModelRoutes:
-    """The one handler that changes the model."""
+    """Handler of model swaps."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -49,7 +49,7 @@ class ModelRoutes:
         if not re.fullmatch(_NAME, asked.name) or not await asyncio.to_thread(folder.is_dir):
             raise HTTPException(404, f"there is no model {asked.name!r} in the server's models_path")
         if self._is_busy:
-            raise HTTPException(409, "another model is on its way in")
+            raise HTTPException(409, "another model swap is running")
         self._is_busy = True
         try:
             manifest = await asyncio.to_thread(read_manifest, folder)

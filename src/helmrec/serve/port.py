@@ -1,7 +1,7 @@
-"""What the HTTP front knows of an engine, and an engine in the same process behind it.
+"""The interface between the HTTP front and an engine, and an engine in the same process behind it.
 
-The front awaits; an engine steps. A port stands between the two and is all that has to change when the engine
-moves to a process of its own.
+Handlers await a port; a thread, a process or a cluster behind it steps the engine. Only the port changes when the
+engine moves to another process.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from numpy.typing import ArrayLike
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import Engine, EngineStats
-from helmrec.engine.warm_up import made_up_request as made_up_request  # noqa: PLC0414 - to try a port with
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, Refused, RequestError
 from helmrec.failures import FailureLog
@@ -30,11 +29,11 @@ from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
-_IDLE_WAIT_S = 0.02  # the boundary goes on moving while nobody asks; a request ends the wait at once
+_IDLE_WAIT_S = 0.02  # between idle steps, in which the boundary moves on; a request ends the wait at once
 
 
 class Health(enum.Enum):
-    """Where an engine is in its life."""
+    """State of an engine, from its start to its end."""
 
     STARTING = "starting"
     READY = "ready"
@@ -44,12 +43,12 @@ class Health(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """All that may be seen of an engine at one moment."""
+class EngineView:
+    """Counters, pages and controller of an engine at one moment."""
 
     stats: EngineStats
-    page_owners: bytes  # one a page: a value of `memory.ledger.Owner`
-    control: ControlView | None  # None: nobody moves the boundary
+    page_owners: bytes  # one byte per page: a value of `memory.ledger.Owner`
+    control: ControlView | None  # None: no policy moves the boundary
 
 
 class EnginePort(Protocol):
@@ -63,39 +62,39 @@ class EnginePort(Protocol):
 
     @property
     def reason(self) -> str | None:
-        """Why the engine is not ready, where something went wrong."""
+        """Why the engine is not ready, after a failure."""
 
     @property
     def num_restarts(self) -> int: ...
 
     def start(self) -> None:
-        """Begin to get ready; `health` says when that is done."""
+        """Start the engine; `health` becomes READY when it is."""
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        """Score all requests or none: one that is wrong or refused refuses the call, before any other has run.
+        """Score all requests or none: if one is wrong or refused, the call is refused before any request runs.
 
-        `spent_ms` of their deadlines went by before.
+        `spent_ms` of their deadlines have passed already.
         """
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        """Have a history computed ahead of its rank, or hear why not. The signal came in `spent_ms` before."""
+        """Have a history computed before its rank, or return why not. The signal arrived `spent_ms` ago."""
 
     async def stats(self) -> EngineStats: ...
 
-    async def look(self) -> Look: ...
+    async def look(self) -> EngineView: ...
 
     async def move_alpha(self, alpha: float) -> None: ...
 
     async def set_mode(self, mode: Mode) -> None:
-        """Let the policy move the boundary, or freeze it; RequestError if there is none."""
+        """Let the policy move the boundary, or freeze it; RequestError if there is no policy."""
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None: ...
 
     async def forget(self, user_id: int) -> None:
-        """Drop what the caches hold of a user; what it has waiting is refused."""
+        """Drop a user from the caches, and refuse the user's waiting requests."""
 
     async def close(self) -> None:
-        """Stop serving; what still waits is refused."""
+        """Stop serving; waiting requests are refused."""
 
 
 @runtime_checkable
@@ -104,7 +103,7 @@ class HasReplicas(Protocol):
 
     @property
     def replica_stats(self) -> Mapping[str, EngineStats]:
-        """What the last call of `stats` found, by the name of each replica."""
+        """Result of the last call of `stats`, by the name of each replica."""
 
 
 @runtime_checkable
@@ -112,15 +111,15 @@ class SwapsModels(Protocol):
     """A port that can change the model it serves."""
 
     async def swap(self, model: str) -> None:
-        """Serve the model in this folder from now on; ModelError if it is none, or not one clients can go on with.
+        """Serve the model in this folder from now on; ModelError if it is no model, or one that clients cannot use.
 
-        Requests go on meanwhile, each scored by one model. Returns when nobody waits for the old one any more.
+        Requests are served meanwhile, each by one model. Returns when the old model has answered all of its requests.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queued:
-    """A call on its way through an engine."""
+    """A ranking call whose requests are in the engine's queue."""
 
     user_ids: list[int]
     futures: "list[Future[RankResult]]"
@@ -135,30 +134,19 @@ class InProcessPort:
     def __init__(
         self, engine: Engine, steering: Steering | None = None, snapshots: SnapshotKeeper | None = None
     ) -> None:
-        """`steering` says who moves the boundary; without it only admin calls do. `snapshots` outlive the engine."""
-        self._engine = engine
+        """Without `steering`, only admin calls move the boundary. `snapshots` are read at the start and kept."""
+        self.engine = engine
+        self.model = engine.model_config
+        self.health = Health.STARTING
+        self.reason: str | None = None
         self._steering = steering
         self._snapshots = snapshots
         self._failures = FailureLog(log)
         self._controller = None if steering is None else Controller(steering, engine, self._failures, time.time())
-        self._health = Health.STARTING
-        self._reason: str | None = None
         self._has_work = threading.Event()
         self._is_over = False
-        self._is_heir = self._is_retired = False
+        self._has_inherited = self._is_retired = False
         self._stepper = threading.Thread(target=self._run, name="helmrec-steps", daemon=True)
-
-    @property
-    def model(self) -> ModelConfig:
-        return self._engine.model_config
-
-    @property
-    def health(self) -> Health:
-        return self._health
-
-    @property
-    def reason(self) -> str | None:
-        return self._reason
 
     def start(self) -> None:
         self._stepper.start()
@@ -166,70 +154,66 @@ class InProcessPort:
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         return await self.results(self.enqueue(requests, spent_ms))
 
-    def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> "Queued":
-        """Queue all requests of a call or none; their arrays are not looked at any more when this returns."""
-        queued = Queued([request.user_id for request in requests], [], time.perf_counter())
+    def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> Queued:
+        """Queue all requests of a call or none. Their arrays are not read after this returns."""
+        user_ids, started_s = [request.user_id for request in requests], time.perf_counter()
         try:
-            queued.futures.extend(self._engine.submit_all(requests, spent_ms))
+            return Queued(user_ids, self.engine.submit_all(requests, spent_ms), started_s)
         except Refused:
-            self._record(queued, None)
+            self._record(user_ids, None)
             raise
         finally:
             self._has_work.set()
-        return queued
 
-    async def results(self, queued: "Queued") -> list[RankResult]:
-        """Wait for a call that was queued."""
+    async def results(self, queued: Queued) -> list[RankResult]:
+        """Wait for the results of a queued call."""
         try:
             results = await asyncio.gather(*map(asyncio.wrap_future, queued.futures))
-            self._record(queued, (time.perf_counter() - queued.started_s) * 1e3)
+            self._record(queued.user_ids, (time.perf_counter() - queued.started_s) * 1e3)
             return results
         except Refused:
-            self._record(queued, None)
+            self._record(queued.user_ids, None)
             raise
-        finally:
-            self._withdraw(queued)  # of a call that was refused half way; what is done stays as it is
+        finally:  # requests of a call that was refused half way must not run; cancelling a finished one does nothing
+            for future in queued.futures:
+                future.cancel()
+            self._has_work.set()  # the next step removes cancelled requests from the queue
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         return await asyncio.wrap_future(self.signal(request))
 
     def signal(self, request: PrefillRequest) -> "Future[PrefillResult]":
-        """Queue a signal; its arrays are not looked at any more when this returns."""
-        future = self._engine.submit_prefill(request)
+        """Queue a signal. Its arrays are not read after this returns."""
+        future = self.engine.submit_prefill(request)
         self._has_work.set()
         return future
 
-    def _withdraw(self, queued: "Queued") -> None:
-        for future in queued.futures:
-            future.cancel()
-        self._has_work.set()  # the next step takes the cancelled out of the queue
-
-    def _record(self, queued: "Queued", latency_ms: float | None) -> None:
-        """Tell the controller of answers, or of refusals."""
+    def _record(self, user_ids: Sequence[int], latency_ms: float | None) -> None:
+        """Report answers to the controller, or refusals (None)."""
         if self._controller is not None:
-            for user_id in queued.user_ids:
+            for user_id in user_ids:
                 self._controller.record(user_id, latency_ms)
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._stats)  # waits for the running step
 
     def _stats(self) -> EngineStats:
-        """Of the engine, with the failures of what runs beside it."""
-        stats, beside = self._engine.stats(), self._failures.count("miss curves")
+        """Return the engine's counters, with the failures of controller and snapshots."""
+        stats, background = self.engine.stats(), self._failures.count("miss curves")
         if self._snapshots is not None:
-            beside += self._snapshots.failures.count()
+            background += self._snapshots.failures.count()
         return replace(
             stats,
-            background_failures=stats.background_failures + beside,
+            background_failures=stats.background_failures + background,
             controller_failures=self._failures.count("controller"),
         )
 
-    async def look(self) -> Look:
+    async def look(self) -> EngineView:
         return await asyncio.to_thread(self._look)
 
-    def _look(self) -> Look:
+    def _look(self) -> EngineView:
         view = None if self._controller is None else self._controller.view
-        return Look(self._stats(), self._engine.page_owners(), view)
+        return EngineView(self._stats(), self.engine.page_owners(), view)
 
     async def set_mode(self, mode: Mode) -> None:
         if self._controller is None:
@@ -237,31 +221,31 @@ class InProcessPort:
         self._controller.set_mode(mode, time.time())
 
     async def move_alpha(self, alpha: float) -> None:
-        await asyncio.to_thread(self._engine.move_alpha, alpha)
+        await asyncio.to_thread(self.engine.move_alpha, alpha)
         self._has_work.set()
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        await asyncio.to_thread(self._engine.update_rows, table, ids, values)
+        await asyncio.to_thread(self.engine.update_rows, table, ids, values)
 
     async def forget(self, user_id: int) -> None:
-        await asyncio.to_thread(self._engine.forget, user_id)
+        await asyncio.to_thread(self.engine.forget, user_id)
 
     def inherit(self, old: "InProcessPort") -> None:
-        """Before it is started: begin where another engine stands, as far as that helps with other weights."""
-        self._is_heir = True
-        stats = old._engine.stats().pool
+        """Before the start: take over split, hot rows and controller state of another engine, as far as they apply."""
+        self._has_inherited = True
+        stats = old.engine.stats().pool
         with suppress(AlphaOutOfRange):  # pages may have another size
-            self._engine.move_alpha(stats.alpha_target)
-            self._engine.settle()
+            self.engine.move_alpha(stats.alpha_target)
+            self.engine.settle()
         if self.model.tables == old.model.tables:
-            self._engine.warm(old._engine.hot_rows())
+            self.engine.warm(old.engine.hot_rows())
         if self._controller is not None and old._controller is not None:
             self._controller.inherit(old._controller)
             if self.model == old.model:
                 self._controller.relearn(old._controller)
 
     async def retire(self) -> None:
-        """Answer what was submitted, then close. Nothing may be submitted any more; no snapshot is taken."""
+        """Answer submitted requests, then close without a snapshot. Nothing may be submitted any more."""
         self._is_retired = True
         await self.close()
 
@@ -271,49 +255,49 @@ class InProcessPort:
         if self._stepper.is_alive():
             await asyncio.to_thread(self._stepper.join)
         else:
-            self._engine.close()
+            self.engine.close()
 
     def _run(self) -> None:
         try:
             self._get_ready()
-            self._health = Health.READY
-            log.info("ready", extra={"model": self.model.name, "start": str(self._engine.start_up)})
+            self.health = Health.READY
+            log.info("ready", extra={"model": self.model.name, "start": str(self.engine.start_up)})
             self._step_until_over()
-            while self._is_retired and (self._engine.step() or self._engine.stats().queue_length):
+            while self._is_retired and (self.engine.step() or self.engine.stats().queue_length):
                 pass
             if self._snapshots is not None and not self._is_retired:
-                self._snapshots.keep(self._engine, self._steering)
-            self._health = Health.CLOSED
+                self._snapshots.keep(self.engine, self._steering)
+            self.health = Health.CLOSED
         except Exception as error:
-            self._health, self._reason = Health.FAILED, f"{type(error).__name__} in the engine"
+            self.health, self.reason = Health.FAILED, f"{type(error).__name__} in the engine"
             log.exception("the engine failed")
         finally:
-            self._engine.close()
+            self.engine.close()
 
     def _get_ready(self) -> None:
-        """Everything that would make the first requests wait."""
-        start_up = self._engine.start_up
-        if self._snapshots is not None and not self._is_heir:
+        """Do everything that would delay the first requests."""
+        start_up = self.engine.start_up
+        if self._snapshots is not None and not self._has_inherited:
             start_up.begin("snapshot")
-            self._snapshots.restore(self._engine, self._steering)
-        warm_up(self._engine)
+            self._snapshots.restore(self.engine, self._steering)
+        warm_up(self.engine)
         if self._controller is not None:
             start_up.begin("controller")
             self._controller.warm_up()
         start_up.end()
         PROCESS.settle()
-        self._engine.reset_pauses()
+        self.engine.reset_pauses()
 
     def _step_until_over(self) -> None:
         while not self._is_over:
-            self._has_work.clear()  # before the step: what is submitted during it must end the wait
-            if self._engine.step():
+            self._has_work.clear()  # before the step: a request submitted during it must end the wait
+            if self.engine.step():
                 PROCESS.when_busy()
             elif not self._has_work.wait(_IDLE_WAIT_S):
                 PROCESS.when_idle()
             if self._controller is not None:
-                with self._engine.operation("controller"):
-                    self._controller.tick(time.monotonic(), time.time())  # the engine's clock, and the wall's
+                with self.engine.operation("controller"):
+                    self._controller.tick(time.monotonic(), time.time())  # clock of the engine, and wall clock
             if self._snapshots is not None:
-                with self._engine.operation("snapshot"):
-                    self._snapshots.keep_if_due(self._engine, self._steering, time.perf_counter())
+                with self.engine.operation("snapshot"):
+                    self._snapshots.keep_if_due(self.engine, self._steering, time.perf_counter())

@@ -96,7 +96,7 @@ class PrefillRoutes:
     async def prefill(self, request: Request) -> Response:
         front = self._front
         front.need_ready()
-        body = decode(self._body, await front.body(request))
+        body = decode(self._body, await front.bodies.read(request))
         histories, stored = front.histories, None
         if histories is not None and body.is_without_events:
             (stored,) = await histories.read([body.user_id], front.port.model)

@@ -1,4 +1,4 @@
-"""Errors as HTTP tells them: one table from class to status, one shape of body (RFC 9457)."""
+"""Errors as HTTP answers: one table from class to status, one format of body (RFC 9457)."""
 
 from http import HTTPStatus
 
@@ -7,24 +7,8 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from helmrec.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    DiskFull,
-    EngineClosed,
-    Forgotten,
-    HelmRecError,
-    HistoryError,
-    HistoryFull,
-    HistoryUnavailable,
-    ModelError,
-    NonFiniteScores,
-    QueueFull,
-    RequestError,
-    StaleVersion,
-    TablesTooSmall,
-    TooLarge,
-)
+from helmrec import errors
+from helmrec.errors import HelmRecError, HistoryError, RequestError, StaleVersion
 from helmrec.redaction import redact
 from helmrec.serve.schema import Problem
 
@@ -35,30 +19,31 @@ _MAX_VALUE = 100
 _RETRY_AFTER = {"retry-after": "1"}
 _STATUS: dict[type[HelmRecError], int] = {
     RequestError: 400,
-    TooLarge: 413,
-    ModelError: 400,  # asked for by an admin call
-    ConfigError: 400,  # asked for by an admin call
-    QueueFull: 429,
-    DeadlineExceeded: 503,
-    EngineClosed: 503,
+    errors.TooLarge: 413,
+    errors.ModelError: 400,  # caused by an admin call
+    errors.ConfigError: 400,  # caused by an admin call
+    errors.QueueFull: 429,
+    errors.DeadlineExceeded: 503,
+    errors.EngineClosed: 503,
     StaleVersion: 409,
-    Forgotten: 409,
-    HistoryFull: 507,
-    HistoryUnavailable: 503,
-    TablesTooSmall: 503,
-    NonFiniteScores: 500,
+    errors.Forgotten: 409,
+    errors.HistoryFull: 507,
+    errors.HistoryUnavailable: 503,
+    errors.TablesTooSmall: 503,
+    errors.NonFiniteScores: 500,
 }
-_HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first that fits
-    DiskFull: "the disk of the history store is full; nothing of this call was kept",
-    HistoryFull: "the history store has no room for more events",
-    HistoryUnavailable: "the history store does not answer; requests that carry their history are served",
-    TablesTooSmall: "stored events may have ids that this node's model lacks: a larger model has written to the store",
+_HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first match is used: subclasses come first
+    errors.DiskFull: "the disk of the history store is full; nothing of this call was kept",
+    errors.HistoryFull: "the history store has no room for more events",
+    errors.HistoryUnavailable: "the history store does not answer; requests that carry their history are served",
+    errors.TablesTooSmall: "stored events may have ids that this node's model lacks: "
+    "a larger model has written to the store",
 }
-TOLD_OF_HISTORIES = tuple(_HISTORY_DETAILS)  # other errors of a store are ours to mend, and stay in the log
+SHOWN_HISTORY_ERRORS = tuple(_HISTORY_DETAILS)  # clients see these; other errors of a store go to the log only
 
 
 def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) -> Response:
-    """The answer to a request that failed in a way its client can understand."""
+    """Return the answer for an error that the client can act on."""
     if isinstance(error, HTTPException):
         return _answer(
             Problem(_title(error.status_code), error.status_code, _cut(error.detail), request_id), path, error
@@ -69,7 +54,7 @@ def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) ->
         problem = msgspec.structs.replace(problem, field=error.field, value=_plain(error.value))
     elif isinstance(error, StaleVersion):
         problem = msgspec.structs.replace(problem, current_version=error.current)
-    elif isinstance(error, HistoryError):  # its own words name our files
+    elif isinstance(error, HistoryError):  # its message contains file names
         problem = msgspec.structs.replace(problem, detail=_of_history(error))
     return _answer(problem, path)
 
@@ -79,7 +64,7 @@ def _of_history(error: HistoryError) -> str:
 
 
 def of_failure(request_id: str, path: str) -> Response:
-    """The answer when we are at fault: nothing of the inside, only the id under which the log has it all."""
+    """Return the answer for an internal failure. It contains only the id under which the log has the details."""
     return _answer(Problem(_title(500), 500, "the server failed; its log has the reason", request_id), path)
 
 
@@ -100,7 +85,7 @@ def _cut(text: str) -> str:
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """A value as JSON can show it: numbers that fit, everything else as short text."""
+    """Convert a value for JSON: numbers of up to 64 bits as they are, everything else as short text."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63):
         return value

@@ -1,7 +1,7 @@
-"""What admin calls have set, kept by the front so that an engine that is started again can be given it.
+"""Values set by admin calls, kept by the front to set them again on a restarted engine.
 
-Of every row that was replaced, the last values are kept, up to a bound; rows beyond it are counted. Rows belong to the
-model they were set on: each is kept with the number of swaps that came before it.
+The last values of every updated row are kept, up to a bound in bytes; rows beyond it are counted. Rows belong to a
+model: each is kept with the number of model swaps before it.
 """
 
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ _NUMBER_BYTES = 9  # of a number on the wire
 
 
 class AdminCall(NamedTuple):
-    """A call of an engine's port."""
+    """A call of a port's method."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class _Table(NamedTuple):
-    """A table of one of the models an engine serves one after the other."""
+    """A table of a model, identified by the number of swaps before it."""
 
-    num_swaps: int  # before the model came
+    num_swaps: int
     name: str
 
 
 class Replay:
-    """Alpha, mode and rows as they were set last."""
+    """Alpha, mode and rows as set last."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._alpha: float | None = None
         self._mode: Mode | None = None
-        self._num_swaps = 0  # of the engine that runs, as far as they have ended
+        self._num_swaps = 0  # completed swaps of the running engine
         self._rows: dict[_Table, dict[int, NDArray[np.float32]]] = {}
         self._num_bytes = 0
-        self.num_lost = 0  # rows set that an engine started again would not have
+        self.num_lost = 0  # updated rows that a restarted engine would not have
 
     def note_alpha(self, alpha: float) -> None:
         self._alpha = alpha
@@ -50,7 +50,7 @@ class Replay:
         self._mode = mode
 
     def note_rows(self, table: str, ids: Ids, values: ArrayLike, num_swaps: int = 0) -> None:
-        """Keep values that an engine has taken after so many swaps; not those of a model it has since let go."""
+        """Keep row values set after `num_swaps` swaps. Those of a model that was swapped out since are ignored."""
         if num_swaps < self._num_swaps:
             return
         kept = self._rows.get(_Table(num_swaps, table), {})
@@ -65,16 +65,16 @@ class Replay:
             self._rows[_Table(num_swaps, table)] = kept
 
     def note_swap(self) -> None:
-        """A swap has ended: rows of the model before it are not served any more. Those set since on the new one are."""
+        """Record a completed swap: drop the rows of the old model, and keep those set on the new one."""
         self._num_swaps += 1
         self.num_lost = 0
         self._rows = {table: rows for table, rows in self._rows.items() if table.num_swaps >= self._num_swaps}
         self._count_bytes()
 
     def note_start(self) -> int:
-        """An engine starts with the model swapped in last, and counts swaps anew.
+        """Record the start of an engine, which serves the last completely swapped model and counts swaps from 0.
 
-        Returns how many rows were set on a model whose swap did not end: they are gone with it.
+        Returns the number of rows dropped because they were set on a model whose swap did not complete.
         """
         num_before, last = self._num_rows, self._num_swaps
         self._rows = {_Table(0, table.name): rows for table, rows in self._rows.items() if table.num_swaps == last}
@@ -91,7 +91,7 @@ class Replay:
         self._num_bytes = sum(row.nbytes + _ROW_OVERHEAD_BYTES for row in kept)
 
     def row_calls(self, max_bytes: int) -> Iterator[AdminCall]:
-        """Rows to set on the model swapped in last, no call much longer than so many bytes. Scores depend on them."""
+        """Yield the calls that set all kept rows, each of about `max_bytes` at most. Scores depend on them."""
         for (num_swaps, table), rows in self._rows.items():
             if num_swaps != self._num_swaps:
                 continue
@@ -103,7 +103,7 @@ class Replay:
                 yield AdminCall("update_rows", {"table": table, "ids": some, "values": values})
 
     def setting_calls(self) -> Iterator[AdminCall]:
-        """Alpha and mode, where they were set. No score depends on them."""
+        """Yield the calls that set alpha and mode, if they were set. No score depends on them."""
         if self._alpha is not None:
             yield AdminCall("move_alpha", {"alpha": self._alpha})
         if self._mode is not None:
@@ -111,6 +111,6 @@ class Replay:
 
     def check(self) -> None:
         assert all(self._rows.values()), "a table without rows is kept"
-        assert all(table.num_swaps >= self._num_swaps for table in self._rows), "rows of a model that is gone are kept"
+        assert all(table.num_swaps >= self._num_swaps for table in self._rows), "rows of an old model are kept"
         kept = [row for rows in self._rows.values() for row in rows.values()]
         assert self._num_bytes == sum(row.nbytes + _ROW_OVERHEAD_BYTES for row in kept) <= self._max_bytes

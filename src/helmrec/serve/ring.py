@@ -1,8 +1,8 @@
-"""Bytes handed from one process to another: payloads lie in shared memory, a socket says where.
+"""Transfer of bytes between two processes: payloads in shared memory, their positions through a socket.
 
-Each direction is a ring with one writer and one reader. Positions only grow; where a frame lies is its position modulo
-the ring's size. Every position crosses the socket, never shared memory, so no two processes race for a number, and the
-end of one is the end of the socket for the other. Knows frames, not what is in them.
+Each direction is a ring with one writer and one reader. Positions only grow; the offset of a frame is its position
+modulo the ring's size. Positions go through the socket and never through shared memory, so there are no data races, and
+each process sees the end of the other as the end of the socket. Knows frames, not their contents.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from typing import NamedTuple
 from helmrec.errors import EngineClosed, QueueFull
 
 _MESSAGE = struct.Struct("<QQQQQ")  # kind, call, start, length, how far the sender has read
-_CREDIT = 0  # a message without a frame: the sender has read so far
+_CREDIT = 0  # a message without a frame, which carries only the read position
 _ALIGNMENT = 64
 _MOST_AT_ONCE = 1_024 * _MESSAGE.size
-_MOST_WAITING = 1 << 20  # bytes of messages the socket has not taken yet
+_MOST_WAITING = 1 << 20  # bytes of messages the socket has not accepted yet
 Bytes = bytes | memoryview
 
 
-class Place(NamedTuple):
-    """Where a frame lies."""
+class FrameSpan(NamedTuple):
+    """Position and length of a frame."""
 
     start: int
     length: int
 
 
 class Ring:
-    """One direction, seen by its writer or its reader."""
+    """One direction of a link, on the side of its writer or of its reader."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._view = memoryview(memory)
@@ -45,11 +45,11 @@ class Ring:
     def size(self) -> int:
         return len(self._view)
 
-    def put(self, parts: Sequence[Bytes]) -> Place:
-        """Write the parts as one frame; QueueFull if the reader has not freed enough."""
+    def put(self, parts: Sequence[Bytes]) -> FrameSpan:
+        """Write the parts as one frame; QueueFull if the reader has not freed enough space."""
         length = sum(len(part) for part in parts)
         start = self._written
-        if start % self.size + length > self.size:  # frames are whole: skip the end of the ring
+        if start % self.size + length > self.size:  # a frame is contiguous: skip the end of the ring
             start += self.size - start % self.size
         end = start + -(-length // _ALIGNMENT) * _ALIGNMENT
         if end - self._freed > self.size:
@@ -59,14 +59,14 @@ class Ring:
             self._view[at : at + len(part)] = part
             at += len(part)
         self._written = end
-        return Place(start, length)
+        return FrameSpan(start, length)
 
     def free_to(self, position: int) -> None:
-        """The reader is done with everything before `position`."""
+        """Free everything before `position`, which the reader has read."""
         assert self._freed <= position <= self._written
         self._freed = position
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: FrameSpan) -> memoryview:
         at = place.start % self.size
         return self._view[at : at + place.length]
 
@@ -76,18 +76,18 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the other side sent; `payload` is valid until `Link.done`."""
+    """A frame that was received; `payload` is valid until `Link.done`."""
 
     kind: int  # at least 1
     call: int
     payload: memoryview
-    end: int  # position up to which the ring is free once this is done
+    end: int  # position up to which `Link.done` frees the ring
 
 
 class Link:
-    """One end of a pair of rings. Sends and receives in one thread; frames are done with in order.
+    """One end of a pair of rings. Used in one thread; frames must be passed to `done` in order.
 
-    Never waits for the other end: what its socket does not take at once is sent when it can be.
+    Never blocks: messages that the socket does not accept at once are sent later.
     """
 
     def __init__(self, end: socket.socket, outgoing: Ring, incoming: Ring) -> None:
@@ -96,25 +96,25 @@ class Link:
         self._outgoing = outgoing
         self._incoming = incoming
         self._rest = b""
-        self._waiting = bytearray()  # messages the socket has not taken yet
+        self._waiting = bytearray()  # messages the socket has not accepted yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read = self._reported = 0
 
     @property
     def max_frame_bytes(self) -> int:
-        """A quarter of the ring: what is larger would starve others."""
+        """Largest frame: a quarter of the ring, so that several fit."""
         return self._outgoing.size // 4
 
     def send(self, kind: int, call: int, parts: Sequence[Bytes] = ()) -> None:
-        """Raise QueueFull if the ring is full, EngineClosed if nobody is there any more."""
+        """Send a frame. Raise QueueFull if the ring is full, EngineClosed if the other process has ended."""
         assert kind != _CREDIT
         if len(self._waiting) > _MOST_WAITING:
             raise QueueFull("the other process does not read what is sent to it")
         place = self._outgoing.put(parts)
-        self._tell(kind, call, place)
+        self._post(kind, call, place)
 
     def receive(self) -> list[Frame]:
-        """All frames that have come, once the socket can be read; EngineClosed at its end."""
+        """Return all frames that have arrived; EngineClosed at the end of the socket."""
         try:
             data = self.socket.recv(_MOST_AT_ONCE)
         except BlockingIOError:
@@ -133,22 +133,23 @@ class Link:
         if kind == _CREDIT:
             return None
         end = start + -(-length // _ALIGNMENT) * _ALIGNMENT
-        return Frame(kind, call, self._incoming.view(Place(start, length)), end)
+        return Frame(kind, call, self._incoming.view(FrameSpan(start, length)), end)
 
     def done(self, frame: Frame) -> None:
-        """What the frame held is not looked at any more."""
+        """Release a frame's payload and free its space."""
         frame.payload.release()
         self._read = frame.end
-        if self._read - self._reported > self._incoming.size // 8:  # answers may be long in coming
-            self._tell(_CREDIT, 0, Place(0, 0))
+        if self._read - self._reported > self._incoming.size // 8:  # do not wait for the next answer to say so
+            self._post(_CREDIT, 0, FrameSpan(0, 0))
 
-    def _tell(self, kind: int, call: int, place: Place) -> None:
+    def _post(self, kind: int, call: int, place: FrameSpan) -> None:
+        """Send a message, with the position up to which this side has read."""
         self._reported = self._read
         self._waiting += _MESSAGE.pack(kind, call, place.start, place.length, self._read)
         self.flush()
 
     def flush(self) -> None:
-        """Hand the socket what it takes of the messages that wait."""
+        """Send waiting messages, as far as the socket accepts them."""
         try:
             while self._waiting:
                 del self._waiting[: self.socket.send(self._waiting)]
@@ -165,7 +166,7 @@ class Link:
             self.flush()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` when there is something to receive, and send what had to wait, until `detach`."""
+        """Call `on_readable` when there is something to receive, and send waiting messages, until `detach`."""
         self._loop = loop
         loop.add_reader(self.socket, on_readable)
 
@@ -183,7 +184,7 @@ class Link:
 
 
 def shared_file(size: int) -> int:
-    """A descriptor of memory that processes can share and that nobody has to clean up."""
+    """Return a descriptor of shared memory that the system frees when the last process closes it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("helmrec-ring", 0)
     else:
@@ -195,5 +196,5 @@ def shared_file(size: int) -> int:
 
 
 def open_ring(descriptor: int) -> Ring:
-    """A ring over a shared file; the descriptor may be closed afterwards."""
+    """Map a shared file as a ring. The descriptor may be closed afterwards."""
     return Ring(mmap.mmap(descriptor, 0))

@@ -1,4 +1,4 @@
-"""A route as a value: the application and its OpenAPI document are both made from the same list."""
+"""Routes as values, from which the application and its OpenAPI document are both made."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
-_OF_A_BODY = (408, 413, 415, 503)  # what reading any body may end with
+_BODY_STATUSES = (408, 413, 415, 503)  # that reading a body may end with
 _USER_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path and method, what it takes and what it gives."""
+    """One path and method, with the types of its body and its answer."""
 
     method: str
     path: str
@@ -26,7 +26,7 @@ class Endpoint:
     gives: Any = None
     gives_media_type: str = "application/json"
     takes_media_types: tuple[str, ...] = ("application/json",)
-    statuses: tuple[int, ...] = ()  # of problems, beyond 500 and those of reading a body
+    statuses: tuple[int, ...] = ()  # of errors, in addition to 500 and those of reading a body
     is_admin: bool = False
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # optional parameters and their schemas
 
@@ -36,7 +36,7 @@ def json_answer(value: Any, status: int = 200) -> Response:
 
 
 def openapi(endpoints: Sequence[Endpoint], problem: type, version: str, model_name: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of the endpoints; schemas come from the types they take and give."""
+    """Return an OpenAPI 3.1 document of the endpoints. Schemas come from the types of bodies and answers."""
     in_paths: dict[str, dict[str, Any]] = {"user_id": _USER_ID, "name": {"type": "string", "enum": [model_name]}}
     types = [kind for each in endpoints for kind in (each.takes, each.gives) if kind is not None]
     distinct = list(dict.fromkeys([*types, problem]))
@@ -58,7 +58,7 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
     has_content = endpoint.gives is not None or endpoint.gives_media_type != "application/json"
     content = {endpoint.gives_media_type: {"schema": by_type.get(endpoint.gives, {})}} if has_content else {}
     bad = {"application/problem+json": {"schema": problem}}
-    statuses = sorted({*endpoint.statuses, *(() if endpoint.takes is None else _OF_A_BODY), 500})
+    statuses = sorted({*endpoint.statuses, *(() if endpoint.takes is None else _BODY_STATUSES), 500})
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "responses": {

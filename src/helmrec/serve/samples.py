@@ -1,6 +1,6 @@
-"""What a server did second by second, for people to look at: a ring of samples, each the difference of two looks.
+"""The server's activity second by second, for the dashboard: samples, each the difference of two views of the engine.
 
-Knows looks and answers; not how either is made. Time comes in from outside.
+Does not know how views and answers are made. Time is passed in.
 """
 
 from collections import deque
@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from helmrec.memory.ledger import Owner
 from helmrec.memory.stats import PoolStats
-from helmrec.serve.port import Look
+from helmrec.serve.port import EngineView
 
 _KEPT = 600
-_KEPT_LATENCIES = 1 << 14  # of one stretch; percentiles of a longer one are those of its last answers
+_KEPT_LATENCIES = 1 << 14  # of one interval; with more answers, percentiles are those of the last ones
 _RECENT = 10
 _MAX_CELLS = 2_048
 _ON_PATH = ("row-miss", "kv-reload")  # a request waits for these bytes
@@ -23,7 +23,7 @@ _OFF_PATH = ("row-refill", "kv-save")
 
 
 class Sample(Struct, frozen=True):
-    """A stretch of time, about a second. A share or time of nothing is null."""
+    """Activity in an interval of about a second. Shares and times are null if there was nothing to measure."""
 
     number: int
     time_s: float
@@ -46,7 +46,7 @@ class Sample(Struct, frozen=True):
 
 
 class Recent(Struct, frozen=True):
-    """Ranking calls of the last ten seconds or so; a time or share of nothing is null."""
+    """Ranking calls of about the last ten seconds. Shares and times are null if there were none."""
 
     rate: float
     refused_rate: float
@@ -56,9 +56,9 @@ class Recent(Struct, frozen=True):
 
 
 class PageMap(Struct, frozen=True):
-    """The pool as a row of cells. A cell stands for neighbouring pages and shows who owns most of them."""
+    """The pool as a row of cells. A cell represents adjacent pages, by the owner of most of them."""
 
-    cells: str  # a digit a cell: 0 free, 1 embedding rows, 2 KV, 3 draining
+    cells: str  # one digit per cell: 0 free, 1 embedding rows, 2 KV, 3 draining
     pages_per_cell: int
 
     @classmethod
@@ -72,8 +72,8 @@ class PageMap(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """What became of ranking calls between two looks. Takes no more memory however long that is."""
+class _Interval:
+    """Outcomes of the ranking calls between two views. Memory is bounded."""
 
     latencies_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_LATENCIES))
     answered: int = 0
@@ -84,18 +84,18 @@ class _Stretch:
 
 
 class Samples:
-    """The last ten minutes. Answers may be counted between any two looks."""
+    """The samples of the last ten minutes."""
 
     def __init__(self, slo_ms: float) -> None:
         self._slo_ms = slo_ms
         self._ring: deque[Sample] = deque(maxlen=_KEPT)
         self._number = 0
-        self._before: tuple[float, Look] | None = None
-        self._late: deque[_Stretch] = deque(maxlen=_RECENT)
-        self._now = _Stretch()
+        self._before: tuple[float, EngineView] | None = None
+        self._late: deque[_Interval] = deque(maxlen=_RECENT)
+        self._now = _Interval()
 
     def count(self, status: int, seconds: float) -> None:
-        """A ranking call was answered."""
+        """Count the answer to a ranking call."""
         if status == 200:
             latency_ms = seconds * 1e3
             self._now.latencies_ms.append(latency_ms)
@@ -106,28 +106,28 @@ class Samples:
         elif status >= 500:
             self._now.failed += 1
 
-    def add(self, now_s: float, look: Look) -> None:
-        """Close the stretch that began with the look before; the first look only begins one."""
-        before, self._before = self._before, (now_s, look)
-        stretch, self._now = self._now, _Stretch()
-        if before is None or now_s <= before[0] or look.stats.steps < before[1].stats.steps:
-            return  # the engine is another one than before
+    def add(self, now_s: float, view: EngineView) -> None:
+        """Add the sample of the interval since the last view. The first view only begins an interval."""
+        before, self._before = self._before, (now_s, view)
+        interval, self._now = self._now, _Interval()
+        if before is None or now_s <= before[0] or view.stats.steps < before[1].stats.steps:
+            return  # the engine was replaced
         self._number += 1
-        span_s, old, new = now_s - before[0], before[1].stats, look.stats
-        stretch.span_s = span_s
-        self._late.append(stretch)
-        p50_ms, p99_ms = _percentiles(stretch.latencies_ms)
+        span_s, old, new = now_s - before[0], before[1].stats, view.stats
+        interval.span_s = span_s
+        self._late.append(interval)
+        p50_ms, p99_ms = _percentiles(interval.latencies_ms)
         self._ring.append(
             Sample(
                 number=self._number,
                 time_s=now_s,
                 span_s=span_s,
-                answered=stretch.answered,
-                refused=stretch.refused,
-                failed=stretch.failed,
+                answered=interval.answered,
+                refused=interval.refused,
+                failed=interval.failed,
                 p50_ms=p50_ms,
                 p99_ms=p99_ms,
-                slo_share=_within([stretch]),
+                slo_share=_within([interval]),
                 queue_length=new.queue_length,
                 busy=min(1.0, (new.busy_s - old.busy_s) / span_s),
                 alpha=new.pool.alpha,
@@ -154,23 +154,23 @@ class Samples:
         )
 
     def after(self, number: int) -> list[Sample]:
-        """Those with a higher number, oldest first."""
+        """Return the samples with a higher number, oldest first."""
         return [sample for sample in self._ring if sample.number > number]
 
 
 def _percentiles(latencies_ms: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """P50 and P99."""
+    """Return P50 and P99; None for no latencies."""
     if not latencies_ms:
         return None, None
     p50, p99 = np.percentile(list(latencies_ms), (50, 99)).tolist()
     return p50, p99
 
 
-def _within(stretches: Sequence[_Stretch]) -> float | None:
-    """The share answered in time; what was refused or failed was not."""
-    asked = sum(each.answered + each.refused + each.failed for each in stretches)
-    in_time = sum(each.in_time for each in stretches)
-    return in_time / asked if asked else None
+def _within(intervals: Sequence[_Interval]) -> float | None:
+    """Return the share of calls answered in time. Refused and failed ones count as late."""
+    num_calls = sum(each.answered + each.refused + each.failed for each in intervals)
+    in_time = sum(each.in_time for each in intervals)
+    return in_time / num_calls if num_calls else None
 
 
 def _share(old: PoolStats, new: PoolStats, hit: str, miss: str) -> float | None:
@@ -184,6 +184,6 @@ def _reuse(old: PoolStats, new: PoolStats) -> float | None:
 
 
 def _grown(old: PoolStats, new: PoolStats, causes: tuple[str, ...] | None) -> int:
-    """Bytes moved for these causes; None: for none of those on the bus, that is inside the pool."""
+    """Return the bytes moved for these causes; None: for all causes that do not use the bus, inside the pool."""
     wanted = new.bytes_by_cause.keys() - {*_ON_PATH, *_OFF_PATH} if causes is None else causes
     return sum(new.bytes_by_cause.get(cause, 0) - old.bytes_by_cause.get(cause, 0) for cause in wanted)

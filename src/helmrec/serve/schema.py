@@ -1,4 +1,4 @@
-"""What `/v1` takes and gives, as types: decoding, the answers and the OpenAPI document all follow from them."""
+"""Types of the bodies and answers of `/v1`, used for decoding, encoding and the OpenAPI document."""
 
 from typing import Annotated, Literal
 
@@ -37,7 +37,7 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
         return not (any(given) or self.features or self.first_event)
 
     def request(self, header_deadline_ms: float | None, stored: Events | None = None) -> RankRequest:
-        """As the engine takes it. Where header and body name a deadline, the tighter one holds."""
+        """Convert to the engine's type. If header and body both have a deadline, the smaller one applies."""
         history = self if stored is None else stored
         return RankRequest(
             user_id=self.user_id,
@@ -55,14 +55,14 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def given(field: str, values: Ids | UnsetType) -> Ids:
-    """What the client sent; RequestError if it did not."""
+    """Return the values of a field; RequestError if the client did not send it."""
     if values is UNSET:
         raise RequestError(field, None, "is required")
     return values
 
 
 class RankAnswer(Struct, frozen=True):
-    """Scores (logits) and what it took to make them."""
+    """Scores (logits), and how they were computed."""
 
     scores: Annotated[list[list[float]], Meta(description="a row per candidate, a column per task")]
     reused_tokens: int
@@ -116,7 +116,7 @@ class EventsBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventsAnswer(Struct, frozen=True):
-    """These events are kept, and outlive the process."""
+    """The appended events. They are stored on disk and outlive the process."""
 
     first_event: Annotated[int, Meta(description="absolute index of the first of them")]
     version: Annotated[int, Meta(description="of the user, now: the next base_version")]
@@ -124,7 +124,7 @@ class EventsAnswer(Struct, frozen=True):
 
 
 class UserAnswer(Struct, frozen=True):
-    """Where a user's history stands."""
+    """Length and hash of a user's stored history."""
 
     user_id: int
     version: Annotated[int, Meta(description="events it ever had: the next base_version")]
@@ -134,20 +134,20 @@ class UserAnswer(Struct, frozen=True):
 
 
 class ForgetAnswer(Struct, frozen=True):
-    """Nothing is kept of the user any more."""
+    """The user is deleted from history store and caches."""
 
     user_id: int
     had_events: bool
 
 
 class AlphaBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Aim the boundary at this embedding share of the pool."""
+    """Target embedding share of the pool."""
 
     alpha: Annotated[float, Meta(ge=0, le=1)]
 
 
 class AlphaAnswer(Struct, frozen=True):
-    """Where the boundary is, and where it is going."""
+    """Current and target embedding share of the pool."""
 
     alpha: float
     alpha_target: float
@@ -178,7 +178,7 @@ class HealthAnswer(Struct, frozen=True, omit_defaults=True):
 
 
 class Problem(Struct, frozen=True, omit_defaults=True):
-    """What went wrong (RFC 9457); `field` and `value` where one field of the request is at fault."""
+    """An error (RFC 9457); `field` and `value` are set if one field of the request is wrong."""
 
     title: str
     status: int
@@ -192,7 +192,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
 
 
 def tighter(one_ms: float | None, other_ms: float | None) -> float | None:
-    """The smaller of two deadlines, either of which may be absent."""
+    """Return the smaller of two deadlines, either of which may be absent."""
     if one_ms is None or other_ms is None:
         return other_ms if one_ms is None else one_ms
     return min(one_ms, other_ms)

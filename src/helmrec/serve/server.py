@@ -1,4 +1,4 @@
-"""A process that serves: it listens, and when told to stop it lets running requests end first."""
+"""The server process: listens, serves, and answers running requests before it stops."""
 
 import logging
 import signal
@@ -13,12 +13,12 @@ from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
 from helmrec.serve.settings import ServeConfig
 
-_TURN_S = 0.001  # of a thread, where others wait: the event loop must not wait for long behind an engine's thread
+_SWITCH_INTERVAL_S = 0.001  # of threads: the event loop must not wait long for the interpreter lock
 log = logging.getLogger("helmrec.serve")
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket bound as the settings say; its port is a real one even if they leave it open."""
+    """Return a socket bound as the settings say; port 0 is replaced by a free port."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -27,7 +27,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Says when it begins to stop."""
+    """Calls `on_stop` when it begins to stop."""
 
     def __init__(self, settings: uvicorn.Config, on_stop: Callable[[], None]) -> None:
         super().__init__(settings)
@@ -38,29 +38,29 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve_until_told(
+def serve_until_stopped(
     app: ASGIApp, config: ServeConfig, listener: socket.socket, on_stop: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT: then no connection is accepted, running requests end, and this returns.
+    """Serve until SIGTERM or SIGINT. Then accept no connections, answer running requests, and return.
 
-    `on_stop` is called in the event loop when that begins.
+    `on_stop` is called in the event loop when the server begins to stop.
     """
-    sys.setswitchinterval(_TURN_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     PROCESS.take_over()
-    if config.engine_process:  # else what stays is complete when the engine is ready, and its port sees to that
+    if config.engine_process:  # else the port does this, once its engine is ready
         PROCESS.settle()
     settings = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody here asks who a client is
+        proxy_headers=False,  # the address of a client is not used
         lifespan="on",
         timeout_graceful_shutdown=config.drain_s,
     )
     server = _Server(settings, on_stop)
 
-    def stop(*_: object) -> None:  # before the server listens to signals itself, and when it raises them again
+    def stop(*_: object) -> None:  # for signals before uvicorn handles them, and when uvicorn raises them again
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):

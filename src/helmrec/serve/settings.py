@@ -1,6 +1,6 @@
-"""Settings of a server, and where each came from: flags win over the environment, the environment over a file.
+"""Settings of a server and their sources: flags take precedence over the environment, that over a file.
 
-The environment and the command line come in as values: this module reads nothing but the file it is told of.
+The environment and the command line are passed in as values: this module reads only the settings file.
 """
 
 import json
@@ -20,52 +20,52 @@ from helmrec.redaction import HIDDEN, redact, secrets_in_url
 
 T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
-_DEFAULTS = {"pool_bytes": "256MiB"}  # an engine must be told; a server starts with something small
+_DEFAULTS = {"pool_bytes": "256MiB"}  # required by an engine; a server has a small default
 
 
 class ServeConfig(Frozen):
     """Settings of the HTTP front. Sizes take units: max_body_bytes="16MiB"."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; loopback unless told otherwise")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; by default loopback only")
     port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
-    node_name: str = Field("local", min_length=1, description="what this node is called in leases")
+    node_name: str = Field("local", min_length=1, description="name of this node in leases")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
     max_bodies_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(128 << 20),
         description="of all requests that are being read or answered, together; at least twice max_body_bytes",
         validate_default=True,
     )
-    body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to come")
-    admin_token: SecretStr | None = Field(None, min_length=8, description="bearer token of admin calls; none, no calls")
-    engine_process: bool = Field(False, description="the engine in a process of its own, started again if it ends")
+    body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to arrive")
+    admin_token: SecretStr | None = Field(
+        None, min_length=8, description="bearer token of admin calls; unset: no calls"
+    )
+    engine_process: bool = Field(False, description="run the engine in its own process, restarted if it ends")
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
     )
     replay_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
-        ByteSize(256 << 20), description="memory for row updates that an engine started again is told of"
+        ByteSize(256 << 20), description="memory for row updates, to apply them again to a restarted engine"
     )
     models_path: str | None = Field(
-        None, min_length=1, description="folder of models that an admin call may swap in by name; none, none may"
+        None, min_length=1, description="folder of models that an admin call may swap in by name; unset: no swaps"
     )
-    drain_s: int = Field(30, ge=0, description="how long running requests may take once told to stop")
+    drain_s: int = Field(30, ge=0, description="how long running requests may take when the server stops")
     history_path: str | None = Field(
-        None, min_length=1, repr=False, description="folder of stored histories, or a Redis; none, none are kept"
+        None, min_length=1, repr=False, description="folder or Redis of stored histories; unset: none are stored"
     )
-    policy: str = Field(
-        "helm", min_length=1, description="who moves the boundary: helm, static:ALPHA, or none to leave it where it is"
-    )
-    slo_ms: float = Field(80.0, gt=0, description="milliseconds a ranking call should take at most")
+    policy: str = Field("helm", min_length=1, description="policy that moves the boundary: helm, static:ALPHA, or none")
+    slo_ms: float = Field(80.0, gt=0, description="latency objective of a ranking call, in milliseconds")
     tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")
     snapshot_path: str | None = Field(
         None, min_length=1, description="file that keeps hot rows and the controller's state over a restart"
     )
-    snapshot_every_s: float = Field(60.0, gt=0, description="between two snapshots; one is made at the end too")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug shows every request")
+    snapshot_every_s: float = Field(60.0, gt=0, description="between two snapshots; one more is written at the end")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
 
     @field_validator("max_bodies_bytes")
     @classmethod
     def _holds_two_bodies(cls, value: ByteSize, given: ValidationInfo) -> ByteSize:
-        of_one = given.data.get("max_body_bytes")  # absent where that is itself wrong
+        of_one = given.data.get("max_body_bytes")  # absent if it is itself wrong
         if of_one is not None and value < 2 * of_one:
             raise ValueError(f"at least twice max_body_bytes is needed, which is {of_one}")
         return value
@@ -85,12 +85,12 @@ _SECRETS = frozenset(
     for name, field in fields.items()
     if SecretStr in (annotation := kind.model_fields[field].annotation, *get_args(annotation))
 )
-_FRONT_ONLY = frozenset({"admin_token", "history_path"})  # an engine needs neither
+_FRONT_ONLY = frozenset({"admin_token", "history_path"})  # not passed to engine processes
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A setting that was given, and by whom."""
+    """The value of a setting, and its source."""
 
     value: Any
     source: str
@@ -104,10 +104,10 @@ class Settings:
     serve: ServeConfig
     history: HistoryConfig
     sources: Mapping[str, str]  # by name; a setting that is not here has its default
-    ignored: tuple[str, ...]  # variables that look like settings and are none
+    ignored: tuple[str, ...]  # environment variables with our prefix that name no setting
 
     def lines(self) -> Iterator[str]:
-        """Every setting as a line of TOML that says where its value came from; secrets stay secret."""
+        """Yield every setting as a line of TOML with the source of its value. Secrets are hidden."""
         history = {_HISTORY_PREFIX + name: value for name, value in self.history.model_dump().items()}
         for name, value in {**self.serve.model_dump(), **history, **self.engine.model_dump()}.items():
             source = self.sources.get(name, "default")
@@ -120,25 +120,22 @@ class Settings:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What no log may show."""
-        values = [getattr(config, name) for config in self._configs for name in type(config).model_fields]
-        told = [value.get_secret_value() for value in values if isinstance(value, SecretStr)]
-        return (*told, *secrets_in_url(self.serve.history_path or ""))
-
-    @property
-    def _configs(self) -> tuple[Frozen, ...]:
-        return self.engine, self.serve, self.history
+        """Values that must not appear in logs."""
+        configs = (self.engine, self.serve, self.history)
+        values = [getattr(config, name) for config in configs for name in type(config).model_fields]
+        secrets = [value.get_secret_value() for value in values if isinstance(value, SecretStr)]
+        return (*secrets, *secrets_in_url(self.serve.history_path or ""))
 
 
 def _toml(value: Any) -> str:
-    """Text, numbers and flags are JSON's; groups of settings are inline tables, without those that are unset."""
+    """Format a value: text, numbers and flags as in JSON, groups of settings as inline tables without unset ones."""
     if not isinstance(value, dict):
         return json.dumps(value)
     return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in value.items() if each is not None)}}}"
 
 
 def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Path | None) -> Settings:
-    """Put the layers on top of each other; ConfigError says which value is wrong."""
+    """Merge defaults, file, environment and flags; ConfigError names the wrong value."""
     variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in _NAMES}
     named = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     given = {
@@ -162,7 +159,7 @@ def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Pa
 
 
 def _made(kind: type[T], given: Mapping[str, Given]) -> T:
-    """One configuration from its share of the settings; what is wrong is told by the setting's name."""
+    """Make one configuration from its settings; ConfigError names the wrong setting."""
     fields = _FIELDS[kind]
     try:
         return kind(**{fields[name]: _hidden(name, each.value) for name, each in given.items() if name in fields})
@@ -171,7 +168,7 @@ def _made(kind: type[T], given: Mapping[str, Given]) -> T:
 
 
 def _hidden(name: str, value: Any) -> Any:
-    """A secret is wrapped before it is checked, or the message that refuses it would show it."""
+    """Wrap a secret before it is validated, so that the error message does not contain it."""
     if name not in _SECRETS or isinstance(value, SecretStr):
         return value
     if not isinstance(value, str):
@@ -180,14 +177,14 @@ def _hidden(name: str, value: Any) -> Any:
 
 
 def revealed(config: Frozen) -> dict[str, Any]:
-    """The settings as plain values, secrets in clear: for another process of this server, never to be shown."""
+    """Return the settings as plain values with secrets in clear, for other processes of this server only."""
     values = config.model_dump(mode="json")
     given = {name: getattr(config, name) for name in values}
     return values | {name: each.get_secret_value() for name, each in given.items() if isinstance(each, SecretStr)}
 
 
 def for_engine(serve: ServeConfig) -> dict[str, Any]:
-    """The settings of a server that an engine process gets: without those that only the front needs."""
+    """Return the settings for an engine process: without those that only the front needs."""
     return {name: value for name, value in revealed(serve).items() if name not in _FRONT_ONLY}
 
 

@@ -1,7 +1,7 @@
-"""What a server that is started again should not have to learn anew: hot rows, the split, what its controller learned.
+"""Snapshots of a server for its next start: hot rows, the split, and the learned state of the controller.
 
-One safetensors file, replaced as a whole. A file that is damaged or of other tables is told of and left aside: a cold
-start is slow, not wrong. No scores can come from it, only which rows are read ahead.
+A snapshot is one safetensors file, replaced atomically. A file that is damaged or of other tables is logged and
+ignored: a cold start is slow, not wrong. No score depends on it, only which rows are prefetched.
 """
 
 import hashlib
@@ -34,23 +34,23 @@ _FORMAT = "helmrec-snapshot-2"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A moment of a served engine."""
+    """State of a served engine to keep over a restart."""
 
     rows: IntArray  # resident rows, coldest first
-    alpha: float  # where the boundary was aimed at
-    learned: Mapping[str, list[float]] = field(default_factory=dict)  # by a controller; empty, it learned nothing
+    alpha: float  # target of the boundary
+    learned: Mapping[str, list[float]] = field(default_factory=dict)  # by the controller; may be empty
     learned_on: Mapping[str, str | int] = field(default_factory=dict)  # model, pool and device
 
 
 class SnapshotFile:
-    """Where the snapshots of one model's server go."""
+    """The snapshot file of a server of one model."""
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
         self.path = path
         self._tables = json.dumps([[table.name, table.num_rows] for table in model.tables])
 
     def write(self, snapshot: Snapshot) -> None:
-        """Replace the file; whoever reads it sees the old one or the new one, also after a crash."""
+        """Replace the file atomically: a reader sees the old or the new one, also after a crash."""
         numbers = {"alpha": snapshot.alpha, "learned": snapshot.learned, "learned_on": snapshot.learned_on}
         metadata = {"format": _FORMAT, "tables": self._tables, "numbers": json.dumps(numbers)}
         data = save({"rows": snapshot.rows}, metadata)
@@ -63,17 +63,17 @@ class SnapshotFile:
                 os.fsync(file.fileno())
             beside.replace(self.path)
         except BaseException:
-            beside.unlink(missing_ok=True)  # half a file would keep its room on a full disk
+            beside.unlink(missing_ok=True)  # a partial file would take space on a full disk
             raise
 
     def read(self) -> Snapshot | None:
-        """None, with a line in the log, if there is none that fits."""
+        """Read the snapshot; None if there is no valid one, with a warning if the file is ignored."""
         if not self.path.exists():
             return None
         try:
             return self._read()
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            log.warning("snapshot left aside", extra={"path": str(self.path), "reason": str(error)})
+            log.warning("snapshot ignored", extra={"path": str(self.path), "reason": str(error)})
             return None
 
     def _read(self) -> Snapshot:
@@ -87,19 +87,19 @@ class SnapshotFile:
         numbers = json.loads(metadata["numbers"])
         alpha = float(numbers["alpha"])
         if rows.ndim != 1 or not 0 <= alpha <= 1:
-            raise ValueError(f"alpha {alpha} and rows of shape {rows.shape} make no sense")
+            raise ValueError(f"alpha {alpha} or rows of shape {rows.shape} are invalid")
         learned = {name: np.array(values, np.float64) for name, values in numbers["learned"].items()}
         if not all(values.ndim == 1 and np.isfinite(values).all() for values in learned.values()):
-            raise ValueError("what the controller learned makes no sense")
+            raise ValueError("the learned state of the controller is invalid")
         of = {str(name): value for name, value in numbers["learned_on"].items()}
         return Snapshot(rows, alpha, {name: values.tolist() for name, values in learned.items()}, of)
 
 
 class SnapshotKeeper:
-    """Takes snapshots of an engine from time to time, and gives the last one back to the next engine.
+    """Writes snapshots of an engine from time to time, and restores the last one to the next engine.
 
-    The engine's thread only looks; the file is written by another. Whatever fails is counted in `failures` and logged:
-    serving goes on without a snapshot.
+    Collects the state in the engine's thread and writes the file in another. Failures are logged and counted in
+    `failures`; serving continues without a snapshot.
     """
 
     def __init__(self, file: SnapshotFile, every_s: float) -> None:
@@ -111,13 +111,13 @@ class SnapshotKeeper:
 
     @classmethod
     def of(cls, config: ServeConfig, model: ModelConfig) -> "SnapshotKeeper | None":
-        """As the settings say."""
+        """Make the keeper of the settings; None if they have no `snapshot_path`."""
         if config.snapshot_path is None:
             return None
         return cls(SnapshotFile(Path(config.snapshot_path), model), config.snapshot_every_s)
 
     def restore(self, engine: Engine, steering: Steering | None) -> None:
-        """Warm the engine up as it was. A boundary nobody steers stays where the settings put it."""
+        """Restore rows, and with a policy also the split and its learned state. Without a policy the split stays."""
         self._try(self._restore, engine, steering)
 
     def _restore(self, engine: Engine, steering: Steering | None) -> None:
@@ -135,21 +135,21 @@ class SnapshotKeeper:
 
     @staticmethod
     def _relearn(found: Snapshot, engine: Engine, steering: Steering) -> None:
-        """What was learned on another model, pool or device would be wrong here, and nobody would see."""
+        """Restore the learned state of the policy, unless it is from another model, pool or device."""
         here = _learned_on(engine)
         other = [name for name, value in here.items() if found.learned_on.get(name) != value]
         if other and found.learned:
             seen = {name: found.learned_on.get(name) for name in other}
-            log.warning("what the controller had learned is of another node and left aside", extra={"of": seen})
+            log.warning("the learned state of the controller is from another node and ignored", extra={"of": seen})
         elif found.learned:
             try:
                 steering.relearn(found.learned)
             except (AssertionError, KeyError, ValueError) as error:  # another version of the controller wrote it
                 steering.reset()
-                log.warning("what the controller had learned does not fit", extra={"reason": repr(error)})
+                log.warning("the learned state of the controller does not fit", extra={"reason": repr(error)})
 
     def keep_if_due(self, engine: Engine, steering: Steering | None, now_s: float) -> None:
-        """Take a snapshot if it is time; skip one if the last is still being written."""
+        """Write a snapshot if one is due and the last is not still being written."""
         if self._last_s is None:
             self._last_s = now_s
         is_writing = self._writer is not None and self._writer.is_alive()
@@ -165,7 +165,7 @@ class SnapshotKeeper:
         self._writer = writer  # one that could not be started cannot be joined
 
     def keep(self, engine: Engine, steering: Steering | None) -> None:
-        """Take a snapshot now, and wait until it is on the disk."""
+        """Write a snapshot now, and wait until it is on disk."""
         if self._writer is not None:
             self._writer.join()
         self._try(self._write, engine, steering)
@@ -186,7 +186,7 @@ def _look(engine: Engine, steering: Steering | None) -> Snapshot:
 
 
 def _learned_on(engine: Engine) -> dict[str, str | int]:
-    """All that what a controller learns depends on."""
+    """Return model, pool and device, on which the learned state of a controller depends."""
     device, shape = engine.config.device, engine.model_config.model_dump_json().encode()
     is_card = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if is_card else f"{device}, {torch.get_num_threads()} threads"

@@ -1,105 +1,83 @@
-"""A model replaced by another while requests go on: the new engine gets ready beside the old one, then takes over.
+"""Replace the served model under load: the new engine starts beside the old one, then takes over.
 
-A request is scored whole by the engine that took it. What the old engine's KV knew is of no use to other weights; which
-rows were hot, the split and what the controller learned are handed on.
+A request is scored by the engine that accepted it. KV of the old weights is not reused; the new engine inherits the
+list of hot rows, the split and the state of the controller.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from numpy.typing import ArrayLike
 
-from helmrec.control.rebalancer import Mode
-from helmrec.engine.engine import EngineStats
 from helmrec.errors import EngineClosed, ModelError
 from helmrec.model.config import ModelConfig
-from helmrec.serve.port import Health, InProcessPort, Look
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
+from helmrec.serve.port import Health, InProcessPort
+from helmrec.types import Ids
 
 log = logging.getLogger("helmrec.serve")
 _LOOK_EVERY_S = 0.01
 
 
 class SwappingPort:
-    """Engines in this process, one after the other. Both are in memory while one follows the other."""
+    """Serves one engine in this process, and can replace it. During a swap both engines are in memory."""
 
     num_restarts = 0
 
     def __init__(self, first: InProcessPort, make: Callable[[Path], InProcessPort]) -> None:
-        """`make` builds an engine on a model's folder; it may take as long as it takes."""
-        self._current = first
+        """`make` builds an engine from a model's folder, in a thread."""
         self._make = make
         self._retiring: list[InProcessPort] = []
         self._one_at_a_time = asyncio.Lock()
         self._is_over = False
-        self.num_swaps = 0  # that have taken over
+        self.num_swaps = 0  # completed: the new engine has taken over
+        self._serve_with(first)
 
-    @property
-    def current(self) -> InProcessPort:
-        """The engine that takes what comes now."""
-        return self._current
+    def _serve_with(self, port: InProcessPort) -> None:
+        """Make `port` the current engine. Calls go to it directly, without a wrapper for each method."""
+        self.current = port
+        self.submit, self.prefill = port.submit, port.prefill
+        self.stats, self.look = port.stats, port.look
+        self.move_alpha, self.set_mode, self.update_rows = port.move_alpha, port.set_mode, port.update_rows
 
     @property
     def model(self) -> ModelConfig:
-        return self._current.model
+        return self.current.model
 
     @property
     def health(self) -> Health:
-        return self._current.health
+        return self.current.health
 
     @property
     def reason(self) -> str | None:
-        return self._current.reason
+        return self.current.reason
 
     def start(self) -> None:
-        self._current.start()
-
-    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        return await self._current.submit(requests, spent_ms)
-
-    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        return await self._current.prefill(request, spent_ms)
-
-    async def stats(self) -> EngineStats:
-        return await self._current.stats()
-
-    async def look(self) -> Look:
-        return await self._current.look()
-
-    async def move_alpha(self, alpha: float) -> None:
-        await self._current.move_alpha(alpha)
-
-    async def set_mode(self, mode: Mode) -> None:
-        await self._current.set_mode(mode)
-
-    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Of the model that serves; the rows of one that is about to follow are its own."""
-        await self.place_rows(table, ids, values)
+        self.current.start()
 
     async def place_rows(self, table: str, ids: Ids, values: ArrayLike) -> int:
-        """Update rows; returns how many swaps came before the model that took them."""
-        port, num_swaps = self._current, self.num_swaps
+        """Update rows of the current model; return the number of swaps before it."""
+        port, num_swaps = self.current, self.num_swaps
         await port.update_rows(table, ids, values)
         return num_swaps
 
     async def forget(self, user_id: int) -> None:
-        for port in (self._current, *self._retiring):
+        for port in (self.current, *self._retiring):
             await port.forget(user_id)
 
     async def swap(self, model: str) -> None:
-        """Serve the model in this folder from now on; returns when the old one has answered what it took.
+        """Serve the model in this folder from now on. Returns when the old engine has answered all of its requests.
 
-        Whatever goes wrong with the new model is raised, and the old one goes on as if nothing had happened. Once the
-        new one has taken over, nothing is raised any more.
+        Raises if the new model cannot be loaded or started; the old one then serves on. Raises nothing after the new
+        one has taken over.
         """
         async with self._one_at_a_time:
             if self._is_over:
                 raise EngineClosed("the server is about to stop")
             started_s = time.perf_counter()
-            old, new = self._current, await asyncio.to_thread(self._make, Path(model))
+            old, new = self.current, await asyncio.to_thread(self._make, Path(model))
             try:
                 check_fits(new.model, old.model)
                 await asyncio.to_thread(new.inherit, old)
@@ -107,14 +85,14 @@ class SwappingPort:
             except BaseException:
                 await new.retire()
                 raise
-            self._current = new
+            self._serve_with(new)
             self.num_swaps += 1
             self._retiring.append(old)
             ready_s = time.perf_counter()
             try:
                 await old.retire()
             except Exception:
-                log.exception("the engine of the model before did not end as it should")
+                log.exception("the engine of the old model did not close cleanly")
             finally:
                 self._retiring.remove(old)
             seconds = {"ready_s": ready_s - started_s, "drained_s": time.perf_counter() - ready_s}
@@ -129,20 +107,20 @@ class SwappingPort:
 
     async def close(self) -> None:
         self._is_over = True
-        await self._current.close()
+        await self.current.close()
 
 
 def check_fits(new: ModelConfig, old: ModelConfig) -> None:
-    """Raise ModelError unless clients, and the store of histories, can go on as they are."""
+    """Raise ModelError unless clients and stored histories work with the new model unchanged."""
     for field, kept in _contract(old).items():
         if (found := _contract(new)[field]) != kept:
             raise ModelError(f"the model cannot be swapped in: its {field} must be {kept!r}, got {found!r}")
 
 
 def _contract(model: ModelConfig) -> dict[str, object]:
-    """What clients and stored histories rely on; depth and widths may differ.
+    """Return the properties that clients and stored histories depend on.
 
-    So may the number of rows, as far as this can tell: a front that keeps histories asks for no fewer.
+    Depth and widths may differ. The number of rows is checked separately, by a front that stores histories.
     """
     return {
         "name": model.name,

@@ -1,6 +1,6 @@
-"""Ranking requests as tensors of the Open Inference Protocol: flat ids, with lengths that say whose they are.
+"""Ranking requests as tensors of the Open Inference Protocol: flat ids of all users, and lengths per user.
 
-Pure: bytes in, values out. Ids that come as binary tensors are read where they lie in the body.
+Pure: takes bytes and returns values. Binary tensors are views of the body, not copies.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class TensorParameters(Struct, frozen=True):
 
 
 class InputTensor(Struct, frozen=True, omit_defaults=True):
-    """A flat tensor of integers: its values in `data`, or after the JSON in as many bytes as it says."""
+    """A flat tensor of integers: its values are in `data`, or in `binary_data_size` bytes after the JSON."""
 
     name: str
     shape: list[Annotated[int, Meta(ge=0)]]
@@ -73,9 +73,9 @@ class InferBody(Struct, frozen=True):
 
     @property
     def wants_binary(self) -> bool:
-        """What the output says, else what the request says."""
-        asked = [output.parameters.binary_data for output in self.outputs]
-        return asked[0] if asked and asked[0] is not None else self.parameters.binary_data_output
+        """Whether scores are returned as bytes: as the output says, else as the request says."""
+        wanted = [output.parameters.binary_data for output in self.outputs]
+        return wanted[0] if wanted and wanted[0] is not None else self.parameters.binary_data_output
 
 
 class OutputTensor(Struct, frozen=True, omit_defaults=True):
@@ -87,7 +87,7 @@ class OutputTensor(Struct, frozen=True, omit_defaults=True):
 
 
 class InferAnswer(Struct, frozen=True, omit_defaults=True):
-    """Scores of all candidates, one after another, and in `parameters` what it took to make them."""
+    """Scores of all candidates, concatenated; `parameters` says how they were computed."""
 
     model_name: str
     outputs: list[OutputTensor]
@@ -107,7 +107,7 @@ class Inference:
 
 
 def read_inference(body: bytes, header_length: str | None) -> Inference:
-    """Raise RequestError, naming field and value, or return the request with all tensors found."""
+    """Decode an inference request and its tensors; RequestError names the wrong field and its value."""
     json_bytes = _json_bytes(header_length, len(body))
     parsed = decode(_DECODER, memoryview(body)[:json_bytes])
     for i, output in enumerate(parsed.outputs):
@@ -117,7 +117,7 @@ def read_inference(body: bytes, header_length: str | None) -> Inference:
 
 
 def _tensors(inputs: list[InputTensor], body: bytes, offset: int) -> dict[str, Tensor]:
-    """All tensors by name; those that come as bytes lie behind each other from `offset` to the end."""
+    """Return all tensors by name. Binary ones follow each other from `offset` to the end of the body."""
     tensors: dict[str, Tensor] = {}
     for i, tensor in enumerate(inputs):
         if tensor.name in tensors:
@@ -168,7 +168,7 @@ def _listed(i: int, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Te
 
 
 class TensorNames:
-    """The tensors one model takes, by name."""
+    """Names of the input tensors of one model."""
 
     def __init__(self, model: ModelConfig) -> None:
         extra = [table.name for table in model.features[1:]]
@@ -182,9 +182,9 @@ class TensorNames:
         self.required = (*self.per_request, *self.per_event, *self.per_candidate)
 
     def users_without_events(self, tensors: dict[str, Tensor]) -> list[int] | None:
-        """The users of a call without any tensor of events, whose histories are the stored ones; None for others.
+        """Return the users of a call without tensors of events, which uses stored histories; None for other calls.
 
-        Raise RequestError for a call that is wrong whatever is stored, before anything is read for it.
+        Raise RequestError, before any history is read, if the call is wrong regardless of what is stored.
         """
         if tensors.keys() & {"LENGTHS", "FIRST_EVENTS", *self.per_event}:
             return None
@@ -200,9 +200,9 @@ class TensorNames:
     def requests(
         self, tensors: dict[str, Tensor], deadline_ms: float | None, stored: Sequence[Events] | None = None
     ) -> list[RankRequest]:
-        """One request per user; their ids are views of the tensors.
+        """Return one request per user. Their ids are views of the tensors.
 
-        `stored` are the histories of `users_without_events`.
+        `stored`: the histories of `users_without_events`.
         """
         users = self._users(tensors, is_stored=stored is not None)
         histories: Sequence[Events | _SentEvents] = self._sent(tensors) if stored is None else stored
@@ -243,7 +243,7 @@ class TensorNames:
         ]
 
     def _check(self, tensors: dict[str, Tensor], *, is_stored: bool) -> None:
-        """All are there, none is unknown, and those that go together are equally long."""
+        """Raise RequestError unless all tensors are present, none is unknown, and related ones have equal lengths."""
         if unknown := tensors.keys() - {*self.required, *OPTIONAL_INPUTS}:
             raise RequestError("inputs", min(unknown), f"the model takes {', '.join(self.required)}")
         of_events = {"LENGTHS", *self.per_event} if is_stored else set()
@@ -264,14 +264,14 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SentEvents(NewEvents):
-    """A history as a call holds it."""
+    """A history sent with a call."""
 
     first_event: int = 0
 
 
 def _bounds(name: str, lengths: Tensor, of_name: str, num: int) -> list[slice]:
-    """Where the values of each request lie, once the lengths are known to add up."""
-    values = lengths.tolist()  # Python's integers: made-up lengths must not wrap around
+    """Return the slice of each request's values; RequestError if the lengths do not add up to `num`."""
+    values = lengths.tolist()  # Python integers: a sum of forged lengths must not overflow
     if min(values) < 0:
         raise RequestError(name, min(values), "lengths are not negative")
     if sum(values) != num:
@@ -281,14 +281,14 @@ def _bounds(name: str, lengths: Tensor, of_name: str, num: int) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The body of an answer; `json_bytes` of it are JSON, or all if that is None."""
+    """A body; its first `json_bytes` bytes are JSON, or all of it if that is None."""
 
     body: bytes
     json_bytes: int | None
 
 
 def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
-    """A call of one request with binary tensors, as a client sends it. Names come from the request's model."""
+    """Encode a call of one request with binary tensors, as a client sends it."""
     tensors: dict[str, Any] = {
         "USER_IDS": [request.user_id],
         "LENGTHS": [len(request.items)],
@@ -312,6 +312,7 @@ def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
 
 
 def encode_answer(inference: InferBody, model_name: str, results: list[RankResult]) -> Encoded:
+    """Encode the answer to an inference request."""
     scores = np.concatenate([result.scores for result in results], dtype="<f4")
     is_binary = inference.wants_binary
     output = OutputTensor(

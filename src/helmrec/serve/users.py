@@ -1,4 +1,4 @@
-"""`/v1/events` and `/v1/users`: what the node keeps of its users, and how it forgets them."""
+"""`/v1/events` and `/v1/users`: append to stored histories, read their state, delete them."""
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -9,13 +9,13 @@ from helmrec.errors import RequestError, StaleVersion
 from helmrec.history.events import MAX_ID
 from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
-from helmrec.serve.histories import Histories
+from helmrec.serve.histories import StoredHistories
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, UserAnswer
 
 
 class UserRoutes:
-    """Handlers of stored histories. Without a store there is nothing to append to or to look at."""
+    """Handlers of stored histories. Without a store, only deleting from the caches is possible."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -23,7 +23,7 @@ class UserRoutes:
 
     async def append(self, request: Request) -> Response:
         histories = self._need_histories()
-        body = decode(self._body, await self._front.body(request))
+        body = decode(self._body, await self._front.bodies.read(request))
         try:
             done = await histories.append(body.user_id, body.base_version, body.events(), self._front.port.model)
         except StaleVersion:
@@ -42,18 +42,18 @@ class UserRoutes:
         )
 
     async def forget(self, request: Request) -> Response:
-        """The history goes first: a rank that comes after it starts from nothing, one that came before is dropped."""
+        """Delete the history first, then the caches: a later rank finds no events, and an earlier one is refused."""
         user_id, histories = _user_id(request), self._front.histories
         self._front.need_ready()
         if histories is None:
             await self._front.port.forget(user_id)
             return json_answer(ForgetAnswer(user_id, had_events=False))
-        with histories.forgetting(user_id):  # reads under way must not bring it back
+        with histories.forgetting(user_id):  # running reads must not cache the user again
             had_events = await histories.delete(user_id)
             await self._front.port.forget(user_id)
         return json_answer(ForgetAnswer(user_id, had_events))
 
-    def _need_histories(self) -> Histories:
+    def _need_histories(self) -> StoredHistories:
         if self._front.histories is None:
             raise HTTPException(404, "this server keeps no histories: it was given no history_path")
         return self._front.histories

@@ -1,4 +1,4 @@
-"""Friendly JSON under `/v1`, health, and metrics."""
+"""The JSON routes under `/v1`, health checks, and metrics."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
 from helmrec.serve.front import Front
-from helmrec.serve.metrics import Seen, StoreHealth
+from helmrec.serve.metrics import ServerView, StoreHealth
 from helmrec.serve.port import HasReplicas, Health
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import (
@@ -25,8 +25,8 @@ from helmrec.serve.schema import (
 )
 
 
-class FriendlyRoutes:
-    """Handlers of `/v1` and of what surrounds it."""
+class JsonRoutes:
+    """Handlers of `/v1`, of the health checks and of `/metrics`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -38,12 +38,12 @@ class FriendlyRoutes:
 
     async def rank(self, request: Request) -> Response:
         self._front.need_ready()
-        body = decode(self._rank_body, await self._front.body(request))
+        body = decode(self._rank_body, await self._front.bodies.read(request))
         histories, allowed_ms, stored = self._front.histories, deadline_ms(request), None
         if histories is not None and body.is_without_events:
             (stored,) = await histories.read([body.user_id], self._port.model)
-        asked = body.request(allowed_ms, stored)  # nothing is awaited between the read and the engine's queue
-        (result,) = await self._front.submit(request, [asked])
+        rank = body.request(allowed_ms, stored)  # nothing may be awaited between the read and the engine's queue
+        (result,) = await self._front.submit(request, [rank])
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
     async def model(self, _: Request) -> Response:
@@ -80,8 +80,8 @@ class FriendlyRoutes:
 
     async def show_metrics(self, _: Request) -> Response:
         histories = self._front.histories
-        seen = Seen(
-            stats=await self._front.stats(),  # without one, what the front counts is still shown
+        view = ServerView(
+            stats=await self._front.stats(),
             history=None if histories is None else await histories.stats(),
             store=None if histories is None else StoreHealth(histories.problem is None, histories.num_failures),
             is_ready=self._front.is_ready,
@@ -89,7 +89,7 @@ class FriendlyRoutes:
             body_bytes=self._front.bodies.held_bytes,
             replicas=self._port.replica_stats if isinstance(self._port, HasReplicas) else None,
         )
-        return Response(self._front.metrics.render(seen), media_type=prometheus.MEDIA_TYPE)
+        return Response(self._front.metrics.render(view), media_type=prometheus.MEDIA_TYPE)
 
     def endpoints(self) -> list[Endpoint]:
         refusals, admin = (400, 409, 413, 415, 429, 503), (400, 401, 403, 413, 415, 503)

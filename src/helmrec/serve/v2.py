@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (KServe and Triton, version 2) over REST, with binary tensors: the fast path."""
+"""The routes of the Open Inference Protocol (version 2, as in KServe and Triton) over REST, with binary tensors."""
 
 from msgspec import Struct
 from starlette.exceptions import HTTPException
@@ -56,13 +56,13 @@ class InferenceRoutes:
     async def infer(self, request: Request) -> Response:
         self._need_model(request)
         self._front.need_ready()
-        inference = read_inference(await self._front.body(request), request.headers.get(_HEADER_LENGTH))
+        inference = read_inference(await self._front.bodies.read(request), request.headers.get(_HEADER_LENGTH))
         allowed_ms = tighter(inference.body.deadline_ms, deadline_ms(request))
         histories, stored = self._front.histories, None
         if histories is not None and (users := self._names.users_without_events(inference.tensors)) is not None:
             stored = await histories.read(users, self._port.model)
-        asked = self._names.requests(inference.tensors, allowed_ms, stored)  # nothing is awaited after the read
-        results = await self._front.submit(request, asked)
+        ranks = self._names.requests(inference.tensors, allowed_ms, stored)  # nothing may be awaited after the read
+        results = await self._front.submit(request, ranks)
         answer = encode_answer(inference.body, self._model.name, results)
         if answer.json_bytes is None:
             return Response(answer.body, media_type="application/json")

@@ -1,6 +1,6 @@
-"""Requests, results and calls as bytes between front and engine. No pickle: either side reads only what it expects.
+"""Packing of requests, results and calls into bytes between front and engine, without pickle.
 
-Ids cross as they lie in memory; what surrounds them is msgpack.
+Arrays are sent as they are in memory, behind a msgpack header. Both sides decode into fixed types only.
 """
 
 import time
@@ -21,10 +21,10 @@ from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Kind(IntEnum):
-    """What a frame is. 0 is the ring's own."""
+class FrameKind(IntEnum):
+    """What a frame contains. 0 is used by the ring itself."""
 
-    BEGIN = 1  # to the engine: what to serve, and how
+    BEGIN = 1  # to the engine: model and settings
     RANK = 2
     CALL = 3
     END = 4
@@ -32,12 +32,12 @@ class Kind(IntEnum):
     RESULTS = 6
     VALUE = 7
     ERROR = 8
-    FAILED = 9  # it cannot go on, and says why
+    FAILED = 9  # the engine ends, with the reason
     PREFILL = 10  # to the engine
 
 
 class Begin(Struct, frozen=True):
-    """What an engine process is told first; settings as plain values by name."""
+    """First message to an engine process: the model's folder, and settings as plain values by name."""
 
     model: str
     engine: dict[str, Any]
@@ -52,16 +52,16 @@ class _WireRequest(Struct, frozen=True, array_like=True):
     context: dict[str, int]
     features: list[str]
     candidate_features: list[str]
-    arrays: list[tuple[str, int]]  # type and number of values of each array, in order
+    arrays: list[tuple[str, int]]  # dtype and number of values of each array, in order
 
 
 class _WireRequests(Struct, frozen=True, array_like=True):
-    came_s: float  # when they came in, on the clock all processes of a machine share
+    came_s: float  # when they arrived, by the monotonic clock of the machine
     requests: list[_WireRequest]
 
 
 class Received(NamedTuple):
-    """Requests at the end of their way, and what that took of their deadlines."""
+    """Unpacked requests, and the time since they arrived at the front."""
 
     requests: list[RankRequest]
     spent_ms: float
@@ -86,11 +86,11 @@ class _WirePrefill(Struct, frozen=True, array_like=True):
     num_candidates: int
     budget_ms: float | None
     hold_ms: float | None
-    arrays: list[tuple[str, int]]  # as of a request
+    arrays: list[tuple[str, int]]  # as in a request
 
 
 class WireError(Struct, frozen=True):
-    """An error of ours by its class, or, without one, a failure."""
+    """An error of `errors.py` by its class name; an empty name for an unexpected failure."""
 
     kind: str
     message: str
@@ -99,18 +99,18 @@ class WireError(Struct, frozen=True):
 
 
 class NotForTheWire(Exception):
-    """A request that no engine would take; let an intake say what is wrong with it."""
+    """A request that cannot be packed because it is wrong; an `Intake` names the wrong field."""
 
 
 _REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
 _PREFILL = msgspec.msgpack.Decoder(_WirePrefill)
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
 _HEADER_BYTES = 8
-_RESULT_BYTES = 128  # around the scores of one request, at most
+_RESULT_BYTES = 128  # upper bound on the header of one result
 
 
 def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:
-    """Raise NotForTheWire if the other side could not read a request."""
+    """Pack the requests of a call that arrived `spent_ms` ago; NotForTheWire if one could not be unpacked."""
     headers, arrays, came_s = [], [], time.monotonic() - spent_ms / 1e3
     for request in requests:
         _check_mappings(request.features, request.candidate_features, request.context)
@@ -135,17 +135,16 @@ def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[byte
             )
         )
         arrays.extend(lines)
-    header = _readable(_WireRequests(came_s, headers), _REQUESTS)
-    return _joined(header, [line.data.cast("B") if line.size else b"" for line in arrays])
+    return _joined(_readable(_WireRequests(came_s, headers), _REQUESTS), _raw(arrays))
 
 
 def _plain(value: Any) -> Any:
-    """An integer of NumPy as one of Python."""
+    """Convert a NumPy integer to a Python integer."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 def _milliseconds(value: Any) -> Any:
-    """A whole number may be larger than integers on the wire."""
+    """Convert an integer to a float: it may exceed the 64 bits of msgpack integers."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -156,7 +155,7 @@ def _check_mappings(*values: object) -> None:
 
 
 def _readable(header: Any, decoder: "msgspec.msgpack.Decoder[Any]") -> bytes:
-    """Encoded, and known to be what the other side expects: numbers of the right kind and size."""
+    """Encode a header, and check that the receiver can decode it: types and sizes of its numbers."""
     try:
         encoded = _ENCODER.encode(header)
         decoder.decode(encoded)
@@ -166,6 +165,7 @@ def _readable(header: Any, decoder: "msgspec.msgpack.Decoder[Any]") -> bytes:
 
 
 def _line(values: Ids) -> NDArray[np.integer]:
+    """Convert ids to a contiguous array of integers."""
     try:
         line = np.ascontiguousarray(values)
     except (ValueError, TypeError, OverflowError) as error:
@@ -177,8 +177,13 @@ def _line(values: Ids) -> NDArray[np.integer]:
     return line
 
 
+def _raw(lines: Sequence[NDArray[np.integer]]) -> list[bytes | memoryview]:
+    """Return the memory of each array."""
+    return [line.data.cast("B") if line.size else b"" for line in lines]
+
+
 def unpack_requests(payload: memoryview) -> Received:
-    """Arrays are views of the payload."""
+    """Unpack requests. Their arrays are views of the payload."""
     header, at = _split(payload)
     sent, requests = _REQUESTS.decode(header), []
     for each in sent.requests:
@@ -206,7 +211,7 @@ def unpack_requests(payload: memoryview) -> Received:
 
 
 def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
-    """Raise NotForTheWire if the other side could not read it."""
+    """Pack a signal; NotForTheWire if it could not be unpacked."""
     _check_mappings(request.features, request.context)
     lines = [_line(each) for each in (request.items, request.actions, request.timestamps, *request.features.values())]
     sent = _WirePrefill(
@@ -219,12 +224,11 @@ def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
         _milliseconds(request.hold_ms),
         [(line.dtype.str, line.size) for line in lines],
     )
-    header = _readable(sent, _PREFILL)
-    return _joined(header, [line.data.cast("B") if line.size else b"" for line in lines])
+    return _joined(_readable(sent, _PREFILL), _raw(lines))
 
 
 def unpack_prefill(payload: memoryview) -> PrefillRequest:
-    """Arrays are views of the payload."""
+    """Unpack a signal. Its arrays are views of the payload."""
     header, at = _split(payload)
     sent = _PREFILL.decode(header)
     items, actions, timestamps, *extra = _lines(payload, at, sent.arrays)
@@ -268,12 +272,12 @@ def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
 
 
 def results_bytes(requests: Sequence[RankRequest], num_tasks: int) -> int:
-    """About what the answer to a call will take."""
+    """Return an upper bound on the bytes of the answer to a call."""
     return sum(_RESULT_BYTES + 4 * num_tasks * len(request.candidates) for request in requests)
 
 
 def unpack_results(payload: memoryview) -> list[RankResult]:
-    """Scores are copies: the payload may go."""
+    """Unpack results. Scores are copies, independent of the payload."""
     header, at = _split(payload)
     headers = _RESULTS.decode(header)
     sizes = [each.shape[0] * each.shape[1] * 4 for each in headers]
@@ -293,28 +297,32 @@ def unpack_results(payload: memoryview) -> list[RankResult]:
 
 
 def _joined(header: bytes, blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The header's length, the header filled up to eight bytes, then what it tells of."""
+    """Return the header's length, the header padded to a multiple of eight bytes, then the arrays."""
     filled = header + b"\0" * (-len(header) % 8)
     return [len(header).to_bytes(_HEADER_BYTES, "little"), filled, *blobs]
 
 
 def _split(payload: memoryview) -> tuple[memoryview, int]:
-    """The header, and where what it tells of begins."""
+    """Return the header, and the offset of the first array."""
     length = int.from_bytes(payload[:_HEADER_BYTES], "little")
     return payload[_HEADER_BYTES : _HEADER_BYTES + length], _HEADER_BYTES + length + -length % 8
 
 
 def pack_call(name: str, arguments: Mapping[str, Any]) -> list[bytes | memoryview]:
-    return [_ENCODER.encode([name, arguments])]
+    """Pack a call of a port's method; RequestError if a number has more than 64 bits."""
+    try:
+        return [_ENCODER.encode([name, arguments])]
+    except OverflowError as error:
+        raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
 
 
 def unpack_call(payload: memoryview) -> tuple[str, dict[str, Any]]:
-    """The method, and its arguments by name."""
+    """Return the method's name, and its arguments by name."""
     return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
 
 
 def pack_error(error: BaseException) -> list[bytes | memoryview]:
-    """Any error can be packed: whoever waits for an answer must get one."""
+    """Pack any error. Never fails, so that every call gets an answer."""
     if isinstance(error, RequestError):
         value = error.value.item() if isinstance(error.value, np.generic) else error.value
         problem, field = _encodable(error.problem), _encodable(error.field)
@@ -327,18 +335,18 @@ def pack_error(error: BaseException) -> list[bytes | memoryview]:
 
 
 def _encodable(text: str) -> str:
-    """Text without what UTF-8 has no bytes for, as names of files may have."""
+    """Escape what UTF-8 cannot encode, such as surrogates in file names."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unpack_error(payload: memoryview) -> Exception:
-    """What the engine raised; RuntimeError for what is nobody's fault but ours."""
+    """Return the error that the engine raised; RuntimeError for an unexpected failure."""
     if not payload:
         return QueueFull("the answer did not fit the ring between engine and front")
-    told = msgspec.msgpack.decode(payload, type=WireError)
-    if told.field is not None:
-        return RequestError(told.field, told.value, told.message)
-    kind = getattr(errors, told.kind, None) if told.kind else None
+    error = msgspec.msgpack.decode(payload, type=WireError)
+    if error.field is not None:
+        return RequestError(error.field, error.value, error.message)
+    kind = getattr(errors, error.kind, None) if error.kind else None
     if isinstance(kind, type) and issubclass(kind, HelmRecError) and kind is not ServerError:
-        return kind(told.message)
-    return RuntimeError(told.message)
+        return kind(error.message)
+    return RuntimeError(error.message)

@@ -16,7 +16,7 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.memory.sampling import row_hash, sampling_threshold
 from helmrec.router.nodes import RouteRequest
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import DEFAULT_SAMPLES, RowSample, RowSketch, sketch_of_hashes
 from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
 from helmrec.sim.node.config import NodeConfig
@@ -46,7 +46,7 @@ class _Told(NamedTuple):
 class ReportingRouter:
     """A policy and what it believes; `simulate_cluster` shows it nodes and asks it for choices."""
 
-    def __init__(self, policy: Policy, requests: Requests, config: NodeConfig, reporting: Reporting) -> None:
+    def __init__(self, policy: RoutingPolicy, requests: Requests, config: NodeConfig, reporting: Reporting) -> None:
         """`requests` and `config` as the simulated nodes have them."""
         kept_from = 1 if config.engine.kv_admission == "always" else 2
         self.state = ClusterState(StateSettings(kept_from_visit=kept_from))

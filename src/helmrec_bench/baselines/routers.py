@@ -13,7 +13,7 @@ from helmrec.config import Frozen
 from helmrec.router.cost import RouterCost
 from helmrec.router.hashing import rendezvous
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
-from helmrec.router.policy import Choice, EmbKVAware, Policy, Reason, RouterSettings, Weighing, choice_at, price
+from helmrec.router.policy import Choice, EmbKVAware, Reason, RouterSettings, RoutingPolicy, Weighing, choice_at, price
 from helmrec.types import IntArray
 
 
@@ -141,7 +141,7 @@ def _first_by_hash(user: int, nodes: Nodes, among: Flags) -> int:
     return rendezvous(user, nodes.ids, np.ones(nodes.num_nodes), among)
 
 
-def policies(cost: RouterCost, rng: np.random.Generator) -> dict[str, Callable[[], Policy]]:
+def policies(cost: RouterCost, rng: np.random.Generator) -> dict[str, Callable[[], RoutingPolicy]]:
     """Every policy by the name reports use, with its defaults."""
     return {
         "emb-kv-aware": lambda: EmbKVAware(cost),
@@ -155,6 +155,6 @@ def policies(cost: RouterCost, rng: np.random.Generator) -> dict[str, Callable[[
     }
 
 
-def make_router(name: str, cost: RouterCost, rng: np.random.Generator) -> Policy:
+def make_router(name: str, cost: RouterCost, rng: np.random.Generator) -> RoutingPolicy:
     """A baseline as clusters find it, through the entry points of this package."""
     return policies(cost, rng)[name]()

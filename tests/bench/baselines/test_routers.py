@@ -3,7 +3,7 @@ import pytest
 
 from helmrec.errors import ConfigError
 from helmrec.router.nodes import Nodes
-from helmrec.router.policy import Policy
+from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import sample_rows
 from helmrec_bench.baselines.routers import (
     DynamoStyle,
@@ -17,7 +17,7 @@ from helmrec_bench.baselines.routers import (
 from tests.router.cases import COST, fresh_nodes, holding, request
 
 
-def chosen(policy: Policy, nodes: Nodes, users: range = range(400)) -> list[int]:
+def chosen(policy: RoutingPolicy, nodes: Nodes, users: range = range(400)) -> list[int]:
     choices = [policy.choose(request(user), nodes, 0.0) for user in users]
     return [choice.node for choice in choices if choice is not None]
 
@@ -74,6 +74,6 @@ def test_dynamo_style_weighs_blocks_to_compute_against_blocks_in_work() -> None:
     assert set(chosen(DynamoStyle(COST), fresh_nodes(3))) == {0, 1, 2}, "of equals by hash"
 
 
-def test_who_is_alike_is_told_apart_by_hash() -> None:
+def test_equal_nodes_are_chosen_by_hash() -> None:
     for policy in (KVAware(COST), EmbAware(COST)):
         assert min(np.bincount(chosen(policy, fresh_nodes(4)))) > 60
