@@ -4,7 +4,7 @@ import numpy as np
 
 from helmrec.calibrate.cases import Case, make_cases
 from helmrec.calibrate.replay import replay
-from helmrec.calibrate.timed import Measured, StepWork, Timed
+from helmrec.calibrate.timed import Measured, MeasuredWork, Timed
 from helmrec.model.profiles import profile
 from helmrec.sim.cost import CostTerms, host_ms
 
@@ -52,11 +52,11 @@ def _time(
     )
 
 
-def _work(case: Case, num_rows: int, rng: np.random.Generator) -> StepWork:
+def _work(case: Case, num_rows: int, rng: np.random.Generator) -> MeasuredWork:
     new = np.array(case.spread(case.new, 14_000))
     resident = np.array(case.spread(case.resident, 14_000))
     tokens = int(new.sum()) + case.num_requests * case.candidates
     pairs = float((new * (resident + new / 2) + case.candidates * (resident + new)).sum())
     missed = int(rng.binomial(tokens * num_rows, case.fresh * 0.8))
     loaded = float(resident.sum() * TOKEN_BYTES) if case.is_reloaded else 0.0
-    return StepWork(case.num_requests, tokens, pairs, tokens * num_rows - missed, missed, loaded)
+    return MeasuredWork(case.num_requests, tokens, pairs, tokens * num_rows - missed, missed, loaded)

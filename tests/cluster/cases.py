@@ -11,7 +11,7 @@ from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.cluster.port import ReplicaLost
 from helmrec.cluster.remote_clock import Stamp
-from helmrec.cluster.replica import EngineReplica, ReplicaSettings, Reply
+from helmrec.cluster.replica import EngineReplica, ReplicaReply, ReplicaSettings
 from helmrec.cluster.report import ReplicaReport, pack_report
 from helmrec.model.weights import save_model
 from helmrec.router.cost import RouterCost, TokenShape
@@ -91,7 +91,7 @@ class LocalFleet:
     async def report(self) -> None:
         self.dispatch.meet({name: await replica.report() for name, replica in self.replicas.items()})
 
-    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> ReplicaReply:
         told = unpack_hint(hint)
         assert told is not None
         self._num_sent += 1
@@ -106,12 +106,12 @@ class LocalFleet:
             self.replicas.pop(name)
             raise ReplicaLost("it died", name)
         try:
-            return Reply(*await getattr(self.replicas[name], method)(hint, tuple(stamp), payload))
+            return ReplicaReply(*await getattr(self.replicas[name], method)(hint, tuple(stamp), payload))
         finally:
             self.dispatch.finished(request)
 
-    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
-        return [Reply(*await replica.call(stamp, payload)) for replica in self.replicas.values()]
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[ReplicaReply]:
+        return [ReplicaReply(*await replica.call(stamp, payload)) for replica in self.replicas.values()]
 
 
 def spread(names: list[str]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helmrec.cluster.port import ClusterPort
-from helmrec.cluster.replica import Reply
+from helmrec.cluster.replica import ReplicaReply
 from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, RequestError
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
@@ -261,7 +261,7 @@ def test_a_replica_that_does_not_answer_leaves_the_others_ready(
 ) -> None:
     monkeypatch.setattr("helmrec.cluster.port._LOOK_TIMEOUT_S", 0.05)
 
-    async def stuck(*_: object) -> list[Reply]:
+    async def stuck(*_: object) -> list[ReplicaReply]:
         await asyncio.sleep(60)
         return []
 
@@ -279,7 +279,7 @@ def test_replicas_that_cannot_be_looked_at_make_the_port_unready_and_are_logged_
 ) -> None:
     monkeypatch.setattr("helmrec.cluster.port._LOOK_EVERY_S", 0.01)
 
-    async def broken(*_: object) -> list[Reply]:
+    async def broken(*_: object) -> list[ReplicaReply]:
         raise RuntimeError("planted")
 
     async def work(port: ClusterPort) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from helmrec.calibrate.cases import STEP_REQUESTS, Case
 from helmrec.calibrate.requests import Rows, User
-from helmrec.calibrate.timed import StepWork, Timed
+from helmrec.calibrate.timed import MeasuredWork, Timed
 from helmrec.engine.engine import Engine
 from helmrec.types import RankRequest, RankResult
 
@@ -174,7 +174,7 @@ def _by_step(pending: Sequence[_PendingRequest]) -> list[list[_PendingRequest]]:
     return steps
 
 
-def _work(engine: Engine, step: Sequence[_PendingRequest], loaded_bytes: float) -> StepWork:
+def _work(engine: Engine, step: Sequence[_PendingRequest], loaded_bytes: float) -> MeasuredWork:
     num_context = len(engine.model_config.user_context)
     num_pairs = 0.0
     for each in step:
@@ -182,7 +182,7 @@ def _work(engine: Engine, step: Sequence[_PendingRequest], loaded_bytes: float) 
         total = len(each.request.items) + num_context
         new = total - resident
         num_pairs += new * (resident + new / 2) + (each.result.computed_tokens - new) * total
-    return StepWork(
+    return MeasuredWork(
         num_requests=len(step),
         num_tokens=sum(each.result.computed_tokens for each in step),
         num_pairs=num_pairs,

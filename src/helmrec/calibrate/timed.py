@@ -12,7 +12,7 @@ from helmrec.sim.node.state import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
+class MeasuredWork:
     """Work of one step."""
 
     num_requests: int
@@ -28,7 +28,7 @@ class Timed:
     """A single step, or a burst of steps that were all queued at its start."""
 
     case: str
-    steps: tuple[StepWork, ...]
+    steps: tuple[MeasuredWork, ...]
     ends_ms: tuple[float, ...]  # when results were available, since the first step was planned
     host_ms: float | None = None  # until the first step was launched; None in a burst
     background_ms: float | None = None  # from the results to when the next step could be planned
@@ -92,7 +92,9 @@ def read_measured(path: Path) -> list[Measured]:
 
 def _from_json(values: dict[str, Any]) -> Measured:
     timed = tuple(
-        Timed(**each | {"steps": tuple(StepWork(**step) for step in each["steps"]), "ends_ms": tuple(each["ends_ms"])})
+        Timed(
+            **each | {"steps": tuple(MeasuredWork(**step) for step in each["steps"]), "ends_ms": tuple(each["ends_ms"])}
+        )
         for each in values["timed"]
     )
     return Measured(**values | {"timed": timed})

@@ -6,7 +6,7 @@ from ray.serve.handle import DeploymentHandle
 
 from helmrec.cluster.port import ReplicaLost
 from helmrec.cluster.remote_clock import Stamp
-from helmrec.cluster.replica import Reply
+from helmrec.cluster.replica import ReplicaReply
 from helmrec.errors import QueueFull
 
 
@@ -16,9 +16,9 @@ class RayFleet:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> ReplicaReply:
         try:
-            return Reply(*await getattr(self._handle, method).remote(hint, tuple(stamp), payload))
+            return ReplicaReply(*await getattr(self._handle, method).remote(hint, tuple(stamp), payload))
         except BackPressureError as error:
             raise QueueFull(str(error)) from None
         except (RayError, DeploymentUnavailableError) as error:
@@ -26,7 +26,7 @@ class RayFleet:
                 raise
             raise ReplicaLost(_line(error)) from None
 
-    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[ReplicaReply]:
         try:
             answers = await self._handle.broadcast("call", tuple(stamp), payload).results_async(return_exceptions=True)
         except DeploymentUnavailableError:
@@ -34,7 +34,7 @@ class RayFleet:
         for answer in answers:
             if isinstance(answer, Exception) and _is_failure(answer):
                 raise answer
-        return [Reply(*answer) for answer in answers if not isinstance(answer, Exception)]
+        return [ReplicaReply(*answer) for answer in answers if not isinstance(answer, Exception)]
 
 
 def _is_failure(error: Exception) -> bool:

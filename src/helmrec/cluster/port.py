@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from helmrec.cluster.hint import Describer, pack_hint
 from helmrec.cluster.merge import merge_looks, merge_stats
 from helmrec.cluster.remote_clock import Stamp
-from helmrec.cluster.replica import Reply
+from helmrec.cluster.replica import ReplicaReply
 from helmrec.cluster.roster import Roster
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
@@ -60,10 +60,10 @@ class ReplicaSlow(EngineClosed):
 class ReplicaFleet(Protocol):
     """The replicas of a cluster, and the way to call them."""
 
-    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> Reply:
+    async def send(self, method: str, hint: bytes, stamp: Stamp, payload: bytes) -> ReplicaReply:
         """Call `rank` or `prefill` of the replica that the router chooses. ReplicaLost if it ends before it answers."""
 
-    async def call_all(self, stamp: Stamp, payload: bytes) -> list[Reply]:
+    async def call_all(self, stamp: Stamp, payload: bytes) -> list[ReplicaReply]:
         """Make a call to every replica. Replicas that end before they answer are left out."""
 
 
@@ -167,7 +167,7 @@ class ClusterPort:
         reply = await self._send(_Call("prefill", request, came_s, payload, came_s + self._patience_s))
         return msgspec.msgpack.decode(reply.payload, type=PrefillResult)
 
-    async def _send(self, call: _Call) -> Reply:
+    async def _send(self, call: _Call) -> ReplicaReply:
         """Return the answer of a replica, or of another one if that is lost."""
         try:
             return await self._send_once(call, avoid="")
@@ -179,7 +179,7 @@ class ClusterPort:
             except ReplicaLost as again:
                 raise EngineClosed(f"two replicas were lost one after the other: {again}") from None
 
-    async def _send_once(self, call: _Call, *, avoid: str) -> Reply:
+    async def _send_once(self, call: _Call, *, avoid: str) -> ReplicaReply:
         hint = pack_hint(self._describer.hint(call.request, avoid))
         now_s = time.monotonic()
         left_s = max(0.0, call.until_s - now_s)
@@ -232,7 +232,7 @@ class ClusterPort:
         replies = await self._replies(b"".join(pack_call(name, {})), timeout_s)
         return {reply.replica: msgspec.msgpack.decode(reply.payload, type=kind) for reply in replies}
 
-    async def _replies(self, payload: bytes, timeout_s: float) -> list[Reply]:
+    async def _replies(self, payload: bytes, timeout_s: float) -> list[ReplicaReply]:
         now_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):  # `wait_for` may lose the cancellation of its caller

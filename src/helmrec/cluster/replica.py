@@ -38,7 +38,7 @@ _MEAN_WEIGHT = 0.2  # of the latest service time in the moving mean
 _MOST_FORGOTTEN = 4_096
 
 
-class Reply(NamedTuple):
+class ReplicaReply(NamedTuple):
     """An answer of a replica. Sent as a plain tuple."""
 
     kind: int  # a value of `serve.wire.FrameKind`
@@ -93,7 +93,7 @@ class EngineReplica:
             results = await self._port.submit(requests, max(0.0, (time.monotonic() - came_s) * 1e3))
             for request in requests:
                 self._served.note(request.user_id, self._num_tokens(request))
-            return Reply(FrameKind.RESULTS, self._name, b"".join(pack_results(results)))
+            return ReplicaReply(FrameKind.RESULTS, self._name, b"".join(pack_results(results)))
         except Exception as error:
             return self._failed(error)
         finally:
@@ -108,7 +108,7 @@ class EngineReplica:
             result = await self._port.prefill(request)
             if result.lease is not None:
                 self._served.hold(request.user_id, self._num_tokens(request))
-            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(result))
+            return ReplicaReply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(result))
         except Exception as error:
             return self._failed(error)
 
@@ -120,14 +120,14 @@ class EngineReplica:
             if name == "forget":
                 self._forget(arguments["user_id"])
             value = await getattr(self._port, name)(**arguments)
-            return Reply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(value))
+            return ReplicaReply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(value))
         except Exception as error:
             return self._failed(error)
 
-    def _failed(self, error: Exception) -> Reply:
+    def _failed(self, error: Exception) -> ReplicaReply:
         if not isinstance(error, HelmRecError):
             log.error("a call failed", exc_info=error)
-        return Reply(FrameKind.ERROR, self._name, b"".join(pack_error(error)))
+        return ReplicaReply(FrameKind.ERROR, self._name, b"".join(pack_error(error)))
 
     def _came_s(self, stamp: tuple[str, float, float]) -> float:
         """Return when a request arrived at its front, by this process's clock."""
