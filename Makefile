@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow check format measure bench map rivals gpu gpu-serving clean
+.PHONY: help demo test test-slow check format measure bench map baselines gpu gpu-serving clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,24 +30,24 @@ format: $(VENV)/ready  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 measure: $(VENV)/ready  ## Measure the host side on this machine; writes docs/measurements
-	$(BIN)/python -m scripts.measure_host
+	$(BIN)/helmrec bench run host
 
 bench: $(VENV)/ready  ## Every figure and table, and one report of all (CPU, a quarter of an hour on two idle cores)
 	$(BIN)/helmrec bench all --quick
 
 map: $(VENV)/ready  ## Where the split matters and what moving it gains; goes on where it was stopped (CPU, fifteen minutes)
-	$(BIN)/python -m scripts.map
+	$(BIN)/helmrec bench run map
 
-rivals: $(VENV)/ready  ## Every policy on the main scenario; goes on where it was stopped (CPU, forty minutes)
-	$(BIN)/python -m scripts.rivals
+baselines: $(VENV)/ready  ## Every policy on the main scenario; goes on where it was stopped (CPU, forty minutes)
+	$(BIN)/helmrec bench run baselines
 
 gpu:  ## On a machine with a card: check every kernel, time the dense path and row reads; writes docs/measurements
-	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu
-	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_rows
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m helmrec_bench run kernels
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m helmrec_bench run row-reads
 
 gpu-serving:  ## On a machine with a card: what moving data costs, and the trade-off map (ten minutes, 100 GB of memory)
-	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_moves
-	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m scripts.gpu_tradeoff
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m helmrec_bench run moves
+	PYTHONPATH=src:$$PYTHONPATH OMP_NUM_THREADS=8 $(PYTHON) -m helmrec_bench run trade-off
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scripts.provenance import write_measurement
 
 from examples.histories import HELD_OUT, Histories, History, lessons, read_histories
 from examples.learner import Learner
@@ -30,6 +29,7 @@ from helmrec import Engine, EngineConfig, RankRequest
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 from helmrec.model.weights import save_model
 from helmrec.types import IntArray
+from helmrec_bench.lab.provenance import write_measurement
 
 NUM_NEGATIVES = 31
 BATCH = 128

@@ -16,6 +16,10 @@ LONG_FILES: dict[str, str] = {
     "helmrec/engine/engine.py": "one class: the loop, and the background work between its steps",
     "helmrec/serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
+    "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
+    "helmrec_bench/measure/controller/live.py": "one measurement: a course of traffic, its driver and its figures",
+    "helmrec_bench/measure/serving/ray_cluster.py": "one measurement: a deployment and six things done to it",
+    "helmrec_bench/measure/simulated/miss_curves.py": "one measurement: replays, predictions, and what they cost",
     "helmrec/sim/node/kv.py": "the compiled twin of kv_cache.py, and of the log of visits that admits its prefixes",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
@@ -26,7 +30,6 @@ MANY_PARAMETERS = {
     "helmrec/cli/import_model.py:dlrmv3": "one per flag",
     "helmrec_bench/cli/loadgen.py:loadgen": "one per flag",
     "helmrec_bench/cli/bench.py:all_": "one parameter per flag",
-    "helmrec_bench/cli/bench.py:run": "one parameter per flag",
     "helmrec/cli/rank.py:rank": "one parameter per flag",
     "helmrec/kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "helmrec/kernels/triton_row_gather.py:gather_rows": "what its twin takes, and how it is launched",

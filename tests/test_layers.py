@@ -26,7 +26,7 @@ PRODUCT = (
 )
 EVALUATION = (
     *("scenarios", "report", "baselines", "judging", "map", "lab"),
-    *("cascade", "drawn", "loadgen", "train", "experiments", "cli"),
+    *("cascade", "drawn", "loadgen", "train", "experiments", "measure", "maintain", "registry", "cli", "__main__"),
 )
 RANKS = {("helmrec", name): rank for rank, name in enumerate(PRODUCT)}
 RANKS |= {("helmrec_bench", name): len(PRODUCT) + rank for rank, name in enumerate(EVALUATION)}
@@ -156,7 +156,7 @@ def test_kernel_languages_stay_in_kernels(library: str) -> None:
 
 
 def test_ray_stays_in_the_cluster() -> None:
-    assert {layer(module) for module in IMPORTS if uses(module, "ray")} <= {"cluster"}
+    assert {layer(module) for module in IMPORTS if uses(module, "ray") and unit(module)[0] == "helmrec"} <= {"cluster"}
     names = ("config", "dispatch", "environment", "hint", "merge", "port", "replica", "report")
     decide = {f"helmrec.cluster.{name}" for name in names}
     assert decide <= IMPORTS.keys()
@@ -164,7 +164,8 @@ def test_ray_stays_in_the_cluster() -> None:
 
 
 def test_a_single_node_needs_nothing_of_a_cluster() -> None:
-    users = {m for m in IMPORTS if any(layer(o) == "cluster" for o in ours(m)) and layer(m) != "cluster"}
+    product = [module for module in IMPORTS if unit(module)[0] == "helmrec"]
+    users = {m for m in product if any(layer(o) == "cluster" for o in ours(m)) and layer(m) != "cluster"}
     assert users == {"helmrec.cli.serve"}
 
 

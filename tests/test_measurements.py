@@ -6,11 +6,15 @@ of a section around it, as a path, a link or a bare file name. The record of a t
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+
+from helmrec_bench.registry import REGISTERED
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -67,6 +71,17 @@ def is_kept(name: str) -> bool:
     return any((folder / name).exists() for folder in (MEASUREMENTS, TRAININGS))
 
 
+def provenance_of(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    calibrated = found.get("measured")  # calibrations were made one by one
+    made: dict[str, Any] = calibrated[0]["made"] if isinstance(calibrated, list) else found
+    return made
+
+
+def command_of(path: Path) -> str:
+    return str(provenance_of(path)["command"])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_measurement_files_that_are_named_exist(page: Path) -> None:
     paths = {path for path, _ in NAMED.findall(page.read_text()) if path}
@@ -92,10 +107,27 @@ def test_every_table_of_figures_names_its_measurement(page: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(MEASUREMENTS.glob("*.json")), ids=lambda path: path.name)
 def test_every_measurement_says_where_it_comes_from(path: Path) -> None:
-    found = json.loads(path.read_text())
-    calibrated = found.get("measured")  # calibrations were made one by one
-    made = calibrated[0]["made"] if isinstance(calibrated, list) else found
-    assert {"command", "commit"} <= made.keys()
+    assert {"command", "commit"} <= provenance_of(path).keys()
+
+
+@pytest.mark.parametrize("path", sorted(MEASUREMENTS.glob("*.json")), ids=lambda path: path.name)
+def test_every_measurement_can_be_made_again_with_its_command(path: Path) -> None:
+    program, *arguments = shlex.split(command_of(path))
+    if program == "python":
+        assert arguments[0] == "-m"
+        assert find_spec(arguments[1]) is not None
+    else:
+        assert program == "helmrec"
+        assert arguments[0] in {"bench", "calibrate"}
+    if arguments[:2] == ["bench", "run"]:
+        measurement = REGISTERED[arguments[2]]
+        assert path.name in measurement.writes or arguments[2].startswith("controller-")
+        measurement.parser().parse_args(arguments[3:])
+
+
+def test_files_that_an_experiment_writes_are_those_of_one_experiment() -> None:
+    written = [name for one in REGISTERED.values() for name in one.writes]
+    assert len(written) == len(set(written))
 
 
 def test_the_rule_sees_a_table_without_a_file() -> None:

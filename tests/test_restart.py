@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from scripts.measure_restart import Case, run
+
+from helmrec_bench.measure.serving.restart import Case, run
 
 SMALL = Case(num_rows=3_000, pool="8MiB", num_clients=3, users_per_client=4, before_s=2.0, after_s=1.25, pace_s=0.01)
 

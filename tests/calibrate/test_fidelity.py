@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripts.gpu_fidelity import SMALL, send, serve_at_once
 
 from helmrec.calibrate.measure import make_model
 from helmrec.engine.engine import Engine
@@ -13,6 +12,7 @@ from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes
 from helmrec.traffic.requests import rank_requests
+from helmrec_bench.measure.cards.fidelity import SMALL, send, serve_at_once
 
 NUM = 160
 SETTING = replace(SMALL, warm_up=NUM, scored=1, hot_users=20, item_exponent=1.1, pool_bytes=6 << 20)

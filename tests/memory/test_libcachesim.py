@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scripts.miss_curve_error import Setting, Traffic
 
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.eviction import LruOrder
@@ -11,6 +10,7 @@ from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.row_admission import AdmitEveryRow
+from helmrec_bench.measure.simulated.miss_curves import Setting, Traffic
 
 lcs = pytest.importorskip("libcachesim", reason="no build of libCacheSim for this platform")
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from scripts.measure_soak import run
+
+from helmrec_bench.measure.serving.soak import run
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +12,16 @@ import typer
 from rich.table import Table
 
 from helmrec.cli.console import err, out, told_plainly
+from helmrec.errors import ConfigError
+from helmrec_bench.experiments.experiment import Experiment
 from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
 from helmrec_bench.experiments.report import write_report
 from helmrec_bench.experiments.results import Result, claims_markdown, read_results, run_experiment, together
 from helmrec_bench.lab.lab import Lab, Place
 from helmrec_bench.lab.tiers import TIERS, Tier
+from helmrec_bench.registry import REGISTERED
 
-bench_app = typer.Typer(help="Every figure and table of the evaluation, one command each.", no_args_is_help=True)
+bench_app = typer.Typer(help="Every published figure and table, one command each.", no_args_is_help=True)
 
 Smoke = Annotated[bool, typer.Option("--smoke", help="Seconds: shows that everything runs, judges nothing.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Minutes, one seed; the default.")]
@@ -50,31 +55,62 @@ def _tier(*, smoke: bool, quick: bool, full: bool) -> Tier:
 
 @bench_app.command("list")
 def list_() -> None:
-    """Show every experiment and what it answers."""
-    table = Table("name", "from", "what", box=None)
+    """Show every experiment: what it shows, what it needs, how long it takes and what it writes."""
+    table = Table("name", "what", "needs", "takes", "writes", box=None)
+    table.columns[0].no_wrap = True
     for one in EXPERIMENTS.values():
-        table.add_row(one.name, one.source, one.title)
+        table.add_row(one.name, one.title, "nothing", "see `bench all`", "evaluation-quick.json")
+    for each in REGISTERED.values():
+        table.add_row(each.name, each.what, each.needs, each.takes, "\n".join(each.writes))
     out.print(table)
 
 
-@bench_app.command()
-def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="As `helmrec bench list` shows them.")],
-    smoke: Smoke = False,
-    quick: Quick = False,
-    full: Full = False,
-    scenarios: Scenarios = _HERE.scenarios,
-    build: Build = _HERE.build,
-    seeds: Seeds = None,
-    processes: Processes = None,
+@bench_app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="`helmrec bench run NAME --help` shows the options of an experiment.",
+)
+def run(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="NAME [OPTIONS]", help="As `helmrec bench list` shows them.")
+    ],
 ) -> None:
-    """Run one or more experiments; what was stopped goes on where it was."""
+    """Run an experiment with its own options; those of the evaluation may be several at once."""
     with told_plainly():
-        chosen, tier = [experiment(name) for name in names], _tier(smoke=smoke, quick=quick, full=full)
-        tier = tier if seeds is None else replace(tier, num_seeds=seeds)
-        place = Place(scenarios=scenarios, build=build)
-        for one in chosen:
-            _tell(run_experiment(one, Lab(tier, place, processes or os.cpu_count() or 1)))
+        if arguments[0] in REGISTERED:
+            REGISTERED[arguments[0]].run(arguments[1:])
+            return
+        if arguments[0] not in EXPERIMENTS and not arguments[0].startswith("-"):
+            known = ", ".join((*EXPERIMENTS, *REGISTERED))
+            raise ConfigError(f"experiment must be one of {known}, got {arguments[0]!r}")
+        flags = _evaluation_parser().parse_args(arguments)
+        chosen = [experiment(name) for name in flags.names]  # raises before anything is run
+        tier = TIERS[flags.tier] if flags.seeds is None else replace(TIERS[flags.tier], num_seeds=flags.seeds)
+        _run(chosen, tier, Place(scenarios=flags.scenarios, build=flags.out), flags.processes)
+
+
+def _evaluation_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="helmrec bench run", description="A run that was stopped goes on where it was.")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="experiments of the evaluation")
+    tiers = parser.add_mutually_exclusive_group()
+    for name, text in (("smoke", "seconds, judges nothing"), ("quick", "minutes; the default"), ("full", "hours")):
+        tiers.add_argument(f"--{name}", dest="tier", action="store_const", const=name, help=text)
+    parser.set_defaults(tier="quick")
+    parser.add_argument("--scenarios", type=Path, default=_HERE.scenarios, help="folder of scenarios")
+    parser.add_argument("--out", type=Path, default=_HERE.build, help="folder for results and finished pieces")
+    parser.add_argument("--seeds", type=_at_least_one, help="another number of seeds than the tier's")
+    parser.add_argument("--processes", type=_at_least_one, help="at once; default: as many as there are cores")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _run(chosen: Sequence[Experiment], tier: Tier, place: Place, processes: int | None) -> None:
+    for one in chosen:
+        _show(run_experiment(one, Lab(tier, place, processes or os.cpu_count() or 1)))
 
 
 @bench_app.command("all")
@@ -88,7 +124,10 @@ def all_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     processes: Processes = None,
 ) -> None:
     """Run every experiment, then write the report."""
-    run(list(EXPERIMENTS), smoke, quick, full, scenarios, build, seeds, processes)
+    with told_plainly():
+        tier = _tier(smoke=smoke, quick=quick, full=full)
+        tier = tier if seeds is None else replace(tier, num_seeds=seeds)
+        _run(list(EXPERIMENTS.values()), tier, Place(scenarios=scenarios, build=build), processes)
     report(smoke, quick, full, build)
 
 
@@ -112,7 +151,7 @@ def report(
     out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
-def _tell(result: Result) -> None:
+def _show(result: Result) -> None:
     err.print(f"[bold]{result['experiment']}[/bold] in {result['times']['wall_s']:.1f} s", highlight=False)
     for verdict in result["verdicts"]:
         colour = _COLOURS[verdict["finding"]]

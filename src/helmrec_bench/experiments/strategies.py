@@ -89,8 +89,8 @@ def show_strategies(figures: Figures, measured: Measured) -> Sequence[Block]:
         Table(header, rows, "Gap: mean |alpha - alpha*|. Regret: mean latency against the oracle that pays its moves.",
               marked=frozenset({OURS}))
     ]  # fmt: skip
-    if "rivals.json" in measured:
-        blocks.append(_rivals(measured["rivals.json"]))
+    if "baselines.json" in measured:
+        blocks.append(_rivals(measured["baselines.json"]))
     return blocks
 
 
@@ -106,7 +106,7 @@ def _rivals(kept: dict[str, Any]) -> Table:
             cells += ["-", "-"] if row is None else [f"{row['gap']:.3f}", f"{row['regret_switching']:+.1%}"]
         rows.append(cells)
     header = ["policy"] + [f"{name}: {what}" for name in variants for what in ("gap", "regret")]
-    caption = f"Tuned and trained rivals, from rivals.json (commit {kept['commit']}), not run again here."
+    caption = f"Tuned and trained rivals, from baselines.json (commit {kept['commit']}), not run again here."
     return Table(header, rows, caption)
 
 

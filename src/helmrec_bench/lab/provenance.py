@@ -1,9 +1,12 @@
 """Where a figure comes from: command, commit, hardware, versions."""
 
 import hashlib
+import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 
 import helmrec
+from helmrec.cli.console import err
 
 _PRODUCT, _BENCH = Path(helmrec.__file__).parent, Path(__file__).parents[1]
 _DECIDING = ("control", "engine/relay", "memory", "model", "router", "sim", "traffic")  # parts of the product
@@ -19,6 +23,8 @@ _DECIDING_HERE = (  # parts of the evaluation
     *("baselines", "judging", "map", "cascade.py", "lab/policies.py", "lab/runs.py", "lab/tiers.py"),
     *("experiments/relaying.py", "experiments/routing.py"),
 )
+
+_COMMANDS = {"helmrec.__main__": ["helmrec"], "helmrec_bench.__main__": ["helmrec", "bench"]}
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -36,6 +42,25 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
+def write_measurement(path: Path, results: dict[str, Any]) -> None:
+    """Write results as JSON, with the command, commit, hardware and versions they come from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**provenance(this_command()), **results}, indent=2) + "\n")
+    err.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def this_command() -> str:
+    """The command line of this process, as a reader would type it."""
+    program, spec = Path(sys.argv[0]), sys.modules["__main__"].__spec__
+    if program.name == "helmrec":
+        start = ["helmrec"]
+    elif spec is None:
+        start = ["python", str(program)]
+    else:
+        start = _COMMANDS.get(spec.name) or ["python", "-m", spec.name]
+    return shlex.join([*start, *sys.argv[1:]])
+
+
 @cache
 def code_digest() -> str:
     """Of all code that decides what a simulated run gives: results of other code are not its results."""
@@ -45,10 +70,10 @@ def code_digest() -> str:
 
 
 def digest_of_files(paths: Iterable[Path]) -> str:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
-        told.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return told.hexdigest()[:12]
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _cpu_info() -> list[str]:

@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts.miss_curve_error import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
 
 from helmrec.config import EngineConfig
 from helmrec.errors import ConfigError
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed, Whole
 from helmrec.memory.sampling import sampled
+from helmrec_bench.measure.simulated.miss_curves import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
 
 NO_ROWS = np.empty(0, np.int64)
 TINY = PageGeometry(8, 1, 1, 32, 32, 2, 16, 2)  # 8 tokens or 32 rows

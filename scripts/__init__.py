@@ -1,1 +1,0 @@
-"""Measurements and generators; not part of the package."""

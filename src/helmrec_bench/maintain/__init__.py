@@ -1,0 +1,1 @@
+"""Tools that write files of this repository other than measurements."""

@@ -1,0 +1,295 @@
+"""Everything a card must show, in one run: `make gpu`.
+
+Checks every kernel and the engine on the card, then times the engine's own dense path: requests go through the
+engine, which lays them out, pads them to a graph and fills its pages; the graphs it replayed are then timed.
+"""
+
+import cProfile
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from helmrec.config import EngineConfig
+from helmrec.engine.engine import Engine
+from helmrec.engine.graphs import GraphedDense
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from helmrec.model.weights import LoadedModel, random_dense
+from helmrec.types import RankRequest
+from helmrec_bench.lab.provenance import write_measurement
+
+WARM_UPS, REPEATS = 5, 30
+NUM_ROWS = 20_000
+
+
+class Sequence(NamedTuple):
+    resident: int
+    new: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Times of Meta's Triton stack are the ones published with our measurements of it."""
+
+    name: str
+    profile: str
+    sequences: list[Sequence]
+    meta_ms: float | None = None
+    at_most_ms: float | None = None
+    aim_ms: float | None = None
+
+    def floating_point_operations(self, config: ModelConfig) -> float:
+        """Multiply-adds of the layers' products and attention, twice; what masks hide and padding are not counted."""
+        width, qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
+        tokens = sum(s.new + s.candidates for s in self.sequences)
+        pairs = sum(
+            s.new * s.resident + s.new * (s.new + 1) / 2 + s.candidates * (s.resident + s.new + 1)
+            for s in self.sequences
+        )
+        products = 2 * tokens * config.dim * (2 * width + 2 * qk_width + 3 * width)
+        return config.num_layers * (products + 2 * (width + qk_width) * pairs)
+
+
+MIX = (200, 400, 800, 1_500, 3_000, 6_000, 10_000, 14_000)
+ROWS = [
+    Row("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70, 13.0, 10.5),
+    Row("dlrmv3 8 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)] * 8, 11.68, 10.0, 7.5),
+    Row("dlrmv3 8 x 4096+256", "dlrmv3", [Sequence(0, 4_096, 256)] * 8, 7.68, 4.5, 3.0),
+    Row("dlrmv3 8 x 1024+256", "dlrmv3", [Sequence(0, 1_024, 256)] * 8, 4.23, 1.2, 0.7),
+    Row("dlrmv3 1 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)], 5.1, 2.0, 1.2),
+    Row("nvidia-bench 8 x 3968 of 4096 cached, 256", "nvidia-bench", [Sequence(3_968, 128, 256)] * 8, None, 1.8, 1.1),
+    Row("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8, None, 5.0, 3.0),
+    Row("dlrmv3 mix of 200 to 14000, 256", "dlrmv3", [Sequence(0, n, 256) for n in MIX]),
+    Row("dlrmv3 as many tokens, equal lengths", "dlrmv3", [Sequence(0, sum(MIX) // 8, 256)] * 8),
+]
+
+
+def make_engine(name: str) -> Engine:
+    """A profile's dense shape without context tables (the published timings have none), over small random tables."""
+    config = profile(name, NUM_ROWS).model_copy(update={"user_context": ()})
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, config.row_dtype)
+    tables = {t.name: torch.randn((t.num_rows, config.row_dim), generator=generator).to(dtype) for t in config.tables}
+    model = LoadedModel(config, 1, random_dense(config, generator), tables)
+    settings: dict[str, Any] = {"pool_bytes": "16GiB", "alpha": 0.1, "device": "cuda", "kv_admission": "always"}
+    return Engine(model, EngineConfig(**settings, max_batch_tokens=70_016, max_batch_requests=8, max_forks=1))
+
+
+class Users:
+    """Histories that only grow; a row's users are its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._rng = np.random.default_rng(0)
+        self._next = 0
+
+    def visits(self, sequences: list[Sequence]) -> tuple[list[RankRequest], list[RankRequest]]:
+        """Requests that leave the resident tokens behind, and the requests to be timed."""
+        before, timed = [], []
+        for sequence in sequences:
+            self._next += 1
+            history = self._history(sequence.resident + sequence.new)
+            if sequence.resident:
+                before.append(self._request(history, sequence.resident, 1))
+            timed.append(self._request(history, sequence.resident + sequence.new, sequence.candidates))
+        return before, timed
+
+    def _history(self, length: int) -> dict[str, Any]:
+        return {t.name: self._rng.integers(0, t.num_rows, length) for t in self._config.features}
+
+    def _request(self, history: dict[str, Any], length: int, candidates: int) -> RankRequest:
+        drawn = {t.name: self._rng.integers(0, t.num_rows, candidates) for t in self._config.features}
+        return RankRequest(
+            user_id=self._next,
+            items=history["item"][:length],
+            actions=np.arange(length) % self._config.num_actions,
+            timestamps=np.arange(length) * 60,
+            candidates=drawn.pop("item"),
+            features={name: ids[:length] for name, ids in history.items() if name != "item"},
+            candidate_features=drawn,
+        )
+
+
+def times_ms(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
+    times = []
+    for _ in range(WARM_UPS + REPEATS):
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times[WARM_UPS:])
+
+
+def gemm_ceiling() -> float:
+    """TFLOP/s of a large bf16 product, the yardstick of this run."""
+    a, b = (torch.randn((8_192, 8_192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8_192**3 / statistics.median(times_ms(lambda: a @ b)) / 1e9
+
+
+def measure(engine: Engine, users: Users, row: Row, ceiling: float) -> dict[str, Any]:
+    """Serve the row's requests, then time the graphs that served them, over the inputs they served."""
+    before, timed = users.visits(row.sequences)
+    if before:
+        engine.rank(before)
+    results = engine.rank(timed)
+    assert [r.reused_tokens for r in results] == [s.resident for s in row.sequences], row.name
+    assert all(np.isfinite(r.scores).all() for r in results), row.name
+    dense = engine._dense
+    assert isinstance(dense, GraphedDense)
+    embed, layers, head = dense.last_step.embed, dense.last_step.layers, dense.last_head.score
+    layer_times = times_ms(layers.replay, embed.replay)
+    median = statistics.median(layer_times)
+    rate = row.floating_point_operations(engine.model_config) / median / 1e9
+    live = sum(s.new + s.candidates for s in row.sequences)
+    return {
+        "work": row.name,
+        "layers_ms": round(median, 4),
+        "p10_ms": round(layer_times[len(layer_times) // 10], 4),
+        "p90_ms": round(layer_times[-1 - len(layer_times) // 10], 4),
+        "meta_ms": row.meta_ms,
+        "at_most_ms": row.at_most_ms,
+        "aim_ms": row.aim_ms,
+        "tflops": round(rate, 1),
+        "share_of_ceiling": round(rate / ceiling, 3),
+        "embed_ms": round(statistics.median(times_ms(embed.replay)), 4),
+        "head_ms": round(statistics.median(times_ms(head.replay)), 4),
+        "padding": round(1 - live / dense.last_step.size, 4),
+    }
+
+
+class Stopwatch:
+    """Time the host spends waiting for the card, so that the rest is the host's own."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._synchronize = torch.cuda.Event.synchronize
+
+    def __enter__(self) -> "Stopwatch":
+        def synchronize(event: torch.cuda.Event) -> None:
+            started = time.perf_counter()
+            self._synchronize(event)
+            self.waited_s += time.perf_counter() - started
+
+        torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
+
+
+def profile_lines(profiler: cProfile.Profile, num_steps: int) -> list[str]:
+    """Where the host's time goes: the functions with the most time of their own, in microseconds a step."""
+    rows = []
+    for (file, line, name), (_, calls, own_s, total_s, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        where = f"{Path(file).name}:{line}({name})" if line else name
+        rows.append(
+            (own_s, f"{own_s / num_steps * 1e6:7.1f} own {total_s / num_steps * 1e6:7.1f} all  {calls:>6} {where}")
+        )
+    return [text for _, text in sorted(rows, reverse=True)[:16]]
+
+
+def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[str, Any]:
+    """Host milliseconds of a step, everything Python does from request to result, the wait for the card left out."""
+    host, parts = [], []
+    profiler = cProfile.Profile()
+    for i in range(40):
+        before, timed = users.visits(sequences)
+        if before:
+            engine.rank(before)
+        if i >= 30:  # the last ones under the profiler, which slows them: they show where, not how long
+            prepared = [engine._intake.prepare(request) for request in timed]
+            for request in prepared:
+                engine._scheduler.submit(request, 0.0)
+            profiler.enable()
+            while engine.step():
+                pass
+            profiler.disable()
+            continue
+        with Stopwatch() as watch:
+            started = time.perf_counter()
+            prepared = [engine._intake.prepare(request) for request in timed]
+            intake = time.perf_counter()
+            for request in prepared:
+                engine._scheduler.submit(request, 0.0)
+            while engine.step():
+                pass
+            ended = time.perf_counter()
+        host.append((ended - started - watch.waited_s) * 1e3)
+        parts.append((intake - started) * 1e3)
+    return {
+        "sequences": f"{len(sequences)} x {sequences[0]}",
+        "step_ms_median": round(statistics.median(a - b for a, b in zip(host, parts, strict=True)), 3),
+        "intake_ms_median": round(statistics.median(parts), 3),
+        "sum_ms_p90": round(sorted(host)[int(0.9 * len(host))], 3),
+        "profile_us_per_step": profile_lines(profiler, 10),
+    }
+
+
+def run_checks() -> None:
+    tests = ["tests/gpu/test_kernels_on_gpu.py", "tests/gpu/test_engine_on_gpu.py"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests], check=True
+    )
+
+
+def print_table(results: list[dict[str, Any]], ceiling: float) -> None:
+    print(f"\nbf16 8192^3 product: {ceiling:.0f} TFLOP/s")
+    print(
+        f"{'work':<43}{'layers':>8}{'p10':>8}{'p90':>8}{'Meta':>7}{'most':>6}{'aim':>6}{'TF/s':>6}{'share':>7}{'embed':>8}{'head':>7}{'pad':>6}"
+    )
+    for r in results:
+        meta, most, aim = (f"{r[k]:.2f}" if r[k] else "-" for k in ("meta_ms", "at_most_ms", "aim_ms"))
+        print(
+            f"{r['work']:<43}{r['layers_ms']:>8.3f}{r['p10_ms']:>8.3f}{r['p90_ms']:>8.3f}{meta:>7}{most:>6}{aim:>6}"
+            f"{r['tflops']:>6.0f}{r['share_of_ceiling']:>7.0%}{r['embed_ms']:>8.3f}{r['head_ms']:>7.3f}{r['padding']:>6.1%}"
+        )
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--skip-checks", action="store_true", help="time only")
+    parser.add_argument("--profiles", nargs="*", default=["nvidia-bench", "dlrmv3"], help="leave out others' rows")
+
+
+def main(flags: Namespace) -> None:
+    if not flags.skip_checks:
+        run_checks()
+    ceiling = gemm_ceiling()
+    results: dict[str, dict[str, Any]] = {}
+    host: list[dict[str, Any]] = []
+    reports: dict[str, dict[str, Any]] = {}
+    for name in flags.profiles:
+        started = time.perf_counter()
+        engine = make_engine(name)
+        print(f"{name}: ready after {time.perf_counter() - started:.1f} s\n{engine.report()}", flush=True)
+        reports[name] = {
+            "ready_s": round(time.perf_counter() - started, 1),
+            "report": str(engine.report()).splitlines(),
+        }
+        users = Users(engine.model_config)
+        results |= {row.name: measure(engine, users, row, ceiling) for row in ROWS if row.profile == name}
+        hit, cold = Sequence(3_968, 128, 256), Sequence(0, 1_024, 256)
+        host += [{"profile": name, **host_time(engine, users, [s] * 8)} for s in (hit, cold)]
+        engine.check()
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+    ordered = [results[row.name] for row in ROWS if row.name in results]
+    write_measurement(flags.out, {"gemm_tflops": round(ceiling, 1), "rows": ordered, "host": host, "engines": reports})
+    for entry in host:
+        print("host", {key: value for key, value in entry.items() if key != "profile_us_per_step"})
+        print("\n".join(entry["profile_us_per_step"]))
+    print_table(ordered, ceiling)

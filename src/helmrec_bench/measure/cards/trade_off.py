@@ -1,0 +1,140 @@
+"""The trade-off between the two caches on a real card: throughput and latency over the boundary's place.
+
+For 1, 6 and 24 feature rows a token, nine alphas, three shares of hot users, with and without the host tier for KV,
+with steps that overlap and steps that do not. Every cell starts with empty caches.
+
+    helmrec bench run trade-off            # on a card; writes docs/measurements/gpu-tradeoff-h200.json
+    helmrec bench run trade-off --plot     # draws docs/images/trade-off-h200.png from that file
+"""
+
+import itertools
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helmrec.engine.engine import Engine
+from helmrec.engine.intake import Prepared
+from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.traffic import Mix, Traffic, forget, serve, serving_config, serving_engine, set_limit
+
+PLOT = Path("docs/images/trade-off-h200.png")
+ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
+HOT_SHARES = (0.35, 0.6, 0.85)
+ROWS_PER_TOKEN = (1, 6, 24)
+TABLE_BYTES = 40 << 30
+POOL_BYTES = 6 << 30
+NUM_HOT = 56  # 3.7 GB of KV, and about as many bytes of rows take most accesses
+NAMES = ("rows_per_token", "hot_share", "host_tier", "alpha", "overlap")  # of a cell
+SAVE_BYTES = 16 << 20  # a step, the default
+WARM_UP, MEASURED = 40 * 8, 16 * 8  # requests
+
+
+def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier: bool) -> list[dict[str, Any]]:
+    """Warm up, then measure with steps that overlap and with steps that do not."""
+    forget(engine, alpha)
+    expander = engine._pool.expander
+    num_slots = expander.num_slots
+    expander.clear(num_slots if has_tier else 0)
+    set_limit(engine, "save_bytes_per_step", 1 << 30)  # so that the tier holds what it would after a longer life
+    serve(engine, requests[:WARM_UP])
+    set_limit(engine, "save_bytes_per_step", SAVE_BYTES)
+    measured = []
+    for i, overlap in enumerate((True, False)):
+        engine._pipeline._overlaps = overlap
+        part = requests[WARM_UP + i * MEASURED : WARM_UP + (i + 1) * MEASURED]
+        measured.append({"overlap": overlap, **serve(engine, part).describe()})
+    engine._pipeline._overlaps = True
+    expander.clear(num_slots)
+    return measured
+
+
+def measure(
+    rows_per_token: int, shares: Sequence[float], tiers: Sequence[bool], deadline_s: float
+) -> list[dict[str, Any]]:
+    config = serving_config(rows_per_token, TABLE_BYTES)
+    started_s = time.perf_counter()
+    engine = serving_engine(config, pool_bytes=POOL_BYTES, alpha=0.5, host_kv_bytes="8GiB")
+    print(f"K={rows_per_token}: ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
+    traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in shares}
+    print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
+    cells = []
+    for share, has_tier, alpha in itertools.product(shares, tiers, ALPHAS):
+        if time.perf_counter() > deadline_s:
+            print("out of time: the cells left are not measured", flush=True)
+            break
+        name = {"rows_per_token": rows_per_token, "hot_share": share, "host_tier": has_tier, "alpha": alpha}
+        measured = run_cell(engine, traffic[share], alpha, has_tier=has_tier)
+        cells += [{**name, **each} for each in measured]
+        on, off = cells[-2:]
+        print(
+            f"K={rows_per_token:>2} hot {share:.2f} tier {has_tier!s:<5} alpha {alpha:.1f}: "
+            f"{on['requests_per_s']:7.1f} req/s, p50 {on['service_p50_ms']:6.2f}, p99 {on['service_p99_ms']:6.2f}; "
+            f"in turn {off['requests_per_s']:7.1f}, {off['service_p50_ms']:6.2f}, {off['service_p99_ms']:6.2f}; "
+            f"rows {on['row_hit_rate']:.3f} tokens {on['token_reuse_rate']:.3f}",
+            flush=True,
+        )
+    engine.close()
+    del engine, traffic
+    torch.cuda.empty_cache()
+    return cells
+
+
+def kept(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cells of the file there is that were not measured again, each with the commit it was measured at."""
+    before = json.loads(path.read_text())
+    again = {tuple(cell[name] for name in NAMES) for cell in cells}
+    commit = before["commit"]
+    return [{"commit": commit, **c} for c in before["cells"] if tuple(c[name] for name in NAMES) not in again]
+
+
+def plot(path: Path) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
+
+    cells = json.loads(path.read_text())["cells"]
+    ways = [(True, True), (True, False), (False, True), (False, False)]  # overlap, host tier
+    figure, axes = plt.subplots(3, 3, figsize=(12, 10), sharex=True)
+    for (i, rows), (j, share) in itertools.product(enumerate(ROWS_PER_TOKEN), enumerate(HOT_SHARES)):
+        axis = axes[i][j]
+        for (overlap, tier), style in zip(ways, ("o-", "s-", "o--", "s--"), strict=True):
+            of = [
+                c
+                for c in cells
+                if (c["rows_per_token"], c["hot_share"], c["overlap"], c["host_tier"]) == (rows, share, overlap, tier)
+            ]
+            label = f"{'overlapping' if overlap else 'in turn'}, {'with' if tier else 'without'} host tier"
+            axis.plot([c["alpha"] for c in of], [c["requests_per_s"] for c in of], style, label=label, markersize=4)
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{rows} row{'s' * (rows > 1)} a token, {share:.0%} of requests from hot users", fontsize=9)
+        axis.set_xlabel("alpha") if i == 2 else None
+        axis.set_ylabel("requests/s") if j == 0 else None
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    print(f"wrote {PLOT}")
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=[24, 6, 1])
+    parser.add_argument("--hot", type=float, nargs="*", choices=HOT_SHARES, default=HOT_SHARES)
+    parser.add_argument("--tier", choices=("on", "off", "both"), default="both", help="the host tier for KV")
+    parser.add_argument("--merge", type=Path, help="keep cells of this file that are not measured again")
+    parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
+    parser.add_argument("--plot", action="store_true", help="draw the file there is")
+
+
+def main(flags: Namespace) -> None:
+    if flags.plot:
+        return plot(flags.out)
+    deadline_s = time.perf_counter() + flags.limit_s
+    tiers = {"on": [True], "off": [False], "both": [False, True]}[flags.tier]
+    cells = [cell for rows in flags.rows for cell in measure(rows, flags.hot, tiers, deadline_s)]
+    if flags.merge is not None:
+        cells += kept(flags.merge, cells)
+    cells.sort(key=lambda cell: [cell[name] for name in NAMES])
+    set_up = {"pool_bytes": POOL_BYTES, "table_bytes": TABLE_BYTES, "hot_users": NUM_HOT, "requests": MEASURED}
+    return write_measurement(flags.out, {"set_up": set_up, "cells": cells})

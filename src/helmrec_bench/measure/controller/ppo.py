@@ -1,0 +1,99 @@
+"""Learning curves of trainings, and what their networks and the plain rule lose on nodes that no training saw.
+
+Reads folders that `helmrec train --out build/train/NAME` wrote; writes docs/measurements/ppo.json and
+docs/images/ppo-learning.png. `--validation FILE` adds a comparison on the drawn validation range.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from helmrec.control.costs import Floats
+from helmrec.control.latency import ALPHAS
+from helmrec.control.layers import MIN_GAIN
+from helmrec.ppo.network import Network
+from helmrec.ppo.observation import Signal
+from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.train.designs import STEPS
+from helmrec_bench.train.env import observe_all, scaled
+from helmrec_bench.train.fleet import Fleet
+
+PICTURE = Path("docs/images/ppo-learning.png")
+SEED, NUM_NODES, NUM_S = 999, 256, 400
+SMOOTH = 5  # points of a learning curve that are averaged in the picture
+Chooser = Callable[[Fleet], Floats]
+
+
+def rule(fleet: Fleet) -> Floats:
+    """As `control.layers.Rule`, for all nodes at once."""
+    start, least_ms = fleet.signals[:, Signal.ALPHA], fleet.mean_ms.min(axis=1)
+    here_ms = np.array([np.interp(a, ALPHAS, curve) for a, curve in zip(start, fleet.mean_ms, strict=True)])
+    is_equal = fleet.mean_ms <= least_ms[:, None] * (1 + MIN_GAIN / 2)
+    away = np.where(is_equal, np.abs(ALPHAS - start[:, None]), np.inf)
+    moves = here_ms - least_ms >= MIN_GAIN * here_ms
+    return np.where(moves, np.clip(ALPHAS[away.argmin(axis=1)], start + STEPS[0], start + STEPS[-1]), start)
+
+
+def chooser_of(network: Network) -> Chooser:
+    """As `Network.choose`, for all nodes at once."""
+    record = network.record
+    sight, centre, scale = record.sight, np.array(record.centre), np.array(record.scale)
+
+    def choose(fleet: Fleet) -> Floats:
+        logits = np.array([network.forward(line) for line in scaled(observe_all(fleet, sight), centre, scale)])
+        likely = np.exp(logits - logits.max(axis=1, keepdims=True))
+        step = np.clip(record.factor * (likely @ np.array(record.steps)) / likely.sum(axis=1), STEPS[0], STEPS[-1])
+        start = fleet.signals[:, Signal.ALPHA]
+        return np.clip(start + np.where(np.abs(step) < record.least, 0.0, step), ALPHAS[0], ALPHAS[-1])
+
+    return choose
+
+
+def judge(choose: Chooser) -> dict[str, float]:
+    """Means over nodes that no training saw. Latency is over the least one at any split, minus 1."""
+    fleet, lost, travel = Fleet(NUM_NODES, SEED), [], 0.0
+    for _ in range(NUM_S):
+        targets = choose(fleet)
+        travel += float(np.abs(targets - fleet.signals[:, Signal.ALPHA]).mean())
+        outcome = fleet.step(targets)
+        lost.append([outcome.expected.mean(), outcome.measured.mean(), outcome.tail.mean()])
+    expected, measured, tail = np.expm1(np.mean(lost, axis=0)).round(4).tolist()
+    return {"expected": expected, "measured": measured, "p99": tail, "travel_per_minute": round(60 * travel / NUM_S, 4)}
+
+
+def plot(trainings: list[dict[str, Any]], rule_lost: float) -> None:
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for training in trainings:
+        done, lost = np.array([(point["steps"], 100 * point["lost"]) for point in training["curve"]]).T
+        mean = np.convolve(lost, np.ones(SMOOTH) / SMOOTH, "valid")
+        label = f"{training['design']}, seed {training['seed']}, {training['steps']:,} steps"
+        axis.plot(done[SMOOTH - 1 :], mean, label=label, linewidth=1)
+    axis.axhline(100 * rule_lost, color="black", linestyle="--", linewidth=1, label="the plain rule, on other nodes")
+    axis.set(xlabel="steps", ylabel="expected latency above the best split, %", yscale="log")
+    axis.legend(fontsize="small")
+    figure.savefig(PICTURE, dpi=110)
+    print(f"wrote {PICTURE}")
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--validation", type=Path)
+
+
+def main(flags: Namespace) -> None:
+    trainings = []
+    for folder in flags.folders:
+        network = Network(folder / "network.safetensors")
+        trainings.append({**network.record.training, "on_other_nodes": judge(chooser_of(network))})
+        print(folder, trainings[-1]["on_other_nodes"])
+    results: dict[str, Any] = {"rule_on_other_nodes": judge(rule), "trainings": trainings}
+    if flags.validation is not None:
+        results["validation"] = json.loads(flags.validation.read_text())
+    write_measurement(flags.out, results)
+    plot(trainings, results["rule_on_other_nodes"]["expected"])

@@ -1,0 +1,1 @@
+"""Measurements of engines and servers on a CPU."""

@@ -1,0 +1,268 @@
+"""What the host side costs on this machine: bookkeeping per batch, and what prefix reuse saves on CPU.
+
+`make measure`. Bookkeeping is given as wall time and as CPU time of its one thread, which other work on the machine
+disturbs less; reuse as a ratio of interleaved runs. `--against CHECKOUT` instead runs the bookkeeping of another
+checkout and of this one in turns, and writes both.
+"""
+
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helmrec import Engine, EngineConfig, RankRequest
+from helmrec.engine.assemble import Assembly, assemble
+from helmrec.engine.intake import Intake
+from helmrec.engine.padding import RowLayout, StepArrays, context_places, pad_rows, pad_tokens
+from helmrec.engine.scheduler import Scheduler
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.pool import Demand, Pool
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from helmrec.model.weights import init_model
+from helmrec_bench.lab.provenance import write_measurement
+
+REPEATS = 40
+
+
+class NoMover:
+    """Bookkeeping alone: no data behind the slots."""
+
+    def copy_rows(self, source: Any, target: Any) -> None:
+        pass
+
+
+class Host:
+    """Everything an engine does per batch but the model and the row gather."""
+
+    def __init__(self, config: ModelConfig, num_users: int, num_events: int) -> None:
+        geometry = PageGeometry(64, config.num_layers, config.num_heads, config.qk_dim, config.v_dim, 2, 512, 2)
+        pages = (num_users + 16) * geometry.pages_for(num_events + 64)
+        engine = EngineConfig(
+            pool_bytes=2 * pages * geometry.page_bytes, alpha=0.5, max_batch_requests=64, max_batch_tokens=1 << 22
+        )
+        self.config = config
+        self.pool = Pool(engine, geometry, Demand(config.num_rows, 1, 1), NoMover())
+        self.scheduler = Scheduler(engine, self.pool.kv)
+        self.intake = Intake(config, version=1, max_history=1 << 20)
+
+    def batch(self, requests: list[RankRequest]) -> int:
+        """Take requests through intake, plan, layout and commit; returns tokens reused."""
+        for request in requests:
+            self.scheduler.submit(self.intake.prepare(request), 0.0)
+        batch = self.scheduler.next_batch(0.0)
+        assert batch is not None
+        members = [(member.request, member.plan) for member in batch.members]
+        assemble(members, self.config, self.pool.geometry.page_tokens)
+        self.scheduler.commit(batch, 0.0)
+        self.pool.stats()
+        return sum(plan.num_resident for _, plan in members)
+
+
+class Users:
+    """Growing histories, as int64 arrays."""
+
+    def __init__(self, config: ModelConfig, num_users: int, num_events: int) -> None:
+        self._config = config
+        self._rng = np.random.default_rng(0)
+        self._length = num_events
+        extra = [table.name for table in config.features[1:]]
+        self._fields = [
+            {name: self._rng.integers(0, 128, num_events + 4_096) for name in ("items", "actions", *extra)}
+            for _ in range(num_users)
+        ]
+        self._times = np.arange(num_events + 4_096)
+        self._extra = extra
+
+    def request(self, user: int, num_events: int, num_candidates: int = 64) -> RankRequest:
+        fields = self._fields[user]
+        return RankRequest(
+            user_id=user,
+            items=fields["items"][:num_events],
+            actions=fields["actions"][:num_events] % self._config.num_actions,
+            timestamps=self._times[:num_events],
+            candidates=self._rng.integers(0, 128, num_candidates),
+            features={name: fields[name][:num_events] for name in self._extra},
+            candidate_features={name: self._rng.integers(0, 128, num_candidates) for name in self._extra},
+            context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
+        )
+
+
+def bookkeeping(config: ModelConfig, num_events: int, num_requests: int, num_users: int) -> dict[str, Any]:
+    """Batches of returning users, each with 16 events more than on the visit before."""
+    host, users = Host(config, num_users, num_events + 16 * REPEATS), Users(config, num_users, num_events)
+    lengths = [num_events] * num_users
+    for start in range(0, num_users, 32):
+        host.batch([users.request(user, num_events) for user in range(start, min(start + 32, num_users))])
+    times, walls, reused = [], [], 0
+    rng = np.random.default_rng(1)
+    for _ in range(REPEATS):
+        chosen = rng.choice(num_users, num_requests, replace=False).tolist()
+        requests = []
+        for user in chosen:
+            lengths[user] += 16
+            requests.append(users.request(user, lengths[user]))
+        wall_s, start_s = time.perf_counter(), time.thread_time()
+        reused += host.batch(requests)
+        times.append((time.thread_time() - start_s) * 1e3)
+        walls.append((time.perf_counter() - wall_s) * 1e3)
+    host.pool.check()
+    assert reused >= 0.9 * REPEATS * num_requests * num_events, "the batches were meant to hit"
+    return {
+        "rows_per_token": len(config.features),
+        "events": num_events,
+        "requests": num_requests,
+        "resident_users": num_users,
+        "cpu_ms_median": round(float(np.median(times)), 3),
+        "cpu_ms_p90": round(float(np.percentile(times, 90)), 3),
+        "wall_ms_median": round(float(np.median(walls)), 3),
+    }
+
+
+def first_visits(config: ModelConfig, num_events: int) -> dict[str, Any]:
+    """The same for users nobody has seen: every token is laid out."""
+    host, users = Host(config, 16, num_events), Users(config, 8 * REPEATS, num_events)
+    times = []
+    for i in range(REPEATS):
+        requests = [users.request(8 * i + j, num_events) for j in range(8)]
+        start_s = time.thread_time()
+        host.batch(requests)
+        times.append((time.thread_time() - start_s) * 1e3)
+    return {
+        "events": num_events,
+        "rows_per_token": len(config.features),
+        "requests": 8,
+        "cpu_ms_median": round(float(np.median(times)), 3),
+    }
+
+
+class GraphBlock:
+    """The block a graph of one size reads, on the host."""
+
+    def __init__(self, config: ModelConfig, step: Assembly, num_sequences: int) -> None:
+        self._num_features, self._size = len(config.features), step.event_at.size * 9 // 8
+        self._num_sequences = num_sequences
+        num_context = len(step.context_counts) * num_sequences
+        lines = [np.empty(self._size, np.int64) for _ in range(4)]
+        others = [np.empty(n, np.int64) for n in (num_context, self._size + num_context + 1)]
+        lengths = [np.empty(num_sequences + extra, np.int32) for extra in (1, 0, 0)]
+        self._tokens = StepArrays(*lines, *others, *lengths, np.empty((num_sequences, 256), np.int32))  # type: ignore[call-arg, arg-type]
+        self._rows = np.empty(self._num_features * self._size + num_context, np.int32)
+
+    def fill(self, step: Assembly, slots: Any) -> None:
+        places = context_places(step, self._num_sequences)
+        pad_tokens(self._tokens, StepArrays.of(step), places)
+        pad_rows(self._rows, slots, RowLayout(self._num_features, step.event_at.size, self._size, places), -1)
+
+
+def stages(config: ModelConfig, resident: int, new: int) -> dict[str, Any]:
+    """Microseconds of CPU time of each part of a step of eight users with 256 candidates, the row index left out."""
+    host, users = Host(config, 8 * (REPEATS + 16), resident + new), Users(config, 8, resident + new)
+    names = ("intake", "queue", "plan", "layout", "padding", "commit")
+    taken: list[list[float]] = []
+    block = None
+    for i in range(REPEATS):
+        first, second = (
+            [replace(users.request(j, n, 256), user_id=8 * i + j) for j in range(8)] for n in (resident, resident + new)
+        )
+        if resident:
+            host.batch(first)
+        times = [time.thread_time()]
+        prepared = [host.intake.prepare(request) for request in second]
+        times.append(time.thread_time())
+        for request in prepared:
+            host.scheduler.submit(request, 0.0)
+        times.append(time.thread_time())
+        batch = host.scheduler.next_batch(0.0)
+        assert batch is not None
+        times.append(time.thread_time())
+        members = [(member.request, member.plan) for member in batch.members]
+        step = assemble(members, config, host.pool.geometry.page_tokens)
+        times.append(time.thread_time())
+        block = block or GraphBlock(config, step, 8)
+        slots = np.zeros(step.rows.size, np.int32)
+        not_timed_s = time.thread_time() - times[-1]
+        block.fill(step, slots)
+        times.append(time.thread_time() - not_timed_s)
+        host.scheduler.commit(batch, 0.0)
+        times.append(time.thread_time() - not_timed_s)
+        taken.append(np.diff(times).tolist())
+    medians = np.median(np.array(taken[REPEATS // 4 :]), axis=0) * 1e6
+    return {
+        "rows_per_token": len(config.features),
+        "resident": resident,
+        "new": new,
+        "cpu_us_median": dict(zip(names, medians.round(1).tolist(), strict=True)),
+    }
+
+
+def reuse_ratio(folder: Path) -> dict[str, Any]:
+    """A request with 90% of 2,000 tokens resident against the same request uncached, interleaved."""
+    shape = profile("demo").model_copy(update={"window": 2_048, "normaliser": 2_048})
+    init_model(folder, shape)
+    settings: dict[str, Any] = {"pool_bytes": "256MiB", "alpha": 0.3}
+    warm = Engine.from_model(folder, EngineConfig(**settings, kv_admission="always", max_forks=1))
+    users = Users(shape, REPEATS + 1, 2_000)
+    cached, uncached = [], []
+    for user in range(REPEATS + 1):
+        whole = users.request(user, 2_000)
+        warm.rank([users.request(user, 1_800)])
+        cached.append(_timed(partial(warm.rank, [whole])))
+        prepared = warm._intake.prepare(whole)
+        uncached.append(_timed(partial(warm._runner.score_without_caches, prepared)))
+    assert warm.stats().pool.reused_tokens >= 1_800 * REPEATS
+    ratios = np.array(cached[1:]) / np.array(uncached[1:])
+    return {
+        "tokens": 2_000,
+        "resident": 1_800,
+        "ratio_median": round(float(np.median(ratios)), 3),
+        "ratio_p90": round(float(np.percentile(ratios, 90)), 3),
+        "cached_ms_median": round(float(np.median(cached[1:])), 2),
+        "uncached_ms_median": round(float(np.median(uncached[1:])), 2),
+    }
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def shapes() -> tuple[ModelConfig, ModelConfig]:
+    """One row per token, and six."""
+    changes = {"window": 65_536, "max_candidates": 256}
+    narrow, wide = (profile(name, 1_000).model_copy(update=changes) for name in ("kuairand", "dlrmv3"))
+    return narrow, wide
+
+
+def main(flags: Namespace) -> None:
+    narrow, wide = shapes()
+    bookkeeping(narrow, 256, 2, 8)  # compiles the host loops
+    by_tokens = [
+        bookkeeping(config, n, 8, 64) for config in (narrow, wide) for n in (1_024, 2_048, 4_096, 8_192, 16_384)
+    ]
+    by_users = [bookkeeping(narrow, 4_096, 8, n) for n in (16, 128, 1_024)]
+    by_requests = [bookkeeping(narrow, 4_096, n, 64) for n in (1, 8, 32)]
+    cold = [first_visits(config, 4_096) for config in (narrow, wide)]
+    with tempfile.TemporaryDirectory() as folder:
+        reuse = reuse_ratio(Path(folder) / "model")
+    results = {
+        "what": "host bookkeeping per batch (intake, hash, lookup, page tables, layout, stats), returning users",
+        "by_tokens": by_tokens,
+        "by_users": by_users,
+        "by_requests": by_requests,
+        "first_visits": cold,
+        "stages": [stages(config, *lengths) for config in (narrow, wide) for lengths in ((3_968, 128), (0, 1_024))],
+        "prefix_reuse_on_cpu": reuse,
+    }
+    for group in ("by_tokens", "by_users", "by_requests", "first_visits", "stages"):
+        for row in results[group]:
+            print(group, row)
+    print("prefix reuse", reuse)
+    write_measurement(flags.out, results)

@@ -1,0 +1,1 @@
+"""Measurements of the simulator, and of what is decided in it."""

@@ -1,0 +1,67 @@
+"""Tables and the picture of docs/cluster.md, from docs/measurements/cluster.json; shards of it are merged first."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+ROUTERS = (
+    *("emb-kv-aware", "kv-aware", "emb-aware", "dynamo-style"),
+    *("session-hash", "least-loaded", "power-of-two", "random"),
+)
+Runs = dict[str, Any]
+
+
+def routers(runs: Runs) -> None:
+    cells: dict[tuple[str, str], dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for name, run in runs.items():
+        part, *place = name.split("/")
+        if part == "routers":
+            preset, kind, router, seed = place
+            cells[preset, kind][router][int(seed)] = run
+    won = 0
+    for (preset, kind), by_router in cells.items():
+        seeds = sorted(set.intersection(*(set(of) for of in by_router.values())))
+        print(f"\n**{preset}, {kind}** ({len(seeds)} paired seeds)\n")
+        print("| router | p99 ms | mean ms | in SLO | KV hit | EMB hit |\n|---|---|---|---|---|---|")
+        p99 = {r: np.array([by_router[r][s]["p99_ms"] for s in seeds]) for r in ROUTERS if r in by_router}
+        for router, tail in p99.items():
+            values = {k: np.mean([by_router[router][s][k] for s in seeds]) for k in by_router[router][seeds[0]]}
+            error = tail.std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
+            print(
+                f"| {router} | {values['p99_ms']:.1f} ± {error:.1f} | {values['mean_ms']:.2f} "
+                f"| {values['slo_satisfaction']:.1%} | {values['kv_hit']:.1%} | {values['emb_hit']:.1%} |"
+            )
+        rival = min((r for r in p99 if r != "emb-kv-aware"), key=lambda r: p99[r].mean())
+        change = p99["emb-kv-aware"] / p99[rival] - 1
+        won += bool(change.mean() < 0)
+        by_seed = ", ".join(f"{each:+.1%}" for each in change)
+        print(f"\nBest rival by P99: {rival}; ours {change.mean():+.1%} (by seed {by_seed}).")
+    print(f"\nBest in {won} of {len(cells)} cells.")
+
+
+def stale(runs: Runs) -> None:
+    by_age: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, run in runs.items():
+        part, *place = name.split("/")
+        if part == "stale":
+            by_age[place[0]][place[1]] = run
+    for age, by_seed in by_age.items():
+        seeds = sorted(by_seed.keys() & by_age["fresh"].keys())
+        cost = [by_seed[s]["p99_ms"] / by_age["fresh"][s]["p99_ms"] - 1 for s in seeds]
+        print(f"stale: {age}: P99 {np.mean([by_seed[s]['p99_ms'] for s in seeds]):.2f} ms, {np.mean(cost):+.1%} {cost}")
+
+
+def joint(runs: Runs) -> None:
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for name, run in runs.items():
+        part, *place = name.split("/")
+        if part == "joint":
+            found[place[0], place[1]][place[2]] = run["p99_ms"]
+    for (policy, router), by_seed in sorted(found.items(), key=lambda item: np.mean(list(item[1].values()))):
+        print(f"joint: {policy:14s} {router:14s} {np.mean(list(by_seed.values())):8.2f} ms over {len(by_seed)} seeds")
+
+
+def show_tables(runs: Runs) -> None:
+    for part in (routers, stale, joint):
+        part(runs)

@@ -1,0 +1,437 @@
+"""How far predicted joint miss curves are from full replays, and what predicting costs.
+
+`helmrec bench run miss-curves`, or with `cost` for the cost alone. A replay takes every request through a real
+`Pool` (no data behind the slots) at one alpha; the curves see the same requests once, and a sample of their rows. Both
+are scored on the second half of the requests, when both caches have long been evicting.
+"""
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from helmrec import RankRequest
+from helmrec.config import EngineConfig
+from helmrec.engine.assemble import assemble
+from helmrec.engine.curves import CurveFeed
+from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
+from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.history import HashKey, History, chain
+from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
+from helmrec.memory.pool import Demand, Pool
+from helmrec.memory.sampling import sampled
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.serving.host import Host
+
+_KEY = HashKey(bytes(32))  # the same states in every run
+KVRule = Literal["always", "second-visit"]
+RowRule = Literal["always", "second-touch"]
+Ints = NDArray[np.int64]
+ENGINE_RATE = round((1 << 14) / (2_000 * 192), 4)  # what `MissCurveConfig.of_engine` takes for the pool below
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """One request: how long the user's history is by now, and what is to be ranked."""
+
+    user_id: int
+    events: Ints  # (features, num_tokens) rows
+    candidates: Ints  # rows
+
+    @property
+    def rows(self) -> Ints:
+        """Rows of the history, token by token."""
+        return self.events.T.ravel()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Zipf users who come back with a few more events, Zipf items, features that follow from the item."""
+
+    num_users: int = 4_000
+    num_items: int = 4_000_000
+    num_features: int = 3
+    num_requests: int = 16_000
+    median_events: int = 200
+    num_candidates: int = 60
+    user_skew: float = 0.8
+    item_skew: float = 0.8
+    seed: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_features * self.num_items
+
+    @property
+    def max_tokens(self) -> int:
+        return 8 * self.median_events
+
+    def visits(self) -> Iterator[Visit]:
+        rng = np.random.default_rng(self.seed)
+        users = _zipf(rng, self.num_users, self.user_skew, self.num_requests)
+        lengths = np.minimum(rng.lognormal(np.log(self.median_events), 0.7, self.num_users), self.max_tokens // 2)
+        histories = [self._rows(rng, self.max_tokens) for _ in range(self.num_users)]
+        lengths = np.maximum(lengths.astype(np.int64), 1)
+        for user in users.tolist():
+            events = histories[user][:, : lengths[user]]
+            yield Visit(user, events, self._rows(rng, self.num_candidates).T.ravel())
+            lengths[user] = min(lengths[user] + rng.integers(1, 8), self.max_tokens)
+
+    def _rows(self, rng: np.random.Generator, num: int) -> Ints:
+        """(features, num): the item's own row, then coarser and coarser groups of items."""
+        ranks = _zipf(rng, self.num_items, self.item_skew, num)
+        items = (ranks * 2_654_435_761 + self.seed * 999_983) % self.num_items  # a seed's hot rows are its own
+        groups = [items // 49**i + i * self.num_items for i in range(1, self.num_features)]
+        return np.stack([items, *groups])
+
+
+def _zipf(rng: np.random.Generator, size: int, skew: float, num: int) -> Ints:
+    """Draws of a bounded Zipf law by inverting its continuous distribution."""
+    u, power = rng.random(num), 1 - skew
+    return np.minimum(((u * (size**power - 1) + 1) ** (1 / power)).astype(np.int64) - 1, size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A pool and its rules."""
+
+    num_pages: int = 2_000
+    kv_rule: KVRule = "second-visit"
+    row_rule: RowRule = "second-touch"
+    batch_tokens: int = 2_048
+    geometry: PageGeometry = PageGeometry(32, 3, 4, 128, 128, 2, 512, 2)  # noqa: RUF009 - frozen
+
+    def curves(self, rate: float, alphas: tuple[float, ...] = GRID) -> JointMissCurves:
+        config = MissCurveConfig(
+            num_pages=self.num_pages,
+            page_tokens=self.geometry.page_tokens,
+            rows_per_page=self.geometry.rows_per_page,
+            batch_pages=self.geometry.pages_for(self.batch_tokens),
+            alphas=alphas,
+            sampling_rate=rate,
+            half_life_requests=None,
+            kv_admission=self.kv_rule,
+            row_admission=self.row_rule,
+        )
+        return JointMissCurves(config)
+
+    def pool(self, alpha: float, traffic: Traffic) -> Pool:
+        config = EngineConfig(
+            pool_bytes=self.num_pages * self.geometry.page_bytes,
+            alpha=alpha,
+            row_admission=self.row_rule,
+            kv_admission=self.kv_rule,
+        )
+        return Pool(config, self.geometry, Demand(traffic.num_rows, traffic.max_tokens, self.batch_tokens), _NoMover())
+
+
+class _NoMover:
+    def copy_rows(self, source: Any, target: Any) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a replay counted."""
+
+    requests: int = 0
+    tokens: int = 0
+    reused_tokens: int = 0
+    users_hit: int = 0
+    rows_read: int = 0
+    rows_missed: int = 0
+
+
+class Replay:
+    """Every request through a real pool, one step each, at one alpha."""
+
+    def __init__(self, pool: Pool) -> None:
+        assert isinstance(pool.rows, EmbeddingCache)
+        self.pool = pool
+        self.rows = pool.rows
+        self.totals = Totals()
+
+    def serve(self, visit: Visit) -> None:
+        columns = np.ascontiguousarray(visit.events)
+        states = chain(_KEY, (visit.user_id,), 0, columns)
+        history = History(visit.user_id, np.empty(0, np.int64), columns, states)
+        plan = self.pool.kv.plan(history, now=0.0)
+        assert plan is not None, "the pool is too small for one request"
+        read = np.concatenate([visit.rows[plan.num_resident * columns.shape[0] :], visit.candidates])
+        missed = read[self.rows.lookup(read) == ABSENT]
+        self.pool.kv.commit(plan, now=0.0)
+        self.pool.kv.restore_reserve()
+        if missed.size:
+            self.rows.publish(self.rows.admit(missed, np.arange(missed.size)))
+        totals = self.totals
+        totals.requests += 1
+        totals.tokens += plan.num_tokens
+        totals.reused_tokens += plan.num_resident
+        totals.users_hit += plan.num_resident > 0
+        totals.rows_read += read.size
+        totals.rows_missed += missed.size
+
+
+def observed(visit: Visit, curves: JointMissCurves) -> Observed:
+    """The request as the curves see it: rows sampled, and only those that some alpha would read."""
+    first = curves.needed_from(visit.user_id)
+    num_features, num_tokens = visit.events.shape
+    rate = curves.config.sampling_rate
+    return Observed(
+        user_id=visit.user_id,
+        num_tokens=num_tokens,
+        num_history_rows=visit.events.size,
+        num_candidate_rows=visit.candidates.size,
+        candidate_rows=sampled(visit.candidates, rate),
+        history_rows=sampled(visit.rows[first * num_features :], rate),
+        first_token=first,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curves:
+    """The figures that are compared, one value per alpha."""
+
+    kv_token_hit_rate: list[float]
+    kv_user_hit_rate: list[float]
+    emb_hit_rate: list[float]
+    missed_rows_per_request: list[float]
+    computed_tokens_per_request: list[float]
+
+
+def replayed(replays: list[Replay]) -> Curves:
+    totals = [replay.totals for replay in replays]
+    return Curves(
+        [t.reused_tokens / t.tokens for t in totals],
+        [t.users_hit / t.requests for t in totals],
+        [1 - t.rows_missed / t.rows_read for t in totals],
+        [t.rows_missed / t.requests for t in totals],
+        [(t.tokens - t.reused_tokens) / t.requests for t in totals],
+    )
+
+
+def predicted(curves: JointMissCurves) -> Curves:
+    got = curves.curves()
+    return Curves(**{name: getattr(got, name).tolist() for name in Curves.__slots__})
+
+
+def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progress: Progress) -> dict[str, Any]:
+    """Replays at nine alphas beside predictions at several sampling rates, on the second half of the requests."""
+    shadows = {rate: setting.curves(rate) for rate in rates}
+    replays = [Replay(setting.pool(alpha, traffic)) for alpha in GRID]
+    task = progress.add_task(f"{setting.kv_rule}, {setting.row_rule}", total=traffic.num_requests)
+    for number, visit in enumerate(traffic.visits()):
+        if number == traffic.num_requests // 2:
+            assert all(r.rows.evictions and r.pool.kv.evicted_pages for r in replays), "a cache does not evict yet"
+            for replay in replays:
+                replay.totals = Totals()
+            for shadow in shadows.values():
+                shadow.reset()
+        for shadow in shadows.values():
+            shadow.observe(observed(visit, shadow))
+        for replay in replays:
+            replay.serve(visit)
+        progress.advance(task)
+    truth = replayed(replays)
+    guesses = {rate: predicted(shadow) for rate, shadow in shadows.items()}
+    return {
+        "kv_admission": setting.kv_rule,
+        "row_admission": setting.row_rule,
+        "row_slots_of_the_pool": setting.num_pages * setting.geometry.rows_per_page,
+        "replay": asdict(truth),
+        "predicted": [
+            {"sampling_rate": rate, **asdict(guess), "mean_absolute_error": errors(truth, guess)}
+            for rate, guess in guesses.items()
+        ],
+    }
+
+
+def spread(setting: Setting, rates: tuple[float, ...], seeds: range, progress: Progress) -> list[dict[str, Any]]:
+    """How the error varies with which rows fall into the sample.
+
+    Curves from all rows are the truth here: they count what replays count (`tests/memory/test_miss_curves.py`).
+    """
+    found: dict[float, list[float]] = {rate: [] for rate in rates}
+    task = progress.add_task("other seeds", total=len(seeds) * Traffic().num_requests)
+    for seed in seeds:
+        shadows = {rate: setting.curves(rate) for rate in (1.0, *rates)}
+        for number, visit in enumerate(Traffic(seed=seed).visits()):
+            for shadow in shadows.values():
+                if number == Traffic().num_requests // 2:
+                    shadow.reset()
+                shadow.observe(observed(visit, shadow))
+            progress.advance(task)
+        for rate in rates:
+            found[rate].append(errors(predicted(shadows[1.0]), predicted(shadows[rate]))["emb_hit_rate"])
+    return [{"sampling_rate": rate, "seeds": list(seeds), "emb_hit_rate_mae": found[rate]} for rate in rates]
+
+
+def errors(truth: Curves, guess: Curves) -> dict[str, float]:
+    """Over the alphas: the mean absolute error of each rate; of amounts, as a share of their mean."""
+    result = {}
+    for name in Curves.__slots__:
+        a, b = np.array(getattr(truth, name)), np.array(getattr(guess, name))
+        scale = 1.0 if name.endswith("rate") else a.mean()
+        result[name] = round(float(np.abs(a - b).mean() / scale), 6)
+    return result
+
+
+EVENTS, CANDIDATES, BATCH, NUM_ITEMS = 6_700, 500, 8, 20_000_000
+
+
+class Requests:
+    """Requests of six rows a token, Zipf items; users grow by 16 events a visit."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config, self._rng = config, np.random.default_rng(0)
+        self._known: list[dict[str, Ints]] = []
+        self._times = np.arange(2 * EVENTS)
+        self._lengths: list[int] = []
+
+    def _draw(self, num: int) -> dict[str, Ints]:
+        ranks = _zipf(self._rng, NUM_ITEMS, 0.8, num)
+        found = {"items": ranks * 7_919 % NUM_ITEMS}
+        return found | {table.name: ranks * 104_729 % table.num_rows for table in self._config.features[1:]}
+
+    def next(self, is_new: bool) -> RankRequest:
+        if is_new:
+            self._known.append(self._draw(2 * EVENTS))
+            self._lengths.append(EVENTS)
+            user = len(self._known) - 1
+        else:
+            user = int(self._rng.integers(RESIDENT))
+            self._lengths[user] += 16
+        return self.request(user)
+
+    def request(self, user: int) -> RankRequest:
+        fields, length, candidates = self._known[user], self._lengths[user], self._draw(CANDIDATES)
+        extra = [table.name for table in self._config.features[1:]]
+        return RankRequest(
+            user_id=user,
+            items=fields["items"][:length],
+            actions=np.zeros(length, np.int64),
+            timestamps=self._times[:length],
+            candidates=candidates["items"],
+            features={name: fields[name][:length] for name in extra},
+            candidate_features={name: candidates[name] for name in extra},
+            context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
+        )
+
+
+RESIDENT = 64  # users that come again
+
+
+class Spent(NamedTuple):
+    """CPU time of the engine's thread for one batch, in microseconds per request."""
+
+    host: float
+    curves: float
+
+
+class Engineless:
+    """The host side of an engine, with the feed of its miss curves, timed apart."""
+
+    def __init__(self, pool_bytes: str) -> None:
+        shape = profile("dlrmv3", NUM_ITEMS).model_copy(update={"window": 65_536, "max_candidates": CANDIDATES})
+        self.host, self.requests = Host(shape, 4 * RESIDENT, 2 * EVENTS), Requests(shape)
+        engine = EngineConfig(pool_bytes=pool_bytes)
+        self.config = MissCurveConfig.of_engine(engine, self.host.pool.geometry, BATCH * 8_192)
+        self.feed = CurveFeed(self.config, len(shape.features))
+        for _ in range(RESIDENT // BATCH):
+            self.batch([True] * BATCH)
+        self._fill()
+        for _ in range(4 * RESIDENT // BATCH):
+            self.batch([False] * (BATCH - 1) + [True])
+
+    def _fill(self) -> None:
+        """Until all shadows evict: strangers, of whom one in fifty comes again so that rows are admitted."""
+        prepared = self.host.intake.prepare(self.requests.request(0))
+        rng, columns = np.random.default_rng(1), prepared.columns.copy()
+        num_slots = self.config.num_pages * self.config.rows_per_page
+        for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
+            columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
+            history = replace(prepared.history, user_id=user)
+            self.feed._look_at(replace(prepared, history=history, columns=columns))
+
+    def batch(self, are_new: list[bool]) -> Spent:
+        host, requests = self.host, [self.requests.next(is_new) for is_new in are_new]
+        start = time.thread_time_ns()
+        for request in requests:
+            host.scheduler.submit(host.intake.prepare(request), 0.0)
+        batch = host.scheduler.next_batch(0.0)
+        assert batch is not None
+        members = [(member.request, member.plan) for member in batch.members]
+        assemble(members, host.config, host.pool.geometry.page_tokens)
+        host.scheduler.commit(batch, 0.0)
+        host.pool.stats()
+        middle = time.thread_time_ns()
+        self.feed.observe([prepared for prepared, _ in members])
+        end = time.thread_time_ns()
+        return Spent((middle - start) / 1e3 / len(are_new), (end - middle) / 1e3 / len(are_new))
+
+
+def costs(num_batches: int = 60) -> dict[str, Any]:
+    """Feed beside host, batch by batch: what the engine's thread spends, and what the feed's own thread does."""
+    engine, rng, rows = Engineless("80GB"), np.random.default_rng(2), []
+    for who, share in (("returning", 0.0), ("three in ten are new", 0.3), ("all are new", 1.0)):
+        process_s, thread_s = time.process_time(), time.thread_time()
+        spent = []
+        for number in range(num_batches):
+            spent.append(engine.batch((rng.random(BATCH) < share).tolist()))
+            if number % 20 == 19:
+                engine.feed.curves()  # waits, so that none is skipped
+        aside_s = time.process_time() - process_s - (time.thread_time() - thread_s)
+        host, curves = (float(np.mean([getattr(one, name) for one in spent])) for name in Spent._fields)
+        rows.append(
+            {
+                "users": who,
+                "host_cpu_us_per_request": round(host, 1),
+                "curves_on_the_engines_thread_us": round(curves, 2),
+                "share_of_host": round(curves / host, 4),
+                "curves_on_their_own_thread_us": round(1e6 * aside_s / (num_batches * BATCH), 1),
+            }
+        )
+        print(rows[-1], flush=True)
+    assert not engine.feed.num_skipped
+    engine.feed.close()
+    return {
+        "host_is": "intake, hash, lookup, plan, layout, commit and stats; not the model, the row gather or launches",
+        "request": {"events": EVENTS, "rows_per_token": 6, "candidates": CANDIDATES, "batch": BATCH},
+        "pool": "80GB",
+        "sampling_rate": round(engine.config.sampling_rate, 6),
+        "cost": rows,
+    }
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("part", nargs="?", choices=("errors", "cost"), default="errors")
+
+
+def main(flags: Namespace) -> None:
+    if flags.part == "cost":
+        write_measurement(flags.out, {"what": "cost of predicting joint miss curves", **costs()})
+    else:
+        write_measurement(flags.out, measure_errors())
+
+
+def measure_errors() -> dict[str, Any]:
+    traffic = Traffic()
+    settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
+    with Progress() as progress:
+        results = [compare(setting, traffic, (0.1, ENGINE_RATE, 0.01), progress) for setting in settings]
+        other_seeds = spread(Setting(), (ENGINE_RATE, 0.01), range(1, 7), progress)
+    return {
+        "what": "predicted joint miss curves against full replays at nine alphas",
+        "traffic": asdict(traffic),
+        "alphas": GRID,
+        "scored_requests": traffic.num_requests // 2,
+        "curves": results,
+        "other_seeds": other_seeds,
+    }
