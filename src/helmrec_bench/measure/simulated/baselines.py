@@ -1,13 +1,13 @@
-"""All rivals on the frozen scenarios: the same requests, limits and tuning for all.
+"""Every policy on the frozen scenarios: the same requests, limits and tuning for all.
 
-    helmrec bench run baselines                      # hours of one core; goes on where it was stopped
+    helmrec bench run baselines                      # hours of one core; a run that was stopped continues
     helmrec bench run baselines --minutes 10         # as far as ten minutes go
     helmrec bench run baselines --minutes 0          # write what is there
     helmrec bench run baselines --processes 16
 
-Rivals are tuned, and those that learn are trained, on days they are not judged on. Arrivals are a fixed share of what
-a well-chosen constant serves within the SLO (experiment `frozen-scenarios`). Finished runs are kept in
-build/baselines.jsonl. Writes docs/measurements/baselines.json and prints the tables of docs/baselines.md; what was not run is named.
+Baselines are tuned, and those that learn are trained, on days they are not scored on. Arrivals are a fixed share of
+what a well-chosen constant serves within the SLO. Finished runs are kept in build/baselines.jsonl. The tables of
+docs/baselines.md are printed; what was not run is named.
 """
 
 import time
