@@ -98,7 +98,7 @@ class Pipeline:
         self._scheduler = scheduler
         self._clock = clock
         self._gaps = gaps
-        self._overlaps = overlaps
+        self.overlaps = overlaps
         self._in_flight: _Launched | None = None
         self.busy_s = 0.0  # time that all steps took together
         self.num_launched = self.num_ended = 0
@@ -127,7 +127,7 @@ class Pipeline:
             except BaseException as error:  # the engine fails the requests, and raises it again if it is no Exception
                 failed = [self._fail(batch, planned_s, error)]
         ended = [] if before is None else self._finish(before)
-        return [*ended, *failed, *([] if self._overlaps else self.flush())]
+        return [*ended, *failed, *([] if self.overlaps else self.flush())]
 
     def _started(self, batch: Batch, planned_s: float) -> StepStart:
         """Record the start of a step. No request waits for a step that computes ahead, so no gap precedes it."""

@@ -62,7 +62,7 @@ class Runner:
         self._arena = parts.arena
         self._master = parts.master
         self._pool = parts.pool
-        self._host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
+        self.host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
         timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
         self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
 
@@ -78,16 +78,16 @@ class Runner:
         timeline.begin(batch.started_s)
         plans = [member.plan for member in batch.members]
         if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
-            timeline.mark(Mark.LOADING, self._host.loading_stream)
-            self._host.start_loading(loads)
-            timeline.mark(Mark.LOADED, self._host.loading_stream)
+            timeline.mark(Mark.LOADING, self.host.loading_stream)
+            self.host.start_loading(loads)
+            timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
         page_tokens = self._pool.geometry.page_tokens
         step = assemble(members, self._model.config, page_tokens)
         written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
-            self._host.finish_saves_of(written, self._dense.stream)
+            self.host.finish_saves_of(written, self._dense.stream)
             for plan in plans:
                 if plan.copy is not None:  # the source is a settled page, never one that is being loaded
                     self._arena.copy_tokens(plan.copy)
@@ -97,7 +97,7 @@ class Runner:
 
     def _wait_for_pages(self, timeline: Timeline) -> None:
         timeline.mark(Mark.WAITING)
-        self._host.finish_loading()
+        self.host.finish_loading()
         timeline.mark(Mark.RESUMED)
 
     def finish(self, running: Running) -> StepOutput:
@@ -120,21 +120,21 @@ class Runner:
     def close(self) -> None:
         """Wait for the device, then unlock the host memory."""
         self.synchronize()
-        self._host.close()
+        self.host.close()
         self._master.close()
 
     def save_pages(self, budget_bytes: int) -> None:
         """Copy the next sealed pages to the host, at most `budget_bytes` (at least a page); off the request path."""
         saves = self._pool.next_saves(budget_bytes)
         try:
-            self._host.save(saves)
+            self.host.save(saves)
         except BaseException:
             self._pool.expander.withdraw(saves)
             raise
 
     def finish_saves_before_moves(self) -> None:
         """Make later writes to EMB pages wait for saves that may still read those pages."""
-        self._host.finish_saves(self._dense.rows.stream)
+        self.host.finish_saves(self._dense.rows.stream)
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

@@ -150,7 +150,7 @@ class Expander:
 
     def __init__(self, num_slots: int, policy: str = "measured") -> None:
         self.costs = ReloadCosts(StepCosts())
-        self._policy = policy
+        self.policy = policy
         self.saved_pages = 0
         self.reloaded_pages = 0
         self.evicted_pages = 0
@@ -193,8 +193,8 @@ class Expander:
 
     def is_worth_it(self, start: int, end: int, num_pages: int) -> bool:
         """Whether to reload these pages, which hold tokens [start, end) of a history, rather than compute them."""
-        return self._policy == "always" or (
-            self._policy == "measured" and self.costs.prefers_reload(start, end, num_pages)
+        return self.policy == "always" or (
+            self.policy == "measured" and self.costs.prefers_reload(start, end, num_pages)
         )
 
     def save(self, key: PageKey) -> PageSave | None:

@@ -84,7 +84,7 @@ class HostPages:
             if is_card:
                 self._buffer.lock()
             self._launches = [self._make_launch(kernels, capture) for _ in range(_STEPS_IN_FLIGHT)]
-            expander.costs.set_bus_time(self._time_a_page())
+            expander.costs.set_bus_time(self.time_a_page())
 
     @property
     def loading_stream(self) -> torch.cuda.Stream | None:
@@ -139,7 +139,7 @@ class HostPages:
         start = partial(kernels.load_pages, self._host, self._arena, loads)
         return _LoadLaunch(loads.numpy(), start if capture is None else capture(start).replay)
 
-    def _time_a_page(self) -> float:
+    def time_a_page(self) -> float:
         """Measure the seconds of one page from host to arena, before any page is owned; the second pass counts."""
         num = min(_TIMED_PAGES, len(self._host), len(self._arena))
         for _ in range(2):

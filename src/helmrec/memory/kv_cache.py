@@ -212,6 +212,12 @@ class KVCache:
         self._visits.forget(user_id)
         self._expander.forget(user_id)
 
+    def clear(self) -> None:
+        """Evict every prefix and forget all visits; the host tier keeps its pages. No step may be running."""
+        assert self.is_idle, "a step still reads what is to be evicted"
+        self.evict(1 << 40)
+        self._visits = VisitLog()
+
     @property
     def is_idle(self) -> bool:
         """Whether no running step holds a pin."""

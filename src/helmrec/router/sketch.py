@@ -20,7 +20,7 @@ Words = NDArray[np.uint64]
 
 DEFAULT_BITS = 1 << 16
 DEFAULT_SAMPLES = 128
-_ROWS_PER_BIT = 0.7  # minimises the error of the estimate for every share of absent rows
+ROWS_PER_BIT = 0.7  # minimises the error of the estimate for every share of absent rows
 _WORD_BITS = 64
 
 
@@ -44,11 +44,11 @@ class RowSample(NamedTuple):
     threshold: np.uint64
 
 
-def build_sketch(rows: IntArray, num_bits: int = DEFAULT_BITS) -> RowSketch:
+def build_sketch(rows: IntArray, num_bits: int = DEFAULT_BITS, rows_per_bit: float = ROWS_PER_BIT) -> RowSketch:
     """Build the sketch of distinct resident rows, given in any order."""
     if num_bits < _WORD_BITS or num_bits & (num_bits - 1):
         raise ConfigError(f"bits of a sketch must be a power of two of at least {_WORD_BITS}, got {num_bits}")
-    threshold = sampling_threshold(min(1.0, _ROWS_PER_BIT * num_bits / max(1, rows.size)))
+    threshold = sampling_threshold(min(1.0, rows_per_bit * num_bits / max(1, rows.size)))
     words = np.zeros(num_bits // _WORD_BITS, np.uint64)
     num_set = _set_bits(words, rows, threshold)
     return RowSketch(words, threshold, num_set / num_bits)
@@ -56,7 +56,7 @@ def build_sketch(rows: IntArray, num_bits: int = DEFAULT_BITS) -> RowSketch:
 
 def sketch_of_hashes(hashes: Words, num_rows: int, most: np.uint64, num_bits: int = DEFAULT_BITS) -> RowSketch:
     """Build a sketch from the hashes of those of `num_rows` resident rows whose hash is at most `most`."""
-    threshold = min(sampling_threshold(min(1.0, _ROWS_PER_BIT * num_bits / max(1, num_rows))), most)
+    threshold = min(sampling_threshold(min(1.0, ROWS_PER_BIT * num_bits / max(1, num_rows))), most)
     words = np.zeros(num_bits // _WORD_BITS, np.uint64)
     return RowSketch(words, threshold, _set_hashed_bits(words, hashes, threshold) / num_bits)
 

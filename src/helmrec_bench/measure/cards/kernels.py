@@ -22,11 +22,13 @@ import torch
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import GraphedDense
+from helmrec.engine.probe import EngineProbe
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense
-from helmrec.types import RankRequest
+from helmrec.types import IntArray, RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.requests import make_request
 
 WARM_UPS, REPEATS = 5, 30
 NUM_ROWS = 20_000
@@ -86,39 +88,25 @@ def make_engine(name: str) -> Engine:
     return Engine(model, EngineConfig(**settings, max_batch_tokens=70_016, max_batch_requests=8, max_forks=1))
 
 
-class Users:
-    """Histories that only grow; a row's users are its own."""
+class KernelUsers:
+    """Users with histories of their own, for each row of the table."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._rng = np.random.default_rng(0)
-        self._next = 0
+        self._config, self._rng, self._user = config, np.random.default_rng(0), 0
 
     def visits(self, sequences: list[Sequence]) -> tuple[list[RankRequest], list[RankRequest]]:
         """Requests that leave the resident tokens behind, and the requests to be timed."""
         before, timed = [], []
         for sequence in sequences:
-            self._next += 1
-            history = self._history(sequence.resident + sequence.new)
+            self._user += 1
+            items = self._draw(sequence.resident + sequence.new)
             if sequence.resident:
-                before.append(self._request(history, sequence.resident, 1))
-            timed.append(self._request(history, sequence.resident + sequence.new, sequence.candidates))
+                before.append(make_request(self._config, self._user, items[: sequence.resident], self._draw(1)))
+            timed.append(make_request(self._config, self._user, items, self._draw(sequence.candidates)))
         return before, timed
 
-    def _history(self, length: int) -> dict[str, Any]:
-        return {t.name: self._rng.integers(0, t.num_rows, length) for t in self._config.features}
-
-    def _request(self, history: dict[str, Any], length: int, candidates: int) -> RankRequest:
-        drawn = {t.name: self._rng.integers(0, t.num_rows, candidates) for t in self._config.features}
-        return RankRequest(
-            user_id=self._next,
-            items=history["item"][:length],
-            actions=np.arange(length) % self._config.num_actions,
-            timestamps=np.arange(length) * 60,
-            candidates=drawn.pop("item"),
-            features={name: ids[:length] for name, ids in history.items() if name != "item"},
-            candidate_features=drawn,
-        )
+    def _draw(self, num: int) -> IntArray:
+        return self._rng.integers(0, NUM_ROWS, num)
 
 
 def times_ms(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
@@ -140,7 +128,7 @@ def gemm_ceiling() -> float:
     return 2 * 8_192**3 / statistics.median(times_ms(lambda: a @ b)) / 1e9
 
 
-def measure(engine: Engine, users: Users, row: Row, ceiling: float) -> dict[str, Any]:
+def measure(engine: Engine, users: KernelUsers, row: Row, ceiling: float) -> dict[str, Any]:
     """Serve the row's requests, then time the graphs that served them, over the inputs they served."""
     before, timed = users.visits(row.sequences)
     if before:
@@ -148,7 +136,7 @@ def measure(engine: Engine, users: Users, row: Row, ceiling: float) -> dict[str,
     results = engine.rank(timed)
     assert [r.reused_tokens for r in results] == [s.resident for s in row.sequences], row.name
     assert all(np.isfinite(r.scores).all() for r in results), row.name
-    dense = engine._dense
+    dense = EngineProbe(engine).dense
     assert isinstance(dense, GraphedDense)
     embed, layers, head = dense.last_step.embed, dense.last_step.layers, dense.last_head.score
     layer_times = times_ms(layers.replay, embed.replay)
@@ -202,18 +190,17 @@ def profile_lines(profiler: cProfile.Profile, num_steps: int) -> list[str]:
     return [text for _, text in sorted(rows, reverse=True)[:16]]
 
 
-def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[str, Any]:
+def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> dict[str, Any]:
     """Host milliseconds of a step, everything Python does from request to result, the wait for the card left out."""
-    host, parts = [], []
+    host, parts, probe = [], [], EngineProbe(engine)
     profiler = cProfile.Profile()
     for i in range(40):
         before, timed = users.visits(sequences)
         if before:
             engine.rank(before)
         if i >= 30:  # the last ones under the profiler, which slows them: they show where, not how long
-            prepared = [engine._intake.prepare(request) for request in timed]
-            for request in prepared:
-                engine._scheduler.submit(request, 0.0)
+            for request in timed:
+                engine.submit(request)
             profiler.enable()
             while engine.step():
                 pass
@@ -221,10 +208,10 @@ def host_time(engine: Engine, users: Users, sequences: list[Sequence]) -> dict[s
             continue
         with Stopwatch() as watch:
             started = time.perf_counter()
-            prepared = [engine._intake.prepare(request) for request in timed]
+            prepared = [probe.prepare(request) for request in timed]
             intake = time.perf_counter()
-            for request in prepared:
-                engine._scheduler.submit(request, 0.0)
+            for each in prepared:
+                probe.submit(each)
             while engine.step():
                 pass
             ended = time.perf_counter()
@@ -279,7 +266,7 @@ def main(flags: Namespace) -> None:
             "ready_s": round(time.perf_counter() - started, 1),
             "report": str(engine.report()).splitlines(),
         }
-        users = Users(engine.model_config)
+        users = KernelUsers(engine.model_config)
         results |= {row.name: measure(engine, users, row, ceiling) for row in ROWS if row.profile == name}
         hit, cold = Sequence(3_968, 128, 256), Sequence(0, 1_024, 256)
         host += [{"profile": name, **host_time(engine, users, [s] * 8)} for s in (hit, cold)]

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.engine.probe import EngineProbe
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.cards.traffic import Mix, Traffic, forget, serve, serving_config, serving_engine, set_limit
+from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, serve, serving_config, serving_engine
 
 PLOT = Path("docs/images/trade-off-h200.png")
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
@@ -34,22 +34,19 @@ SAVE_BYTES = 16 << 20  # a step, the default
 WARM_UP, MEASURED = 40 * 8, 16 * 8  # requests
 
 
-def run_cell(engine: Engine, requests: list[Prepared], alpha: float, *, has_tier: bool) -> list[dict[str, Any]]:
+def run_cell(probe: EngineProbe, requests: list[Prepared], alpha: float, *, has_tier: bool) -> list[dict[str, Any]]:
     """Warm up, then measure with steps that overlap and with steps that do not."""
-    forget(engine, alpha)
-    expander = engine._pool.expander
-    num_slots = expander.num_slots
-    expander.clear(num_slots if has_tier else 0)
-    set_limit(engine, "save_bytes_per_step", 1 << 30)  # so that the tier holds what it would after a longer life
-    serve(engine, requests[:WARM_UP])
-    set_limit(engine, "save_bytes_per_step", SAVE_BYTES)
+    probe.clear(alpha)
+    probe.clear_prefixes(has_tier=has_tier)
+    probe.set_limit("save_bytes_per_step", 1 << 30)  # so that the tier holds what it would after a longer life
+    serve(probe, requests[:WARM_UP])
+    probe.set_limit("save_bytes_per_step", SAVE_BYTES)
     measured = []
     for i, overlap in enumerate((True, False)):
-        engine._pipeline._overlaps = overlap
+        probe.set_overlap(is_on=overlap)
         part = requests[WARM_UP + i * MEASURED : WARM_UP + (i + 1) * MEASURED]
-        measured.append({"overlap": overlap, **serve(engine, part).describe()})
-    engine._pipeline._overlaps = True
-    expander.clear(num_slots)
+        measured.append({"overlap": overlap, **serve(probe, part).describe()})
+    probe.set_overlap(is_on=True)
     return measured
 
 
@@ -60,7 +57,8 @@ def measure(
     started_s = time.perf_counter()
     engine = serving_engine(config, pool_bytes=POOL_BYTES, alpha=0.5, host_kv_bytes="8GiB")
     print(f"K={rows_per_token}: ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
-    traffic = {share: Traffic(engine, Mix(share, NUM_HOT)).take(WARM_UP + 2 * MEASURED) for share in shares}
+    probe, num = EngineProbe(engine), WARM_UP + 2 * MEASURED
+    traffic = {share: PreparedTraffic(probe, card_crowd(NUM_HOT)).take(num, share) for share in shares}
     print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     cells = []
     for share, has_tier, alpha in itertools.product(shares, tiers, ALPHAS):
@@ -68,7 +66,7 @@ def measure(
             print("out of time: the cells left are not measured", flush=True)
             break
         name = {"rows_per_token": rows_per_token, "hot_share": share, "host_tier": has_tier, "alpha": alpha}
-        measured = run_cell(engine, traffic[share], alpha, has_tier=has_tier)
+        measured = run_cell(probe, traffic[share], alpha, has_tier=has_tier)
         cells += [{**name, **each} for each in measured]
         on, off = cells[-2:]
         print(
@@ -79,7 +77,7 @@ def measure(
             flush=True,
         )
     engine.close()
-    del engine, traffic
+    del engine, probe, traffic
     torch.cuda.empty_cache()
     return cells
 

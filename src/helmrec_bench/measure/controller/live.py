@@ -15,7 +15,7 @@ on one long course, which is scored as a whole and after its first minute.
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,14 +30,15 @@ from helmrec.control.policy import Limited
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.engine.probe import EngineProbe
 from helmrec.model.profiles import profile
 from helmrec.pauses import PauseStats
 from helmrec.policies import make_policy, needs_curves
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.cards import traffic as gpu_traffic
 from helmrec_bench.measure.cards.trade_off import NUM_HOT, POOL_BYTES, TABLE_BYTES
-from helmrec_bench.measure.cards.traffic import Mix, Traffic, forget, serving_config, serving_engine
+from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, serving_config, serving_engine
+from helmrec_bench.measure.requests import VISITS, Crowd
 
 SCREENED = tuple(round(0.1 * i, 1) for i in range(1, 10))
 PROBED = (0.2, 0.4, 0.6, 0.8)
@@ -48,7 +49,6 @@ LOAD = 0.7  # of what the best constant bears in each mix
 SLO_MS = 80.0
 LOOK_S = 0.25  # between two notes of alpha
 WARM_UP, PROBE = 320, 384  # requests
-VISITS = 200  # after which a hot user of `gpu_traffic` is as it was
 BANK = 1_500  # histories of users who come once; each new user has one of them, under an id of its own
 DRAIN_S = 3.0  # after the last arrival; who still waits then was not served
 
@@ -118,31 +118,29 @@ def plan_times(
 class Requests:
     """Prepared requests of a course. Arrays are shared between requests: a minute of distinct ones is 50 GB."""
 
-    def __init__(self, engine: Engine, mix: Mix, num_bank: int) -> None:
-        self._traffic, self._mix, self._engine = Traffic(engine, mix, seed=3), mix, engine
-        self._strangers = self._prepared([self._traffic.stranger() for _ in range(num_bank)])
+    def __init__(self, engine: Engine, crowd: Crowd, num_bank: int) -> None:
+        self._traffic, self._crowd = PreparedTraffic(EngineProbe(engine), crowd, seed=3), crowd
+        self._strangers = self._traffic.prepare([self._traffic.visitors.new() for _ in range(num_bank)])
         self._visits = dict[tuple[int, int], Prepared]()
         self._next_user = 1 << 41
 
     def make(self, hot_shares: Sequence[float], seed: int) -> list[Prepared]:
         """One request for each share. Hot users are in the midst of their visits from the start."""
         rng = np.random.default_rng(seed)
-        visits = rng.integers(VISITS, size=self._mix.num_hot)
+        visits = rng.integers(VISITS, size=self._crowd.num_hot)
         asked: list[tuple[int, int] | None] = []
         for share in hot_shares:
             if rng.random() >= share:
                 asked.append(None)
                 continue
-            user = int(rng.integers(self._mix.num_hot))
+            user = int(rng.integers(self._crowd.num_hot))
             visits[user] += 1
             asked.append((user, int(visits[user]) % VISITS))
         new = sorted({visit for visit in asked if visit is not None} - self._visits.keys())
-        self._visits |= zip(new, self._prepared([self._traffic.visit(*visit) for visit in new]), strict=True)
+        self._visits |= zip(
+            new, self._traffic.prepare([self._traffic.visitors.hot(*visit) for visit in new]), strict=True
+        )
         return [self._stranger(rng) if visit is None else self._hot(visit, rng) for visit in asked]
-
-    def _prepared(self, asked: Sequence[Any]) -> list[Prepared]:
-        with ThreadPoolExecutor(8) as threads:
-            return list(threads.map(lambda each: self._engine._intake.prepare(self._traffic._request(*each)), asked))
 
     def _stranger(self, rng: np.random.Generator) -> Prepared:
         history, other = (self._strangers[int(rng.integers(len(self._strangers)))] for _ in range(2))
@@ -158,7 +156,8 @@ class Requests:
 def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
     """As fast as it goes; seconds."""
     started_s = time.perf_counter()
-    futures = [engine._scheduler.submit(request, engine._clock.now()) for request in requests]
+    probe = EngineProbe(engine)
+    futures = [probe.submit(request) for request in requests]
     while engine.step():
         pass
     for future in futures:
@@ -171,6 +170,7 @@ class Driver:
 
     def __init__(self, engine: Engine, course: Course, rebalancer: Rebalancer | None, run: Run) -> None:
         self._engine, self._course, self._rebalancer, self._run = engine, course, rebalancer, run
+        self._probe = EngineProbe(engine)
         self._running: set[Future[RankResult]] = set()
         self._started_s = 0.0
 
@@ -192,12 +192,12 @@ class Driver:
                 if at == num:
                     break
                 time.sleep(max(0.0, min(0.001, float(due_s[at]) - self._elapsed_s())))
-        self._engine._scheduler.withdraw([future for future in self._running if not future.done()])
+        self._probe.withdraw(list(self._running))
         while self._engine.step():
             pass
 
     def _offer(self, at: int) -> None:
-        future = self._engine._scheduler.submit(self._course.requests[at], self._engine._clock.now())
+        future = self._probe.submit(self._course.requests[at])
         self._running.add(future)
         future.add_done_callback(lambda done: self._note(done, at))
 
@@ -221,11 +221,11 @@ class Stand:
 
     def __init__(self, rows_per_token: int, is_quick: bool) -> None:
         self.is_quick = is_quick
-        self.mix = Mix(MIXES[0], 4, 2_100) if is_quick else Mix(MIXES[0], NUM_HOT)
+        crowd = card_crowd(4, 2_100, 64) if is_quick else card_crowd(NUM_HOT)
         self.warm_up, self.probe = (16, 16) if is_quick else (WARM_UP, PROBE)
         self._rows = rows_per_token
         self.engine = self._make()
-        self.requests = Requests(self.engine, self.mix, 32 if is_quick else BANK)
+        self.requests = Requests(self.engine, crowd, 32 if is_quick else BANK)
 
     def _make(self) -> Engine:
         if not self.is_quick:
@@ -242,8 +242,8 @@ class Stand:
             self.engine.move_alpha(alpha)
             self.engine.settle()
         else:
-            forget(self.engine, alpha)
-        self.engine._curves = self.engine._make_curves() if has_curves else None
+            EngineProbe(self.engine).clear(alpha)
+        EngineProbe(self.engine).set_curves(is_on=has_curves)
         return self.engine
 
     def run(self, course: Course, policy: str) -> Run:
@@ -425,8 +425,6 @@ def options(parser: ArgumentParser) -> None:
 
 
 def main(flags: Namespace) -> None:
-    if flags.quick:
-        gpu_traffic.NUM_CANDIDATES = 64
     setup = {"pool_bytes": POOL_BYTES, "table_bytes": TABLES, "hot_users": NUM_HOT, "load": LOAD, "slo_ms": SLO_MS}
     setups = dict[str, Any]()
     for rows in flags.rows:

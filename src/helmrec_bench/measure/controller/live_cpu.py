@@ -24,6 +24,7 @@ from helmrec.control.rebalancer import Rebalancer
 from helmrec.demo.plan import DemoPlan
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
+from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import warm_up
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
@@ -57,7 +58,8 @@ class CpuStand:
         plan = self._plan.model_copy(update={"seconds": 2 * seconds})
         trace = generate(plan.workload(rate), plan.seed)
         with self.engine(0.5, has_curves=False) as engine:
-            prepared = [engine._intake.prepare(one) for one in rank_requests(trace, engine.model_config)]
+            probe = EngineProbe(engine)
+            prepared = [probe.prepare(one) for one in rank_requests(trace, engine.model_config)]
         due_s = trace.time_s - trace.time_s[0]
         return Course([], prepared, due_s, [plan.part_at(due) for due in due_s.tolist()])
 
@@ -68,7 +70,7 @@ class CpuStand:
             with self.engine(alpha, has_curves=False) as engine:
                 started_s = time.perf_counter()
                 for one in course.requests[:PROBE]:
-                    future = engine._scheduler.submit(one, engine._clock.now())
+                    future = EngineProbe(engine).submit(one)
                     while engine.step():
                         pass
                     future.result(timeout=0)

@@ -1,8 +1,7 @@
 """What the host side costs on this machine: bookkeeping per batch, and what prefix reuse saves on CPU.
 
 `make measure`. Bookkeeping is given as wall time and as CPU time of its one thread, which other work on the machine
-disturbs less; reuse as a ratio of interleaved runs. `--against CHECKOUT` instead runs the bookkeeping of another
-checkout and of this one in turns, and writes both.
+disturbs less; reuse as a ratio of interleaved runs.
 """
 
 import tempfile
@@ -20,6 +19,7 @@ from helmrec import Engine, EngineConfig, RankRequest
 from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.intake import Intake
 from helmrec.engine.padding import RowLayout, StepArrays, context_places, pad_rows, pad_tokens
+from helmrec.engine.probe import EngineProbe
 from helmrec.engine.scheduler import Scheduler
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Demand, Pool
@@ -27,6 +27,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.requests import make_request
 
 REPEATS = 40
 
@@ -65,38 +66,21 @@ class Host:
         return sum(plan.num_resident for _, plan in members)
 
 
-class Users:
-    """Growing histories, as int64 arrays."""
+class HostUsers:
+    """Growing histories over the first 128 items."""
 
     def __init__(self, config: ModelConfig, num_users: int, num_events: int) -> None:
-        self._config = config
-        self._rng = np.random.default_rng(0)
-        self._length = num_events
-        extra = [table.name for table in config.features[1:]]
-        self._fields = [
-            {name: self._rng.integers(0, 128, num_events + 4_096) for name in ("items", "actions", *extra)}
-            for _ in range(num_users)
-        ]
-        self._times = np.arange(num_events + 4_096)
-        self._extra = extra
+        self._config, self._rng = config, np.random.default_rng(0)
+        self._items = self._rng.integers(0, 128, (num_users, num_events + 4_096))
 
     def request(self, user: int, num_events: int, num_candidates: int = 64) -> RankRequest:
-        fields = self._fields[user]
-        return RankRequest(
-            user_id=user,
-            items=fields["items"][:num_events],
-            actions=fields["actions"][:num_events] % self._config.num_actions,
-            timestamps=self._times[:num_events],
-            candidates=self._rng.integers(0, 128, num_candidates),
-            features={name: fields[name][:num_events] for name in self._extra},
-            candidate_features={name: self._rng.integers(0, 128, num_candidates) for name in self._extra},
-            context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
-        )
+        candidates = self._rng.integers(0, 128, num_candidates)
+        return make_request(self._config, user, self._items[user, :num_events], candidates)
 
 
 def bookkeeping(config: ModelConfig, num_events: int, num_requests: int, num_users: int) -> dict[str, Any]:
     """Batches of returning users, each with 16 events more than on the visit before."""
-    host, users = Host(config, num_users, num_events + 16 * REPEATS), Users(config, num_users, num_events)
+    host, users = Host(config, num_users, num_events + 16 * REPEATS), HostUsers(config, num_users, num_events)
     lengths = [num_events] * num_users
     for start in range(0, num_users, 32):
         host.batch([users.request(user, num_events) for user in range(start, min(start + 32, num_users))])
@@ -127,7 +111,7 @@ def bookkeeping(config: ModelConfig, num_events: int, num_requests: int, num_use
 
 def first_visits(config: ModelConfig, num_events: int) -> dict[str, Any]:
     """The same for users nobody has seen: every token is laid out."""
-    host, users = Host(config, 16, num_events), Users(config, 8 * REPEATS, num_events)
+    host, users = Host(config, 16, num_events), HostUsers(config, 8 * REPEATS, num_events)
     times = []
     for i in range(REPEATS):
         requests = [users.request(8 * i + j, num_events) for j in range(8)]
@@ -163,7 +147,7 @@ class GraphBlock:
 
 def stages(config: ModelConfig, resident: int, new: int) -> dict[str, Any]:
     """Microseconds of CPU time of each part of a step of eight users with 256 candidates, the row index left out."""
-    host, users = Host(config, 8 * (REPEATS + 16), resident + new), Users(config, 8, resident + new)
+    host, users = Host(config, 8 * (REPEATS + 16), resident + new), HostUsers(config, 8, resident + new)
     names = ("intake", "queue", "plan", "layout", "padding", "commit")
     taken: list[list[float]] = []
     block = None
@@ -208,14 +192,13 @@ def reuse_ratio(folder: Path) -> dict[str, Any]:
     init_model(folder, shape)
     settings: dict[str, Any] = {"pool_bytes": "256MiB", "alpha": 0.3}
     warm = Engine.from_model(folder, EngineConfig(**settings, kv_admission="always", max_forks=1))
-    users = Users(shape, REPEATS + 1, 2_000)
+    probe, users = EngineProbe(warm), HostUsers(shape, REPEATS + 1, 2_000)
     cached, uncached = [], []
     for user in range(REPEATS + 1):
         whole = users.request(user, 2_000)
         warm.rank([users.request(user, 1_800)])
         cached.append(_timed(partial(warm.rank, [whole])))
-        prepared = warm._intake.prepare(whole)
-        uncached.append(_timed(partial(warm._runner.score_without_caches, prepared)))
+        uncached.append(_timed(partial(probe.score_without_caches, probe.prepare(whole))))
     assert warm.stats().pool.reused_tokens >= 1_800 * REPEATS
     ratios = np.array(cached[1:]) / np.array(uncached[1:])
     return {

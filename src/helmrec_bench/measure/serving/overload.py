@@ -5,12 +5,7 @@
 
 import itertools
 import os
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +15,11 @@ import numpy as np
 from helmrec.load import LoadSnapshot, arrival_times
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.serve.client import Client
 from helmrec.serve.load import HttpLoad, HttpOutcome
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.requests import Crowd, Visitors
+from helmrec_bench.measure.server import MemoryWatch, ServerProcess
 
 NUM_ROWS = 60_000
 DEADLINE_MS = 1_000.0
@@ -31,78 +27,6 @@ NUM_EVENTS, NUM_CANDIDATES = 500, 64
 BATCH = 4  # requests in a step: it should take well under the deadline
 FLOOD_PER_S = 120.0
 CALM = 0.5  # share of capacity before and after
-
-
-class Server:
-    """`helmrec serve` in processes of its own, and how much memory they hold."""
-
-    def __init__(self, folder: Path, *, is_apart: bool) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        flags = ["--pool", "64MiB", "--set", f"engine_process={is_apart}", "--set", f"max_batch_requests={BATCH}"]
-        command = [sys.executable, "-m", "helmrec", "serve", str(folder / "model"), "--port", str(port), *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HELMREC_LOG_LEVEL": "error"}
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-        with Client(self.url) as client:
-            while not client.is_ready():
-                assert self._process.poll() is None, "the server did not start"
-                time.sleep(0.05)
-
-    def rss_bytes(self) -> int:
-        pid = self._process.pid
-        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return sum(_rss_bytes(each) for each in (pid, *children))
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
-
-def _rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-class Watch(threading.Thread):
-    """Memory of the server, once a second."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self._server = server
-        self._is_over = threading.Event()
-        self.rss_bytes: list[int] = []
-
-    def run(self) -> None:
-        while not self._is_over.wait(1.0):
-            self.rss_bytes.append(self._server.rss_bytes())
-
-    def end(self) -> list[int]:
-        self._is_over.set()
-        self.join()
-        return self.rss_bytes
-
-
-def strangers(num: int) -> list[RankRequest]:
-    """Users nobody knows, so that every request is work for the engine and little else."""
-    model, rng = profile("demo", NUM_ROWS), np.random.default_rng(0)
-    category = model.features[1]
-    requests = []
-    for user in range(num):
-        items = (NUM_ROWS * rng.random(NUM_EVENTS + NUM_CANDIDATES) ** 4).astype(np.int64)
-        events, candidates = items[:NUM_EVENTS], items[NUM_EVENTS:]
-        requests.append(
-            RankRequest(
-                user_id=user,
-                items=events,
-                actions=events % model.num_actions,
-                timestamps=np.arange(NUM_EVENTS),
-                candidates=candidates,
-                features={category.name: events % category.num_rows},
-                candidate_features={category.name: candidates % category.num_rows},
-                context={table.name: user % table.num_rows for table in (*model.user_context, *model.request_context)},
-            )
-        )
-    return requests
 
 
 class Offered(NamedTuple):
@@ -146,21 +70,22 @@ def recovered_after_s(calm: Offered, after: Offered) -> float | None:
 
 
 def _median(offered: Offered) -> float:
-    """Milliseconds in which a refusal was told."""
+    """Milliseconds that a refusal takes."""
     return float(np.median([ms for _, status, ms in offered.statuses if status != 200] or [np.nan]))
 
 
 def run(folder: Path, seconds: float, *, is_apart: bool) -> dict[str, Any]:
-    requests = strangers(800)
-    server = Server(folder, is_apart=is_apart)
+    visitors = Visitors(profile("demo", NUM_ROWS), Crowd(0, NUM_EVENTS, NUM_EVENTS, NUM_CANDIDATES))
+    requests = [visitors.next(hot_share=0.0) for _ in range(800)]
+    settings = {"pool_bytes": "64MiB", "engine_process": is_apart, "max_batch_requests": BATCH, "log_level": "error"}
+    server = ServerProcess.of_model(folder / "model", settings)
     try:
         offer(server.url, requests, FLOOD_PER_S, 20, seed=0)  # fills caches and buffers
         capacity = capacity_of(server.url, requests)
         calm = offer(server.url, requests, CALM * capacity, 8, seed=2)
-        watch = Watch(server)
-        watch.start()
+        watch = MemoryWatch(server)
         offered = offer(server.url, requests, 3 * capacity, seconds, seed=3)
-        rss = watch.end()
+        rss = watch.end()["VmRSS"]
         after = offer(server.url, requests, CALM * capacity, 10, seed=4)
     finally:
         server.end()
@@ -183,9 +108,9 @@ def run(folder: Path, seconds: float, *, is_apart: bool) -> dict[str, Any]:
             float(np.mean([ms <= 100 for _, status, ms in offered.statuses if status != 200])), 4
         ),
         "driver_late_p99_ms": round(over.lag_p99_ms, 1),
-        "rss_mib_first_tenth": round(float(np.mean(rss[:tenth])) / 2**20, 1),
-        "rss_mib_last_tenth": round(float(np.mean(rss[-tenth:])) / 2**20, 1),
-        "rss_mib": [round(each / 2**20, 1) for each in rss[::tenth]],
+        "rss_mib_first_tenth": round(float(np.mean(rss[:tenth])), 1),
+        "rss_mib_last_tenth": round(float(np.mean(rss[-tenth:])), 1),
+        "rss_mib": [round(each, 1) for each in rss[::tenth]],
         "answered_late": sum(status == 200 and ms > DEADLINE_MS for _, status, ms in offered.statuses),
         "calm_p99_ms_before": round(calm.end.p99_ms, 1),
         "calm_p99_ms_after": round(after.end.p99_ms, 1),

@@ -14,94 +14,40 @@ pauses-h200.json there.
 """
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.engine import Engine
 from helmrec.engine.warm_up import warm_up
 from helmrec.load import EngineLoad, arrival_times
-from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model, load_model
 from helmrec.pauses import PauseStats
 from helmrec.serve.load import HttpLoad
-from helmrec.types import IntArray, RankRequest
+from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import provenance, this_command, write_measurement
 from helmrec_bench.measure.cards.traffic import serving_config
+from helmrec_bench.measure.requests import Crowd, Visitors
+from helmrec_bench.measure.server import ServerProcess
 
 FOLDER = Path("docs/measurements")
 LOAD = 0.7
 SLO_MS = 80.0
 ALPHA = 0.3
 TABLE_BYTES, POOL = 4 << 30, "6GiB"  # on a card
-HOT_SHARE, NUM_HOT, NUM_BANK, NEW_EVENTS = 0.6, 56, 384, 16
+HOT_SHARE, NUM_HOT, NUM_KEPT = 0.6, 56, 384
 PROBE = 1_500  # requests offered at once, to see what the node bears
 PROBE_HTTP, BATCH = 1_500, 8  # requests in all, and in a step
-
-
-class Traffic:
-    """Requests that cost their maker little: histories of new users are taken from a bank, under other user ids."""
-
-    def __init__(self, model: ModelConfig, mean_events: int, num_candidates: int, seed: int = 0) -> None:
-        self._model = model
-        self._rng = np.random.default_rng(seed)
-        low, high = mean_events // 3, 2 * mean_events - mean_events // 3
-        growth = 100 * NEW_EVENTS
-        self._hot_length = self._rng.integers(low, high, NUM_HOT)
-        self._hot = [self._columns(int(length) + growth) for length in self._hot_length]
-        self._bank = [self._columns(int(length)) for length in self._rng.integers(low, high, NUM_BANK)]
-        self._candidates = [self._columns(num_candidates) for _ in range(64)]
-        self._visits = self._rng.integers(100, size=NUM_HOT)
-        self._num_cold = 0
-
-    def _columns(self, num: int) -> dict[str, IntArray]:
-        """Items by Zipf's law with exponent one; every other feature is a function of the item."""
-        num_items = self._model.features[0].num_rows
-        ranks = np.exp(self._rng.random(num) * np.log(num_items)).astype(np.int64) - 1
-        items = ranks * 2_654_435_761 % num_items
-        return {t.name: items * (2 * i + 1) % t.num_rows for i, t in enumerate(self._model.features)}
-
-    def __iter__(self) -> Iterator[RankRequest]:
-        names = [table.name for table in self._model.features]
-        context = {table.name: 0 for table in (*self._model.user_context, *self._model.request_context)}
-        while True:
-            if self._rng.random() < HOT_SHARE:
-                user = int(self._rng.integers(NUM_HOT))
-                self._visits[user] += 1
-                end = int(self._hot_length[user]) + int(self._visits[user]) % 100 * NEW_EVENTS
-                columns = {name: values[:end] for name, values in self._hot[user].items()}
-            else:
-                self._num_cold += 1
-                user, columns = (1 << 40) + self._num_cold, self._bank[int(self._rng.integers(NUM_BANK))]
-            candidates, items = self._candidates[int(self._rng.integers(64))], columns[names[0]]
-            yield RankRequest(
-                user_id=user,
-                items=items,
-                actions=items % self._model.num_actions,
-                timestamps=np.arange(items.size) * 60,
-                candidates=candidates[names[0]],
-                features={name: columns[name] for name in names[1:]},
-                candidate_features={name: candidates[name] for name in names[1:]},
-                context=context,
-            )
 
 
 class SetUp:
@@ -119,8 +65,12 @@ class SetUp:
             self.mean_events, self.num_candidates = 120, 32
         self.engine |= {"alpha": ALPHA, "queue_limit": 4_096, "log_gaps_ms": 10.0}
 
-    def traffic(self) -> Traffic:
-        return Traffic(self.model, self.mean_events, self.num_candidates)
+    def requests(self) -> Iterator[RankRequest]:
+        """Histories of new users are taken from a few, under other user ids: that costs their maker little."""
+        crowd = Crowd.around(NUM_HOT, self.mean_events, self.num_candidates, NUM_KEPT)
+        visitors = Visitors(self.model, crowd)
+        while True:
+            yield visitors.next(HOT_SHARE)
 
 
 def by_minute(due_s: NDArray[np.float64], latency_ms: NDArray[np.float64], minutes: float) -> list[dict[str, Any]]:
@@ -177,7 +127,7 @@ def in_process(setup: SetUp, minutes: float, share: float) -> dict[str, Any]:
         engine = Engine(load_model(Path(folder) / "model"), EngineConfig(**setup.engine))
     warm_up(engine)
     with engine:
-        requests = iter(setup.traffic())
+        requests = setup.requests()
         for _ in range(2):
             capacity = saturated(engine, requests)
         PROCESS.settle()
@@ -222,48 +172,11 @@ def saturated(engine: Engine, requests: Iterator[RankRequest]) -> float:
     return PROBE / end.elapsed_s
 
 
-class Server:
-    """`helmrec serve` in a process of its own, its engine in another."""
-
-    def __init__(self, setup: SetUp, folder: Path, *, is_cold: bool) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        settings = setup.engine | {"engine_process": "true", "max_body_bytes": "64MiB", "max_bodies_bytes": "1GiB"}
-        flags = [f"--set={name}={value}" for name, value in settings.items()]
-        environment = dict(os.environ)
-        if is_cold:
-            for name in ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
-                environment[name] = tempfile.mkdtemp(dir=folder)
-        command = [sys.executable, "-m", "helmrec", "serve", str(folder / "model"), f"--port={self.port}", *flags]
-        self.started_s = time.perf_counter()
-        self._log = (folder / "server.log").open("w")
-        self._log_path = folder / "server.log"
-        self._process = subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log)
-
-    def wait_until_ready(self) -> float:
-        """Seconds from start to the first `/readyz` that says 200."""
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5) as answer:
-                    if answer.status == 200:
-                        return time.perf_counter() - self.started_s
-            except OSError:
-                pass
-            if self._process.poll() is not None:
-                sys.exit(self.log())
-            time.sleep(0.01)
-
-    def stats(self) -> EngineStats:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/pool", timeout=10) as answer:
-            return msgspec.json.decode(answer.read(), type=EngineStats)
-
-    def log(self) -> str:
-        self._log.flush()
-        return self._log_path.read_text()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
+def start_server(setup: SetUp, folder: Path, *, is_cold: bool) -> ServerProcess:
+    """The engine in a process of its own."""
+    settings = setup.engine | {"engine_process": "true", "max_body_bytes": "64MiB", "max_bodies_bytes": "1GiB"}
+    caches = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR") if is_cold else ()
+    return ServerProcess.of_model(folder / "model", settings, {name: tempfile.mkdtemp(dir=folder) for name in caches})
 
 
 def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *, is_cold: bool) -> dict[str, Any]:
@@ -273,27 +186,26 @@ def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *,
         folder = Path(name)
         making = threading.Thread(target=init_model, args=(folder / "model", setup.model))
         making.start()
-        requests = iter(setup.traffic())
+        requests = setup.requests()
         making.join()
         capacity = None
         if rate is None:
             capacity = http_capacity(setup, folder, requests)
             rate = share * capacity
         times_s = arrival_times(np.zeros(int(rate * 60 * minutes)), rate, seed=1)
-        server = Server(setup, folder, is_cold=is_cold)
+        PROCESS.settle()
+        server = start_server(setup, folder, is_cold=is_cold)
         try:
-            PROCESS.settle()
-            ready_s = server.wait_until_ready()
-            print(f"ready after {ready_s:.1f} s; {rate:.1f} requests/s offered", flush=True)
-            load = HttpLoad(f"http://127.0.0.1:{server.port}")
+            print(f"ready after {server.ready_s:.1f} s; {rate:.1f} requests/s offered", flush=True)
+            load = HttpLoad(server.url)
             load.run(requests, setup.model, times_s, watch_every_s=1e9)
             stats = server.stats()
         finally:
-            server.stop()
-            print(server.log()[-6_000:], flush=True)
+            server.end()
+            print(server.output[-6_000:], flush=True)
         return {
             "is_cold": is_cold,
-            "ready_after_s": round(ready_s, 2),
+            "ready_after_s": round(server.ready_s, 2),
             "capacity_per_s": None if capacity is None else round(capacity, 1),
             "offered_per_s": round(rate, 1),
             **described(load, minutes),
@@ -305,16 +217,15 @@ def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *,
 
 def http_capacity(setup: SetUp, folder: Path, requests: Iterator[RankRequest]) -> float:
     """Answers/s of a server that always has as many requests as fit two steps; the second stretch counts."""
-    server = Server(setup, folder, is_cold=False)
+    server = start_server(setup, folder, is_cold=False)
     try:
-        server.wait_until_ready()
         for num in (300, PROBE_HTTP):
-            load = HttpLoad(f"http://127.0.0.1:{server.port}", max_connections=2 * BATCH)
+            load = HttpLoad(server.url, max_connections=2 * BATCH)
             end = load.run(requests, setup.model, np.zeros(num), watch_every_s=1e9)
             assert not end.refused and not end.failed, end
         return end.answered / end.elapsed_s
     finally:
-        server.stop()
+        server.end()
 
 
 def options(parser: ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from helmrec.clock import ManualClock
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Intake, Prepared
+from helmrec.engine.probe import EngineProbe
 from helmrec.memory.history import chain
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
@@ -132,16 +133,17 @@ def count_wrong(visits: Sequence[Visit], *, is_verified: bool) -> dict[str, Any]
     model = small_model(0, num_items)
     freshness: dict[str, Any] = {} if is_verified else {"kv_freshness": 1e9}
     engine = Engine(model, EngineConfig(pool_bytes="4MiB", kv_admission="always", **freshness), ManualClock())
-    if not is_verified:
-        engine._intake = UserAndLength(model.config, model.version, engine.config.max_history)
-    plain = Intake(model.config, model.version, engine.config.max_history)
+    probe = EngineProbe(engine)
+    found_by = UserAndLength(model.config, model.version, engine.config.max_history)
     errors, other_tops, reused = [], 0, 0
     for visit in visits:
         if visit.updated.size:
             values = np.random.default_rng(visit.updated).normal(size=(visit.updated.size, 8))
             engine.update_rows(ITEM, visit.updated, values)
-        result = engine.rank([visit.request])[0]
-        right = engine._runner.score_without_caches(plain.prepare(visit.request))
+        asked = probe.submit(probe.prepare(visit.request) if is_verified else found_by.prepare(visit.request))
+        while not asked.done():
+            engine.step()
+        result, right = asked.result(), probe.score_without_caches(probe.prepare(visit.request))
         errors.append(float(np.abs(result.scores - right).max()))
         other_tops += int(np.argmax(result.scores[:, 0]) != np.argmax(right[:, 0]))
         reused += result.reused_tokens

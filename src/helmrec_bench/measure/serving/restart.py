@@ -4,13 +4,7 @@
 Clients append to their users' histories and rank with them the whole time; nobody tells them of the kill.
 """
 
-import http.client
-import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from helmrec.engine.engine import EngineStats
 from helmrec.errors import Refused, ServerError, StaleVersion
 from helmrec.history.embedded import EmbeddedReader
 from helmrec.history.events import EventSchema
@@ -29,6 +24,7 @@ from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.server import ServerProcess
 
 LOOK_EVERY_S = 0.25
 LATE_LOOKS = 8
@@ -50,58 +46,6 @@ class Case:
     @property
     def model(self) -> ModelConfig:
         return profile("demo", self.num_rows)
-
-
-class Server:
-    """`helmrec serve` in a process of its own, on the same port each time."""
-
-    def __init__(self, folder: Path, case: Case, *, has_snapshot: bool) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        settings = {"audit_every": "7"}
-        if has_snapshot:
-            settings |= {"snapshot_path": str(folder / "snapshot"), "snapshot_every_s": "1"}
-        flags = [f"--set={name}={value}" for name, value in settings.items()]
-        self._command = [
-            *(sys.executable, "-m", "helmrec", "serve", str(folder / "model"), "--port", str(self.port)),
-            *("--pool", case.pool, "--history", str(folder / "histories"), *flags),
-        ]
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> float:
-        """Seconds until it was ready."""
-        started_s = time.monotonic()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, env=environment)
-        threading.Thread(target=self.process.communicate, daemon=True).start()
-        while not self.is_ready():
-            assert self.process.poll() is None, "the server did not start"
-            time.sleep(0.02)
-        return time.monotonic() - started_s
-
-    def is_ready(self) -> bool:
-        with Client(self.url) as client:
-            return client.is_ready()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-
-    def stats(self) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", "/v1/pool")
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
 
 
 def events_of(user: int, first: int, num: int, model: ModelConfig) -> dict[str, Any]:
@@ -158,11 +102,11 @@ class Customer:
         self.num_ranked += 1
 
 
-def rates(old: Any, new: Any) -> dict[str, float]:
+def rates(old: EngineStats, new: EngineStats) -> dict[str, float]:
     """Hit rates between two looks; of nothing, 0."""
 
     def grown(name: str) -> int:
-        return int(new["pool"][name] - old["pool"][name])
+        return int(getattr(new.pool, name) - getattr(old.pool, name))
 
     hits, misses = grown("row_hits"), grown("row_misses")
     return {
@@ -171,7 +115,7 @@ def rates(old: Any, new: Any) -> dict[str, float]:
     }
 
 
-def watch(server: Server, seconds: float) -> list[dict[str, float]]:
+def watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
     """Hit rates of the last looks, again and again, with the time since the start."""
     started_s, looks, seen = time.monotonic(), [server.stats()], []
     while time.monotonic() - started_s < seconds:
@@ -189,7 +133,10 @@ def back_after_s(seen: list[dict[str, float]], name: str, before: float) -> floa
 def run(folder: Path, case: Case, *, has_snapshot: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     init_model(folder / "model", case.model, 0)
-    server, is_over = Server(folder, case, has_snapshot=has_snapshot), threading.Event()
+    settings: dict[str, object] = {"pool_bytes": case.pool, "history": folder / "histories", "audit_every": 7}
+    if has_snapshot:
+        settings |= {"snapshot_path": folder / "snapshot", "snapshot_every_s": 1}
+    server, is_over = ServerProcess.of_model(folder / "model", settings), threading.Event()
     customers = [Customer(server.url, case, number) for number in range(case.num_clients)]
     threads = [threading.Thread(target=customer.run, args=(is_over,)) for customer in customers]
     for thread in threads:
@@ -215,8 +162,8 @@ def run(folder: Path, case: Case, *, has_snapshot: bool) -> dict[str, Any]:
         "row_hit_rate_back_to_90_percent_after_s": back_after_s(after, "rows", before["rows"]),
         "token_reuse_before": round(before["tokens"], 4),
         "token_reuse_back_to_90_percent_after_s": back_after_s(after, "tokens", before["tokens"]),
-        "audits": stats["audits"],
-        "audit_mismatches": stats["audit_mismatches"],
+        "audits": stats.audits,
+        "audit_mismatches": stats.audit_mismatches,
         **judge(folder, case, customers),
     }
 

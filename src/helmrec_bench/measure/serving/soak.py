@@ -2,13 +2,12 @@
 
 `helmrec bench run soak` writes docs/measurements/soak-cpu.json. One request in ten is scored again without
 caches. When the server has ended, every invariant of its engine and every stored history is checked. Driver and server
-share the machine; a share of requests that must not be exceeded is reckoned from what the server could do just before.
+share the machine; a share of requests that must not be exceeded is computed from what the server could do just before.
 """
 
 import json
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +26,8 @@ import numpy as np
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.history.config import HistoryConfig
+from helmrec.history.embedded import EmbeddedReader
+from helmrec.history.events import EventSchema
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
@@ -39,6 +40,7 @@ from helmrec.serve.server import listen, serve_until_stopped
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.server import MemoryWatch, ServerProcess, free_port
 
 NUM_ROWS, NUM_USERS, NUM_CANDIDATES = 20_000, 240, 32
 WORKERS = 8
@@ -52,60 +54,35 @@ MEAN_EVENTS = MOST_APPENDED / 2 * SHARES["append"] / SHARES["delete"]  # of a us
 WARM_UP = 0.25  # share of the time before memory is looked at
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path, port: int) -> None:
     """The server, in a process of its own; what it prints last says whether every check was clean."""
     model = profile("demo", NUM_ROWS)
     log_to_stderr("error")
     engine = Engine.from_model(folder / "model", EngineConfig(pool_bytes="16MiB", alpha=0.3, audit_every=AUDIT_EVERY))
-    config = ServeConfig(port=0, admin_token=TOKEN)
+    config = ServeConfig(port=port, admin_token=TOKEN)
     kept = HistoryConfig(sync="interval", max_events_per_user=model.window)
     with listen(config) as listener:
-        print(listener.getsockname()[1], flush=True)
         histories = StoredHistories.open(folder / "histories", model, kept)
         serve_until_stopped(make_app(InProcessPort(engine), config, histories), config, listener)
     engine.check()
-    again = StoredHistories.open(folder / "histories", model, kept)
-    again._store.check()
+    with EmbeddedReader(folder / "histories", EventSchema.of_model(model)) as store:
+        store.check()
     print("clean", flush=True)
 
 
-class Server:
+class SoakServer(ServerProcess):
     """That process, seen from here."""
 
     def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "helmrec", "bench", "run", "soak", "--serve", str(folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self._process.stdout is not None
-        self._out = self._process.stdout
-        self.url = f"http://127.0.0.1:{int(self._out.readline())}"
-        with Client(self.url) as client:
-            while not client.is_ready():
-                assert self._process.poll() is None, "the server did not start"
-                time.sleep(0.05)
-
-    def memory_mib(self) -> dict[str, float]:
-        """Resident memory, and the part of it that is no file's."""
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines())
-        return {name: int(lines[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon")}
+        port = free_port()
+        own = ["bench", "run", "soak", "--serve", str(folder), "--port", str(port)]
+        super().__init__([sys.executable, "-m", "helmrec", *own], port)
 
     def admin(self, path: str, body: dict[str, Any]) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/admin/{path}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60):
             pass
-
-    def stats(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/v1/pool", timeout=60) as reply:
-            told: dict[str, Any] = json.load(reply)
-        return told
-
-    def end(self) -> bool:
-        """Whether it ended well, with every check clean."""
-        self._process.terminate()
-        with self._out:
-            told = self._out.read()
-        return self._process.wait(60) == 0 and told.strip().endswith("clean")
 
 
 @dataclass
@@ -130,7 +107,7 @@ class Tally:
 class Worker:
     """A client of its own users: it knows what it has appended, so any 409 would be an error."""
 
-    def __init__(self, server: Server, number: int) -> None:
+    def __init__(self, server: SoakServer, number: int) -> None:
         self._server = server
         self._rng = np.random.default_rng(number)
         self._users = np.arange(number, NUM_USERS, WORKERS)
@@ -198,11 +175,11 @@ class Worker:
 @dataclass
 class Soaked:
     tally: Tally
-    memory: list[dict[str, float]]  # every second
+    memory: dict[str, list[float]]  # MiB every second
     moves: int
 
 
-def drive(server: Server, workers_due: "queue.Queue[float | None]", rate: float, seconds: float) -> int:
+def drive(server: SoakServer, workers_due: "queue.Queue[float | None]", rate: float, seconds: float) -> int:
     """Calls that become due at `rate`, Poisson, for so long; the boundary moves every few seconds. Returns moves."""
     rng, started_s, due_s, moves = np.random.default_rng(1), time.perf_counter(), 0.0, 0
     while due_s < seconds:
@@ -230,20 +207,11 @@ def working(workers: list[Worker]) -> Iterator[tuple["queue.Queue[float | None]"
         thread.join()
 
 
-def soak(server: Server, workers: list[Worker], rate: float, seconds: float) -> Soaked:
-    memory, is_over = list[dict[str, float]](), threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(1.0):
-            memory.append(server.memory_mib())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+def soak(server: SoakServer, workers: list[Worker], rate: float, seconds: float) -> Soaked:
+    watch = MemoryWatch(server, "VmRSS", "RssAnon")
     with working(workers) as (due, tally):
         moves = drive(server, due, rate, seconds)
-    is_over.set()
-    watcher.join()
-    return Soaked(tally, memory, moves)
+    return Soaked(tally, watch.end(), moves)
 
 
 def capacity_of(workers: list[Worker], seconds: float) -> float:
@@ -268,7 +236,7 @@ def growth(values: list[float]) -> float:
 
 def run(folder: Path, seconds: float, capacity_s: float = 20.0) -> dict[str, Any]:
     init_model(folder / "model", profile("demo", NUM_ROWS), 0)
-    server = Server(folder)
+    server = SoakServer(folder)
     try:
         workers = [Worker(server, number) for number in range(WORKERS)]
         for worker in workers:
@@ -277,9 +245,9 @@ def run(folder: Path, seconds: float, capacity_s: float = 20.0) -> dict[str, Any
         soaked = soak(server, workers, LOAD * capacity, seconds)
         stats = server.stats()
     finally:
-        is_clean = server.end()
+        is_clean = server.end() == 0 and "clean" in server.output
     p50, p99 = np.percentile(soaked.tally.latencies_ms, [50, 99])
-    memory = {name: [each[name] for each in soaked.memory] for name in ("VmRSS", "RssAnon")}
+    memory = soaked.memory
     return {
         "seconds": seconds,
         "capacity_per_s": round(capacity, 1),
@@ -290,12 +258,12 @@ def run(folder: Path, seconds: float, capacity_s: float = 20.0) -> dict[str, Any
         "latency_p50_ms": round(float(p50), 1),
         "latency_p99_ms": round(float(p99), 1),
         "boundary_moves": soaked.moves,
-        "audits": stats["audits"],
-        "audit_mismatches": stats["audit_mismatches"],
-        "audit_max_error": stats["audit_max_error"],
-        "background_failures": stats["background_failures"],
-        "stale_cuts": stats["pool"]["stale_cuts"],
-        "token_reuse_rate": round(stats["pool"]["reused_tokens"] / max(1, stats["pool"]["total_tokens"]), 4),
+        "audits": stats.audits,
+        "audit_mismatches": stats.audit_mismatches,
+        "audit_max_error": stats.audit_max_error,
+        "background_failures": stats.background_failures,
+        "stale_cuts": stats.pool.stale_cuts,
+        "token_reuse_rate": round(stats.pool.token_reuse_rate, 4),
         "rss_mib": [round(value, 1) for value in memory["VmRSS"][:: max(1, len(memory["VmRSS"]) // 20)]],
         "rss_growth": round(growth(memory["VmRSS"]), 4),
         "anonymous_growth": round(growth(memory["RssAnon"]), 4),
@@ -306,11 +274,12 @@ def run(folder: Path, seconds: float, capacity_s: float = 20.0) -> dict[str, Any
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--serve", type=Path, help=SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=SUPPRESS)
 
 
 def main(flags: Namespace) -> None:
     if flags.serve is not None:
-        return serve(flags.serve)
+        return serve(flags.serve, flags.port)
     with tempfile.TemporaryDirectory() as name:
         results = run(Path(name), flags.seconds)
     print(json.dumps(results, indent=2))

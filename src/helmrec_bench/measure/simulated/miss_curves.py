@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from helmrec import RankRequest
 from helmrec.config import EngineConfig
 from helmrec.engine.assemble import assemble
 from helmrec.engine.curves import CurveFeed
@@ -25,9 +24,9 @@ from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.sampling import sampled
-from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.requests import Crowd, Visitors, make_request
 from helmrec_bench.measure.serving.host import Host
 
 _KEY = HashKey(bytes(32))  # the same states in every run
@@ -286,45 +285,6 @@ def errors(truth: Curves, guess: Curves) -> dict[str, float]:
 EVENTS, CANDIDATES, BATCH, NUM_ITEMS = 6_700, 500, 8, 20_000_000
 
 
-class Requests:
-    """Requests of six rows a token, Zipf items; users grow by 16 events a visit."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config, self._rng = config, np.random.default_rng(0)
-        self._known: list[dict[str, Ints]] = []
-        self._times = np.arange(2 * EVENTS)
-        self._lengths: list[int] = []
-
-    def _draw(self, num: int) -> dict[str, Ints]:
-        ranks = _zipf(self._rng, NUM_ITEMS, 0.8, num)
-        found = {"items": ranks * 7_919 % NUM_ITEMS}
-        return found | {table.name: ranks * 104_729 % table.num_rows for table in self._config.features[1:]}
-
-    def next(self, is_new: bool) -> RankRequest:
-        if is_new:
-            self._known.append(self._draw(2 * EVENTS))
-            self._lengths.append(EVENTS)
-            user = len(self._known) - 1
-        else:
-            user = int(self._rng.integers(RESIDENT))
-            self._lengths[user] += 16
-        return self.request(user)
-
-    def request(self, user: int) -> RankRequest:
-        fields, length, candidates = self._known[user], self._lengths[user], self._draw(CANDIDATES)
-        extra = [table.name for table in self._config.features[1:]]
-        return RankRequest(
-            user_id=user,
-            items=fields["items"][:length],
-            actions=np.zeros(length, np.int64),
-            timestamps=self._times[:length],
-            candidates=candidates["items"],
-            features={name: fields[name][:length] for name in extra},
-            candidate_features={name: candidates[name] for name in extra},
-            context={table.name: 1 for table in (*self._config.user_context, *self._config.request_context)},
-        )
-
-
 RESIDENT = 64  # users that come again
 
 
@@ -340,28 +300,35 @@ class Engineless:
 
     def __init__(self, pool_bytes: str) -> None:
         shape = profile("dlrmv3", NUM_ITEMS).model_copy(update={"window": 65_536, "max_candidates": CANDIDATES})
-        self.host, self.requests = Host(shape, 4 * RESIDENT, 2 * EVENTS), Requests(shape)
+        crowd = Crowd(RESIDENT, EVENTS, EVENTS, CANDIDATES)
+        self.host, self.visitors = Host(shape, 4 * RESIDENT, 2 * EVENTS), Visitors(shape, crowd)
         engine = EngineConfig(pool_bytes=pool_bytes)
         self.config = MissCurveConfig.of_engine(engine, self.host.pool.geometry, BATCH * 8_192)
         self.feed = CurveFeed(self.config, len(shape.features))
-        for _ in range(RESIDENT // BATCH):
-            self.batch([True] * BATCH)
+        for first in range(0, RESIDENT, BATCH):
+            self._serve([self.visitors.hot(user) for user in range(first, first + BATCH)])
         self._fill()
         for _ in range(4 * RESIDENT // BATCH):
             self.batch([False] * (BATCH - 1) + [True])
 
     def _fill(self) -> None:
-        """Until all shadows evict: strangers, of whom one in fifty comes again so that rows are admitted."""
-        prepared = self.host.intake.prepare(self.requests.request(0))
-        rng, columns = np.random.default_rng(1), prepared.columns.copy()
+        """Observe users who come once, until all shadows evict; one row in fifty is seen again and admitted."""
+        prepared = self.host.intake.prepare(make_request(self.visitors.model, *self.visitors.new()))
+        rng = np.random.default_rng(1)
         num_slots = self.config.num_pages * self.config.rows_per_page
         for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
+            columns = prepared.columns.copy()
             columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
             history = replace(prepared.history, user_id=user)
-            self.feed._look_at(replace(prepared, history=history, columns=columns))
+            self.feed.observe([replace(prepared, history=history, columns=columns)])
+            if user % 16 == 0:
+                self.feed.curves()  # waits, so that none is skipped
 
     def batch(self, are_new: list[bool]) -> Spent:
-        host, requests = self.host, [self.requests.next(is_new) for is_new in are_new]
+        return self._serve([self.visitors.new() if is_new else self.visitors.hot() for is_new in are_new])
+
+    def _serve(self, parts: list[tuple[int, Ints, Ints]]) -> Spent:
+        host, requests = self.host, [make_request(self.visitors.model, *each) for each in parts]
         start = time.thread_time_ns()
         for request in requests:
             host.scheduler.submit(host.intake.prepare(request), 0.0)
@@ -374,7 +341,7 @@ class Engineless:
         middle = time.thread_time_ns()
         self.feed.observe([prepared for prepared, _ in members])
         end = time.thread_time_ns()
-        return Spent((middle - start) / 1e3 / len(are_new), (end - middle) / 1e3 / len(are_new))
+        return Spent((middle - start) / 1e3 / len(parts), (end - middle) / 1e3 / len(parts))
 
 
 def costs(num_batches: int = 60) -> dict[str, Any]:

@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.router import sketch as sketches
 from helmrec.router.policy import RouterSettings
-from helmrec.router.sketch import RowPrior, RowSketch, SketchTable, absent_rows, build_sketch, count_clear, sample_rows
+from helmrec.router.sketch import (
+    DEFAULT_BITS,
+    ROWS_PER_BIT,
+    RowPrior,
+    RowSketch,
+    SketchTable,
+    absent_rows,
+    build_sketch,
+    count_clear,
+    sample_rows,
+)
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
 
@@ -78,7 +87,7 @@ def estimates(nodes: list[RowSketch], case: Case, beliefs: list[float], weight: 
         absent_rows(
             clear[i],
             node.fill,
-            sketches.shared_rate(node.threshold, sample.threshold),
+            shared_rate(node.threshold, sample.threshold),
             RowPrior(num_rows, beliefs[i], weight),
         )
         / num_rows
@@ -104,13 +113,12 @@ def measured(nodes: list[RowSketch], some: list[Case], weight: float) -> dict[st
 
 def main(flags: Namespace) -> None:
     rng, rows = np.random.default_rng(0), []
-    default_weight, default_load = RouterSettings().sketch_weight, sketches._ROWS_PER_BIT
+    default_weight = RouterSettings().sketch_weight
     for size in SIZES:
         resident = [resident_rows(crowd, size) for crowd in range(1, 1 + NUM_CROWDS)]
         some = {(kind, head): cases(rng, size, KINDS[kind], head) for kind in KINDS for head in HEADS}
         for num_bits, load in ((1 << 14, 0.7), (1 << 16, 0.1), (1 << 16, 0.7), (1 << 16, 2.0), (1 << 18, 0.7)):
-            sketches._ROWS_PER_BIT = load
-            nodes = [build_sketch(rows, num_bits) for rows in resident]
+            nodes = [build_sketch(rows, num_bits, load) for rows in resident]
             for (kind, head), of_kind in some.items():
                 for weight in (0.0, default_weight):
                     found = {
@@ -122,14 +130,9 @@ def main(flags: Namespace) -> None:
                         "belief_weight": weight,
                         **measured(nodes, of_kind, weight),
                     }
-                    found["is_default"] = (num_bits, load, weight) == (
-                        sketches.DEFAULT_BITS,
-                        default_load,
-                        default_weight,
-                    )
+                    found["is_default"] = (num_bits, load, weight) == (DEFAULT_BITS, ROWS_PER_BIT, default_weight)
                     rows.append(found)
                     print(found, flush=True)
-    sketches._ROWS_PER_BIT = default_load
     write_measurement(
         flags.out, {"requests": NUM_REQUESTS, "nodes": NUM_CROWDS, "kinds_new_tokens": KINDS, "rows": rows}
     )

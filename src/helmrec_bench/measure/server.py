@@ -1,0 +1,105 @@
+"""`helmrec serve` in processes of its own, started, watched, killed and ended from here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from helmrec.engine.engine import EngineStats
+from helmrec.serve.client import Client
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class ServerProcess:
+    """A server at one port, which it keeps when it is started again. Its log is kept as text."""
+
+    def __init__(self, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self._command = list(command)
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.ready_s = self.start()
+
+    @classmethod
+    def of_model(
+        cls, model: Path, settings: Mapping[str, object], environment: Mapping[str, str] | None = None
+    ) -> "ServerProcess":
+        port = free_port()
+        flags = [f"--set={name}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", "helmrec", "serve", str(model), f"--port={port}", *flags]
+        return cls(command, port, environment)
+
+    def start(self) -> float:
+        """Seconds until it is ready."""
+        started_s = time.perf_counter()
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(self._command, stdout=pipe, stderr=pipe, env=self._environment, text=True)
+        self._output: list[str] = []
+        self._reader = threading.Thread(target=lambda: self._output.extend(self.process.communicate()), daemon=True)
+        self._reader.start()
+        with Client(self.url) as client:
+            while not client.is_ready():
+                assert self.process.poll() is None, f"the server did not start: {self.output}"
+                time.sleep(0.02)
+        return time.perf_counter() - started_s
+
+    @property
+    def output(self) -> str:
+        """All it wrote to stdout, then to stderr; once it has ended."""
+        self._reader.join(5)
+        return "".join(self._output)
+
+    def stats(self) -> EngineStats:
+        with urllib.request.urlopen(f"{self.url}/v1/pool", timeout=60) as reply:
+            return msgspec.json.decode(reply.read(), type=EngineStats)
+
+    def memory_mib(self, field: str = "VmRSS") -> float:
+        """Memory of it and its children: a field of /proc/PID/status."""
+        pid = self.process.pid
+        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return sum(_status_kib(each, field) for each in (pid, *children)) / 1024
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> int:
+        """Its exit status."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+def _status_kib(pid: int, field: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+
+
+class MemoryWatch(threading.Thread):
+    """Memory of a server, once a second, by field."""
+
+    def __init__(self, server: ServerProcess, *fields: str) -> None:
+        super().__init__(daemon=True)
+        self._server, self._is_over = server, threading.Event()
+        self.mib: dict[str, list[float]] = {field: [] for field in fields or ("VmRSS",)}
+        self.start()
+
+    def run(self) -> None:
+        while not self._is_over.wait(1.0):
+            for field, values in self.mib.items():
+                values.append(self._server.memory_mib(field))
+
+    def end(self) -> dict[str, list[float]]:
+        self._is_over.set()
+        self.join()
+        return self.mib
