@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from helmrec_bench.measure.serving.restart import Case, run
+from helmrec_bench.measure.serving.restart import RestartCase, run
 
-SMALL = Case(num_rows=3_000, pool="8MiB", num_clients=3, users_per_client=4, before_s=2.0, after_s=1.25, pace_s=0.01)
+SMALL = RestartCase(
+    num_rows=3_000, pool="8MiB", num_clients=3, users_per_client=4, before_s=2.0, after_s=1.25, pace_s=0.01
+)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Relaying:
     has_signals: bool = True
     has_affinity: bool = True
     num_nodes: int = 1
-    num_strangers: int = 0  # signals without a rank, for each signal with one
+    num_new_users: int = 0  # signals without a rank, for each signal with one
     warm_up_s: float = 0.0  # left out of the figures
     seed: int = 0
 
@@ -75,7 +75,7 @@ class CascadeResult:
         return float(np.percentile(self.latency_ms, percent, method="higher"))
 
 
-class _Plan:
+class _CascadePlan:
     """Who comes when, and goes where."""
 
     def __init__(self, trace: Trace, relaying: Relaying) -> None:
@@ -90,7 +90,7 @@ class _Plan:
 
 def simulate_cascade(trace: Trace, config: NodeConfig, cost: CostModel, relaying: Relaying) -> CascadeResult:
     """Serve all ranks of a trace; its times are when users come."""
-    plan, outcomes = _Plan(trace, relaying), make_outcomes(trace.num_requests)
+    plan, outcomes = _CascadePlan(trace, relaying), make_outcomes(trace.num_requests)
     requests = prepare_requests(trace, config)
     nodes = []
     for index in range(relaying.num_nodes):
@@ -107,11 +107,11 @@ def simulate_cascade(trace: Trace, config: NodeConfig, cost: CostModel, relaying
     return _result(nodes, outcomes, plan.rank_s >= relaying.warm_up_s)
 
 
-def _signals(trace: Trace, plan: _Plan, relaying: Relaying, index: int) -> tuple[IntArray, FloatArray]:
-    """Signals of a node, in order of time. A stranger is a user of the trace who comes much later, or came before."""
+def _signals(trace: Trace, plan: _CascadePlan, relaying: Relaying, index: int) -> tuple[IntArray, FloatArray]:
+    """Signals of a node, in order of time. A new user is a user of the trace who comes much later, or came before."""
     mine = np.flatnonzero(plan.signal_node == index)
     rng = np.random.default_rng([relaying.seed, index])
-    num = mine.size * relaying.num_strangers
+    num = mine.size * relaying.num_new_users
     others = rng.integers(0, trace.num_requests, num)
     when_s = np.sort(rng.uniform(0, trace.duration_s, num))
     requests, times_s = np.append(mine, others), np.append(plan.signal_s[mine], when_s)

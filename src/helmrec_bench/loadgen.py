@@ -45,7 +45,7 @@ class LoadGenConfig(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LoadGenVerdict:
     """What LoadGen found."""
 
     is_valid: bool
@@ -72,7 +72,7 @@ class ServerScenario:
         self._num_failed = 0
         self._loadgen = _loadgen()
 
-    def run(self, logs: Path | None = None) -> Verdict:
+    def run(self, logs: Path | None = None) -> LoadGenVerdict:
         """Returns when every query is answered; LoadGen's own files stay in `logs`, if that is given."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) if logs is None else logs
@@ -138,12 +138,14 @@ class ServerScenario:
                 self._has_work.wait(_IDLE_WAIT_S)
 
 
-def largest_valid(judge: Callable[[float], Verdict], low: float, high: float, steps: int) -> list[Verdict]:
+def largest_valid(
+    judge: Callable[[float], LoadGenVerdict], low: float, high: float, steps: int
+) -> list[LoadGenVerdict]:
     """Runs that narrow down the largest valid rate between `low` and `high`, by geometric bisection, in order.
 
     `low` is not judged unless all others are invalid.
     """
-    seen: list[Verdict] = []
+    seen: list[LoadGenVerdict] = []
     floor = low
     for _ in range(steps):
         seen.append(judge((low * high) ** 0.5))
@@ -156,24 +158,24 @@ def largest_valid(judge: Callable[[float], Verdict], low: float, high: float, st
     return seen
 
 
-def _verdict(config: LoadGenConfig, detail: Path, num_failed: int) -> Verdict:
+def _verdict(config: LoadGenConfig, detail: Path, num_failed: int) -> LoadGenVerdict:
     lines = (line.removeprefix(_PREFIX) for line in detail.read_text().splitlines() if line.startswith(_PREFIX))
-    told = {entry["key"]: entry["value"] for entry in map(json.loads, lines)}
-    problems = [problem for key, problem in _CONSTRAINTS.items() if not told[key]]
+    details = {entry["key"]: entry["value"] for entry in map(json.loads, lines)}
+    problems = [problem for key, problem in _CONSTRAINTS.items() if not details[key]]
     if num_failed:
         problems.append(f"{num_failed} refused or failed")
     shares = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
-    return Verdict(
-        is_valid=told["result_validity"] == "VALID" and not num_failed,
+    return LoadGenVerdict(
+        is_valid=details["result_validity"] == "VALID" and not num_failed,
         problems=tuple(problems),
         target_qps=config.target_qps,
-        completed_per_s=told["result_completed_samples_per_sec"],
-        num_queries=told["result_query_count"],
-        num_late=told["result_overlatency_query_count"],
+        completed_per_s=details["result_completed_samples_per_sec"],
+        num_queries=details["result_query_count"],
+        num_late=details["result_overlatency_query_count"],
         num_failed=num_failed,
-        mean_ms=told["result_mean_latency_ns"] / 1e6,
-        percentiles_ms={f"{float(p):g}": told[f"result_{p}_percentile_latency_ns"] / 1e6 for p in shares},
-        max_ms=told["result_max_latency_ns"] / 1e6,
+        mean_ms=details["result_mean_latency_ns"] / 1e6,
+        percentiles_ms={f"{float(p):g}": details[f"result_{p}_percentile_latency_ns"] / 1e6 for p in shares},
+        max_ms=details["result_max_latency_ns"] / 1e6,
     )
 
 

@@ -40,7 +40,7 @@ def test_signals_make_ranks_quicker_and_only_on_the_node_that_got_them() -> None
 def test_strangers_signals_stay_within_the_bounds() -> None:
     trace = small_trace(1, repeat=1)
     config = node_config(relay=RELAY.model_copy(update={"max_held": 0.2, "max_compute": 0.2}))
-    crowded = simulate_cascade(trace, config, SLOW, Relaying(cascade=CASCADE, num_strangers=9))
+    crowded = simulate_cascade(trace, config, SLOW, Relaying(cascade=CASCADE, num_new_users=9))
     assert crowded.most_held <= 0.2
     assert crowded.most_compute <= 0.2 + 1e-9
     assert crowded.verdicts["no room"] + crowded.verdicts["too busy"] > 500

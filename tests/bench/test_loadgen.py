@@ -18,7 +18,7 @@ from helmrec.model.weights import init_model
 from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace_file import write_trace
-from helmrec_bench.loadgen import LoadGenConfig, Offer, ServerScenario, Verdict, largest_valid
+from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, Offer, ServerScenario, largest_valid
 from tests.helpers import random_request, tiny_engine
 
 
@@ -34,7 +34,7 @@ def offers(engine: Engine) -> Offer:
     return lambda: engine.submit(next(made))
 
 
-def judged(engine: Engine, offer: Offer, **settings: Any) -> Verdict:
+def judged(engine: Engine, offer: Offer, **settings: Any) -> LoadGenVerdict:
     config = LoadGenConfig(**{"target_qps": 300, "seconds": 2.5, "latency_ms": 2_000} | settings)
     return ServerScenario(engine, offer, config).run()
 
@@ -87,8 +87,8 @@ def test_settings_out_of_bounds_are_told(field: str, value: float, told: str) ->
 
 
 def capacity(limit: float) -> Any:
-    def judge(qps: float) -> Verdict:
-        return Verdict(qps <= limit, (), qps, qps, 1, 0, 0, 1.0, {}, 1.0)
+    def judge(qps: float) -> LoadGenVerdict:
+        return LoadGenVerdict(qps <= limit, (), qps, qps, 1, 0, 0, 1.0, {}, 1.0)
 
     return judge
 

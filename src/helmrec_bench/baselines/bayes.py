@@ -32,7 +32,7 @@ class BayesSettings(Frozen):
     max_trials: int = Field(200, ge=2, description="trials remembered")
 
 
-class Trial(NamedTuple):
+class BayesTrial(NamedTuple):
     alpha: float
     latency_ms: float
     end_s: float
@@ -45,7 +45,7 @@ class Belief(NamedTuple):
     deviation: Floats
 
 
-def believe(trials: list[Trial], alphas: Floats, now_s: float, settings: BayesSettings) -> Belief:
+def believe(trials: list[BayesTrial], alphas: Floats, now_s: float, settings: BayesSettings) -> Belief:
     """A Gaussian process: squared-exponential in alpha, exponential in age."""
     tried, latency_ms, end_s = (np.array(column) for column in zip(*trials, strict=True))
     log_ms = np.log(latency_ms)
@@ -72,7 +72,7 @@ class BayesianOptimiser:
         self.reset()
 
     def reset(self) -> None:
-        self._trials: list[Trial] = []
+        self._trials: list[BayesTrial] = []
         self._windows: list[tuple[int, float]] = []  # requests and latency of each window at the present split
 
     def decide(self, stats: WindowStats) -> Move | None:
@@ -86,7 +86,7 @@ class BayesianOptimiser:
         counted = np.array(self._windows[settings.settle_windows :])
         self._windows = []
         mean_ms = float(np.average(counted[:, 1], weights=counted[:, 0]))
-        self._trials = [*self._trials, Trial(stats.alpha, mean_ms, traffic.end_s)][-settings.max_trials :]
+        self._trials = [*self._trials, BayesTrial(stats.alpha, mean_ms, traffic.end_s)][-settings.max_trials :]
         belief = believe(self._trials, GRID, traffic.end_s, settings)
         best = int(np.argmin(belief.mean - settings.caution * belief.deviation))
         if abs(GRID[best] - stats.alpha_target) < 0.01:  # half the grid's distance: the next trial is here again

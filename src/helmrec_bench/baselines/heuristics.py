@@ -1,4 +1,4 @@
-"""Simple rivals: each cache tuned for itself, a PID controller on what misses cost, and a hill climber on latency."""
+"""Simple baselines: each cache tuned for itself, a PID controller on the cost of misses, a hill climber on latency."""
 
 from dataclasses import dataclass
 from typing import Literal

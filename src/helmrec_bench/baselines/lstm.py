@@ -1,4 +1,4 @@
-"""A small LSTM that predicts the best split from the last windows: the published prediction-only rival."""
+"""A small LSTM that predicts the best split from the last windows: the published prediction-only baseline."""
 
 from collections.abc import Sequence
 

@@ -105,5 +105,5 @@ def _scipy_optimize() -> Any:
     try:
         from scipy import optimize  # noqa: PLC0415 - an extra
     except ImportError:
-        raise ConfigError("this rival needs scipy: pip install 'helmrec[bench]'") from None
+        raise ConfigError("this baseline needs scipy: pip install 'helmrec[bench]'") from None
     return optimize

@@ -17,7 +17,7 @@ from helmrec.router.policy import Choice, EmbKVAware, Reason, RouterSettings, Ro
 from helmrec.types import IntArray
 
 
-class _Rival(ABC):
+class _Baseline(ABC):
     """Prices the request, then picks a place among the living."""
 
     reason = Reason.SCORE
@@ -38,7 +38,7 @@ class _Rival(ABC):
         """One of the `alive` places."""
 
 
-class RandomNode(_Rival):
+class RandomNode(_Baseline):
     """Looks at nothing."""
 
     reason = Reason.RANDOM
@@ -51,7 +51,7 @@ class RandomNode(_Rival):
         return int(alive[self._rng.integers(alive.size)])
 
 
-class PowerOfTwo(_Rival):
+class PowerOfTwo(_Baseline):
     """Looks at the waiting requests of two nodes drawn at random, and takes the less busy one."""
 
     reason = Reason.LOAD
@@ -66,7 +66,7 @@ class PowerOfTwo(_Rival):
         return int(min(alive[first], alive[second], key=lambda place: nodes.num_waiting[place]))
 
 
-class LeastLoaded(_Rival):
+class LeastLoaded(_Baseline):
     """Looks at waiting requests; of equals the first."""
 
     reason = Reason.LOAD
@@ -75,7 +75,7 @@ class LeastLoaded(_Rival):
         return int(alive[nodes.num_waiting[alive].argmin()])
 
 
-class SessionHash(_Rival):
+class SessionHash(_Baseline):
     """Looks at the user's id: always the same node, while it is there."""
 
     reason = Reason.HASH
@@ -88,7 +88,7 @@ class _ScoreSettings(Frozen):
     load_weight: float = Field(0.5, ge=0, le=1, description="of relative load, against the share of hits")
 
 
-class _HitScore(_Rival):
+class _HitScore(_Baseline):
     """The best sum of hit share and idleness, as cache-aware routers score; of equals the user's own by hash."""
 
     def __init__(self, cost: RouterCost, load_weight: float = 0.5) -> None:
@@ -123,7 +123,7 @@ class EmbAware(_HitScore):
         return 1 - price(self._weighing, request, blind).absent_rows / max(1, num_rows)
 
 
-class DynamoStyle(_Rival):
+class DynamoStyle(_Baseline):
     """Looks at blocks to compute and blocks in work: the lowest weighted sum, as Dynamo at temperature 0."""
 
     def __init__(self, cost: RouterCost, overlap_weight: float = 1.0, block_tokens: int = 128) -> None:

@@ -51,5 +51,5 @@ def _xgboost() -> Any:
     try:
         import xgboost  # noqa: PLC0415 - an extra
     except ImportError:
-        raise ConfigError("this rival needs xgboost: pip install 'helmrec[bench]'") from None
+        raise ConfigError("this baseline needs xgboost: pip install 'helmrec[bench]'") from None
     return xgboost

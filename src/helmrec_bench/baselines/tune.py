@@ -1,4 +1,4 @@
-"""The one way every rival is tuned: random search with the same number of trials over a stated space."""
+"""The one way every baseline is tuned: random search with the same number of trials over a stated space."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TunedTrial:
     settings: Settings
     loss: float
 
@@ -74,8 +74,8 @@ class Trial:
 class Tuned:
     """The best of all trials, the first of which were the defaults."""
 
-    best: Trial
-    trials: tuple[Trial, ...]
+    best: TunedTrial
+    trials: tuple[TunedTrial, ...]
 
 
 def tune(family: Family, loss: Callable[[Policy], float], budget: int, rng: np.random.Generator) -> Tuned:
@@ -88,7 +88,7 @@ def tune(family: Family, loss: Callable[[Policy], float], budget: int, rng: np.r
     drawn = [{name: range_.draw(rng) for name, range_ in family.space.items()} for _ in range(budget - 1)]
     if not family.space:
         drawn = []  # nothing to tune: one trial says it all
-    trials = tuple(Trial(settings, _judged(loss(family.build(settings)))) for settings in ({}, *drawn))
+    trials = tuple(TunedTrial(settings, _judged(loss(family.build(settings)))) for settings in ({}, *drawn))
     return Tuned(min(trials, key=lambda trial: trial.loss), trials)
 
 

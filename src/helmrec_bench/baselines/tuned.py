@@ -1,4 +1,4 @@
-"""Every rival by name, with what is tuned of it: the same search (`tune`) over each of these spaces.
+"""Every baseline by name, with what is tuned of it: the same search (`tune`) over each of these spaces.
 
 Best static in hindsight is not here: it is read off a sweep (`sim.oracle.best_static`).
 """
@@ -23,8 +23,8 @@ from helmrec_bench.baselines.tune import Family, LogUniform, OneOf, Settings, Sp
 FOLLOW: Space = {"min_distance": Uniform(0, 0.08), "slew": LogUniform(0.01, 0.1), "smoothing": Uniform(0.1, 1)}
 
 
-def simple_rivals(cost: ServiceCost) -> tuple[Family, ...]:
-    """Rivals that need neither training nor an extra."""
+def simple_baselines(cost: ServiceCost) -> tuple[Family, ...]:
+    """Baselines that need neither training nor an extra."""
     one_cache: Space = {"tolerance": LogUniform(0.002, 0.2), "slew": LogUniform(0.01, 0.1)}
     return (
         Family("untuned 0.5", {}, lambda _: Static()),
@@ -72,8 +72,8 @@ def simple_rivals(cost: ServiceCost) -> tuple[Family, ...]:
     )
 
 
-def solver_rivals(cost: ServiceCost) -> tuple[Family, ...]:
-    """Rivals that solve a problem every few windows."""
+def solver_baselines(cost: ServiceCost) -> tuple[Family, ...]:
+    """Baselines that solve a problem every few windows."""
     return (
         Family(
             "bayesian optimisation",
@@ -103,8 +103,8 @@ def solver_rivals(cost: ServiceCost) -> tuple[Family, ...]:
     )
 
 
-def learned_rivals(episodes: Sequence[Episode], seed: int = 0) -> tuple[Family, ...]:
-    """Rivals trained on episodes; a trial of their tuning is a training."""
+def learned_baselines(episodes: Sequence[Episode], seed: int = 0) -> tuple[Family, ...]:
+    """Baselines trained on episodes; a trial of their tuning is a training."""
 
     def trees(settings: Settings) -> Policy:
         predictor = train_trees(episodes, TreeSettings(**_of(TreeSettings, settings)), seed)

@@ -14,7 +14,7 @@ from helmrec.engine.engine import Engine
 from helmrec.errors import TraceError
 from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace_file import read_trace
-from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, Verdict
+from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario
 
 _SPARE = 1.2  # LoadGen draws how many queries fit the time
 
@@ -57,7 +57,7 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
         raise typer.Exit(1)
 
 
-def _table(verdict: Verdict) -> Table:
+def _table(verdict: LoadGenVerdict) -> Table:
     table = Table(title="VALID" if verdict.is_valid else "INVALID", show_header=False)
     for label, value in (
         ("problems", "; ".join(verdict.problems) or "none"),

@@ -40,5 +40,5 @@ def train(
 
             training.run(on_round)
         training.save(folder)
-        told = f"{training.num_done:,} steps, {training.curve[-1].lost:+.1%} from the best split"
-        out.print(f"{folder}/network.safetensors: {told}", highlight=False)
+        details = f"{training.num_done:,} steps, {training.curve[-1].lost:+.1%} from the best split"
+        out.print(f"{folder}/network.safetensors: {details}", highlight=False)

@@ -81,7 +81,7 @@ def _sized(lab: Lab, engine: Settings) -> Settings:
 
 def judge_system(figures: Figures) -> Sequence[Verdict]:
     parts = {name: one for name, one in figures["parts"].items() if name != _FULL}
-    told = ", ".join(f"{name} {one['p99_change']['mean']:+.0%}" for name, one in parts.items())
+    details = ", ".join(f"{name} {one['p99_change']['mean']:+.0%}" for name, one in parts.items())
     helping = sum(one["p99_change"]["mean"] > 0.01 for one in parts.values())
     return (
         judged(
@@ -89,7 +89,7 @@ def judge_system(figures: Figures) -> Sequence[Verdict]:
             "each ablation is worse",
             helping / len(parts),
             Rule(1.0, 0.5),
-            f"share of parts without which P99 rises by more than 1%: {told}",
+            f"share of parts without which P99 rises by more than 1%: {details}",
         ),
     )
 
@@ -142,14 +142,14 @@ def measure_allocator(lab: Lab) -> Figures:
 
 def judge_allocator(figures: Figures) -> Sequence[Verdict]:
     others = {name: one["p99_change"]["mean"] for name, one in figures["settings"].items() if name != _OUR_ALLOCATOR}
-    told = ", ".join(f"{name} {change:+.1%}" for name, change in others.items())
+    details = ", ".join(f"{name} {change:+.1%}" for name, change in others.items())
     return (
         judged(
             "Bounded moves, budgeted refill and overlap each lower P99",
             "each allocator ablation is worse",
             sum(change > 0.01 for change in others.values()) / len(others),
             Rule(1.0, 0.2),
-            f"share of ablations whose P99 is more than 1% higher: {told}",
+            f"share of ablations whose P99 is more than 1% higher: {details}",
         ),
     )
 
@@ -229,8 +229,8 @@ def _measured_refill(measured: Measured) -> list[Block]:
 
 def measure_moves(lab: Lab) -> Figures:
     """One move half way through steady traffic; the twin was born where the move ends."""
-    ground = lab.ground(FAMILIES["Steady"], 0)
-    course = ground.course()
+    setup = lab.setup(FAMILIES["Steady"], 0)
+    course = setup.course()
     start_s, tick_s = course.scenario.warm_up_s, course.scenario.tick_s
     num = int((course.trace.duration_s - start_s) / tick_s)
     at = num // 2
@@ -265,14 +265,14 @@ def _aftermath(moved: Sequence[Outcome], twin: Sequence[Outcome], at: int) -> di
 
 def judge_moves(figures: Figures) -> Sequence[Verdict]:
     small = {name: one for name, one in figures["moves"].items() if name in {"0.5 to 0.6", "0.6 to 0.5"}}
-    told = ", ".join(f"{name} {one['p99_change']:+.1%}" for name, one in figures["moves"].items())
+    details = ", ".join(f"{name} {one['p99_change']:+.1%}" for name, one in figures["moves"].items())
     return (
         judged(
             "A move of the size a controller makes does not disturb serving",
             "under 5% slowdown",
             max(one["p99_change"] for one in small.values()),
             Rule(0.05, 0.15, is_more_better=False),
-            f"worst second's P99 in the ten looks after it, against a twin that was always there: {told}",
+            f"worst second's P99 in the ten looks after it, against a twin that was always there: {details}",
         ),
     )
 

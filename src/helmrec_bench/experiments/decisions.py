@@ -40,7 +40,7 @@ class Keeps:
 
 
 def measure_decisions(lab: Lab) -> Figures:
-    course = lab.ground(FAMILIES["Trend"], 0, pressed=_PRESSED).course()
+    course = lab.setup(FAMILIES["Trend"], 0, pressed=_PRESSED).course()
     keeps = Keeps(Static())
     scenario = course.scenario
     simulate(course.trace, course.node(), scenario.cost(), keeps, scenario.tick_s, Options(has_curves=True))
@@ -87,21 +87,21 @@ def _timed(policy: Policy, windows: Sequence[WindowStats], num_calls: int) -> di
 def judge_decisions(figures: Figures) -> Sequence[Verdict]:
     times = figures["times"]
     shown = ", ".join(f"{name} {times[key]:.1f}" for name, key in _SHOWN.items())
-    told = f"{figures['num_calls']:,} calls: {shown} µs"
+    details = f"{figures['num_calls']:,} calls: {shown} µs"
     return (
         judged(
             "A decision takes microseconds",
             "32 µs per decision",
             times["p50_us"],
             Rule(32.0, 100.0, is_more_better=False, unit="us"),
-            f"the median; {told}",
+            f"the median; {details}",
         ),
         judged(
             "Our own bound: 200 µs at the 99th percentile",
             None,
             times["p99_us"],
             Rule(200.0, 1_000.0, is_more_better=False, unit="us"),
-            f"{told}; other work on the machine shows here",
+            f"{details}; other work on the machine shows here",
         ),
     )
 

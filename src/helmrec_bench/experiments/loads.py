@@ -36,10 +36,10 @@ class _Search:
 
     def next_run(self, lab: Lab) -> Run:
         load = self._loads[(self._low + self._high) // 2]
-        ground = lab.ground(self._field.scenario, self.seed, load * self._field.load)
-        return Run(ground, self._policy, self._field.engine)
+        setup = lab.setup(self._field.scenario, self.seed, load * self._field.load)
+        return Run(setup, self._policy, self._field.engine)
 
-    def told(self, *, is_met: bool) -> None:
+    def record(self, *, is_met: bool) -> None:
         middle = (self._low + self._high) // 2
         self._low, self._high = (middle, self._high) if is_met else (self._low, middle)
 
@@ -50,7 +50,7 @@ class _Search:
 
 
 def largest_loads(lab: Lab, field: Field, entries: Mapping[str, Entry], what: str) -> dict[str, list[float]]:
-    """By seed, as multiples of the scenario's arrivals. All searches go on together, so runs share their grounds."""
+    """By seed, as multiples of the scenario's arrivals. All searches go on together, so runs share their setups."""
     searches = {
         name: [_Search(replace(field, engine=engine), policy, seed, lab.tier.loads) for seed in lab.seeds]
         for name, (policy, engine) in entries.items()
@@ -60,7 +60,7 @@ def largest_loads(lab: Lab, field: Field, entries: Mapping[str, Entry], what: st
         runs = [one.next_run(lab) for one in open_ones]
         found = lab.run(runs, what)
         for one, run in zip(open_ones, runs, strict=True):
-            one.told(is_met=found[run].score.meets(slo_ms))
+            one.record(is_met=found[run].score.meets(slo_ms))
     return {name: [one.load for one in ones] for name, ones in searches.items()}
 
 
@@ -78,19 +78,19 @@ def _best_static(loads: Mapping[str, Sequence[float]]) -> str:
 
 
 def judge_loads(figures: Figures) -> Sequence[Verdict]:
-    ratios, told = [], []
+    ratios, details = [], []
     for family, loads in figures["families"].items():
         best = _best_static(loads)
         ours, constant, untuned = (float(np.mean(loads[name])) for name in (OURS, best, "static:0.5"))
         ratios.append(ours / constant if constant else float("nan"))
-        told.append(f"{family} {ours:.2f} against {constant:.2f} ({best}) and {untuned:.2f} (untuned)")
+        details.append(f"{family} {ours:.2f} against {constant:.2f} ({best}) and {untuned:.2f} (untuned)")
     return (
         judged(
             "Throughput within the SLO is not worse than the best static policy's",
             "throughput not worse",
             min(ratios),
             Rule(0.99, 0.95, unit="ratio"),
-            "largest load in multiples of the frozen arrivals: " + "; ".join(told),
+            "largest load in multiples of the frozen arrivals: " + "; ".join(details),
         ),
     )
 
@@ -142,7 +142,7 @@ def measure_ladder(lab: Lab) -> Figures:
 
 def judge_ladder(figures: Figures) -> Sequence[Verdict]:
     mean = {rung: float(np.mean(one["loads"])) for rung, one in figures["rungs"].items()}
-    told = ", ".join(f"{rung} {load:.2f}" for rung, load in mean.items())
+    details = ", ".join(f"{rung} {load:.2f}" for rung, load in mean.items())
     last, cluster = mean[RUNGS[4]], figures["cluster"]
     return (
         judged(
@@ -150,14 +150,14 @@ def judge_ladder(figures: Figures) -> Sequence[Verdict]:
             None,
             last / mean[RUNGS[0]] if mean[RUNGS[0]] else float("nan"),
             Rule(1.1, 1.02, unit="ratio"),
-            f"largest load at P99 within the SLO: {told}",
+            f"largest load at P99 within the SLO: {details}",
         ),
         judged(
             "What a user gains over a tuned split with LRU, as peers deploy it",
             None,
             last / mean[RUNGS[1]] if mean[RUNGS[1]] else float("nan"),
             Rule(1.05, 1.0, unit="ratio"),
-            f"the split was tuned on the traffic it is judged on: {told}",
+            f"the split was tuned on the traffic it is judged on: {details}",
         ),
         judged(
             "What the router adds on a cluster, over routing by user hash",

@@ -53,10 +53,10 @@ class Cascade:
 
     @property
     def name(self) -> str:
-        told = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
-        told += json.dumps([self.seed, self.has_signals, self.load, self.history])
+        details = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
+        details += json.dumps([self.seed, self.has_signals, self.load, self.history])
         way = "ahead" if self.has_signals else "inline"
-        return f"{way}, {self.scenario.name} x {self.load:g}, {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        return f"{way}, {self.scenario.name} x {self.load:g}, {hashlib.sha256(details.encode()).hexdigest()[:16]}"
 
 
 def perform_cascade(one: Cascade) -> dict[str, float]:
@@ -127,7 +127,7 @@ def _ratio(one: dict[str, Any], what: str) -> float:
 def judge_relay(figures: Figures) -> Sequence[Verdict]:
     ones = {f"{one['budget_ms']:g} ms": one for one in figures["scenarios"].values()}
 
-    def told(what: str) -> str:
+    def details(what: str) -> str:
         return ", ".join(f"budget {budget}: {_ratio(one, what):.2f} x" for budget, one in ones.items())
 
     return (
@@ -136,7 +136,7 @@ def judge_relay(figures: Figures) -> Sequence[Verdict]:
             "up to 3.6 x (RelayGR)",
             max(_ratio(one, "loads") for one in ones.values()),
             Rule(3.6, 1.1, unit="ratio"),
-            f"largest load with signals over without: {told('loads')}; the same work is "
+            f"largest load with signals over without: {details('loads')}; the same work is "
             "done on the same device, so it grows only as the budget nears what one rank takes inline",
         ),
         judged(
@@ -145,7 +145,7 @@ def judge_relay(figures: Figures) -> Sequence[Verdict]:
             max(_ratio(one, "histories") for one in ones.values()),
             Rule(1.5, 1.1, unit="ratio"),
             f"longest median history with signals over without, at the load that is the largest without: "
-            f"{told('histories')}",
+            f"{details('histories')}",
         ),
     )
 

@@ -47,9 +47,9 @@ class ClusterRun:
 
     @property
     def name(self) -> str:
-        told = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
-        told += json.dumps([self.seed, self.router, self.num_nodes, self.load, self.engine])
-        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+        details = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
+        details += json.dumps([self.seed, self.router, self.num_nodes, self.load, self.engine])
+        digest = hashlib.sha256(details.encode()).hexdigest()[:16]
         return f"{self.router} over {self.num_nodes} nodes x {self.load:g}, seed {self.seed}, {digest}"
 
 
@@ -128,14 +128,14 @@ def judge_routing(figures: Figures) -> Sequence[Verdict]:
     routers = {name: {key: value["mean"] for key, value in one.items()} for name, one in figures["routers"].items()}
     ours, kv, emb = routers[OURS], routers["kv-aware"], routers["emb-aware"]
     others = {name: one["p99_ms"] for name, one in routers.items() if name != OURS}
-    told = ", ".join(f"{name} {one['p99_ms']:.1f} ms" for name, one in routers.items())
+    details = ", ".join(f"{name} {one['p99_ms']:.1f} ms" for name, one in routers.items())
     return (
         judged(
             "Routing by both caches has a lower P99 than routing by either",
             "lowest P99 of the three (axis of 20-80 ms)",
             ours["p99_ms"] / min(kv["p99_ms"], emb["p99_ms"]) - 1,
             Rule(0.0, 0.05, is_more_better=False),
-            f"against the better of the two: {told}",
+            f"against the better of the two: {details}",
         ),
         judged(
             "It keeps nearly all KV hits of KV-aware routing",
@@ -158,7 +158,7 @@ def judge_routing(figures: Figures) -> Sequence[Verdict]:
             None,
             ours["p99_ms"] / min(others.values()) - 1,
             Rule(0.0, 0.05, is_more_better=False),
-            told,
+            details,
         ),
     )
 

@@ -47,7 +47,7 @@ def alone_ms(terms: CostTerms, shape: Shape, history: int, *, emb_hits: bool, kv
 def measure_settings(lab: Lab) -> Figures:
     scenario = lab.scenario(SHAPE_SCENARIO)
     assert scenario.workload is not None
-    config = scenario.node_config(lab.ground(SHAPE_SCENARIO, 0).course().trace)
+    config = scenario.node_config(lab.setup(SHAPE_SCENARIO, 0).course().trace)
     shape = Shape(len(config.model.features), config.geometry.row_stride, scenario.workload.num_candidates)
     terms = scenario.cost().terms()
     found = {
@@ -61,21 +61,21 @@ def judge_settings(figures: Figures) -> Sequence[Verdict]:
     last = {name: values[-1] for name, values in figures["ms"].items()}
     gain = last["EMB only"] / last["both"]
     alone = min(last["EMB only"], last["KV only"]) / last["both"]
-    told = ", ".join(f"{name} {value:.1f} ms" for name, value in last.items())
+    details = ", ".join(f"{name} {value:.1f} ms" for name, value in last.items())
     return (
         judged(
             "With rows resident, a KV hit makes a long request several times shorter",
             "3.5 x (authors' prototype, batch 8, 14K tokens)",
             gain,
             Rule(3.5, 2.0, unit="ratio"),
-            f"EMB only over both, at {figures['histories'][-1]:,} events: {told}",
+            f"EMB only over both, at {figures['histories'][-1]:,} events: {details}",
         ),
         judged(
             "Neither cache alone is enough",
             "both are needed",
             alone,
             Rule(1.5, 1.1, unit="ratio"),
-            f"the better of the two alone over both together: {told}",
+            f"the better of the two alone over both together: {details}",
         ),
     )
 
@@ -136,14 +136,14 @@ def judge_ratio(figures: Figures) -> Sequence[Verdict]:
         phase: max(one["mean_ms"][alphas.index(other)] for other in stars.values()) / min(one["mean_ms"]) - 1
         for phase, one in phases.items()
     }
-    told = ", ".join(f"{phase}: alpha* {alpha:g}" for phase, alpha in stars.items())
+    details = ", ".join(f"{phase}: alpha* {alpha:g}" for phase, alpha in stars.items())
     return (
         judged(
             "The best ratio shifts across regimes",
             "by up to 0.35",
             shift,
             Rule(0.35, 0.1, unit="alpha"),
-            f"{told} ({figures['scenario']}, by mean latency)",
+            f"{details} ({figures['scenario']}, by mean latency)",
         ),
         judged(
             "A wrong ratio leaves 20-30% of latency unrealised",
@@ -211,14 +211,14 @@ def judge_scale(figures: Figures) -> Sequence[Verdict]:
         "Split": int(((stars > _REGION_EDGE) & (stars < 1 - _REGION_EDGE)).sum()),
         "All-EMB": int((stars >= 1 - _REGION_EDGE).sum()),
     }
-    told = ", ".join(f"{name} {num} of {stars.size} cells" for name, num in counts.items())
+    details = ", ".join(f"{name} {num} of {stars.size} cells" for name, num in counts.items())
     return (
         judged(
             "Cluster scale and hot share divide into All-EMB, Split and All-KV regions",
             "three regions",
             float(sum(num > 0 for num in counts.values())),
             Rule(3, 2, unit="count"),
-            f"{told}; All-KV: alpha* at most {_REGION_EDGE:g}, All-EMB: at least {1 - _REGION_EDGE:g}",
+            f"{details}; All-KV: alpha* at most {_REGION_EDGE:g}, All-EMB: at least {1 - _REGION_EDGE:g}",
         ),
     )
 

@@ -41,21 +41,21 @@ def judge_strategies(figures: Figures) -> Sequence[Verdict]:
     gaps = {family: one["policies"][OURS]["gap"] for family, one in families.items()}
     constants = {family: _least_constant(one) for family, one in families.items()}
     regrets = {family: one["policies"][OURS]["regret_switching"] for family, one in families.items()}
-    told = ", ".join(f"{family} {gap:.3f} (best constant {constants[family]:.3f})" for family, gap in gaps.items())
+    details = ", ".join(f"{family} {gap:.3f} (best constant {constants[family]:.3f})" for family, gap in gaps.items())
     return (
         judged(
             "Mean |alpha - alpha*| of the full controller",
             "0.024-0.029 on Steady, Trend and Burst",
             max(gaps.values()),
             Rule(0.029, 0.06, is_more_better=False, unit="alpha"),
-            f"the largest of {told}",
+            f"the largest of {details}",
         ),
         judged(
             "The controller is nearer to alpha* than the best constant, on every family",
             "0.024-0.029 against 0.06-0.09",
             max(gaps[family] - constants[family] for family in families),
             Rule(0.0, 0.02, is_more_better=False, unit="alpha"),
-            f"largest difference of gaps; {told}",
+            f"largest difference of gaps; {details}",
         ),
         judged(
             "Latency regret against an oracle that pays its moves",
@@ -90,12 +90,12 @@ def show_strategies(figures: Figures, measured: Measured) -> Sequence[Block]:
               marked=frozenset({OURS}))
     ]  # fmt: skip
     if "baselines.json" in measured:
-        blocks.append(_rivals(measured["baselines.json"]))
+        blocks.append(_baselines(measured["baselines.json"]))
     return blocks
 
 
-def _rivals(kept: dict[str, Any]) -> Table:
-    """Rivals that must be trained or solved for, from the longer run that tuned them."""
+def _baselines(kept: dict[str, Any]) -> Table:
+    """Baselines that must be trained or solved for, from the longer run that tuned them."""
     variants = kept["variants"]
     wanted = ("bayesian optimisation", "milp", "xgboost", "lstm", "HelmRec")
     rows = []
@@ -106,7 +106,7 @@ def _rivals(kept: dict[str, Any]) -> Table:
             cells += ["-", "-"] if row is None else [f"{row['gap']:.3f}", f"{row['regret_switching']:+.1%}"]
         rows.append(cells)
     header = ["policy"] + [f"{name}: {what}" for name in variants for what in ("gap", "regret")]
-    caption = f"Tuned and trained rivals, from baselines.json (commit {kept['commit']}), not run again here."
+    caption = f"Tuned and trained baselines, from baselines.json (commit {kept['commit']}), not run again here."
     return Table(header, rows, caption)
 
 
@@ -196,7 +196,7 @@ def judge_falsification(figures: Figures) -> Sequence[Verdict]:
     families = figures["families"]
     left = max(abs(one["gains"][FROZEN][figure]["mean"]) for one in families.values() for figure in ("mean", "p99"))
     gain = min(one["gains"][OURS]["p99"]["mean"] for one in families.values())
-    told = ", ".join(
+    details = ", ".join(
         f"{family} {one['gains'][OURS]['p99']['mean']:+.1%} moving, {one['gains'][FROZEN]['p99']['mean']:+.1%} frozen"
         for family, one in families.items()
     )
@@ -206,14 +206,14 @@ def judge_falsification(figures: Figures) -> Sequence[Verdict]:
             None,
             left,
             Rule(1e-9, 0.005, is_more_better=False),
-            f"P99 against the untuned split: {told}",
+            f"P99 against the untuned split: {details}",
         ),
         judged(
             "Moving, it gains over the split it starts from",
             None,
             gain,
             Rule(0.24, 0.01),
-            f"the smaller P99 gain over the untuned 0.5: {told}",
+            f"the smaller P99 gain over the untuned 0.5: {details}",
         ),
     )
 
@@ -242,7 +242,7 @@ EXPERIMENTS = (
         "Control strategies",
         "Table III",
         "Mean |alpha - alpha*| of static ratios, prediction only, PPO only and the full controller.",
-        "Every constant, simple rivals and ours on three frozen scenarios, with an oracle that pays its moves.",
+        "Every constant, simple baselines and ours on three frozen scenarios, with an oracle that pays its moves.",
         measure_strategies,
         judge_strategies,
         show_strategies,

@@ -40,14 +40,14 @@ def judge_overall(figures: Figures) -> Sequence[Verdict]:
         name: one["policies"][OURS]["p99_ms"]["mean"] / one["policies"][_UNTUNED]["p99_ms"]["mean"] - 1
         for name, one in presets.items()
     }
-    told = ", ".join(f"{name} {_change(change)}" for name, change in changes.items())
+    details = ", ".join(f"{name} {_change(change)}" for name, change in changes.items())
     return (
         judged(
             "P99 against the best static policy",
             "-24 to -38%",
             min(change["mean"] for change in changes.values()),
             Rule(-0.24, -0.02, is_more_better=False),
-            f"the largest fall; best constant in hindsight: {told}",
+            f"the largest fall; best constant in hindsight: {details}",
         ),
         judged(
             "P99 against an untuned split",
@@ -61,7 +61,7 @@ def judge_overall(figures: Figures) -> Sequence[Verdict]:
             "throughput and P99 not worse",
             max(change["mean"] for change in changes.values()),
             Rule(0.01, 0.05, is_more_better=False),
-            f"the largest rise of P99: {told}",
+            f"the largest rise of P99: {details}",
         ),
     )
 
@@ -137,7 +137,7 @@ def judge_slo(figures: Figures) -> Sequence[Verdict]:
     last = figures["loads"][f"{_LOADS[-1]:g}"]
     ours = {family: one[OURS]["mean"] for family, one in last.items()}
     tuned = {family: one["tuned on Steady"]["mean"] for family, one in last.items()}
-    told = ", ".join(f"{family} {ours[family]:.1%} (tuned static {tuned[family]:.1%})" for family in last)
+    details = ", ".join(f"{family} {ours[family]:.1%} (tuned static {tuned[family]:.1%})" for family in last)
     lead = max(ours[family] - tuned[family] for family in ("Trend", "Burst"))
     return (
         judged(
@@ -145,14 +145,14 @@ def judge_slo(figures: Figures) -> Sequence[Verdict]:
             "93.5-99.6%",
             min(ours.values()),
             Rule(0.935, 0.8),
-            f"the least of {told}, at {_LOADS[-1]:g} x the frozen arrivals",
+            f"the least of {details}, at {_LOADS[-1]:g} x the frozen arrivals",
         ),
         judged(
             "A static policy tuned on Steady fails when traffic changes, the controller does not",
             "tuned static 99.4% on Steady, 83-91% on Trend; HELM at least 98.9%",
             lead,
             Rule(0.08, 0.005),
-            f"largest lead over the tuned static on Trend and Burst: {told}",
+            f"largest lead over the tuned static on Trend and Burst: {details}",
         ),
     )
 
@@ -188,7 +188,7 @@ EXPERIMENTS = (
         "overall-p99",
         "Overall P99 on three data sets",
         "Figure 11",
-        "P99 of HELM and its rivals on Taobao, Amazon Video Games and Amazon Books: -24 to -38% against best static.",
+        "P99 of HELM and baselines on Taobao, Amazon Video Games and Amazon Books: -24 to -38% against best static.",
         "Bursts over catalogues of the published sizes, histories stretched to 8,000 events.",
         measure_overall,
         judge_overall,

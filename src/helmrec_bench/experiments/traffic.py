@@ -23,7 +23,7 @@ def _field(lab: Lab) -> Field:
 
 def measure_fluctuation(lab: Lab) -> Figures:
     field = _field(lab)
-    course = field.grounds(lab)[0].course()
+    course = field.setups(lab)[0].course()
     trace, start_s = course.trace, course.scenario.warm_up_s
     edges = np.arange(start_s, trace.duration_s + lab.tier.window_s / 2, lab.tier.window_s)
     histories = index_histories(trace)
@@ -44,7 +44,7 @@ def measure_fluctuation(lab: Lab) -> Figures:
 
 
 def _hours(times_s: Any, lab: Lab) -> list[float]:
-    """Of the day that is told, not of the time it was pressed into."""
+    """Hours of the scenario's day, not of the shorter time that it is simulated in."""
     return (np.asarray(times_s) / (3_600 * lab.tier.pressed * lab.tier.time)).round(4).tolist()
 
 

@@ -12,7 +12,7 @@ from helmrec_bench.judging.contest import Floats, Score
 from helmrec_bench.judging.contest_report import Hindsight, Row, hindsight, row, spent
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.policies import path_text
-from helmrec_bench.lab.runs import Ground, Outcome, Run, Settings
+from helmrec_bench.lab.runs import Outcome, Run, Settings, Setup
 from helmrec_bench.map.shifts import PRICES, switch_prices
 
 _LOAD = 0.85  # of frozen scenarios: what a move delays others by
@@ -28,12 +28,12 @@ class Field:
     pressed: float = 1.0
     engine: Settings = ()
 
-    def grounds(self, lab: Lab) -> list[Ground]:
-        return [lab.ground(self.scenario, seed, self.load, self.traffic, self.pressed) for seed in lab.seeds]
+    def setups(self, lab: Lab) -> list[Setup]:
+        return [lab.setup(self.scenario, seed, self.load, self.traffic, self.pressed) for seed in lab.seeds]
 
     def runs(self, lab: Lab, policy: str) -> list[Run]:
         """One a seed."""
-        return [Run(ground, policy, self.engine) for ground in self.grounds(lab)]
+        return [Run(setup, policy, self.engine) for setup in self.setups(lab)]
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def contest(lab: Lab, field: Field, policies: Sequence[str], what: str) -> Conte
 def _oracle(lab: Lab, field: Field, constants: Mapping[float, list[Outcome]], what: str) -> list[Outcome]:
     """Paths planned in hindsight at several prices of moving, replayed with their moves; or the best constant."""
     seen = hindsight({alpha: scores(outcomes) for alpha, outcomes in constants.items()})
-    start_s = field.grounds(lab)[0].scenario.warm_up_s
-    paths = {tuple(path.tolist()) for path in _plans(field.grounds(lab)[0], seen, len(lab.seeds))}
+    start_s = field.setups(lab)[0].scenario.warm_up_s
+    paths = {tuple(path.tolist()) for path in _plans(field.setups(lab)[0], seen, len(lab.seeds))}
     texts = [path_text(list(path), lab.tier.window_s, start_s) for path in sorted(paths)]
     runs = [field.runs(lab, text) for text in texts]
     found = lab.run([run for ones in runs for run in ones], f"{what}, oracles")
@@ -112,8 +112,8 @@ def _oracle(lab: Lab, field: Field, constants: Mapping[float, list[Outcome]], wh
     return min((*replayed, constants[seen.best_alpha]), key=lambda outcomes: spent(scores(outcomes)))
 
 
-def _plans(ground: Ground, seen: Hindsight, num_seeds: int) -> list[Floats]:
-    course = ground.course()
+def _plans(setup: Setup, seen: Hindsight, num_seeds: int) -> list[Floats]:
+    course = setup.course()
     prices = switching_costs(seen.alphas, switch_prices(course.node(), course.scenario.cost(), _LOAD))
     plans = [cheapest_path(seen.costs, seen.alphas, prices * price * num_seeds).alpha for price in PRICES]
     return [seen.exact.alpha, *plans]

@@ -15,7 +15,7 @@ from helmrec.sim.cost import default_cost
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec_bench import scenarios
 from helmrec_bench.lab.provenance import code_digest
-from helmrec_bench.lab.runs import Ground, Outcome, Run, Settings, Task, perform, tasks_of
+from helmrec_bench.lab.runs import Outcome, Run, Settings, Setup, Task, perform, tasks_of
 from helmrec_bench.lab.store import Store, Unit, digest_of, spread
 from helmrec_bench.lab.tiers import Tier, resized
 
@@ -57,11 +57,11 @@ class Lab:
         self._seen[name] = hashlib.sha256(scenario.model_dump_json().encode()).hexdigest()[:12]
         return resized(scenario, self.tier.time * pressed, self.tier.size)
 
-    def ground(self, name: str, seed: int, load: float = 1.0, traffic: Settings = (), pressed: float = 1.0) -> Ground:
-        return Ground(self.scenario(name, pressed), seed, load, self.tier.window_s, traffic)
+    def setup(self, name: str, seed: int, load: float = 1.0, traffic: Settings = (), pressed: float = 1.0) -> Setup:
+        return Setup(self.scenario(name, pressed), seed, load, self.tier.window_s, traffic)
 
     def run(self, runs: Sequence[Run], what: str) -> dict[Run, Outcome]:
-        """What came of each; those of one ground are run together, so that its miss curves are made once."""
+        """What came of each; those of one setup are run together, so that its miss curves are made once."""
         missing = [run for run in runs if run.name not in self.store.found]
         tasks = tasks_of(missing, self.place.build / "curves")
 

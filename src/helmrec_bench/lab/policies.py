@@ -20,7 +20,7 @@ LAYERS = {
 }
 
 
-class Entrant(NamedTuple):
+class StartedPolicy(NamedTuple):
     """A policy, where its node starts, and whether it must be shown miss curves."""
 
     policy: Policy
@@ -57,30 +57,32 @@ class Jump:
         """There is nothing to forget."""
 
 
-def _static(value: str, cost: ServiceCost) -> Entrant:
-    return Entrant(make_policy(f"static:{value}", cost), float(value), False)  # born there, as a tuned node would be
+def _static(value: str, cost: ServiceCost) -> StartedPolicy:
+    return StartedPolicy(
+        make_policy(f"static:{value}", cost), float(value), False
+    )  # born there, as a tuned node would be
 
 
-def _frozen(value: str, cost: ServiceCost) -> Entrant:
-    return Entrant(Frozen(make_policy("helm", cost)), float(value), True)
+def _frozen(value: str, cost: ServiceCost) -> StartedPolicy:
+    return StartedPolicy(Frozen(make_policy("helm", cost)), float(value), True)
 
 
-def _jump(value: str, cost: ServiceCost) -> Entrant:
+def _jump(value: str, cost: ServiceCost) -> StartedPolicy:
     """`jump:0.3>0.5@40`."""
     start, _, rest = value.partition(">")
     alpha, _, at_s = rest.partition("@")
-    return Entrant(Jump(float(alpha), float(at_s)), float(start), False)
+    return StartedPolicy(Jump(float(alpha), float(at_s)), float(start), False)
 
 
-def _path(value: str, cost: ServiceCost) -> Entrant:
+def _path(value: str, cost: ServiceCost) -> StartedPolicy:
     """`path:10@30=0.5,0.6`: windows of 10 s from 30 s on."""
     windows, _, splits = value.partition("=")
     window_s, _, start_s = windows.partition("@")
     alphas = np.array([float(split) for split in splits.split(",")])
-    return Entrant(Planned(alphas, float(window_s), float(start_s)), float(alphas[0]), False)
+    return StartedPolicy(Planned(alphas, float(window_s), float(start_s)), float(alphas[0]), False)
 
 
-_TAKING_A_VALUE: dict[str, Callable[[str, ServiceCost], Entrant]] = {
+_TAKING_A_VALUE: dict[str, Callable[[str, ServiceCost], StartedPolicy]] = {
     "static": _static,
     "frozen helm": _frozen,
     "jump": _jump,
@@ -88,12 +90,12 @@ _TAKING_A_VALUE: dict[str, Callable[[str, ServiceCost], Entrant]] = {
 }
 
 
-def entrant(text: str, cost: ServiceCost) -> Entrant:
+def started_policy(text: str, cost: ServiceCost) -> StartedPolicy:
     name, _, value = text.partition(":")
     if name in LAYERS:
-        return Entrant(Limited(Helm(LAYERS[name]), Limits()), UNTUNED_ALPHA, True)
+        return StartedPolicy(Limited(Helm(LAYERS[name]), Limits()), UNTUNED_ALPHA, True)
     if not value:
-        return Entrant(make_policy(name, cost), UNTUNED_ALPHA, needs_curves(name))
+        return StartedPolicy(make_policy(name, cost), UNTUNED_ALPHA, needs_curves(name))
     if name not in _TAKING_A_VALUE:
         known = (*POLICY_NAMES, *LAYERS, *(f"{kind}:..." for kind in _TAKING_A_VALUE))
         raise ConfigError(f"policy must be one of {', '.join(known)}, got {text!r}")

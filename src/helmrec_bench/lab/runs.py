@@ -21,7 +21,7 @@ from helmrec.sim.simulate import SimResult, simulate
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.judging.contest import Course, Score
 from helmrec_bench.lab.curve_file import load_curves, save_curves
-from helmrec_bench.lab.policies import Entrant, entrant, is_blind
+from helmrec_bench.lab.policies import StartedPolicy, is_blind, started_policy
 from helmrec_bench.lab.store import digest_of
 from helmrec_bench.lab.tiers import with_traffic
 
@@ -29,7 +29,7 @@ Settings = tuple[tuple[str, Any], ...]  # names with values
 _REFUSED_MS = 10_000.0  # as in contests
 
 
-class Ground(NamedTuple):
+class Setup(NamedTuple):
     """Traffic: a scenario as read and resized, a seed, how dense, and what is changed of every phase."""
 
     scenario: Scenario
@@ -40,9 +40,9 @@ class Ground(NamedTuple):
 
     @property
     def digest(self) -> str:
-        told = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
-        told += json.dumps([self.seed, self.load, self.window_s, self.traffic])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        details = self.scenario.model_dump_json() + digest_of(self.scenario.cost())
+        details += json.dumps([self.seed, self.load, self.window_s, self.traffic])
+        return hashlib.sha256(details.encode()).hexdigest()[:16]
 
     def course(self) -> Course:
         assert self.scenario.workload is not None
@@ -53,16 +53,16 @@ class Ground(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A policy on a ground; `engine` replaces settings of the scenario's engine, sizes as plain numbers."""
+    """A policy on a setup; `engine` replaces settings of the scenario's engine, sizes as plain numbers."""
 
-    ground: Ground
+    setup: Setup
     policy: str
     engine: Settings = ()
 
     @property
     def name(self) -> str:
-        told = "".join(f", {name}={value}" for name, value in self.engine)
-        return f"{self.policy}{told} on {self.ground.scenario.name} {self.ground.digest}"
+        details = "".join(f", {name}={value}" for name, value in self.engine)
+        return f"{self.policy}{details} on {self.setup.scenario.name} {self.setup.digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +86,40 @@ class Outcome:
 
 
 class Task(NamedTuple):
-    """Runs that share a ground, and where its miss curves are kept."""
+    """Runs that share a setup, and where its miss curves are kept."""
 
-    ground: Ground
+    setup: Setup
     runs: tuple[Run, ...]
     curves: Path
 
     @property
     def name(self) -> str:
-        return f"{self.ground.scenario.name} x {self.ground.load:g}, seed {self.ground.seed}"
+        return f"{self.setup.scenario.name} x {self.setup.load:g}, seed {self.setup.seed}"
 
 
 def perform(task: Task) -> dict[str, dict[str, Any]]:
     """Outcomes by the name of the run."""
-    stage = _Stage(task.ground, task.curves)
+    stage = _Stage(task.setup, task.curves)
     return {run.name: asdict(stage.outcome(run)) for run in task.runs}
 
 
 def tasks_of(runs: Sequence[Run], folder: Path) -> list[Task]:
-    """Runs by ground, those that look at miss curves apart: so several processes have something to do at once.
+    """Runs by setup, those that look at miss curves apart: so several processes have something to do at once.
 
     Whoever records curves comes first, since that takes longest.
     """
     grouped: dict[tuple[bool, str], list[Run]] = {}
     for run in dict.fromkeys(runs):
-        grouped.setdefault((is_blind(run.policy), run.ground.digest), []).append(run)
-    tasks = {key: Task(ones[0].ground, tuple(ones), folder / f"{key[1]}.npz") for key, ones in grouped.items()}
+        grouped.setdefault((is_blind(run.policy), run.setup.digest), []).append(run)
+    tasks = {key: Task(ones[0].setup, tuple(ones), folder / f"{key[1]}.npz") for key, ones in grouped.items()}
     return [tasks[key] for key in sorted(tasks, key=lambda key: (key[0], -len(tasks[key].runs)))]
 
 
 class _Stage:
-    """A ground made ready once for all its runs."""
+    """A setup made ready once for all its runs."""
 
-    def __init__(self, ground: Ground, curves: Path) -> None:
-        self._course, self._curves_path = ground.course(), curves
+    def __init__(self, setup: Setup, curves: Path) -> None:
+        self._course, self._curves_path = setup.course(), curves
 
     @cached_property
     def _curves(self) -> Sequence[JointCurves | None]:
@@ -130,7 +130,7 @@ class _Stage:
     def outcome(self, run: Run) -> Outcome:
         course, settings = self._course, dict(run.engine)
         cost = service_cost(course.scenario.cost(), course.node(**settings), course.trace)
-        found = entrant(run.policy, cost)
+        found = started_policy(run.policy, cost)
         node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
         policy = _Shown(found, self._curves, tick_s) if found.has_curves else found.policy
         result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)
@@ -140,7 +140,7 @@ class _Stage:
 class _Shown:
     """A policy that is shown recorded miss curves: requests, and so curves, are the same at any split."""
 
-    def __init__(self, found: Entrant, curves: Sequence[JointCurves | None], tick_s: float) -> None:
+    def __init__(self, found: StartedPolicy, curves: Sequence[JointCurves | None], tick_s: float) -> None:
         self._policy, self._curves, self._tick_s = found.policy, curves, tick_s
         self.reset()
 

@@ -24,8 +24,8 @@ _Task = TypeVar("_Task")
 
 def digest_of(cost: CostModel) -> str:
     """Tells calibrations apart by their figures."""
-    told = cost.model_dump_json(exclude={"sources", "fit", "made"})
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
+    details = cost.model_dump_json(exclude={"sources", "fit", "made"})
+    return hashlib.sha256(details.encode()).hexdigest()[:12]
 
 
 def digest_of_code(*packages: str) -> str:

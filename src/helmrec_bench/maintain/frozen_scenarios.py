@@ -56,7 +56,7 @@ max_history = 14000
 """
 
 
-class Setting(NamedTuple):
+class FrozenSetting(NamedTuple):
     """A node of the map under a name."""
 
     name: str
@@ -64,7 +64,7 @@ class Setting(NamedTuple):
     cell: Cell
 
 
-class Traffic(NamedTuple):
+class FrozenTraffic(NamedTuple):
     """A variant: phases at a base rate of 1, and how many times the base rate its regimes bring."""
 
     name: str
@@ -75,9 +75,9 @@ class Traffic(NamedTuple):
 
 
 SETTINGS = (
-    Setting("control", "Control: one row a token. Adapting should gain nothing.", Cell(rows_per_token=1)),
-    Setting("main", "Main: 24 rows a token, hot prefixes and hot rows together as large as the pool.", MAIN),
-    Setting("stress", "Stress, FAVOURABLE to adapting: as main, but stages do not overlap.", FAVOURABLE),
+    FrozenSetting("control", "Control: one row a token. Adapting should gain nothing.", Cell(rows_per_token=1)),
+    FrozenSetting("main", "Main: 24 rows a token, hot prefixes and hot rows together as large as the pool.", MAIN),
+    FrozenSetting("stress", "Stress, FAVOURABLE to adapting: as main, but stages do not overlap.", FAVOURABLE),
 )
 
 
@@ -99,9 +99,9 @@ def trend(cell: Cell, duration_s: float, rush: float) -> Phase:
     return changed(start, "trend", **ramps)
 
 
-def bursts(cell: Cell, length_s: float, repeat: int, rush: float) -> Traffic:
+def bursts(cell: Cell, length_s: float, repeat: int, rush: float) -> FrozenTraffic:
     burst = cell.phase("browsing", length_s, rush).model_copy(update={"name": "burst"})
-    return Traffic(
+    return FrozenTraffic(
         f"burst-{length_s:g}s",
         f"Every {4 * length_s:g} s a burst of {length_s:g} s.",
         (calm(cell, 3 * length_s), burst),
@@ -110,13 +110,13 @@ def bursts(cell: Cell, length_s: float, repeat: int, rush: float) -> Traffic:
     )
 
 
-def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
+def variants(cell: Cell, rush: float) -> tuple[FrozenTraffic, ...]:
     """`rush`: how many times the calm rate a burst brings."""
     after = cell.phase("browsing", 30, rush).model_copy(update={"name": "after"})
     rest, flooded = calm(cell, 40), calm(cell, 30)
     return (
-        Traffic("steady", "Nothing changes.", (calm(cell, 80),), 1, {"returning": 1}),
-        Traffic(
+        FrozenTraffic("steady", "Nothing changes.", (calm(cell, 80),), 1, {"returning": 1}),
+        FrozenTraffic(
             "trend",
             "A slow change to another crowd, shorter histories, flatter taste and more requests.",
             (trend(cell, 90, rush), after),
@@ -126,9 +126,9 @@ def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
         bursts(cell, 3, 12, rush),
         bursts(cell, 20, 2, rush),
         bursts(cell, 60, 1, rush),
-        Traffic(
+        FrozenTraffic(
             "cold-flood",
-            "Adversarial: strangers on top of the usual traffic, as many again, then twice as many.",
+            "Adversarial: new users on top of the usual traffic, as many again, then twice as many.",
             (
                 rest,
                 changed(flooded, "flood", rate=2, hot_share=0.35),
@@ -138,7 +138,7 @@ def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
             1,
             {"returning": 1, "flood": 3},
         ),
-        Traffic(
+        FrozenTraffic(
             "flash-items",
             "Adversarial: half of all draws go to a thousand items nobody knew, others each time.",
             (calm(cell, 20), changed(calm(cell, 20), "flash", flash_share=(0.5, 0.2))),
@@ -148,7 +148,7 @@ def variants(cell: Cell, rush: float) -> tuple[Traffic, ...]:
     )
 
 
-def rush_of(setting: Setting, sweeps: Mapping[str, Any]) -> float:
+def rush_of(setting: FrozenSetting, sweeps: Mapping[str, Any]) -> float:
     """Half as many requests again; where adapting is to be favoured, what makes both regimes equally critical."""
     if setting.cell != FAVOURABLE:
         return 1.5
@@ -164,7 +164,7 @@ def base_rate(sweeps: Mapping[str, Any], times: Mapping[Regime, float]) -> tuple
     return float(worst[at]), float(next(iter(swept.values())).alphas[at])
 
 
-def frozen_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any]) -> str:
+def frozen_text(setting: FrozenSetting, traffic: FrozenTraffic, sweeps: Mapping[str, Any]) -> str:
     """Regimes alone say what a constant would bear; the whole scenario, run at shares of that, says what it does."""
     limit, alpha = base_rate(sweeps, traffic.times)
     tried = Scenario(**tomllib.loads(scenario_text(setting, traffic, limit, alpha)))
@@ -177,7 +177,7 @@ def frozen_text(setting: Setting, traffic: Traffic, sweeps: Mapping[str, Any]) -
     return scenario_text(setting, traffic, round(LOAD * share * limit), alpha)
 
 
-def scenario_text(setting: Setting, traffic: Traffic, rate: float, alpha: float) -> str:
+def scenario_text(setting: FrozenSetting, traffic: FrozenTraffic, rate: float, alpha: float) -> str:
     cell = setting.cell
     workload = cell.workload(calm(cell, 1), traffic.phases)
     head = _HEADER.format(

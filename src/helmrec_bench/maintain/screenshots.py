@@ -14,76 +14,28 @@ from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from helmrec.errors import Refused
-from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
-from helmrec.types import RankRequest
+from helmrec_bench.measure.requests import Crowd, Visitors
 
 NUM_ROWS = 60_000
 PER_CLIENT_S = 0.09
 NUM_CANDIDATES = 64
 
 
-class Traffic:
-    """Users with growing histories over Zipf-popular items. Same seed, same requests."""
-
-    def __init__(self, config: ModelConfig, seed: int, num_hot: int = 48) -> None:
-        self._config = config
-        self._rng = np.random.default_rng(seed)
-        self._num_items = config.features[0].num_rows
-        self._hot = [self._history(int(self._rng.integers(100, 400))) for _ in range(num_hot)]
-        self._next_stranger = num_hot
-
-    def next_request(self, hot_share: float) -> RankRequest:
-        rng = self._rng
-        if rng.random() < hot_share:
-            user_id = int(rng.integers(len(self._hot)))
-            self._hot[user_id] = history = self._append(self._hot[user_id])
-        else:
-            user_id, history = self._next_stranger, self._history(int(rng.integers(50, 200)))
-            self._next_stranger += 1
-        items, actions, timestamps = history
-        candidates = self._items(NUM_CANDIDATES)
-        return RankRequest(
-            user_id=user_id,
-            items=items,
-            actions=actions,
-            timestamps=timestamps,
-            candidates=candidates,
-            features={"category": items % 500},
-            candidate_features={"category": candidates % 500},
-            context={"country": user_id % 200, "hour": int(rng.integers(24))},
-        )
-
-    def _history(self, length: int) -> np.ndarray:  # (3, events): items, actions, timestamps
-        return np.stack([self._items(length), self._rng.integers(0, 8, length), self._times(0, length)])
-
-    def _append(self, history: np.ndarray) -> np.ndarray:
-        num = int(self._rng.integers(1, 4))
-        new = [self._items(num), self._rng.integers(0, 8, num), self._times(history[2, -1], num)]
-        return np.concatenate([history, np.stack(new)], axis=1)
-
-    def _times(self, start: int, num: int) -> np.ndarray:
-        return start + np.cumsum(self._rng.integers(1, 3_600, num))
-
-    def _items(self, num: int) -> np.ndarray:
-        return (self._rng.zipf(1.2, num) - 1) % self._num_items
-
-
 def drive(url: str, seed: int, until_s: float, started_s: float) -> None:
-    """Returning users, then a flood of strangers, then both."""
-    traffic = Traffic(profile("demo", NUM_ROWS), seed)
+    """Returning users, then a flood of new users, then both."""
+    visitors = Visitors(profile("demo", NUM_ROWS), Crowd(48, 100, 400, NUM_CANDIDATES), seed)
     with Client(url) as client:
         while (now_s := time.monotonic()) < until_s:
             part = (now_s - started_s) / (until_s - started_s)
             with suppress(Refused):  # it shows on the page
-                client.rank(traffic.next_request(0.95 if part < 0.45 else 0.3 if part < 0.75 else 0.8))
+                client.rank(visitors.next(0.95 if part < 0.45 else 0.3 if part < 0.75 else 0.8))
             time.sleep(max(0.0, PER_CLIENT_S - (time.monotonic() - now_s)))
 
 

@@ -92,7 +92,7 @@ class Cell(Frozen):
 
     def phase(self, regime: Regime, duration_s: float, rate: float | tuple[float, float]) -> Phase:
         """Returning users with long histories; another crowd, half as many of it known, with half the history and
-        flatter taste; or strangers on top of the usual traffic, twice as many."""
+        flatter taste; or new users on top of the usual traffic, twice as many."""
         settings: dict[str, Any] = {"hot_share": 0.7, "history": 6_700, "item_exponent": _EXPONENT}
         if regime == "browsing":
             settings = {

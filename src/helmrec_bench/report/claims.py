@@ -38,7 +38,7 @@ class Rule:
     is_more_better: bool = True
     unit: Literal["share", "ratio", "alpha", "us", "count"] = "share"
 
-    def told(self, *, is_papers: bool = True) -> str:
+    def details(self, *, is_papers: bool = True) -> str:
         word, (best, _, worst) = "at least" if self.is_more_better else "at most", _words(is_papers=is_papers)
         return f"{best}: {word} {self.shown(self.reproduced)}; partly: {word} {self.shown(self.partly)}; else {worst}"
 
@@ -63,7 +63,7 @@ def _words(*, is_papers: bool) -> list[str]:
 def judged(claim: str, paper: str | None, value: float, rule: Rule, because: str) -> Verdict:
     """`because`: the figures behind the value, in words. Without `paper` the claim is ours."""
     is_papers = paper is not None
-    stated, finding = rule.told(is_papers=is_papers), rule.finding(value)
+    stated, finding = rule.details(is_papers=is_papers), rule.finding(value)
     return Verdict(claim, paper or "not given", rule.shown(value), stated, finding, because, is_papers)
 
 

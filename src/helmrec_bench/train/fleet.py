@@ -14,10 +14,10 @@ from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
 from helmrec.control.layers import JUDGED_S
 from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
-from helmrec_bench.train.nodes import NODE, Mix, draw_node
+from helmrec_bench.train.nodes import NODE, NodeMix, draw_node
 from helmrec_bench.train.second import (
-    Served,
-    Work,
+    SecondWork,
+    ServedSecond,
     engine_of,
     fill_stages,
     lone_ms,
@@ -33,7 +33,7 @@ _MOST_BIAS = 2.0  # this and those below as in `control.layers`
 _BURSTS_S, _BURST_FACTOR = 300.0, 1.25
 
 
-class Outcome(NamedTuple):
+class FleetOutcome(NamedTuple):
     """Of one second, one value per node. Latencies are logarithms, over the least expected one at any split."""
 
     expected: Floats  # at the present caches, without the queue that was left before
@@ -48,7 +48,7 @@ class Fleet:
     def __init__(self, num_nodes: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.nodes = np.zeros(num_nodes, NODE)
-        self.mixes = np.zeros((num_nodes, 2, len(Mix)))
+        self.mixes = np.zeros((num_nodes, 2, len(NodeMix)))
         self.signals = np.zeros((num_nodes, len(Signal)))
         self.mean_ms, self.newest_ms, self.burst_ms = np.zeros((3, num_nodes, ALPHAS.size))
         self._averaged_ms = np.zeros((num_nodes, ALPHAS.size))
@@ -58,9 +58,9 @@ class Fleet:
         self.nodes["left_s"] *= self.rng.random(num_nodes)  # so that they do not end together
         self.step(self.nodes["alpha"].copy())
 
-    def step(self, targets: Floats) -> Outcome:
+    def step(self, targets: Floats) -> FleetOutcome:
         """Aim at these splits and serve for a second."""
-        results = np.zeros((len(Outcome._fields), targets.size))
+        results = np.zeros((len(FleetOutcome._fields), targets.size))
         curves = (self.mean_ms, self.newest_ms, self._averaged_ms, self.burst_ms)
         _step_all(self.rng, (self.nodes, self.mixes, self.signals), curves, (targets, results), self._streams)
         for number in np.flatnonzero(self.nodes["left_s"] <= 0):
@@ -69,9 +69,9 @@ class Fleet:
             self.burst_ms[number] = 0.0
             chosen = slice(number, number + 1)
             parts = (self.nodes[chosen], self.mixes[chosen], self.signals[chosen])
-            here = (self.nodes["alpha"][chosen].copy(), np.zeros((len(Outcome._fields), 1)))
+            here = (self.nodes["alpha"][chosen].copy(), np.zeros((len(FleetOutcome._fields), 1)))
             _step_all(self.rng, parts, tuple(curve[chosen] for curve in curves), here, self._streams)
-        return Outcome(*results)
+        return FleetOutcome(*results)
 
 
 def _make_streams(rng: np.random.Generator) -> Floats:
@@ -123,10 +123,10 @@ def _move(node: Any, target: float) -> None:
 
 
 @numba.njit(cache=True)
-def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> Served:
+def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> ServedSecond:
     work_ms = np.empty((3, 2))
     work = work_of(node, mix, node.emb, node.kv)
-    fill_stages(node, mix[Mix.HISTORY], work, np.ones(3), work_ms)
+    fill_stages(node, mix[NodeMix.HISTORY], work, np.ones(3), work_ms)
     took_ms = lone_ms(work_ms, work.new)
     keep = 2.0 ** (-1 / JUDGED_S)
     node.tokens_seen = keep * node.tokens_seen + work.tokens - node.others
@@ -153,25 +153,25 @@ def _true_latency(node: Any, mix: Floats, rate: float, stream: Floats) -> tuple[
     for split in range(num + 1):
         emb, kv = (SPLITS[split], 1 - SPLITS[split]) if split < num else (node.emb, node.kv)
         work = work_of(node, mix, emb, kv)
-        fill_stages(node, mix[Mix.HISTORY], work, np.ones(3), work_ms[:, :, split])
+        fill_stages(node, mix[NodeMix.HISTORY], work, np.ones(3), work_ms[:, :, split])
         new[split] = work.new
     total_ms = _play(stream, rate, new, work_ms, engine_of(node, np.ones(3)))
     return min(total_ms[:num].min(), total_ms[num]), total_ms[num]
 
 
 @numba.njit(cache=True)
-def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: Served, stream: Floats) -> Floats:
+def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: ServedSecond, stream: Floats) -> Floats:
     """Latency at ALPHAS, from miss curves and costs that are wrong and are corrected by what is measured here."""
     mix = mix.copy()
-    mix[Mix.KV_SCALE] *= node.kv_stretch
-    mix[Mix.KV_POWER] *= node.kv_bend
-    mix[Mix.EMB_SCALE] *= node.emb_stretch
-    mix[Mix.EMB_POWER] *= node.emb_bend
+    mix[NodeMix.KV_SCALE] *= node.kv_stretch
+    mix[NodeMix.KV_POWER] *= node.kv_bend
+    mix[NodeMix.EMB_SCALE] *= node.emb_stretch
+    mix[NodeMix.EMB_POWER] *= node.emb_bend
     keep = 2.0 ** (-1 / RECENT_S)
     node.kv_noise = keep * node.kv_noise + node.noise * np.sqrt(1 - keep * keep) * rng.normal(0.0, 1.0)
     node.emb_noise = keep * node.emb_noise + node.noise * np.sqrt(1 - keep * keep) * rng.normal(0.0, 1.0)
-    mix[Mix.KV_SCALE] *= np.exp(node.kv_noise)
-    mix[Mix.EMB_SCALE] *= np.exp(node.emb_noise)
+    mix[NodeMix.KV_SCALE] *= np.exp(node.kv_noise)
+    mix[NodeMix.EMB_SCALE] *= np.exp(node.emb_noise)
     tokens_bias, rows_bias = _bias(node, mix, served)
     unlearned = 2.0 ** (-node.time_s / node.learn_s)
     factors = np.array((node.host_error, node.rows_error, node.compute_error)) ** unlearned * node.pace
@@ -181,7 +181,7 @@ def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: Served, s
         work = work_of(node, mix, SPLITS[split], 1 - SPLITS[split])
         tokens = node.others + (work.tokens - node.others) * tokens_bias
         missed = work.missed * rows_bias
-        fill_stages(node, mix[Mix.HISTORY], Work(work.new, tokens, missed), factors, work_ms[:, :, split])
+        fill_stages(node, mix[NodeMix.HISTORY], SecondWork(work.new, tokens, missed), factors, work_ms[:, :, split])
         new[split], stages_ms[split] = work.new, lone_ms(work_ms[:, :, split], work.new)
     if node.moved_s == node.time_s:
         here_ms, there_ms = np.interp(node.move_from, SPLITS, stages_ms), np.interp(node.alpha, SPLITS, stages_ms)
@@ -192,7 +192,7 @@ def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: Served, s
 
 
 @numba.njit(cache=True)
-def _bias(node: Any, mix: Floats, served: Served) -> tuple[float, float]:
+def _bias(node: Any, mix: Floats, served: ServedSecond) -> tuple[float, float]:
     """Measured over promised tokens and rows at the present split, and the pace, as `Residual` has them."""
     keep = 2.0 ** (-1 / JUDGED_S)
     promised = work_of(node, mix, node.alpha, 1 - node.alpha)
@@ -208,7 +208,7 @@ def _bias(node: Any, mix: Floats, served: Served) -> tuple[float, float]:
 
 
 @numba.njit(cache=True)
-def _average(node: Any, newest_ms: Floats, served: Served, curves: Any) -> None:
+def _average(node: Any, newest_ms: Floats, served: ServedSecond, curves: Any) -> None:
     """Average over seconds, and mix in the bursts that were seen, as `Helm` and `Bursts` do."""
     mean_ms, newest, averaged_ms, burst_ms = curves
     newest[:] = newest_ms
@@ -231,7 +231,7 @@ def _average(node: Any, newest_ms: Floats, served: Served, curves: Any) -> None:
 
 
 @numba.njit(cache=True)
-def _fill_signals(node: Any, served: Served, known_ms: float, signals: Floats) -> None:
+def _fill_signals(node: Any, served: ServedSecond, known_ms: float, signals: Floats) -> None:
     """As `ppo.observation.signals_of` does."""
     signals[Signal.LOW], signals[Signal.HIGH], signals[Signal.ALPHA] = ALPHAS[0], ALPHAS[-1], node.alpha
     signals[Signal.BEHIND] = 0.0

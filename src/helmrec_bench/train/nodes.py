@@ -51,7 +51,7 @@ class Kind(IntEnum):
     BURST = 4
 
 
-class Mix(IntEnum):
+class NodeMix(IntEnum):
     """Columns of what requests are like."""
 
     HISTORY = 0  # tokens of a request
@@ -73,13 +73,13 @@ def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
 
 
 def draw_mixes(rng: np.random.Generator) -> Floats:
-    """Two mixes, (2, columns of Mix); the second differs in some columns."""
-    logarithmic = [Mix.HISTORY, Mix.KV_SCALE, Mix.FRESH, Mix.EMB_SCALE]
+    """Two mixes, (2, columns of NodeMix); the second differs in some columns."""
+    logarithmic = [NodeMix.HISTORY, NodeMix.KV_SCALE, NodeMix.FRESH, NodeMix.EMB_SCALE]
     drawn = rng.uniform(_LOW, _HIGH, (2, _LOW.size))
     drawn[:, logarithmic] = np.exp(rng.uniform(np.log(_LOW[logarithmic]), np.log(_HIGH[logarithmic]), (2, 4)))
     drawn[1] = np.where(rng.random(_LOW.size) < 0.5, drawn[0], drawn[1])
     longer = _log_uniform(rng, 0.5, 3.0) if rng.random() < 0.5 else 1.0
-    drawn[1, [Mix.HISTORY, Mix.KV_SCALE]] = drawn[0, [Mix.HISTORY, Mix.KV_SCALE]] * longer
+    drawn[1, [NodeMix.HISTORY, NodeMix.KV_SCALE]] = drawn[0, [NodeMix.HISTORY, NodeMix.KV_SCALE]] * longer
     return drawn
 
 
@@ -87,7 +87,7 @@ def draw_node(rng: np.random.Generator, node: Nodes, mixes: Floats) -> None:
     """Fill one node of an array and its two mixes."""
     mixes[:] = draw_mixes(rng)
     node[()] = np.zeros((), NODE)
-    _draw_costs(rng, node, float(mixes[0, Mix.HISTORY]))
+    _draw_costs(rng, node, float(mixes[0, NodeMix.HISTORY]))
     kinds = (Kind.STEADY, Kind.RAMP, Kind.SINE, Kind.SINE, Kind.STEP, Kind.BURST, Kind.BURST)
     kind = kinds[int(rng.integers(len(kinds)))]
     is_slow = kind in (Kind.RAMP, Kind.SINE)
@@ -133,16 +133,16 @@ def _cycle_ms(node: Nodes, mixes: Floats) -> float:
     """Time between two requests that the best constant can bear in both mixes, steps being full."""
     worst = np.zeros(ALPHAS.size)
     for mix in mixes:
-        found = np.exp(-(((1 - ALPHAS) / mix[Mix.KV_SCALE]) ** mix[Mix.KV_POWER]))
-        new = mix[Mix.COLD] + (1 - mix[Mix.COLD]) * found
-        computed = new * mix[Mix.HISTORY] + (1 - new) * mix[Mix.FRESH]
+        found = np.exp(-(((1 - ALPHAS) / mix[NodeMix.KV_SCALE]) ** mix[NodeMix.KV_POWER]))
+        new = mix[NodeMix.COLD] + (1 - mix[NodeMix.COLD]) * found
+        computed = new * mix[NodeMix.HISTORY] + (1 - new) * mix[NodeMix.FRESH]
         tokens = node["others"] + computed
-        missing = np.exp(-((ALPHAS / mix[Mix.EMB_SCALE]) ** mix[Mix.EMB_POWER]))
-        missed = mix[Mix.EMB_FLOOR] + (1 - mix[Mix.EMB_FLOOR]) * missing
+        missing = np.exp(-((ALPHAS / mix[NodeMix.EMB_SCALE]) ** mix[NodeMix.EMB_POWER]))
+        missed = mix[NodeMix.EMB_FLOOR] + (1 - mix[NodeMix.EMB_FLOOR]) * missing
         host = node["host_step"] / node["most"] + node["host_request"] + node["host_token"] * tokens
         rows = node["rows_step"] / node["most"]
         rows = rows + tokens * node["rows_per_token"] * (node["read_row"] + node["missed_row"] * missed)
-        pairs = node["others"] * mix[Mix.HISTORY] + computed * mix[Mix.HISTORY] / 2
+        pairs = node["others"] * mix[NodeMix.HISTORY] + computed * mix[NodeMix.HISTORY] / 2
         compute = node["compute_step"] / node["most"] + node["token"] * tokens + node["pair"] * pairs
         cycle = np.maximum(host + rows, compute) if node["overlaps"] else host + rows + compute
         worst = np.maximum(worst, cycle)

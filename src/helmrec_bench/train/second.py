@@ -8,14 +8,14 @@ import numpy as np
 from helmrec.control.costs import Floats
 from helmrec.control.latency import EngineModel
 from helmrec.steps import MS_PER_S
-from helmrec_bench.train.nodes import Kind, Mix
+from helmrec_bench.train.nodes import Kind, NodeMix
 
 _MOST_BEHIND_MS = 5_000.0  # that a node may be late; who comes then is refused
 _FEW = 1e-3
 _TAIL = 0.99
 
 
-class Work(NamedTuple):
+class SecondWork(NamedTuple):
     """Per request."""
 
     new: float  # share of requests that find none of their history
@@ -23,7 +23,7 @@ class Work(NamedTuple):
     missed: float  # rows
 
 
-class Served(NamedTuple):
+class ServedSecond(NamedTuple):
     """What was measured in a second."""
 
     mean_ms: float  # NaN: nobody came
@@ -58,18 +58,18 @@ def rate_of(node: Any, share: float) -> float:
 
 
 @numba.njit(cache=True)
-def work_of(node: Any, mix: Floats, emb: float, kv: float) -> Work:
+def work_of(node: Any, mix: Floats, emb: float, kv: float) -> SecondWork:
     """With these shares of the pool in use."""
-    absent = np.exp(-((max(kv, 0.0) / mix[Mix.KV_SCALE]) ** mix[Mix.KV_POWER]))
-    new = mix[Mix.COLD] + (1 - mix[Mix.COLD]) * absent
-    tokens = node.others + new * mix[Mix.HISTORY] + (1 - new) * mix[Mix.FRESH]
-    missing = np.exp(-((max(emb, 0.0) / mix[Mix.EMB_SCALE]) ** mix[Mix.EMB_POWER]))
-    missing = mix[Mix.EMB_FLOOR] + (1 - mix[Mix.EMB_FLOOR]) * missing
-    return Work(new, tokens, tokens * node.rows_per_token * missing)
+    absent = np.exp(-((max(kv, 0.0) / mix[NodeMix.KV_SCALE]) ** mix[NodeMix.KV_POWER]))
+    new = mix[NodeMix.COLD] + (1 - mix[NodeMix.COLD]) * absent
+    tokens = node.others + new * mix[NodeMix.HISTORY] + (1 - new) * mix[NodeMix.FRESH]
+    missing = np.exp(-((max(emb, 0.0) / mix[NodeMix.EMB_SCALE]) ** mix[NodeMix.EMB_POWER]))
+    missing = mix[NodeMix.EMB_FLOOR] + (1 - mix[NodeMix.EMB_FLOOR]) * missing
+    return SecondWork(new, tokens, tokens * node.rows_per_token * missing)
 
 
 @numba.njit(cache=True)
-def fill_stages(node: Any, history: float, work: Work, factors: Floats, work_ms: Floats) -> None:
+def fill_stages(node: Any, history: float, work: SecondWork, factors: Floats, work_ms: Floats) -> None:
     """Stage times per request, (stages, new user or not), as `LatencyModel.predict` has them; `factors` of stages."""
     computed = work.tokens - node.others
     long = min(computed / max(work.new, _FEW), history)
@@ -104,7 +104,7 @@ def lone_ms(work_ms: Floats, new: float) -> float:
 
 
 @numba.njit(cache=True)
-def serve(rng: np.random.Generator, node: Any, rate: float, new: float, work_ms: Floats) -> Served:
+def serve(rng: np.random.Generator, node: Any, rate: float, new: float, work_ms: Floats) -> ServedSecond:
     """A second of random arrivals, in steps as of `control.latency.play`. Who is late keeps the next ones waiting."""
     arrived_ms = _arrivals(rng, rate)
     num, at, num_queued = arrived_ms.size, 0, 0
@@ -141,10 +141,10 @@ def serve(rng: np.random.Generator, node: Any, rate: float, new: float, work_ms:
         compute_busy_ms, bus_busy_ms = compute_busy_ms + compute_ms, bus_busy_ms + rows_ms
     node.host_free, node.bus_free, node.device_free = _left_ms(host_ms), _left_ms(bus_ms), _left_ms(device_ms)
     if not num:
-        return Served(np.nan, np.nan, 0, 0, 0.0, 0.0, 0.0)
+        return ServedSecond(np.nan, np.nan, 0, 0, 0.0, 0.0, 0.0)
     tail_ms = np.sort(latency_ms)[int(_TAIL * (num - 1))]
     shares = np.minimum(1.0, np.array((busy_ms, compute_busy_ms, bus_busy_ms)) / MS_PER_S)
-    return Served(latency_ms.mean(), tail_ms, num, num_queued, shares[0], shares[1], shares[2])
+    return ServedSecond(latency_ms.mean(), tail_ms, num, num_queued, shares[0], shares[1], shares[2])
 
 
 @numba.njit(cache=True)

@@ -5,13 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helmrec_bench.baselines.bayes import BayesianOptimiser, BayesSettings, Trial, believe
+from helmrec_bench.baselines.bayes import BayesianOptimiser, BayesSettings, BayesTrial, believe
 from tests.control.bowl import Bowl, drive
 
 
 def test_belief_is_firm_where_it_tried_and_open_where_it_did_not() -> None:
     settings = BayesSettings(noise=0.001, spread=0.3, length_scale=0.1)
-    belief = believe([Trial(0.2, 10.0, 0.0), Trial(0.4, 40.0, 0.0)], np.array([0.2, 0.4, 0.95]), 0.0, settings)
+    belief = believe(
+        [BayesTrial(0.2, 10.0, 0.0), BayesTrial(0.4, 40.0, 0.0)], np.array([0.2, 0.4, 0.95]), 0.0, settings
+    )
     np.testing.assert_allclose(np.exp(belief.mean), [10, 40, 20], rtol=0.01)
     np.testing.assert_allclose(belief.deviation, [0, 0, 0.3], atol=0.002)
 
@@ -19,7 +21,7 @@ def test_belief_is_firm_where_it_tried_and_open_where_it_did_not() -> None:
 def test_belief_is_that_of_the_textbook_formula() -> None:
     """Each split on its own by a plain inverse."""
     rng, settings = np.random.default_rng(3), BayesSettings(memory_s=50)
-    trials = [Trial(float(a), float(1 + ms), float(60 * t)) for a, ms, t in rng.random((6, 3))]
+    trials = [BayesTrial(float(a), float(1 + ms), float(60 * t)) for a, ms, t in rng.random((6, 3))]
     alphas = np.linspace(0, 1, 5)
     belief = believe(trials, alphas, 70.0, settings)
     log_ms = np.log([trial.latency_ms for trial in trials])
@@ -38,7 +40,7 @@ def test_belief_is_that_of_the_textbook_formula() -> None:
 
 def test_old_trials_fade() -> None:
     settings = BayesSettings(memory_s=100)
-    trials = [Trial(0.2, 10.0, 0.0), Trial(0.8, 20.0, 0.0)]
+    trials = [BayesTrial(0.2, 10.0, 0.0), BayesTrial(0.8, 20.0, 0.0)]
     fresh, old = (believe(trials, np.array([0.2]), now_s, settings) for now_s in (0.0, 1_000.0))
     assert old.deviation[0] > 5 * fresh.deviation[0]
 

@@ -1,4 +1,4 @@
-"""Every rival on made-up nodes whose best split is known."""
+"""Every baseline on made-up nodes whose best split is known."""
 
 from collections.abc import Callable
 from dataclasses import replace

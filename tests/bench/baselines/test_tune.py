@@ -1,4 +1,4 @@
-"""One search for all rivals, and a catalogue whose every entry runs within limits."""
+"""One search for all baselines, and a catalogue whose every entry runs within limits."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from helmrec.control.policy import Limited, Limits, Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 from helmrec_bench.baselines.tune import Family, LogUniform, OneOf, Uniform, Whole, tune
-from helmrec_bench.baselines.tuned import learned_rivals, simple_rivals, solver_rivals
+from helmrec_bench.baselines.tuned import learned_baselines, simple_baselines, solver_baselines
 from tests.bench.baselines.drift import COST, bowls, episode, follow
 
 STATIC = Family("static", {"alpha": Uniform(0, 1)}, lambda s: Static(StaticSettings(**s)))
@@ -70,7 +70,7 @@ def test_one_of_draws_each() -> None:
     assert {OneOf(("a", "b")).draw(rng) for _ in range(50)} == {"a", "b"}
 
 
-FAMILIES = {f.name: f for f in (*simple_rivals(COST), *solver_rivals(COST), *learned_rivals([episode(0)]))}
+FAMILIES = {f.name: f for f in (*simple_baselines(COST), *solver_baselines(COST), *learned_baselines([episode(0)]))}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

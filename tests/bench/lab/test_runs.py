@@ -14,7 +14,7 @@ from helmrec_bench.lab import runs
 from helmrec_bench.lab.contests import Field
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.lab import Lab
-from helmrec_bench.lab.policies import entrant, is_blind
+from helmrec_bench.lab.policies import is_blind, started_policy
 from helmrec_bench.lab.runs import Run, tasks_of
 from helmrec_bench.lab.store import Store, digest_of_code
 from helmrec_bench.lab.tiers import TIERS, for_nodes, resized
@@ -25,17 +25,17 @@ NAME = "main-burst-20s"
 
 def test_a_run_is_what_a_contest_makes_of_the_same_policy(make_lab: MakeLab) -> None:
     lab = make_lab()
-    ground = lab.ground(NAME, 0)
-    ran = lab.run([Run(ground, "helm"), Run(ground, "static:0.5")], "test")
-    course = Course(ground.scenario, 0, window_s=lab.tier.window_s)
+    setup = lab.setup(NAME, 0)
+    ran = lab.run([Run(setup, "helm"), Run(setup, "static:0.5")], "test")
+    course = Course(setup.scenario, 0, window_s=lab.tier.window_s)
     judged = course.judge(make_policy("helm"))
-    score = ran[Run(ground, "helm")].score
+    score = ran[Run(setup, "helm")].score
     assert (score.mean_ms, score.costs, score.alphas) == (judged.mean_ms, judged.costs, judged.alphas)
-    assert ran[Run(ground, "static:0.5")].score.mean_ms == course.static(0.5).mean_ms != score.mean_ms
+    assert ran[Run(setup, "static:0.5")].score.mean_ms == course.static(0.5).mean_ms != score.mean_ms
 
 
 def test_a_finished_run_is_not_run_again(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(make_lab().ground(NAME, 0), "static:0.5")
+    run = Run(make_lab().setup(NAME, 0), "static:0.5")
     first = make_lab().run([run], "test")
 
     def never(*_: object) -> None:
@@ -44,12 +44,12 @@ def test_a_finished_run_is_not_run_again(make_lab: MakeLab, monkeypatch: pytest.
     monkeypatch.setattr(runs, "_outcome", never)
     assert make_lab().run([run], "test") == first
     with pytest.raises(AssertionError, match="kept"):
-        make_lab().run([Run(run.ground, "static:0.6")], "test")
+        make_lab().run([Run(run.setup, "static:0.6")], "test")
 
 
 def test_runs_of_one_ground_that_need_its_curves_are_one_task(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab()
-    here, there = lab.ground(NAME, 0), lab.ground(NAME, 1)
+    here, there = lab.setup(NAME, 0), lab.setup(NAME, 1)
     asked = [Run(there, "helm"), *(Run(here, policy) for policy in ("helm", "pid", "pid", "helm base", "static:0.5"))]
     tasks = tasks_of(asked, tmp_path)
     assert [[run.policy for run in task.runs] for task in tasks] == [
@@ -63,17 +63,17 @@ def test_runs_of_one_ground_that_need_its_curves_are_one_task(make_lab: MakeLab,
     "policy", ["static:0.5", "jump:0.3>0.5@2", "path:1@1=0.5", "helm", "helm base", "argmin", "pid"]
 )
 def test_who_is_taken_for_blind_is_shown_no_curves(make_lab: MakeLab, policy: str) -> None:
-    cost = make_lab().ground(NAME, 0).course().service_cost
-    assert is_blind(policy) != entrant(policy, cost).has_curves
+    cost = make_lab().setup(NAME, 0).course().service_cost
+    assert is_blind(policy) != started_policy(policy, cost).has_curves
 
 
 @pytest.mark.parametrize("changed", ["seed", "load", "traffic"])
 def test_other_traffic_is_another_ground(make_lab: MakeLab, changed: str) -> None:
     lab = make_lab()
-    other = {"seed": lab.ground(NAME, 1), "load": lab.ground(NAME, 0, 1.1)}
-    other["traffic"] = lab.ground(NAME, 0, traffic=(("hot_share", 0.2),))
-    assert other[changed].digest != lab.ground(NAME, 0).digest == lab.ground(NAME, 0).digest
-    assert not np.array_equal(other[changed].course().trace.user, lab.ground(NAME, 0).course().trace.user)
+    other = {"seed": lab.setup(NAME, 1), "load": lab.setup(NAME, 0, 1.1)}
+    other["traffic"] = lab.setup(NAME, 0, traffic=(("hot_share", 0.2),))
+    assert other[changed].digest != lab.setup(NAME, 0).digest == lab.setup(NAME, 0).digest
+    assert not np.array_equal(other[changed].course().trace.user, lab.setup(NAME, 0).course().trace.user)
 
 
 def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
 
 
 def test_curves_come_back_from_their_file_as_they_were(make_lab: MakeLab, tmp_path: Path) -> None:
-    curves = make_lab().ground(NAME, 0).course().curves
+    curves = make_lab().setup(NAME, 0).course().curves
     save_curves(tmp_path / "curves.npz", curves)
     back = load_curves(tmp_path / "curves.npz")
     assert [one is None for one in back] == [one is None for one in curves]
@@ -109,11 +109,11 @@ def test_a_smaller_tier_keeps_rates_and_what_is_hot_beside_the_pool() -> None:
 
 
 def test_a_policy_nobody_has_is_refused_with_its_name(make_lab: MakeLab) -> None:
-    cost = make_lab().ground(NAME, 0).course().service_cost
+    cost = make_lab().setup(NAME, 0).course().service_cost
     with pytest.raises(ConfigError, match="nobody:1"):
-        entrant("nobody:1", cost)
+        started_policy("nobody:1", cost)
     with pytest.raises(ConfigError, match=r"static:0\.x"):
-        entrant("static:0.x", cost)
+        started_policy("static:0.x", cost)
 
 
 def test_tiers_grow() -> None:
@@ -143,7 +143,7 @@ class _Made:
     def scenario(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(slo_ms=80.0)
 
-    def ground(self, name: str, seed: int, load: float) -> float:
+    def setup(self, name: str, seed: int, load: float) -> float:
         return load
 
     def run(self, wanted: list[Run], what: str) -> dict[Run, SimpleNamespace]:
@@ -151,7 +151,7 @@ class _Made:
         return {run: SimpleNamespace(score=self._score(run)) for run in wanted}
 
     def _score(self, run: Run) -> SimpleNamespace:
-        is_met = cast("float", run.ground) <= self._bears * (1.1 if run.policy == "helm" else 1.0)
+        is_met = cast("float", run.setup) <= self._bears * (1.1 if run.policy == "helm" else 1.0)
         return SimpleNamespace(meets=lambda slo_ms: is_met)
 
 

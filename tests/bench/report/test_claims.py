@@ -24,8 +24,8 @@ def test_a_figure_that_is_none_is_not_judged() -> None:
 
 def test_a_rule_is_stated_with_its_thresholds() -> None:
     rule = Rule(0.029, 0.06, is_more_better=False, unit="alpha")
-    assert rule.told() == "reproduced: at most 0.029; partly: at most 0.060; else not reproduced"
-    assert rule.told(is_papers=False) == "met: at most 0.029; partly: at most 0.060; else missed"
+    assert rule.details() == "reproduced: at most 0.029; partly: at most 0.060; else not reproduced"
+    assert rule.details(is_papers=False) == "met: at most 0.029; partly: at most 0.060; else missed"
 
 
 def test_a_claim_without_a_paper_is_ours() -> None:

@@ -39,7 +39,7 @@ _OTHER_USERS = 1 << 32  # between the ids of two runs: what one leaves behind is
 
 
 @dataclass(frozen=True)
-class Setting:
+class FidelitySetting:
     """What is served, and how much of it."""
 
     profile: str
@@ -96,8 +96,10 @@ class Setting:
         return (times_s - times_s[0]) * ((self.scored - 1) / rate / (times_s[-1] - times_s[0]))
 
 
-CARD = Setting("dlrmv3", "cuda", 16 << 30, 4 << 30, warm_up=1_600, scored=5_000, hot_users=48, history=6_700)
-SMALL = Setting("demo", "cpu", 64 << 20, 12 << 20, warm_up=800, scored=800, hot_users=60, history=200, item_shift=50)
+CARD = FidelitySetting("dlrmv3", "cuda", 16 << 30, 4 << 30, warm_up=1_600, scored=5_000, hot_users=48, history=6_700)
+SMALL = FidelitySetting(
+    "demo", "cpu", 64 << 20, 12 << 20, warm_up=800, scored=800, hot_users=60, history=200, item_shift=50
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def must_evict(before: PoolStats | None, after: PoolStats) -> None:
 class Recorded:
     """The requests of a trace, ready to be sent as often as needed, by other users each time."""
 
-    def __init__(self, setting: Setting, trace: Trace, model: ModelConfig) -> None:
+    def __init__(self, setting: FidelitySetting, trace: Trace, model: ModelConfig) -> None:
         num = setting.warm_up + setting.scored
         self._requests = [_kept(request) for request in islice(rank_requests(trace, model), num)]
         self._num_runs = 0
@@ -180,14 +182,14 @@ def set_boundary(engine: Engine, alpha: float) -> PoolStats:
     return engine.stats().pool
 
 
-def warm_up(engine: Engine, setting: Setting, requests: list[RankRequest]) -> float:
+def warm_up(engine: Engine, setting: FidelitySetting, requests: list[RankRequest]) -> float:
     """Bring the engine where the scored part begins; returns the requests a second of the last third."""
     third = setting.warm_up // 3
     serve_at_once(engine, requests[: setting.warm_up - third])
     return serve_at_once(engine, requests[setting.warm_up - third : setting.warm_up])
 
 
-def run_engine(setting: Setting, trace: Trace) -> Iterator[dict[str, Any]]:
+def run_engine(setting: FidelitySetting, trace: Trace) -> Iterator[dict[str, Any]]:
     """After each alpha: everything seen so far."""
     model = setting.model()
     begin_s = time.perf_counter()
@@ -232,7 +234,7 @@ def run_engine(setting: Setting, trace: Trace) -> Iterator[dict[str, Any]]:
 # The simulator.
 
 
-def simulate(setting: Setting, trace: Trace, cost: CostModel, measured: dict[str, Any]) -> dict[str, Any]:
+def simulate(setting: FidelitySetting, trace: Trace, cost: CostModel, measured: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for alpha in setting.alphas:
         engine = setting.engine_config(alpha, measured["pool_bytes"])
@@ -318,7 +320,7 @@ def main(flags: Namespace) -> None:
     results: dict[str, Any] = {}
     if flags.again:
         kept = json.loads(flags.again.read_text())
-        setting = Setting(**kept["setting"] | {"alphas": tuple(kept["setting"]["alphas"])})
+        setting = FidelitySetting(**kept["setting"] | {"alphas": tuple(kept["setting"]["alphas"])})
         results["measured"] = kept["measured"] | {"command": kept.get("command"), "commit": kept.get("commit")}
     results["setting"] = asdict(setting)
     trace = setting.trace()

@@ -41,7 +41,7 @@ class Sequence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One line of the table. Times of Meta's Triton stack are the ones published with our measurements of it."""
 
     name: str
@@ -65,15 +65,17 @@ class Row:
 
 MIX = (200, 400, 800, 1_500, 3_000, 6_000, 10_000, 14_000)
 ROWS = [
-    Row("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70, 13.0, 10.5),
-    Row("dlrmv3 8 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)] * 8, 11.68, 10.0, 7.5),
-    Row("dlrmv3 8 x 4096+256", "dlrmv3", [Sequence(0, 4_096, 256)] * 8, 7.68, 4.5, 3.0),
-    Row("dlrmv3 8 x 1024+256", "dlrmv3", [Sequence(0, 1_024, 256)] * 8, 4.23, 1.2, 0.7),
-    Row("dlrmv3 1 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)], 5.1, 2.0, 1.2),
-    Row("nvidia-bench 8 x 3968 of 4096 cached, 256", "nvidia-bench", [Sequence(3_968, 128, 256)] * 8, None, 1.8, 1.1),
-    Row("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8, None, 5.0, 3.0),
-    Row("dlrmv3 mix of 200 to 14000, 256", "dlrmv3", [Sequence(0, n, 256) for n in MIX]),
-    Row("dlrmv3 as many tokens, equal lengths", "dlrmv3", [Sequence(0, sum(MIX) // 8, 256)] * 8),
+    KernelRow("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70, 13.0, 10.5),
+    KernelRow("dlrmv3 8 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)] * 8, 11.68, 10.0, 7.5),
+    KernelRow("dlrmv3 8 x 4096+256", "dlrmv3", [Sequence(0, 4_096, 256)] * 8, 7.68, 4.5, 3.0),
+    KernelRow("dlrmv3 8 x 1024+256", "dlrmv3", [Sequence(0, 1_024, 256)] * 8, 4.23, 1.2, 0.7),
+    KernelRow("dlrmv3 1 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)], 5.1, 2.0, 1.2),
+    KernelRow(
+        "nvidia-bench 8 x 3968 of 4096 cached, 256", "nvidia-bench", [Sequence(3_968, 128, 256)] * 8, None, 1.8, 1.1
+    ),
+    KernelRow("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8, None, 5.0, 3.0),
+    KernelRow("dlrmv3 mix of 200 to 14000, 256", "dlrmv3", [Sequence(0, n, 256) for n in MIX]),
+    KernelRow("dlrmv3 as many tokens, equal lengths", "dlrmv3", [Sequence(0, sum(MIX) // 8, 256)] * 8),
 ]
 
 
@@ -128,7 +130,7 @@ def gemm_ceiling() -> float:
     return 2 * 8_192**3 / statistics.median(times_ms(lambda: a @ b)) / 1e9
 
 
-def measure(engine: Engine, users: KernelUsers, row: Row, ceiling: float) -> dict[str, Any]:
+def measure(engine: Engine, users: KernelUsers, row: KernelRow, ceiling: float) -> dict[str, Any]:
     """Serve the row's requests, then time the graphs that served them, over the inputs they served."""
     before, timed = users.visits(row.sequences)
     if before:

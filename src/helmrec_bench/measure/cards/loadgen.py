@@ -26,7 +26,7 @@ from helmrec.engine.probe import EngineProbe
 from helmrec.model.config import ModelConfig
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, Verdict, largest_valid
+from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario, largest_valid
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, hit_rates, serving_config, serving_engine
 from helmrec_bench.measure.requests import Crowd, in_threads, make_request
 
@@ -34,7 +34,7 @@ SPARE = 1.15  # LoadGen draws how many queries fit the time
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """Sizes of a run."""
 
     device: str
@@ -50,8 +50,8 @@ class Plan:
     latency_ms: float = 80.0
 
 
-FULL = Plan("cuda", 40 << 30, 64 << 30, 0.3, 0.85, card_crowd(400), (8, 16), 5.0, 2_000, 640)
-QUICK = Plan("cpu", 64 << 20, 1 << 30, 0.3, 0.85, card_crowd(3, 2_001), (2,), 3.0, 4, 4, 60_000.0)
+FULL = SearchPlan("cuda", 40 << 30, 64 << 30, 0.3, 0.85, card_crowd(400), (8, 16), 5.0, 2_000, 640)
+QUICK = SearchPlan("cpu", 64 << 20, 1 << 30, 0.3, 0.85, card_crowd(3, 2_001), (2,), 3.0, 4, 4, 60_000.0)
 
 
 def say(text: str) -> None:
@@ -94,7 +94,7 @@ def saturate(engine: Engine, offers: Offers, num: int) -> float:
     return num / took_s
 
 
-def judged(engine: Engine, offers: Offers, plan: Plan, qps: float, *, is_prepared: bool) -> Verdict:
+def judged(engine: Engine, offers: Offers, plan: SearchPlan, qps: float, *, is_prepared: bool) -> LoadGenVerdict:
     offer = offers.make(int(SPARE * qps * plan.seconds) + 64, is_prepared=is_prepared)
     config = LoadGenConfig(target_qps=qps, seconds=plan.seconds, latency_ms=plan.latency_ms)
     PROCESS.settle()
@@ -106,7 +106,7 @@ def judged(engine: Engine, offers: Offers, plan: Plan, qps: float, *, is_prepare
     return verdict
 
 
-def search(engine: Engine, offers: Offers, plan: Plan, steps: int, *, is_prepared: bool) -> dict[str, Any]:
+def search(engine: Engine, offers: Offers, plan: SearchPlan, steps: int, *, is_prepared: bool) -> dict[str, Any]:
     """Points that close in on the largest valid rate, below what the engine does when saturated."""
     saturate(engine, offers, plan.warm_up)
     limit = best_batch = 0.0
@@ -133,7 +133,7 @@ def search(engine: Engine, offers: Offers, plan: Plan, steps: int, *, is_prepare
     }
 
 
-def shape(plan: Plan) -> ModelConfig:
+def shape(plan: SearchPlan) -> ModelConfig:
     config = serving_config(6, plan.table_bytes)
     return config if plan.device == "cuda" else config.model_copy(update={"num_layers": 1})
 

@@ -172,7 +172,7 @@ class Replayed(NamedTuple):
         }
 
 
-class Replay:
+class CascadeReplay:
     """Submits each event in its time and steps the engine; gives up where the queue only grows."""
 
     def __init__(self, probe: EngineProbe, events: list[Event]) -> None:
@@ -295,7 +295,7 @@ class RelayBench:
         num = int(np.clip(rate * self.scale.longest_s, 20, self.scale.most_requests))
         seed = next(self._seed)
         events = cascade(traffic, rate, num, signals=way.signals, seed=seed, lone_signals=lone_signals)
-        return Replay(self.probe, events).run(budget_ms)
+        return CascadeReplay(self.probe, events).run(budget_ms)
 
     def largest_rates(self, compared: list[Way], traffic: PreparedTraffic, budget_ms: float) -> dict[str, Any]:
         self.capacity(traffic)

@@ -75,7 +75,7 @@ class RowReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CacheSetup:
     """Where all systems live."""
 
     device: torch.device
@@ -104,7 +104,7 @@ class Place:
 class Ours:
     """The engine's row stage: graphs on a card, operation by operation elsewhere."""
 
-    def __init__(self, place: Place, share: float, policy: RowPolicy) -> None:
+    def __init__(self, place: CacheSetup, share: float, policy: RowPolicy) -> None:
         profile = place.profile
         arena = Arena(place.pages(share), profile.geometry, torch.bfloat16, place.master.dtype, str(place.device))
         per_page = profile.geometry.rows_per_page
@@ -173,7 +173,7 @@ def _assembly(rows: IntArray) -> Assembly:
 class PlainTorch:
     """Index and exact LRU in host tensors; misses gathered by the CPU and copied from pinned memory."""
 
-    def __init__(self, place: Place, share: float) -> None:
+    def __init__(self, place: CacheSetup, share: float) -> None:
         num_slots = place.slots(share)
         self._place = place
         self._data = place.new_rows(num_slots)
@@ -218,7 +218,7 @@ class PlainTorch:
 class SetAssociative:
     """Each row may lie in one of 32 slots; the least recently used of these goes. Misses cross the bus in a kernel."""
 
-    def __init__(self, place: Place, share: float) -> None:
+    def __init__(self, place: CacheSetup, share: float) -> None:
         self._place = place
         self._num_sets = max(1, place.slots(share) // WAYS)
         shape = (self._num_sets, WAYS)
@@ -288,7 +288,7 @@ def make_table(num_rows: int, row_dim: int) -> Tensor:
     return table
 
 
-def measure(place: Place, make: Callable[[], RowReader], steps: IntArray) -> dict[str, Any]:
+def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -> dict[str, Any]:
     """Warm up, then time the measured steps from the first id on the host to the last row on the device."""
     reader, profile = make(), place.profile
     for i, rows in enumerate(steps[: profile.warm_up]):
@@ -315,7 +315,7 @@ def measure(place: Place, make: Callable[[], RowReader], steps: IntArray) -> dic
     }
 
 
-def systems(place: Place, share: float) -> dict[str, Callable[[], RowReader]]:
+def systems(place: CacheSetup, share: float) -> dict[str, Callable[[], RowReader]]:
     lru, filtered, frequency = RowPolicy(True, False), RowPolicy(True, True), RowPolicy(False, True)
     return {
         "ours, LRU, every miss enters": lambda: Ours(place, share, lru),
@@ -338,7 +338,7 @@ def main(flags: Namespace) -> None:
     steps, table = zipf_steps(profile, flags.seed), make_table(profile.num_rows, profile.geometry.row_dim)
     tables, is_card = {"rows": table}, flags.device == "cuda"
     master = RowMaster.locked(tables) if is_card else RowMaster.copied(tables)
-    place = Place(torch.device(flags.device), master, row_kernels("triton" if is_card else "torch"), profile)
+    place = CacheSetup(torch.device(flags.device), master, row_kernels("triton" if is_card else "torch"), profile)
     print(f"trace and table ready after {time.monotonic() - started:.1f} s", flush=True)
     results: list[dict[str, Any]] = []
     with torch.inference_mode():

@@ -64,7 +64,7 @@ def in_order(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch
 
 
 @dataclass(frozen=True)
-class Way:
+class ReadWay:
     """One way to read rows."""
 
     gather: Gather
@@ -75,7 +75,7 @@ class Way:
         return {"order": order, "programs": self.launch.programs or "full grid"}
 
 
-class Work:
+class ReadWork:
     """A gather of rows drawn at random, one set of them after the other."""
 
     def __init__(self, arena: Tensor, master: Tensor, num: int, *, hits: bool) -> None:
@@ -86,7 +86,7 @@ class Work:
         self._out = torch.full((num, source.shape[1]), -1, dtype=source.dtype, device="cuda")
         self.num_bytes = NUM_SETS * self._out.nbytes
 
-    def capture(self, way: Way) -> torch.cuda.CUDAGraph:
+    def capture(self, way: ReadWay) -> torch.cuda.CUDAGraph:
         """All sets in one graph, each checked first."""
         columns = torch.arange(self._out.shape[1], device="cuda")
         for rows, sources in zip(self._drawn, self._sources, strict=True):
@@ -109,7 +109,7 @@ def numbered(data: Tensor) -> Tensor:
     return words
 
 
-def measure_alone(work: Work, way: Way) -> dict[str, Any]:
+def measure_alone(work: ReadWork, way: ReadWay) -> dict[str, Any]:
     times = times_ms(work.capture(way).replay)
     median, tenth = statistics.median(times), len(times) // 10
     return {
@@ -166,7 +166,7 @@ def run_beside(compute: Compute, gather: torch.cuda.CUDAGraph, num_gathers: int)
     return Beside(compute_ms, (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 1 else None)
 
 
-def measure_beside(work: Work, way: Way, compute: Compute) -> dict[str, Any]:
+def measure_beside(work: ReadWork, way: ReadWay, compute: Compute) -> dict[str, Any]:
     """Gather and compute at the same time, and compute alone before and after, each several times."""
     gather = work.capture(way)
     run_beside(compute, gather, 1)  # warms up
@@ -190,7 +190,7 @@ def measure_beside(work: Work, way: Way, compute: Compute) -> dict[str, Any]:
     }
 
 
-def describe(name: str, row_bytes: int, way: Way) -> dict[str, Any]:
+def describe(name: str, row_bytes: int, way: ReadWay) -> dict[str, Any]:
     target = TARGETS.get((name, row_bytes))
     asked = {"at_least": target.at_least, "aim": target.aim} if target else {}
     return {"work": name, "row_bytes": row_bytes, **way.describe(), **asked}
@@ -198,16 +198,16 @@ def describe(name: str, row_bytes: int, way: Way) -> dict[str, Any]:
 
 def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     """words: the locked table; arena: as much of the same in HBM as hits are drawn from."""
-    plain = [Way(as_they_come, launch) for launch in (ALONE, BESIDE_COMPUTE)]
-    ordered = [Way(in_order, launch) for launch in (ALONE, BESIDE_COMPUTE)]
-    more = [Way(gather, Launch(4, 64 << 10, 8)) for gather in (as_they_come, in_order)]
-    hits = Work(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
+    plain = [ReadWay(as_they_come, launch) for launch in (ALONE, BESIDE_COMPUTE)]
+    ordered = [ReadWay(in_order, launch) for launch in (ALONE, BESIDE_COMPUTE)]
+    more = [ReadWay(gather, Launch(4, 64 << 10, 8)) for gather in (as_they_come, in_order)]
+    hits = ReadWork(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
     for way in plain:
         yield {**describe("hit alone", 1024, way), **measure_alone(hits, way)}
     computes = [Compute(name, products) for name, products in COMPUTES.items()]
     for row_bytes in (1024, 4096):
         master, slots = words.view(-1, row_bytes // 8), arena.view(-1, row_bytes // 8)
-        misses = Work(slots, master, READ_BYTES // row_bytes, hits=False)
+        misses = ReadWork(slots, master, READ_BYTES // row_bytes, hits=False)
         for way in plain + ordered:
             yield {**describe("miss alone", row_bytes, way), **measure_alone(misses, way)}
         for compute, way in itertools.product(computes, [plain[1], ordered[1], *more]):

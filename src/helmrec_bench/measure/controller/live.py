@@ -74,7 +74,7 @@ COURSES = {
 
 
 @dataclass(frozen=True)
-class Course:
+class LiveCourse:
     """Requests and when they are due."""
 
     warm_up: list[Prepared]
@@ -84,7 +84,7 @@ class Course:
 
 
 @dataclass
-class Run:
+class LiveRun:
     """What one policy made of the course."""
 
     latency_ms: NDArray[np.float64]  # NaN: not served
@@ -120,7 +120,7 @@ class Requests:
 
     def __init__(self, engine: Engine, crowd: Crowd, num_bank: int) -> None:
         self._traffic, self._crowd = PreparedTraffic(EngineProbe(engine), crowd, seed=3), crowd
-        self._strangers = self._traffic.prepare([self._traffic.visitors.new() for _ in range(num_bank)])
+        self._new_users = self._traffic.prepare([self._traffic.visitors.new() for _ in range(num_bank)])
         self._visits = dict[tuple[int, int], Prepared]()
         self._next_user = 1 << 41
 
@@ -140,16 +140,16 @@ class Requests:
         self._visits |= zip(
             new, self._traffic.prepare([self._traffic.visitors.hot(*visit) for visit in new]), strict=True
         )
-        return [self._stranger(rng) if visit is None else self._hot(visit, rng) for visit in asked]
+        return [self._new_user(rng) if visit is None else self._hot(visit, rng) for visit in asked]
 
-    def _stranger(self, rng: np.random.Generator) -> Prepared:
-        history, other = (self._strangers[int(rng.integers(len(self._strangers)))] for _ in range(2))
+    def _new_user(self, rng: np.random.Generator) -> Prepared:
+        history, other = (self._new_users[int(rng.integers(len(self._new_users)))] for _ in range(2))
         self._next_user += 1
         named = replace(history.history, user_id=self._next_user)
         return replace(history, history=named, candidate_rows=other.candidate_rows)
 
     def _hot(self, visit: tuple[int, int], rng: np.random.Generator) -> Prepared:
-        other = self._strangers[int(rng.integers(len(self._strangers)))]
+        other = self._new_users[int(rng.integers(len(self._new_users)))]
         return replace(self._visits[visit], candidate_rows=other.candidate_rows)
 
 
@@ -168,7 +168,7 @@ def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
 class Driver:
     """Offers requests when they are due and steps the engine in between. Latency counts from when one was due."""
 
-    def __init__(self, engine: Engine, course: Course, rebalancer: Rebalancer | None, run: Run) -> None:
+    def __init__(self, engine: Engine, course: LiveCourse, rebalancer: Rebalancer | None, run: LiveRun) -> None:
         self._engine, self._course, self._rebalancer, self._run = engine, course, rebalancer, run
         self._probe = EngineProbe(engine)
         self._running: set[Future[RankResult]] = set()
@@ -246,13 +246,13 @@ class Stand:
         EngineProbe(self.engine).set_curves(is_on=has_curves)
         return self.engine
 
-    def run(self, course: Course, policy: str) -> Run:
+    def run(self, course: LiveCourse, policy: str) -> LiveRun:
         """`policy` as commands name it. One that is no constant starts at the untuned split."""
         name, _, value = policy.partition(":")
         alpha = float(value) if name == "static" else None
         engine = self.begin(0.5 if alpha is None else alpha, has_curves=needs_curves(policy))
         serve_all(engine, course.warm_up)
-        run = Run(np.full(len(course.requests), np.nan))
+        run = LiveRun(np.full(len(course.requests), np.nan))
         rebalancer, adaptive = None, None
         if alpha is None:
             limited = make_policy(policy)
@@ -268,18 +268,18 @@ class Stand:
         assert engine.stats().background_failures == 0
         return run
 
-    def course(self, stretches: Sequence[Stretch], rates: dict[float, float], duration_s: float) -> Course:
+    def course(self, stretches: Sequence[Stretch], rates: dict[float, float], duration_s: float) -> LiveCourse:
         planned = list(plan_times(stretches, rates, duration_s, seed=2))
         shares = [stretches[0].hot_share[0]] * self.warm_up + [share for _, share, _ in planned]
         requests = self.requests.make(shares, seed=3)
         due_s = np.array([due for due, _, _ in planned])
-        return Course(requests[: self.warm_up], requests[self.warm_up :], due_s, [name for _, _, name in planned])
+        return LiveCourse(requests[: self.warm_up], requests[self.warm_up :], due_s, [name for _, _, name in planned])
 
 
 class Notes:
     """Keeps what was decided: one line per move, one record per window."""
 
-    def __init__(self, run: Run, policy: Helm) -> None:
+    def __init__(self, run: LiveRun, policy: Helm) -> None:
         self._run, self._policy = run, policy
         self._forecast: Prediction | None = None  # made a window ago
         self._start_s: float | None = None
@@ -334,7 +334,7 @@ def figures(latency_ms: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def describe(course: Course, run: Run, score_after_s: float) -> dict[str, Any]:
+def describe(course: LiveCourse, run: LiveRun, score_after_s: float) -> dict[str, Any]:
     assert run.pauses is not None
     names, minutes, before, after = np.array(course.stretch), course.due_s // 60, run.before, run.after
     hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
@@ -355,7 +355,7 @@ def describe(course: Course, run: Run, score_after_s: float) -> dict[str, Any]:
     }
 
 
-class Measurement:
+class LiveMeasurement:
     """All runs of one setup; `found` holds what there is so far."""
 
     def __init__(self, rows_per_token: int, flags: Namespace) -> None:
@@ -403,7 +403,7 @@ class Measurement:
         best = min(screened, key=lambda alpha: screened[alpha]["mean_ms"]) if screened else "0.3"
         return list(dict.fromkeys(f"static:{best}" if name == BEST else name for name in self._flags.policies))
 
-    def _course(self, duration_s: float) -> Course:
+    def _course(self, duration_s: float) -> LiveCourse:
         course = self._stand.course(self._stretches, self._rates, duration_s)
         PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
         self._say(f"{len(course.requests)} requests made")
@@ -428,7 +428,7 @@ def main(flags: Namespace) -> None:
     setup = {"pool_bytes": POOL_BYTES, "table_bytes": TABLES, "hot_users": NUM_HOT, "load": LOAD, "slo_ms": SLO_MS}
     setups = dict[str, Any]()
     for rows in flags.rows:
-        measurement = Measurement(rows, flags)
+        measurement = LiveMeasurement(rows, flags)
         setups[str(rows)] = measurement.found
         for _ in measurement.go():  # written run by run: a measurement that is cut off leaves what it had
             write_measurement(flags.out, {"setup": setup, "setups": setups})

@@ -32,7 +32,17 @@ from helmrec.policies import make_policy, needs_curves
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.controller.live import BEST, SCREENED, SLO_MS, Course, Driver, Notes, Run, describe, figures
+from helmrec_bench.measure.controller.live import (
+    BEST,
+    SCREENED,
+    SLO_MS,
+    Driver,
+    LiveCourse,
+    LiveRun,
+    Notes,
+    describe,
+    figures,
+)
 
 UTILISATION = 0.4  # of what the slowest constant answers one after another: bursts come on top
 PROBE = 150  # requests
@@ -53,7 +63,7 @@ class CpuStand:
         warm_up(engine)
         return engine
 
-    def course(self, rate: float, seconds: float) -> Course:
+    def course(self, rate: float, seconds: float) -> LiveCourse:
         """Prepared ahead: what is measured is the engine."""
         plan = self._plan.model_copy(update={"seconds": 2 * seconds})
         trace = generate(plan.workload(rate), plan.seed)
@@ -61,7 +71,7 @@ class CpuStand:
             probe = EngineProbe(engine)
             prepared = [probe.prepare(one) for one in rank_requests(trace, engine.model_config)]
         due_s = trace.time_s - trace.time_s[0]
-        return Course([], prepared, due_s, [plan.part_at(due) for due in due_s.tolist()])
+        return LiveCourse([], prepared, due_s, [plan.part_at(due) for due in due_s.tolist()])
 
     def slowest_ms(self) -> float:
         """What a request takes at the constant that suits it worst."""
@@ -77,10 +87,10 @@ class CpuStand:
                 found.append((time.perf_counter() - started_s) * 1e3 / PROBE)
         return max(found)
 
-    def run(self, course: Course, policy: str) -> Run:
+    def run(self, course: LiveCourse, policy: str) -> LiveRun:
         name, _, value = policy.partition(":")
         alpha = float(value) if name == "static" else 0.5
-        run = Run(np.full(len(course.requests), np.nan))
+        run = LiveRun(np.full(len(course.requests), np.nan))
         with self.engine(alpha, has_curves=needs_curves(policy)) as engine:
             rebalancer = None
             if name != "static":
@@ -112,8 +122,8 @@ def main(flags: Namespace) -> None:
         print(f"{rate:.0f} requests/s", flush=True)
         course = stand.course(rate, flags.screen_s)
         for alpha in SCREENED:
-            found["screened"][f"{alpha:g}"] = told = figures(stand.run(course, f"static:{alpha:g}").latency_ms)
-            print(f"screened {alpha:g}: {told}", flush=True)
+            found["screened"][f"{alpha:g}"] = details = figures(stand.run(course, f"static:{alpha:g}").latency_ms)
+            print(f"screened {alpha:g}: {details}", flush=True)
         best = min(found["screened"], key=lambda alpha: found["screened"][alpha]["mean_ms"])
         course = stand.course(rate, flags.seconds)
         policies = [f"static:{best}" if policy == BEST else policy for policy in flags.policies]

@@ -22,7 +22,7 @@ from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.drawn import OPENING_S
 from helmrec_bench.judging.contest import Shown, scaled
-from helmrec_bench.lab.policies import entrant
+from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
 from helmrec_bench.measure.controller.trials import AFTER_BURST_S, BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
@@ -32,7 +32,7 @@ CONSTANTS = tuple(f"static:{alpha / 100:g}" for alpha in range(5, 100, 5))
 LOADS = tuple(round(0.5 + 0.02 * step, 2) for step in range(128))  # multiples of the frozen arrivals
 
 
-class Search(NamedTuple):
+class LoadSearch(NamedTuple):
     scenario: str
     policy: str
     seed: int
@@ -50,11 +50,11 @@ def at_load(name: str, load: float) -> Scenario:
     return scenario.model_copy(update={"workload": scaled(scenario.workload, load)})
 
 
-def is_met(search: Search, load: float) -> bool:
+def is_met(search: LoadSearch, load: float) -> bool:
     scenario = at_load(search.scenario, load)
     trace, cost = scenario.make_trace(search.seed), scenario.cost()
     config = scenario.node_config(trace)
-    found = entrant(search.policy, service_cost(cost, config, trace))
+    found = started_policy(search.policy, service_cost(cost, config, trace))
     policy = found.policy
     if found.has_curves:
         policy = Shown(policy, record_curves(trace, config, cost, LOOK_EVERY), tick_s=LOOK_EVERY)
@@ -70,7 +70,7 @@ def meets(scenario: Scenario, result: SimResult) -> bool:
     return summary.num_refused == 0 and summary.p99_ms <= scenario.slo_ms
 
 
-def largest(search: Search) -> float:
+def largest(search: LoadSearch) -> float:
     """0, where not even the lowest load is met."""
     low, high = -1, len(LOADS)
     while high - low > 1:
@@ -88,7 +88,7 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     searches = [
-        Search(name, policy, flags.seed) for name in flags.scenarios for policy in (*flags.policies, *CONSTANTS)
+        LoadSearch(name, policy, flags.seed) for name in flags.scenarios for policy in (*flags.policies, *CONSTANTS)
     ]
     store = Store(BUILD / "controller-trials.jsonl", "2")
     finish(searches, largest, store, flags.processes, "largest loads")

@@ -44,7 +44,7 @@ from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
 from helmrec_bench.judging.contest import Shown
 from helmrec_bench.lab.curve_file import load_curves, save_curves
-from helmrec_bench.lab.policies import entrant
+from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, digest_of_code, finish
 
@@ -179,7 +179,7 @@ def judge(trial: Trial) -> dict[str, Any]:
     drawn, trace = scene(trial.case)
     config = drawn.node_at(trial.start)
     name, _, wrong = trial.policy.partition(WRONG)
-    policy = entrant(name, service_cost(drawn.cost, config, trace)).policy
+    policy = started_policy(name, service_cost(drawn.cost, config, trace)).policy
     if wrong:
         assert isinstance(policy, Helm)
         teach_wrong(policy, wrong, drawn, trace)
@@ -207,13 +207,13 @@ def teach_wrong(policy: Helm, wrong: str, drawn: Drawn, trace: Trace) -> None:
 
 def score(drawn: Drawn, result: SimResult) -> dict[str, float]:
     counted = result.arrived_s >= drawn.scored_from_s
-    told: dict[str, float] = {}
+    details: dict[str, float] = {}
     if drawn.bursts_s:
         begin_s, end_s = drawn.bursts_s[0]
         is_first = (result.arrived_s >= begin_s) & (result.arrived_s < end_s + AFTER_BURST_S)
-        told = {f"first_burst_{name}": value for name, value in _figures(result, is_first).items()}
+        details = {f"first_burst_{name}": value for name, value in _figures(result, is_first).items()}
         counted &= ~is_first
-    return {**told, **_figures(result, counted)}
+    return {**details, **_figures(result, counted)}
 
 
 def _figures(result: SimResult, chosen: NDArray[np.bool_]) -> dict[str, float]:
@@ -232,7 +232,7 @@ def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]
     mean_ms, p99_ms, within = (
         _mean([{"": one} for one in scores], "", name) for name in ("mean_ms", "p99_ms", "within_slo")
     )
-    told = {
+    details = {
         "best_constant": float(best),
         "mean_ms": mean_ms,
         "mean_over_best": mean_ms / _mean(constants, best, "mean_ms") - 1,
@@ -245,8 +245,8 @@ def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]
     if "first_burst_p99_ms" in scores[0]:
         first_ms = np.mean([one["first_burst_p99_ms"] for one in scores])
         untuned_ms = _mean(constants, f"{UNTUNED_ALPHA:g}", "first_burst_p99_ms")
-        told["first_burst_p99_over_untuned"] = float(first_ms / untuned_ms - 1)
-    return told
+        details["first_burst_p99_over_untuned"] = float(first_ms / untuned_ms - 1)
+    return details
 
 
 def _mean(scores: Sequence[dict[str, Any]], alpha: str, name: str) -> float:

@@ -50,7 +50,7 @@ PROBE = 1_500  # requests offered at once, to see what the node bears
 PROBE_HTTP, BATCH = 1_500, 8  # requests in all, and in a step
 
 
-class SetUp:
+class PauseSetup:
     """What is served, and by what."""
 
     def __init__(self, device: str) -> None:
@@ -119,7 +119,7 @@ def gaps(pauses: PauseStats) -> dict[str, Any]:
     return {**asdict(pauses), "longest_ms": round(pauses.longest_ms, 2)}
 
 
-def in_process(setup: SetUp, minutes: float, share: float) -> dict[str, Any]:
+def in_process(setup: PauseSetup, minutes: float, share: float) -> dict[str, Any]:
     """Driver and engine in one process, each in its thread."""
     PROCESS.take_over()
     with tempfile.TemporaryDirectory() as folder:
@@ -172,14 +172,14 @@ def saturated(engine: Engine, requests: Iterator[RankRequest]) -> float:
     return PROBE / end.elapsed_s
 
 
-def start_server(setup: SetUp, folder: Path, *, is_cold: bool) -> ServerProcess:
+def start_server(setup: PauseSetup, folder: Path, *, is_cold: bool) -> ServerProcess:
     """The engine in a process of its own."""
     settings = setup.engine | {"engine_process": "true", "max_body_bytes": "64MiB", "max_bodies_bytes": "1GiB"}
     caches = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR") if is_cold else ()
     return ServerProcess.of_model(folder / "model", settings, {name: tempfile.mkdtemp(dir=folder) for name in caches})
 
 
-def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *, is_cold: bool) -> dict[str, Any]:
+def over_http(setup: PauseSetup, minutes: float, share: float, rate: float | None, *, is_cold: bool) -> dict[str, Any]:
     """The load begins when the server says it is ready; what it bears is seen by a server before, if not given."""
     PROCESS.take_over()
     with tempfile.TemporaryDirectory() as name:
@@ -215,7 +215,7 @@ def over_http(setup: SetUp, minutes: float, share: float, rate: float | None, *,
         }
 
 
-def http_capacity(setup: SetUp, folder: Path, requests: Iterator[RankRequest]) -> float:
+def http_capacity(setup: PauseSetup, folder: Path, requests: Iterator[RankRequest]) -> float:
     """Answers/s of a server that always has as many requests as fit two steps; the second stretch counts."""
     server = start_server(setup, folder, is_cold=False)
     try:
@@ -239,7 +239,7 @@ def options(parser: ArgumentParser) -> None:
 
 
 def main(flags: Namespace) -> None:
-    setup = SetUp(flags.device)
+    setup = PauseSetup(flags.device)
     if flags.http:
         found = over_http(setup, flags.minutes, flags.load, flags.rate, is_cold=flags.cold)
     else:

@@ -103,7 +103,7 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class EditedVisit:
     """A request, how its history came about, and the rows that change before it."""
 
     request: RankRequest
@@ -111,7 +111,7 @@ class Visit:
     updated: IntArray
 
 
-def edited_visits(seed: int, num_visits: int, num_items: int, update_every: int) -> Iterator[Visit]:
+def edited_visits(seed: int, num_visits: int, num_items: int, update_every: int) -> Iterator[EditedVisit]:
     rng, users = np.random.default_rng(seed), [Events([], [], []) for _ in range(30)]
     for user in users:
         user.append(rng, int(rng.integers(20, 80)), num_items)
@@ -124,10 +124,10 @@ def edited_visits(seed: int, num_visits: int, num_items: int, update_every: int)
         updated = rng.integers(0, num_items, 5 if update_every and i % update_every == 0 else 0)
         candidates = rng.integers(0, num_items, 20)
         request = RankRequest(number, list(user.items), list(user.actions), list(user.times), candidates)
-        yield Visit(request, bool(is_edited), np.unique(updated))
+        yield EditedVisit(request, bool(is_edited), np.unique(updated))
 
 
-def count_wrong(visits: Sequence[Visit], *, is_verified: bool) -> dict[str, Any]:
+def count_wrong(visits: Sequence[EditedVisit], *, is_verified: bool) -> dict[str, Any]:
     """Serve all visits; compare every score with one computed without caches at that moment."""
     num_items = 2_000
     model = small_model(0, num_items)

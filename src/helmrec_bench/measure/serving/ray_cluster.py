@@ -168,7 +168,7 @@ def longer(request: RankRequest) -> RankRequest:
 
 @dataclass
 class Load:
-    """Clients in threads that ask as fast as they are answered, until told to stop."""
+    """Clients in threads that ask as fast as they are answered, until they are stopped."""
 
     payloads: list[bytes]
     num_clients: int = 4

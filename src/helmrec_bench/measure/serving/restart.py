@@ -32,7 +32,7 @@ NUM_CANDIDATES = 32
 
 
 @dataclass(frozen=True)
-class Case:
+class RestartCase:
     """How large, and how long."""
 
     num_rows: int = 60_000
@@ -66,7 +66,7 @@ class Customer:
     """A client with users of its own, who goes on whatever happens to the server."""
 
     url: str
-    case: Case
+    case: RestartCase
     number: int
     acknowledged: dict[int, int] = field(default_factory=dict)
     num_ranked: int = 0
@@ -130,10 +130,10 @@ def back_after_s(seen: list[dict[str, float]], name: str, before: float) -> floa
     return next((round(look["s"], 2) for look in seen if look[name] >= 0.9 * before), None)
 
 
-def run(folder: Path, case: Case, *, has_snapshot: bool) -> dict[str, Any]:
+def run(folder: Path, case: RestartCase, *, has_snapshot: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     init_model(folder / "model", case.model, 0)
-    settings: dict[str, object] = {"pool_bytes": case.pool, "history": folder / "histories", "audit_every": 7}
+    settings: dict[str, object] = {"pool_bytes": case.pool, "history_path": folder / "histories", "audit_every": 7}
     if has_snapshot:
         settings |= {"snapshot_path": folder / "snapshot", "snapshot_every_s": 1}
     server, is_over = ServerProcess.of_model(folder / "model", settings), threading.Event()
@@ -168,7 +168,7 @@ def run(folder: Path, case: Case, *, has_snapshot: bool) -> dict[str, Any]:
     }
 
 
-def judge(folder: Path, case: Case, customers: list[Customer]) -> dict[str, int]:
+def judge(folder: Path, case: RestartCase, customers: list[Customer]) -> dict[str, int]:
     """Read the store itself: what was acknowledged must be there, each event its user's, in order, once."""
     acknowledged = {user: version for each in customers for user, version in each.acknowledged.items()}
     lost = wrong = 0
@@ -186,7 +186,7 @@ def judge(folder: Path, case: Case, customers: list[Customer]) -> dict[str, int]
 def main(flags: Namespace) -> None:
     load = [round(average, 1) for average in os.getloadavg()]
     with tempfile.TemporaryDirectory() as name:
-        runs = [run(Path(name) / str(kept), Case(), has_snapshot=kept) for kept in (True, False)]
+        runs = [run(Path(name) / str(kept), RestartCase(), has_snapshot=kept) for kept in (True, False)]
     for each in runs:
         print(each)
     write_measurement(flags.out, {"load_average_before": load, "runs": runs})

@@ -1,4 +1,4 @@
-"""Runs behind the rivals' table: who takes part, where, and each result kept under a name that says what it is of.
+"""Runs behind the baselines' table: the policies, the scenarios, and a store of results by name.
 
 A name holds a digest of what was tuned or trained; for our own controller, of its code. So a run
 that was stopped goes on where it was, and what has changed since is run again.
@@ -24,7 +24,7 @@ from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.baselines.features import Episode
 from helmrec_bench.baselines.oracle import cheapest_path, switching_costs
 from helmrec_bench.baselines.tune import Family, Value, tune
-from helmrec_bench.baselines.tuned import learned_rivals, simple_rivals, solver_rivals
+from helmrec_bench.baselines.tuned import learned_baselines, simple_baselines, solver_baselines
 from helmrec_bench.judging.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec_bench.judging.contest_report import Hindsight, hindsight
 from helmrec_bench.lab.curve_file import load_curves, save_curves
@@ -34,10 +34,10 @@ from helmrec_bench.map.shifts import Planned, switch_prices
 KEPT, CURVES, SCENARIOS = Path("build/baselines.jsonl"), Path("build/curves"), Path("src/helmrec_bench/scenarios")
 CONTROLLER = digest_of_code("control")  # as it is when a run begins
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
-BUDGET = 16  # trials of each rival
-LESSON = "lesson"  # days that nobody is judged on
+BUDGET = 16  # trials of each baseline
+EPISODE = "episode"  # days that nobody is judged on
 TAUGHT = {"mixed-day": 0.65, "diurnal": 0.85}  # with their base rate as a share of the steady scenario's
-RIVALS = (
+BASELINES = (
     "untuned 0.5", "static", "kv-only", "emb-only", "pid", "hill climber", "marginal utility", "miss-curve argmin",
     "bayesian optimisation", "milp", "xgboost", "lstm",
 )  # fmt: skip
@@ -45,7 +45,7 @@ HELMREC = "HelmRec"
 OURS: dict[str, Callable[[], Policy]] = {HELMREC: lambda: make_policy("helm")}
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """A scenario, a seed and a multiple of the scenario's arrivals."""
 
     scenario: str
@@ -57,18 +57,18 @@ class Place(NamedTuple):
         return f"{self.scenario}, seed {self.seed}{ending}"
 
 
-def _digest(told: Any) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+def _digest(details: Any) -> str:
+    return hashlib.sha256(json.dumps(details, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @cache
 def scenario(name: str) -> Scenario:
-    if name.startswith(LESSON):
-        return _lesson(name.split()[1])
+    if name.startswith(EPISODE):
+        return _episode(name.split()[1])
     return load_scenario(SCENARIOS / f"{name}.toml")
 
 
-def _lesson(name: str) -> Scenario:
+def _episode(name: str) -> Scenario:
     """Over the main scenario's node, items and users."""
     main = scenario("main-steady")
     assert main.workload is not None
@@ -86,16 +86,16 @@ def _lesson(name: str) -> Scenario:
 
 
 @lru_cache(maxsize=4)
-def course(place: Place) -> Course:
+def course(place: RunPlace) -> Course:
     return Course(scenario(place.scenario), place.seed, place.load)
 
 
-def shown(place: Place) -> Course:
+def shown(place: RunPlace) -> Course:
     """With miss curves, recorded once."""
     found = course(place)
     if "curves" not in found.__dict__:
-        told = digest_of(found.scenario.cost()) + found.scenario.model_dump_json()
-        path = CURVES / f"{str(place).replace(', ', '-').replace(' ', '-')}-{_digest(told)}.npz"
+        details = digest_of(found.scenario.cost()) + found.scenario.model_dump_json()
+        path = CURVES / f"{str(place).replace(', ', '-').replace(' ', '-')}-{_digest(details)}.npz"
         if not path.exists():
             save_curves(path, found.curves)
         found.__dict__["curves"] = load_curves(path)
@@ -107,20 +107,20 @@ class OutOfTime(Exception):
 
 
 class Runs:
-    """Scores by entrant and place; what is not kept yet is run and kept, until the time (`time.monotonic`) is up."""
+    """Scores by policy and place. What is not kept yet is run and kept, until the time (`time.monotonic`) is up."""
 
     def __init__(self, until_s: float) -> None:
         self._until_s = until_s
-        told = {path.name: path.read_text() for path in sorted(SCENARIOS.glob("*.toml"))}
-        self.store = Store(KEPT, _digest({"cost": digest_of(scenario("main-steady").cost()), "scenarios": told}))
+        details = {path.name: path.read_text() for path in sorted(SCENARIOS.glob("*.toml"))}
+        self.store = Store(KEPT, _digest({"cost": digest_of(scenario("main-steady").cost()), "scenarios": details}))
 
-    def constant(self, place: Place, alpha: float, has_admission: bool = True) -> Score:
+    def constant(self, place: RunPlace, alpha: float, has_admission: bool = True) -> Score:
         if has_admission:
             return self._score(f"static {alpha:g}", place, lambda: course(place).static(alpha))
         name = f"static {alpha:g}, no admission"
         return self._score(name, place, lambda: course(place).static(alpha, kv_admission="always"))
 
-    def rival(self, place: Place, name: str) -> Score:
+    def baseline(self, place: RunPlace, name: str) -> Score:
         settings = self.tuned(name)
 
         def run() -> Score:
@@ -132,10 +132,10 @@ class Runs:
 
         return self._score(f"{name} {_digest(dict(settings))}", place, run)
 
-    def ours(self, place: Place, name: str) -> Score:
+    def ours(self, place: RunPlace, name: str) -> Score:
         return self._score(f"{name} {CONTROLLER}", place, lambda: shown(place).judge(OURS[name]()))
 
-    def replay(self, place: Place, path: Sequence[float]) -> Score:
+    def replay(self, place: RunPlace, path: Sequence[float]) -> Score:
         """A planned path, for the oracles."""
 
         def run() -> Score:
@@ -149,7 +149,7 @@ class Runs:
         key = f"tuning {name}, {BUDGET} trials"
         if key not in self.store.found:
             self._check_time()
-            place = Place(f"{LESSON} mixed-day", 101)
+            place = RunPlace(f"{EPISODE} mixed-day", 101)
 
             def loss(policy: Policy) -> float:
                 if isinstance(policy, Static):
@@ -163,7 +163,7 @@ class Runs:
         settings: dict[str, Value] = self.store.found[key]["settings"]
         return settings
 
-    def _score(self, name: str, place: Place, run: Callable[[], Score]) -> Score:
+    def _score(self, name: str, place: RunPlace, run: Callable[[], Score]) -> Score:
         key = f"{name} on {place}"
         if key not in self.store.found:
             self._check_time()
@@ -177,9 +177,9 @@ class Runs:
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every rival, those that learn with what they learn from."""
-    cost = course(Place(f"{LESSON} mixed-day", 101)).service_cost
-    every = (*simple_rivals(cost), *solver_rivals(cost), *learned_rivals(_episodes()))
+    """Every baseline, those that learn with what they learn from."""
+    cost = course(RunPlace(f"{EPISODE} mixed-day", 101)).service_cost
+    every = (*simple_baselines(cost), *solver_baselines(cost), *learned_baselines(_episodes()))
     return {one.name: one for one in every}
 
 
@@ -193,7 +193,7 @@ def _episodes() -> tuple[Episode, ...]:
     """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
     runs, taught = Runs(until_s=float("inf")), []
     for name in TAUGHT:
-        place = Place(f"{LESSON} {name}", 100)
+        place = RunPlace(f"{EPISODE} {name}", 100)
         seen = hindsight({alpha: [runs.constant(place, alpha)] for alpha in ALPHAS})
         labels = np.repeat(plan(place, seen, 1.0), round(WINDOW_S))
         stats = shown(place).watch(Wanderer(0))[: labels.size]
@@ -201,11 +201,11 @@ def _episodes() -> tuple[Episode, ...]:
     return tuple(taught)
 
 
-def warm_up(rivals: Sequence[str], until_s: float) -> None:
+def warm_up(baselines: Sequence[str], until_s: float) -> None:
     """Tune, teach and compile before work is spread over processes."""
     runs = Runs(until_s)
     try:
-        for name in rivals:
+        for name in baselines:
             _built(name, json.dumps(runs.tuned(name)))
     except OutOfTime:
         return
@@ -221,7 +221,7 @@ def _parts(workload: Workload) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     return workload.opening, workload.phases
 
 
-def plan(place: Place, seen: Hindsight, price: float) -> Any:
+def plan(place: RunPlace, seen: Hindsight, price: float) -> Any:
     found = course(place)
     prices = switching_costs(seen.alphas, switch_prices(found.node(), found.scenario.cost(), 0.85))
     return cheapest_path(seen.costs, seen.alphas, prices * price).alpha

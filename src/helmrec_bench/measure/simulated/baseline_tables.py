@@ -1,4 +1,4 @@
-"""The rivals' figures as the Markdown tables of docs/baselines.md."""
+"""The baselines' figures as the Markdown tables of docs/baselines.md."""
 
 from collections.abc import Mapping
 from typing import Any

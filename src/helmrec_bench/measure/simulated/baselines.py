@@ -30,12 +30,12 @@ from helmrec_bench.lab.store import digest_of
 from helmrec_bench.map.shifts import PRICES
 from helmrec_bench.measure.simulated.baseline_runs import (
     ALPHAS,
+    BASELINES,
     BUDGET,
     OURS,
-    RIVALS,
     TAUGHT,
     OutOfTime,
-    Place,
+    RunPlace,
     Runs,
     plan,
     scenario,
@@ -49,31 +49,31 @@ MAIN_BURSTS = ("main-burst-3s", "main-burst-60s")
 OTHERS = tuple(f"{kind}-{name}" for kind in ("stress", "control") for name in ("trend", "burst-20s", "steady"))
 OTHERS += tuple(f"{kind}-{name}" for kind in ("stress", "control") for name in ("flash-items", "cold-flood"))
 FEW = ("untuned 0.5", "static", "marginal utility", "miss-curve argmin")  # who runs on OTHERS
-Run = Callable[[Place], Score]
+Run = Callable[[RunPlace], Score]
 LOADED = ("main-trend", "main-burst-20s", "main-steady")  # where the largest load is looked for
 LOADS = tuple(round(0.80 + 0.05 * step, 2) for step in range(12))  # multiples of the scenario's arrivals
 
 
-class Entrants(NamedTuple):
-    rivals: tuple[str, ...]
+class Compared(NamedTuple):
+    baselines: tuple[str, ...]
     ours: tuple[str, ...]
 
 
-class Contest(NamedTuple):
+class BaselineContest(NamedTuple):
     """A scenario and who takes part in it, on all seeds."""
 
     scenario: str
-    rivals: tuple[str, ...]
+    baselines: tuple[str, ...]
     ours: tuple[str, ...]
 
     @property
-    def places(self) -> list[Place]:
-        return [Place(self.scenario, seed) for seed in SEEDS]
+    def places(self) -> list[RunPlace]:
+        return [RunPlace(self.scenario, seed) for seed in SEEDS]
 
     def hindsight(self, runs: Runs) -> Hindsight:
         return hindsight({alpha: [runs.constant(place, alpha) for place in self.places] for alpha in ALPHAS})
 
-    def constants(self, runs: Runs, place: Place) -> dict[str, Score]:
+    def constants(self, runs: Runs, place: RunPlace) -> dict[str, Score]:
         return {f"static {alpha:g}": runs.constant(place, alpha) for alpha in ALPHAS}
 
     def others(self, runs: Runs, seen: Hindsight) -> dict[str, Run]:
@@ -83,7 +83,7 @@ class Contest(NamedTuple):
             f"{BARE}{alpha:g}": partial(runs.constant, alpha=alpha, has_admission=False) for alpha in sorted(near)
         }
         found |= {f"{PLAN}{name}": partial(runs.replay, path=path) for name, path in self._paths(seen).items()}
-        found |= {name: partial(runs.rival, name=name) for name in self.rivals}
+        found |= {name: partial(runs.baseline, name=name) for name in self.baselines}
         return found | {name: partial(runs.ours, name=name) for name in self.ours}
 
     def _paths(self, seen: Hindsight) -> dict[str, list[float]]:
@@ -97,7 +97,7 @@ class Contest(NamedTuple):
 BARE, PLAN = "no admission ", "plan "  # before names
 
 
-def table(runs: Runs, contest: Contest) -> dict[str, Any]:
+def table(runs: Runs, contest: BaselineContest) -> dict[str, Any]:
     """Of those who ran on all seeds; who did not is named."""
     seen, not_run = contest.hindsight(runs), []
     constants = [contest.constants(runs, place) for place in contest.places]
@@ -130,19 +130,19 @@ def table(runs: Runs, contest: Contest) -> dict[str, Any]:
     }
 
 
-def largest_loads(runs: Runs, name: str, seed: int, entrants: Entrants) -> dict[str, float | None]:
+def largest_loads(runs: Runs, name: str, seed: int, compared: Compared) -> dict[str, float | None]:
     """As multiples of the scenario's arrivals; 0 where not even the lowest is met, None where it was not looked for."""
     slo_ms = scenario(name).slo_ms
 
     def largest(run: Run) -> float:
-        return largest_of(LOADS, lambda load: run(Place(name, seed, load)).meets(slo_ms)) or 0.0
+        return largest_of(LOADS, lambda load: run(RunPlace(name, seed, load)).meets(slo_ms)) or 0.0
 
     found: dict[str, float | None] = {}
     constants = {alpha: largest(partial(runs.constant, alpha=alpha)) for alpha in ALPHAS}
     for alpha in {UNTUNED_ALPHA, max(constants, key=lambda one: constants[one])}:
         found[f"static {alpha:g}, no admission"] = largest(partial(runs.constant, alpha=alpha, has_admission=False))
-    others: dict[str, Run] = {one: partial(runs.rival, name=one) for one in entrants.rivals}
-    others |= {one: partial(runs.ours, name=one) for one in entrants.ours}
+    others: dict[str, Run] = {one: partial(runs.baseline, name=one) for one in compared.baselines}
+    others |= {one: partial(runs.ours, name=one) for one in compared.ours}
     for one, run in others.items():
         try:
             found[one] = largest(run)
@@ -157,8 +157,8 @@ def loads_table(by_seed: Mapping[int, Mapping[str, float | None]]) -> dict[str, 
     shares: dict[str, list[float]] = {}
     for seed, found in by_seed.items():
         bare = max(load or 0.0 for one, load in found.items() if one.endswith("no admission"))
-        told = {"best static in hindsight": best[seed], "best static, no admission": bare} | dict(found)
-        for one, load in told.items():
+        details = {"best static in hindsight": best[seed], "best static, no admission": bare} | dict(found)
+        for one, load in details.items():
             if load is not None:
                 shares.setdefault(one, []).append(load / best[seed])
     return {
@@ -180,8 +180,8 @@ class Step(NamedTuple):
     """A piece of work for one process."""
 
     what: Literal["constants", "others", "loads"]
-    contest: Contest
-    place: Place
+    contest: BaselineContest
+    place: RunPlace
 
 
 def work(step: Step, until_s: float) -> str | None:
@@ -194,23 +194,25 @@ def work(step: Step, until_s: float) -> str | None:
             for run in step.contest.others(runs, step.contest.hindsight(runs)).values():
                 run(step.place)
         else:
-            largest_loads(runs, step.place.scenario, step.place.seed, Entrants(*step.contest[1:]))
+            largest_loads(runs, step.place.scenario, step.place.seed, Compared(*step.contest[1:]))
     except OutOfTime:
         return None
     return f"{step.what} on {step.place}"
 
 
-def stages(contests: Sequence[Contest], loads: Sequence[Contest], seeds: Sequence[int]) -> list[list[Step]]:
+def stages(
+    contests: Sequence[BaselineContest], loads: Sequence[BaselineContest], seeds: Sequence[int]
+) -> list[list[Step]]:
     """The second needs all of the first."""
     constants = [Step("constants", one, place) for one in contests for place in one.places]
     others = [Step("others", one, place) for one in contests for place in one.places]
-    return [constants, others + [Step("loads", one, Place(one.scenario, seed)) for seed in seeds for one in loads]]
+    return [constants, others + [Step("loads", one, RunPlace(one.scenario, seed)) for seed in seeds for one in loads]]
 
 
-def in_turn(entrants: Entrants) -> list[list[Step]]:
+def in_turn(compared: Compared) -> list[list[Step]]:
     """What matters most first."""
-    main, few, loaded = ([Contest(name, *entrants) for name in names] for names in (MAIN, MAIN_BURSTS, LOADED))
-    others = [Contest(name, _few(entrants.rivals), entrants.ours) for name in OTHERS]
+    main, few, loaded = ([BaselineContest(name, *compared) for name in names] for names in (MAIN, MAIN_BURSTS, LOADED))
+    others = [BaselineContest(name, _few(compared.baselines), compared.ours) for name in OTHERS]
     return [
         *stages(main, loaded, LOAD_SEEDS[:1]),
         *stages(others, [], ()),
@@ -218,12 +220,12 @@ def in_turn(entrants: Entrants) -> list[list[Step]]:
     ]
 
 
-def _few(rivals: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in rivals if name in FEW)
+def _few(baselines: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in baselines if name in FEW)
 
 
-def run_all(entrants: Entrants, until_s: float, processes: int) -> None:
-    for steps in in_turn(entrants):
+def run_all(compared: Compared, until_s: float, processes: int) -> None:
+    for steps in in_turn(compared):
         if processes == 1:
             for step in steps:
                 _tell(work(step, until_s))
@@ -244,21 +246,21 @@ class Found(NamedTuple):
     not_run: list[str]
 
 
-def gather(entrants: Entrants) -> Found:
+def gather(compared: Compared) -> Found:
     """What is there; the rest is named."""
     runs, not_run = Runs(until_s=0.0), list[str]()
     tables: dict[str, Any] = {}
     for name in (*MAIN, *MAIN_BURSTS, *OTHERS):
-        rivals = _few(entrants.rivals) if name in OTHERS else entrants.rivals
+        baselines = _few(compared.baselines) if name in OTHERS else compared.baselines
         try:
-            tables[name] = table(runs, Contest(name, rivals, entrants.ours))
+            tables[name] = table(runs, BaselineContest(name, baselines, compared.ours))
         except OutOfTime:
             not_run.append(name)
     loads: dict[str, dict[int, dict[str, float | None]]] = {name: {} for name in LOADED}
     for name in LOADED:
         for seed in LOAD_SEEDS:
             try:
-                loads[name][seed] = largest_loads(runs, name, seed, entrants)
+                loads[name][seed] = largest_loads(runs, name, seed, compared)
             except OutOfTime:
                 not_run.append(f"largest loads on {name}, seed {seed}")
     return Found(tables, {name: loads_table(found) for name, found in loads.items() if found}, not_run)
@@ -273,11 +275,11 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     until_s = time.monotonic() + 60 * flags.minutes
-    entrants = Entrants(*(tuple(one for one in names if one not in flags.without) for names in (RIVALS, OURS)))
-    warm_up(entrants.rivals, until_s)
-    run_all(entrants, until_s, flags.processes)
+    compared = Compared(*(tuple(one for one in names if one not in flags.without) for names in (BASELINES, OURS)))
+    warm_up(compared.baselines, until_s)
+    run_all(compared, until_s, flags.processes)
     if not flags.only_run:
-        write(gather(entrants), flags.out)
+        write(gather(compared), flags.out)
 
 
 def write(found: Found, out: Path) -> None:
@@ -290,7 +292,7 @@ def write(found: Found, out: Path) -> None:
             "seeds": len(SEEDS),
             "start_of_all_but_constants": UNTUNED_ALPHA,
             "tuning": {"trials": BUDGET, "on": "a mixed day", "learned from": list(TAUGHT)},
-            "tuned": {name: runs.tuned(name) for name in RIVALS},
+            "tuned": {name: runs.tuned(name) for name in BASELINES},
             "not_run": found.not_run,
             "variants": found.tables,
             "largest_loads": found.loads,

@@ -1,9 +1,9 @@
-"""Every router on simulated clusters; writes docs/measurements/cluster.json and goes on where it was stopped.
+"""Every router on simulated clusters; a run that was stopped continues.
 
     helmrec bench run cluster routers      three presets x three families x every router, 32 nodes, paired seeds
     helmrec bench run cluster stale        ours with reports 5 s old, or none at all
-    helmrec bench run cluster joint        controller and router together against constants and rival routers
-    helmrec bench run cluster alpha        best split over cluster size and hot share
+    helmrec bench run cluster joint        controller and router together against constants and other routers
+    helmrec bench run cluster tables       the tables of docs/cluster.md
 
 Runs are short and pools small, so that caches turn over within a run: 32 nodes answer thousands of requests a second.
 Loads are per node. Nodes of `routers` hold different splits, from 0.15 to 0.55.
@@ -13,6 +13,8 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from helmrec.config import EngineConfig
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
-from helmrec.policies import make_policy, needs_curves
+from helmrec.policies import make_policy
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
@@ -40,7 +42,7 @@ SLO_MS = 20.0
 WARM_UP = 0.4  # share of a run that is not counted
 
 
-class Cell(NamedTuple):
+class ClusterCell(NamedTuple):
     """A cluster and its traffic, but for the seed."""
 
     preset: str = "taobao"
@@ -72,7 +74,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_trace(cell: Cell, seed: int) -> Trace:
+@lru_cache(maxsize=1)
+def make_trace(cell: ClusterCell, seed: int) -> Trace:
     settings = {
         "hot_users": cell.hot_users * cell.num_nodes,
         "hot_share": cell.hot_share,
@@ -85,13 +88,13 @@ def make_trace(cell: Cell, seed: int) -> Trace:
     return generate(workload.model_copy(update={"num_lanes": cell.num_lanes or workload.num_lanes}), seed)
 
 
-def node_config(cell: Cell, trace: Trace, alpha: float) -> NodeConfig:
+def node_config(cell: ClusterCell, trace: Trace, alpha: float) -> NodeConfig:
     engine = EngineConfig(pool_bytes=cell.pool_bytes, alpha=alpha, max_batch_requests=8, move_bytes_per_step="64MiB")
     model = profile(cell.rows, trace.catalogue.num_items)
     return NodeConfig(model=model, engine=engine, row_sample=cell.row_sample, slo_ms=SLO_MS)
 
 
-class Run(NamedTuple):
+class RouterTrial(NamedTuple):
     """What is tried on a cell."""
 
     router: str
@@ -102,7 +105,9 @@ class Run(NamedTuple):
     tick_s: float = 0.05
 
 
-def run(cell: Cell, trace: Trace, tried: Run, seed: int) -> dict[str, Any]:
+def run(job: "Job") -> dict[str, Any]:
+    _, cell, tried, seed = job
+    trace = make_trace(cell, seed)
     started_s = time.process_time()
     config, cost = node_config(cell, trace, tried.alpha), default_cost()
     geometry = config.geometry
@@ -142,21 +147,25 @@ def spread_splits(num_nodes: int) -> Callable[[int], Policy]:
     return lambda node: Static(StaticSettings(alpha=float(alphas[node])))
 
 
-Job = tuple[str, Callable[[], dict[str, Any]]]
+def constant(alpha: float) -> Callable[[int], Policy]:
+    return lambda node: Static(StaticSettings(alpha=alpha))
+
+
+class Job(NamedTuple):
+    """One run, under the name it is kept by."""
+
+    name: str
+    cell: ClusterCell
+    tried: RouterTrial
+    seed: int
 
 
 def router_jobs(seeds: int) -> Iterator[Job]:
-    for seed in range(seeds):
-        for name, settings in PRESETS.items():
-            for kind in ("steady", "trend", "burst"):
-                cell = Cell(**settings | {"family": kind})
-                trace = _once(lambda cell=cell, seed=seed: make_trace(cell, seed))  # type: ignore[misc]
-                for router in ROUTERS:
-                    tried = Run(router, spread_splits(cell.num_nodes))
-                    yield (
-                        f"routers/{name}/{kind}/{router}/{seed}",
-                        lambda cell=cell, trace=trace, tried=tried, seed=seed: run(cell, trace(), tried, seed),  # type: ignore[misc]
-                    )
+    for seed, (name, settings), kind in product(range(seeds), PRESETS.items(), ("steady", "trend", "burst")):
+        cell = ClusterCell(**settings | {"family": kind})
+        for router in ROUTERS:
+            tried = RouterTrial(router, spread_splits(cell.num_nodes))
+            yield Job(f"routers/{name}/{kind}/{router}/{seed}", cell, tried, seed)
 
 
 def stale_jobs(seeds: int) -> Iterator[Job]:
@@ -166,46 +175,21 @@ def stale_jobs(seeds: int) -> Iterator[Job]:
         "5 s old": Reporting(every_s=0.05, age_s=5.0, sketch_every_s=0.5),
         "absent": Reporting(is_absent=True),
     }
-    cell = Cell(num_nodes=4, duration_s=12.0, rate=500.0, pool_bytes="16GB", hot_users=200, rows="dlrmv3")
-    for seed in range(seeds):
-        trace = _once(lambda seed=seed: make_trace(cell, seed))  # type: ignore[misc]
-        for age, reporting in ages.items():
-            tried = Run("emb-kv-aware", spread_splits(cell.num_nodes), reporting=reporting)
-            yield f"stale/{age}/{seed}", lambda trace=trace, tried=tried, seed=seed: run(cell, trace(), tried, seed)  # type: ignore[misc]
+    cell = ClusterCell(num_nodes=4, duration_s=12.0, rate=500.0, pool_bytes="16GB", hot_users=200, rows="dlrmv3")
+    for seed, (age, reporting) in product(range(seeds), ages.items()):
+        tried = RouterTrial("emb-kv-aware", spread_splits(cell.num_nodes), reporting=reporting)
+        yield Job(f"stale/{age}/{seed}", cell, tried, seed)
 
 
 def joint_jobs(seeds: int) -> Iterator[Job]:
     """Constants with every good router, and the controller with ours; traffic that shifts."""
-    cell = Cell(family="trend", num_nodes=4, duration_s=16.0, rate=330.0, hot_users=100, hot_share=0.7)
+    cell = ClusterCell(family="trend", num_nodes=4, duration_s=16.0, rate=330.0, hot_users=100, hot_share=0.7)
     for seed in range(seeds):
-        trace = _once(lambda seed=seed: make_trace(cell, seed))  # type: ignore[misc]
-        for router in ("kv-aware", "emb-aware", "emb-kv-aware"):
-            for alpha in (0.2, 0.4, 0.6, 0.8):
-                tried = Run(router, lambda _, alpha=alpha: Static(StaticSettings(alpha=alpha)), alpha, tick_s=0.5)  # type: ignore[misc]
-                yield (
-                    f"joint/static:{alpha}/{router}/{seed}",
-                    lambda trace=trace, tried=tried, seed=seed: run(  # type: ignore[misc]
-                        cell, trace(), tried, seed
-                    ),
-                )
-        yield f"joint/helm/emb-kv-aware/{seed}", lambda trace=trace, seed=seed: _with_controller(cell, trace(), seed)  # type: ignore[misc]
-
-
-def _with_controller(cell: Cell, trace: Trace, seed: int) -> dict[str, Any]:
-    tried = Run("emb-kv-aware", lambda _: make_policy("helm"), 0.5, has_curves=needs_curves("helm"), tick_s=0.5)
-    return run(cell, trace, tried, seed)
-
-
-def _once(make: Callable[[], Trace]) -> Callable[[], Trace]:
-    """The trace, made when it is first needed."""
-    made: list[Trace] = []
-
-    def get() -> Trace:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get
+        for router, alpha in product(("kv-aware", "emb-aware", "emb-kv-aware"), (0.2, 0.4, 0.6, 0.8)):
+            tried = RouterTrial(router, constant(alpha), alpha, tick_s=0.5)
+            yield Job(f"joint/static:{alpha}/{router}/{seed}", cell, tried, seed)
+        ours = RouterTrial("emb-kv-aware", lambda _: make_policy("helm"), 0.5, has_curves=True, tick_s=0.5)
+        yield Job(f"joint/helm/emb-kv-aware/{seed}", cell, ours, seed)
 
 
 JOBS = {"routers": router_jobs, "stale": stale_jobs, "joint": joint_jobs}
@@ -225,13 +209,14 @@ def main(flags: Namespace) -> None:
     runs: dict[str, Any] = kept.get("runs", {})
     started_s, saved_s = time.monotonic(), time.monotonic()
     which, num_shards = map(int, flags.shard.split("/"))
-    for number, (name, work) in enumerate(JOBS[flags.part](flags.seeds)):
+    for number, job in enumerate(JOBS[flags.part](flags.seeds)):
+        name = job.name
         if name in runs or number // len(ROUTERS) % num_shards != which:
             continue
         if time.monotonic() - started_s > flags.limit_s:
             print("stopped at the limit; start again to go on", flush=True)
             break
-        runs[name] = work()
+        runs[name] = run(job)
         print(
             name, {k: runs[name][k] for k in ("p99_ms", "slo_satisfaction", "kv_hit", "emb_hit", "cpu_s")}, flush=True
         )

@@ -52,7 +52,7 @@ SET_UP = {
 }
 
 
-class Way(NamedTuple):
+class SimulatedWay(NamedTuple):
     """How ranks are served."""
 
     name: str
@@ -61,21 +61,21 @@ class Way(NamedTuple):
     has_expander: bool = True
 
 
-def ways(budget_ms: float) -> dict[str, Way]:
+def ways(budget_ms: float) -> dict[str, SimulatedWay]:
     on, off = Relaying(warm_up_s=WARM_UP_S), Relaying(has_signals=False, warm_up_s=WARM_UP_S)
     relay = RelayConfig(budget_ms=budget_ms, max_held=0.6, max_compute=0.9)
     admit_all = relay.model_copy(update={"risk": 0.0, "max_held": 1.0, "max_compute": 1.0})
     made = [
-        Way("inline", off, relay, has_expander=False),
-        Way("relay + expander", on, relay),
-        Way("inline + expander", off, relay),
-        Way("relay, expander off", on, relay, has_expander=False),
-        Way("relay + expander, trigger off", on, admit_all),
+        SimulatedWay("inline", off, relay, has_expander=False),
+        SimulatedWay("relay + expander", on, relay),
+        SimulatedWay("inline + expander", off, relay),
+        SimulatedWay("relay, expander off", on, relay, has_expander=False),
+        SimulatedWay("relay + expander, trigger off", on, admit_all),
     ]
     return {way.name: way for way in made}
 
 
-def apart(way: Way) -> Way:
+def apart(way: SimulatedWay) -> SimulatedWay:
     """Signals and ranks go where chance sends them."""
     fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
     return way._replace(name=f"{way.name}, affinity off", relaying=Relaying(**fields | {"has_affinity": False}))
@@ -108,7 +108,7 @@ def trace_of(lengths: Lengths, rate: float, seed: int, num_nodes: int = 1) -> Tr
     return generate(Workload(name="relay", num_items=NUM_ITEMS, users=users, phases=(phase,)), seed)
 
 
-def node_config(way: Way) -> NodeConfig:
+def node_config(way: SimulatedWay) -> NodeConfig:
     model = profile("dlrmv3", NUM_ITEMS).model_copy(update={"window": WINDOW, "normaliser": WINDOW, "user_context": ()})
     engine = EngineConfig(
         pool_bytes=POOL, alpha=0.1, host_kv_bytes=HOST if way.has_expander else 0, max_batch_requests=8,
@@ -117,7 +117,7 @@ def node_config(way: Way) -> NodeConfig:
     return NodeConfig(model=model, engine=engine, row_sample=1 / 512)
 
 
-def run(way: Way, lengths: Lengths, rate: float, num_nodes: int = 1, seed: int = 0) -> CascadeResult:
+def run(way: SimulatedWay, lengths: Lengths, rate: float, num_nodes: int = 1, seed: int = 0) -> CascadeResult:
     fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
     relaying = Relaying(**fields | {"num_nodes": num_nodes, "seed": seed})
     trace = trace_of(lengths, rate, seed, num_nodes)
@@ -125,7 +125,7 @@ def run(way: Way, lengths: Lengths, rate: float, num_nodes: int = 1, seed: int =
 
 
 def lone_ms(num_events: int) -> float:
-    """P50 of a stranger's rank that is alone."""
+    """P50 of a new user's rank that is alone."""
     inline = ways(1.0)["inline"]
     seen = run(inline, Lengths(num_events), 2.0)
     return seen.percentile(75)  # hot users are quicker, and fewer than that
@@ -143,12 +143,13 @@ def largest_rate(ask: "Ask") -> dict[str, Any]:
         else:
             high = rate
     trace_of.cache_clear()
-    found = {"way": way.name, "rate": low if best is not None else 0.0, "at_it": None if best is None else told(best)}
+    at_it, rate = (None, 0.0) if best is None else (details(best), low)
+    found = {"way": way.name, "rate": rate, "at_it": at_it}
     print(f"  {lengths.median} tokens, {way.name}: {found['rate']:.0f}/s", flush=True)
     return found
 
 
-def told(seen: CascadeResult) -> dict[str, Any]:
+def details(seen: CascadeResult) -> dict[str, Any]:
     return {
         "requests": seen.latency_ms.size,
         "p50_ms": round(seen.percentile(50), 3),
@@ -169,7 +170,7 @@ def told(seen: CascadeResult) -> dict[str, Any]:
 class Ask(NamedTuple):
     """The largest rate of one way."""
 
-    way: Way
+    way: SimulatedWay
     lengths: Lengths
     budget_ms: float
     num_nodes: int = 1
@@ -200,7 +201,7 @@ def asks(part: str, budget_ms: float) -> list[Ask]:
     return [Ask(way, Lengths(12_000, 0.6), 80.0) for way in slow.values()]
 
 
-class Crowd(NamedTuple):
+class SignalCrowd(NamedTuple):
     """Ranks, and five times the signals that the node could compute beside nothing else."""
 
     chunk_tokens: int
@@ -209,25 +210,25 @@ class Crowd(NamedTuple):
 
 
 CROWDS = (
-    Crowd(8_192, 0.3, 100),
-    Crowd(8_192, 0.1, 100),
-    Crowd(4_096, 0.1, 100),
-    Crowd(1_024, 0.1, 100),
-    Crowd(8_192, 0.3, 300),
+    SignalCrowd(8_192, 0.3, 100),
+    SignalCrowd(8_192, 0.1, 100),
+    SignalCrowd(4_096, 0.1, 100),
+    SignalCrowd(1_024, 0.1, 100),
+    SignalCrowd(8_192, 0.3, 300),
 )
-CAPACITY = 800  # requests/s of strangers
+CAPACITY = 800  # requests/s of new users
 
 
-def overload(crowd: Crowd, budget_ms: float) -> dict[str, Any]:
+def overload(crowd: SignalCrowd, budget_ms: float) -> dict[str, Any]:
     """Ranks without signals, with their own, and with the crowd's."""
     bounds = {"chunk_tokens": crowd.chunk_tokens, "max_compute": crowd.max_compute, "max_held": 0.3}
     relay = ways(budget_ms)["relay + expander"].relay.model_copy(update=bounds)
     p99_ms, seen = {}, {}
-    strangers = {"no signals": 0, "own signals": 0, "crowded": 5 * CAPACITY // crowd.rate}
-    for name, num in strangers.items():
-        relaying = Relaying(has_signals=name != "no signals", num_strangers=num, warm_up_s=WARM_UP_S)
-        runs = [run(Way(name, relaying, relay), Lengths(6_700), float(crowd.rate), 1, seed) for seed in SEEDS]
-        seen[name] = told(runs[0])
+    lone_signals = {"no signals": 0, "own signals": 0, "crowded": 5 * CAPACITY // crowd.rate}
+    for name, num in lone_signals.items():
+        relaying = Relaying(has_signals=name != "no signals", num_new_users=num, warm_up_s=WARM_UP_S)
+        runs = [run(SimulatedWay(name, relaying, relay), Lengths(6_700), float(crowd.rate), 1, seed) for seed in SEEDS]
+        seen[name] = details(runs[0])
         p99_ms[name] = float(np.percentile(np.concatenate([each.latency_ms for each in runs]), 99))
     print(f"  {crowd}: {p99_ms}", flush=True)
     return {**crowd._asdict(), "max_held": 0.3, "p99_ms": p99_ms, "seen": seen}
@@ -235,7 +236,7 @@ def overload(crowd: Crowd, budget_ms: float) -> dict[str, Any]:
 
 def trigger(rate: float) -> dict[str, Any]:
     """What the trigger spares where nobody is at risk: 80 ms, and a fraction of the load that would break it."""
-    seen = {name: told(run(ways(80.0)[name], Lengths(12_000, 0.6), rate)) for name in TRIGGERS}
+    seen = {name: details(run(ways(80.0)[name], Lengths(12_000, 0.6), rate)) for name in TRIGGERS}
     print(f"  {rate:.0f}/s: { ({name: each['busy'] for name, each in seen.items()}) }", flush=True)
     return {"rate": rate, "seen": seen}
 
@@ -253,7 +254,7 @@ LIMITS = (
 
 def limit(name: str, rate: float, budget_ms: float) -> dict[str, Any]:
     """Where the time goes at the largest rates of 6,700 events."""
-    return {"way": name, "rate": rate, **told(run(ways(budget_ms)[name], Lengths(6_700), rate))}
+    return {"way": name, "rate": rate, **details(run(ways(budget_ms)[name], Lengths(6_700), rate))}
 
 
 def plot(path: Path) -> None:

@@ -20,6 +20,7 @@ from helmrec.router.sketch import (
     build_sketch,
     count_clear,
     sample_rows,
+    shared_rate,
 )
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
@@ -34,7 +35,7 @@ SIZES = (500_000, 4_000_000, 32_000_000)
 CROWD = 1 << 32  # row ids of a crowd begin at a multiple of this
 
 
-class Case(NamedTuple):
+class SketchCase(NamedTuple):
     history: IntArray
     candidates: IntArray
     truth: list[float]  # absent share, by node
@@ -63,18 +64,18 @@ def resident_rows(crowd: int, size: int) -> IntArray:
     return np.concatenate([np.arange(size // 2), crowd * CROWD + np.arange(size // 2)])
 
 
-def cases(rng: np.random.Generator, size: int, num_tokens: int, head: int) -> list[Case]:
+def cases(rng: np.random.Generator, size: int, num_tokens: int, head: int) -> list[SketchCase]:
     found = []
     for index in range(NUM_REQUESTS):
         crowd = 1 + index % NUM_CROWDS
         history, candidates = (rows_of(rng, n, crowd, (8 * size, head)) for n in (num_tokens, NUM_CANDIDATES))
         rows = np.concatenate([history.reshape(-1), candidates.reshape(-1)])
         truth = [float(1 - is_resident(rows, node, size).mean()) for node in range(1, 1 + NUM_CROWDS)]
-        found.append(Case(history, candidates, truth))
+        found.append(SketchCase(history, candidates, truth))
     return found
 
 
-def estimates(nodes: list[RowSketch], case: Case, beliefs: list[float], weight: float) -> list[float]:
+def estimates(nodes: list[RowSketch], case: SketchCase, beliefs: list[float], weight: float) -> list[float]:
     sample = sample_rows(case.history, case.candidates)
     table = SketchTable(
         np.stack([n.words for n in nodes], axis=1),
@@ -95,7 +96,7 @@ def estimates(nodes: list[RowSketch], case: Case, beliefs: list[float], weight: 
     ]
 
 
-def measured(nodes: list[RowSketch], some: list[Case], weight: float) -> dict[str, Any]:
+def measured(nodes: list[RowSketch], some: list[SketchCase], weight: float) -> dict[str, Any]:
     truth = np.array([case.truth for case in some])
     beliefs = truth.mean(axis=0)  # what a node would report: over all requests, not over its own crowd's
     found = np.array([estimates(nodes, case, beliefs.tolist(), weight) for case in some])
