@@ -14,6 +14,7 @@ from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.provenance import provenance
 from helmrec_bench.lab.tiers import TIERS
 from helmrec_bench.report.claims import OUR_WORDS, WORDS, Verdict, unjudged
+from helmrec_bench.report.files import markdown_table
 
 Result = dict[str, Any]
 _TOO_SHORT = "this tier only shows that the experiment runs"
@@ -79,12 +80,12 @@ def claims_markdown(measurement: Result) -> str:
     """The table of claims that docs show: the paper's first, then ours."""
     found = [verdict for one in measurement["experiments"].values() for verdict in one["verdicts"]]
     found.sort(key=lambda verdict: not verdict["is_papers"])
-    lines = ["| claim | paper | ours | verdict |", "|---|---|---|---|"]
+    lines = []
     for verdict in found:
         words = WORDS if verdict["is_papers"] else OUR_WORDS
         cells = (verdict["claim"], verdict["paper"], verdict["ours"], words[verdict["finding"]])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
-    return "\n".join(lines)
+        lines.append([cell.replace("|", "\\|").replace("*", "\\*") for cell in cells])
+    return markdown_table(("claim", "paper", "ours", "verdict"), lines)
 
 
 def read_measured(folder: Path) -> Measured:

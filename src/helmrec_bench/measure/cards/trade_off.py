@@ -21,6 +21,7 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, serve, serving_config, serving_engine
+from helmrec_bench.report.files import picture
 
 PLOT = Path("docs/images/trade-off-h200.png")
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
@@ -91,29 +92,20 @@ def kept(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(path: Path) -> None:
-    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
-
     cells = json.loads(path.read_text())["cells"]
-    ways = [(True, True), (True, False), (False, True), (False, False)]  # overlap, host tier
-    figure, axes = plt.subplots(3, 3, figsize=(12, 10), sharex=True)
-    for (i, rows), (j, share) in itertools.product(enumerate(ROWS_PER_TOKEN), enumerate(HOT_SHARES)):
-        axis = axes[i][j]
-        for (overlap, tier), style in zip(ways, ("o-", "s-", "o--", "s--"), strict=True):
-            of = [
-                c
-                for c in cells
-                if (c["rows_per_token"], c["hot_share"], c["overlap"], c["host_tier"]) == (rows, share, overlap, tier)
-            ]
-            label = f"{'overlapping' if overlap else 'in turn'}, {'with' if tier else 'without'} host tier"
-            axis.plot([c["alpha"] for c in of], [c["requests_per_s"] for c in of], style, label=label, markersize=4)
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"{rows} row{'s' * (rows > 1)} a token, {share:.0%} of requests from hot users", fontsize=9)
-        axis.set_xlabel("alpha") if i == 2 else None
-        axis.set_ylabel("requests/s") if j == 0 else None
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
-    print(f"wrote {PLOT}")
+    ways = {(True, True): "o-", (True, False): "s-", (False, True): "o--", (False, False): "s--"}
+    with picture(PLOT, (12, 10)) as figure:
+        axes = figure.subplots(3, 3, sharex=True)
+        for (i, rows), (j, share) in itertools.product(enumerate(ROWS_PER_TOKEN), enumerate(HOT_SHARES)):
+            own = [cell for cell in cells if (cell["rows_per_token"], cell["hot_share"]) == (rows, share)]
+            for (overlap, tier), style in ways.items():
+                line = [cell for cell in own if (cell["overlap"], cell["host_tier"]) == (overlap, tier)]
+                label = f"{'overlapping' if overlap else 'in turn'}, {'with' if tier else 'without'} host tier"
+                alphas, rates = ([cell[name] for cell in line] for name in ("alpha", "requests_per_s"))
+                axes[i][j].plot(alphas, rates, style, label=label, markersize=4)
+            title = f"{rows} row{'s' * (rows > 1)} a token, {share:.0%} of requests from hot users"
+            axes[i][j].set(title=title, ylim=(0, None), xlabel="alpha", ylabel="requests/s")
+        axes[0][0].legend(fontsize=7)
 
 
 def options(parser: ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
@@ -19,6 +18,7 @@ from helmrec.control.layers import MIN_GAIN
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.report.files import picture
 from helmrec_bench.train.designs import STEPS
 from helmrec_bench.train.env import observe_all, scaled
 from helmrec_bench.train.fleet import Fleet
@@ -67,18 +67,18 @@ def judge(choose: Chooser) -> dict[str, float]:
 
 
 def plot(trainings: list[dict[str, Any]], rule_lost: float) -> None:
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for training in trainings:
-        done, lost = np.array([(point["steps"], 100 * point["lost"]) for point in training["curve"]]).T
-        mean = np.convolve(lost, np.ones(SMOOTH) / SMOOTH, "valid")
-        label = f"{training['design']}, seed {training['seed']}, {training['steps']:,} steps"
-        axis.plot(done[SMOOTH - 1 :], mean, label=label, linewidth=1)
-    axis.axhline(100 * rule_lost, color="black", linestyle="--", linewidth=1, label="the plain rule, on other nodes")
-    axis.set(xlabel="steps", ylabel="expected latency above the best split, %", yscale="log")
-    axis.legend(fontsize="small")
-    figure.savefig(PICTURE, dpi=110)
-    print(f"wrote {PICTURE}")
+    with picture(PICTURE, (9, 4.5)) as figure:
+        axis = figure.subplots()
+        for training in trainings:
+            done, lost = np.array([(point["steps"], 100 * point["lost"]) for point in training["curve"]]).T
+            mean = np.convolve(lost, np.ones(SMOOTH) / SMOOTH, "valid")
+            label = f"{training['design']}, seed {training['seed']}, {training['steps']:,} steps"
+            axis.plot(done[SMOOTH - 1 :], mean, label=label, linewidth=1)
+        axis.axhline(
+            100 * rule_lost, color="black", linestyle="--", linewidth=1, label="the plain rule, on other nodes"
+        )
+        axis.set(xlabel="steps", ylabel="expected latency above the best split, %", yscale="log")
+        axis.legend(fontsize="small")
 
 
 def options(parser: ArgumentParser) -> None:

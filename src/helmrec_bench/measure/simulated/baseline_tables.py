@@ -1,7 +1,9 @@
 """The baselines' figures as the Markdown tables of docs/baselines.md."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from helmrec_bench.report.files import markdown_table
 
 _COLUMNS = (
     "policy", "mean ms", "P99 ms", "P99 against best static", "in SLO", "regret, quasi-static", "regret, oracle", "gap",
@@ -18,30 +20,29 @@ def _loads(loads: Mapping[str, Any]) -> str:
     """Policies by scenario; shares of the best constant's largest load, over seeds."""
     names = dict.fromkeys(one for found in loads.values() for one in found["share_of_best_static"])
     heads = [f"{name} ({len(found['best_static'])} seeds)" for name, found in loads.items()]
-    lines = ["| policy | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(loads))]
+    lines = []
     for name in names:
         shares = [found["share_of_best_static"].get(name) for found in loads.values()]
         cells = ["-" if share is None else _spread(share, 2) for share in shares]
-        lines.append(f"| {_told(name)} | " + " | ".join(cells) + " |")
-    return "\n".join(("### Largest load within the SLO\n", *lines, ""))
+        lines.append([_shown(name), *cells])
+    return f"### Largest load within the SLO\n\n{markdown_table(['policy', *heads], lines)}\n"
 
 
-def _told(policy: str) -> str:
+def _shown(policy: str) -> str:
     return "static, tuned on another day" if policy == "static" else policy
 
 
 def _table(name: str, found: Mapping[str, Any]) -> str:
     stars = found["alpha_star"]
     head = f"### {name}\n\nalpha* from {min(stars):g} to {max(stars):g}.\n"
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
-    lines += [_line(policy, row) for policy, row in found["policies"].items()]
-    return "\n".join((head, *lines, ""))
+    lines = [_line(policy, row) for policy, row in found["policies"].items()]
+    return f"{head}\n{markdown_table(_COLUMNS, lines)}\n"
 
 
-def _line(policy: str, row: Mapping[str, Any]) -> str:
+def _line(policy: str, row: Mapping[str, Any]) -> Sequence[str]:
     change = row["p99_change"]
-    cells = (
-        _told(policy),
+    return (
+        _shown(policy),
         _spread(row["mean_ms"], 1),
         _spread(row["p99_ms"], 0),
         f"{change['mean']:+.0%}" + _ends(change),
@@ -52,7 +53,6 @@ def _line(policy: str, row: Mapping[str, Any]) -> str:
         f"{row['share_inside']:.0%}",
         f"{row['decision_us'][0]:.0f} / {row['decision_us'][1]:.0f}" if row["decision_us"][0] else "-",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def _spread(interval: Mapping[str, float | None], digits: int) -> str:

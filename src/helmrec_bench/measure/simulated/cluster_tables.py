@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from helmrec_bench.report.files import markdown_table
+
 ROUTERS = (
     *("emb-kv-aware", "kv-aware", "emb-aware", "dynamo-style"),
     *("session-hash", "least-loaded", "power-of-two", "random"),
@@ -23,15 +25,14 @@ def routers(runs: Runs) -> None:
     for (preset, kind), by_router in cells.items():
         seeds = sorted(set.intersection(*(set(of) for of in by_router.values())))
         print(f"\n**{preset}, {kind}** ({len(seeds)} paired seeds)\n")
-        print("| router | p99 ms | mean ms | in SLO | KV hit | EMB hit |\n|---|---|---|---|---|---|")
+        lines = []
         p99 = {r: np.array([by_router[r][s]["p99_ms"] for s in seeds]) for r in ROUTERS if r in by_router}
         for router, tail in p99.items():
             values = {k: np.mean([by_router[router][s][k] for s in seeds]) for k in by_router[router][seeds[0]]}
             error = tail.std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
-            print(
-                f"| {router} | {values['p99_ms']:.1f} ± {error:.1f} | {values['mean_ms']:.2f} "
-                f"| {values['slo_satisfaction']:.1%} | {values['kv_hit']:.1%} | {values['emb_hit']:.1%} |"
-            )
+            shares = [f"{values[name]:.1%}" for name in ("slo_satisfaction", "kv_hit", "emb_hit")]
+            lines.append([router, f"{values['p99_ms']:.1f} ± {error:.1f}", f"{values['mean_ms']:.2f}", *shares])
+        print(markdown_table(["router", "p99 ms", "mean ms", "in SLO", "KV hit", "EMB hit"], lines))
         baseline = min((r for r in p99 if r != "emb-kv-aware"), key=lambda r: p99[r].mean())
         change = p99["emb-kv-aware"] / p99[baseline] - 1
         won += bool(change.mean() < 0)

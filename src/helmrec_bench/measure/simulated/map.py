@@ -229,8 +229,7 @@ def report(store: Store, out: Path) -> None:
         "shifts": [shift_json(unit, store) for unit in units],
     }
     write_measurement(out, found)
-    for path in plot_map(found, IMAGES):
-        print(f"wrote {path}")
+    plot_map(found, IMAGES)
 
 
 def options(parser: ArgumentParser) -> None:

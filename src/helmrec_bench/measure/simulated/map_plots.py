@@ -5,24 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from helmrec_bench.map.load_curve import LoadCurve
+from helmrec_bench.report.files import picture
 
 _BLUE, _ORANGE, _GREY, _GREEN = "#2563a8", "#d9702b", "#8a8f98", "#2f8f5b"
 _COLOURS = {"returning": _BLUE, "browsing": _ORANGE, "flood": _GREY}
 
 
-def plot_map(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = {
-        "map-capacity.png": _capacity(found["cells"]),
-        "map-penalty.png": _penalty(found["cells"]),
-        "map-gain.png": _gain(found["shifts"]),
-    }
-    for name, figure in pictures.items():
-        figure.savefig(folder / name, dpi=110)
-    return [folder / name for name in pictures]
+def plot_map(found: Mapping[str, Any], folder: Path) -> None:
+    with picture(folder / "map-capacity.png", (13, 8.5)) as figure:
+        _capacity(figure, found["cells"])
+    with picture(folder / "map-penalty.png", (12, 6)) as figure:
+        _penalty(figure, found["cells"])
+    with picture(folder / "map-gain.png", (12, 9)) as figure:
+        _gain(figure, found["shifts"])
 
 
 def cell_title(cell: Mapping[str, Any]) -> str:
@@ -38,9 +35,8 @@ def _capacities(swept: Mapping[str, Any]) -> Any:
     return np.array([LoadCurve(rate, np.array(mean), np.array(p99)).capacity() for mean, p99 in pairs])
 
 
-def _capacity(cells: Sequence[Mapping[str, Any]]) -> Figure:
+def _capacity(figure: Any, cells: Sequence[Mapping[str, Any]]) -> None:
     """Largest load within the SLO over the split, a panel for each cell."""
-    figure = Figure(figsize=(13, 8.5), layout="constrained")
     axes = figure.subplots(3, 4, sharex=True)
     for axis, one in zip(np.ravel(axes), cells, strict=False):
         for regime, swept in one["sweeps"].items():
@@ -56,12 +52,10 @@ def _capacity(cells: Sequence[Mapping[str, Any]]) -> Figure:
     for axis in axes[:, 0]:
         axis.set_ylabel("requests/s with P99 ≤ 80 ms")
     figure.suptitle("Largest load within the SLO at every constant split; the star is the best")
-    return figure
 
 
-def _penalty(cells: Sequence[Mapping[str, Any]]) -> Figure:
+def _penalty(figure: Any, cells: Sequence[Mapping[str, Any]]) -> None:
     """What the other regime's split costs, in mean, P99 and capacity."""
-    figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     kinds = (("mean at 75% load", "mean", 0), ("P99 at 75% load", "p99", 0), ("capacity lost", "capacity", None))
     names, place = [cell_title(one["cell"]) for one in cells], np.arange(len(cells))
@@ -77,12 +71,10 @@ def _penalty(cells: Sequence[Mapping[str, Any]]) -> Figure:
     axes[0].invert_yaxis()
     axes[0].legend(fontsize=8)
     figure.suptitle("What it costs to run one regime at the split that is best for the other (cut at 100%)")
-    return figure
 
 
-def _gain(shifts: Sequence[Mapping[str, Any]]) -> Figure:
+def _gain(figure: Any, shifts: Sequence[Mapping[str, Any]]) -> None:
     """P99 and mean against the best constant in hindsight: tracking at once, and both oracles."""
-    figure = Figure(figsize=(12, 9), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     place = np.arange(len(shifts))
     names = [f"{cell_title(one['cell'])}\n{one['length_s']:g} s, {one['mode']} rate" for one in shifts]
@@ -98,7 +90,6 @@ def _gain(shifts: Sequence[Mapping[str, Any]]) -> Figure:
     axes[0].invert_yaxis()
     axes[0].legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="upper right")
     figure.suptitle("What moving the split gains at 90% of the best constant's limit")
-    return figure
 
 
 _WHO = {

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helmrec_bench.measure.simulated.map_plots import cell_title
+from helmrec_bench.report.files import markdown_table
 
 
 def cells_table(cells: Sequence[Mapping[str, Any]]) -> str:
     """Best splits and what wrong ones cost at three quarters of the load, returning / browsing."""
-    lines = [
-        "| cell | capacity | alpha* by capacity | alpha* by mean, 75% load | other's alpha: mean | P99 | capacity "
-        "| untuned 0.5: mean | P99 | capacity |",
-        "|" + "---|" * 10,
-    ]
+    header = ["cell", "capacity", "alpha* by capacity", "alpha* by mean, 75% load", "other's alpha: mean", "P99"]
+    header += ["capacity", "untuned 0.5: mean", "P99", "capacity"]
+    lines = []
     for one in cells:
         regimes = [one["regimes"][name] for name in ("returning", "browsing")]
         cells_ = [cell_title(one["cell"])]
@@ -23,32 +22,27 @@ def cells_table(cells: Sequence[Mapping[str, Any]]) -> str:
             penalties = [regime["penalties"][wrong] for regime in regimes]
             cells_ += [" / ".join(_more(one[key][0]) for one in penalties) for key in ("mean", "p99")]
             cells_.append(" / ".join(f"-{one['capacity']:.0%}" for one in penalties))
-        lines.append("| " + " | ".join(cells_) + " |")
-    return "\n".join(lines)
+        lines.append(cells_)
+    return markdown_table(header, lines)
 
 
 def limits_table(cells: Sequence[Mapping[str, Any]]) -> str:
     """What a split of its own for each regime adds to the largest load."""
-    lines = [
-        "| cell | shift of alpha* | best constant | more load, constant rate | following |",
-        "|---|---|---|---|---|",
-    ]
+    header = ["cell", "shift of alpha*", "best constant", "more load, constant rate", "following"]
+    lines = []
     for one in cells:
         constant, following = one["limits"]["constant"], one["limits"]["following"]
-        lines.append(
-            f"| {cell_title(one['cell'])} | {one['shift_of_alpha']:.2f} | {constant['static_alpha']:g} / "
-            f"{following['static_alpha']:g} | {constant['gain']:+.1%} | {following['gain']:+.1%} |"
-        )
-    return "\n".join(lines)
+        best = f"{constant['static_alpha']:g} / {following['static_alpha']:g}"
+        gains = [f"{constant['gain']:+.1%}", f"{following['gain']:+.1%}"]
+        lines.append([cell_title(one["cell"]), f"{one['shift_of_alpha']:.2f}", best, *gains])
+    return markdown_table(header, lines)
 
 
 def shifts_table(shifts: Sequence[Mapping[str, Any]]) -> str:
     """Changes against the best constant in hindsight."""
-    lines = [
-        "| cell | rate | length | requests/s | best constant, mean / P99 ms | at once: mean | P99 "
-        "| oracle with moves paid: mean | P99 | quasi-static: mean | P99 | oracle moves by |",
-        "|" + "---|" * 12,
-    ]
+    header = ["cell", "rate", "length", "requests/s", "best constant, mean / P99 ms", "at once: mean", "P99"]
+    header += ["oracle with moves paid: mean", "P99", "quasi-static: mean", "P99", "oracle moves by"]
+    lines = []
     for one in shifts:
         best = one["best_static"]
         cells_ = [
@@ -60,8 +54,8 @@ def shifts_table(shifts: Sequence[Mapping[str, Any]]) -> str:
         ]
         for who in ("tracker", "oracle", "quasi_static"):
             cells_ += [_change(-one[f"{who}_{figure}_gain"]) for figure in ("mean", "p99")]
-        lines.append("| " + " | ".join([*cells_, f"{one['oracle_travel']:.2f}"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells_, f"{one['oracle_travel']:.2f}"])
+    return markdown_table(header, lines)
 
 
 def _more(share: float) -> str:

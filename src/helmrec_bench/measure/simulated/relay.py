@@ -26,6 +26,7 @@ from helmrec.traffic.trace import Trace
 from helmrec.traffic.workload import Phase, Users, Workload
 from helmrec_bench.cascade import CascadeResult, Relaying, simulate_cascade
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.report.files import picture
 
 PLOT = Path("docs/images/relay.png")
 GOAL = 0.99
@@ -258,30 +259,19 @@ def limit(name: str, rate: float, budget_ms: float) -> dict[str, Any]:
 
 
 def plot(path: Path) -> None:
-    import matplotlib.pyplot as plt  # noqa: PLC0415 - only a plot needs it
-
     kept = json.loads(path.read_text())
-    figure, axis = plt.subplots(figsize=(7, 4))
-    _draw(axis, kept["over_length"], "simulated", {"marker": "o", "linestyle": "-"})
-    measured = path.parent / "gpu-relay-h200.json"
-    if measured.exists() and "over_length_6700" in measured.read_text():
-        card = json.loads(measured.read_text())
-        rows = [
-            {"tokens": part["tokens"], **found}
-            for name, part in card.items()
-            if name.startswith("over_length_")
-            for found in part["found"]
-        ]
-        _draw(
-            axis, sorted(rows, key=lambda row: row["tokens"]), "H200", {"marker": "s", "linestyle": ":", "mfc": "none"}
-        )
-    axis.set_xlabel("events of every history")
-    axis.set_ylabel(f"requests/s with 99% within {kept['budget_ms']:.1f} ms")
-    axis.set_ylim(bottom=0)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
-    print(f"wrote {PLOT}")
+    card = path.parent / "gpu-relay-h200.json"
+    parts = json.loads(card.read_text()).items() if card.exists() else ()
+    lengths = [part for name, part in parts if name.startswith("over_length_")]
+    rows = [{"tokens": part["tokens"], **found} for part in lengths for found in part["found"]]
+    with picture(PLOT, (7, 4)) as figure:
+        axis = figure.subplots()
+        _draw(axis, kept["over_length"], "simulated", {"marker": "o", "linestyle": "-"})
+        style = {"marker": "s", "linestyle": ":", "mfc": "none"}
+        _draw(axis, sorted(rows, key=lambda row: row["tokens"]), "H200", style)
+        label = f"requests/s with 99% within {kept['budget_ms']:.1f} ms"
+        axis.set(xlabel="events of every history", ylabel=label, ylim=(0, None))
+        axis.legend()
 
 
 def _draw(axis: Any, rows: list[dict[str, Any]], where: str, style: dict[str, str]) -> None:
