@@ -1,8 +1,8 @@
-"""KV prefixes of a simulated node: `KVCache`, `PageLedger` and `VisitLog`, compiled.
+"""KV prefixes of a simulated node: compiled versions of `KVCache`, `PageLedger` and `VisitLog`.
 
-Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts a prefix,
-extends one or reuses one; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not
-named. Every decision is made as there; `tests/sim/node/test_conformance.py` holds one to the other.
+Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts, extends or
+reuses a prefix; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not identified.
+All other decisions equal those of `memory/kv_cache.py`, which `tests/sim/node/test_conformance.py` checks.
 """
 
 from enum import IntEnum
@@ -11,35 +11,33 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.node.jit import inner
+from helmrec.sim.node.jit import NONE, inner
 from helmrec.types import IntArray
 
-NONE = -1
-SHORT = -2  # pages are short for now
-_MOST_VISITORS = 1 << 16  # users whose visits are counted, as VisitLog
+SHORT = -2  # too few pages can be freed now
+_MOST_VISITORS = 1 << 16  # users whose visits are counted, as in VisitLog
 _USER, _COUNT, _BEFORE, _AFTER = 0, 1, 2, 3  # columns of `Visits.lines`
 
 
 class Kv(IntEnum):
-    """Places in `KVState.counts`."""
+    """Indices into `KVState.counts`."""
 
     FREE = 0  # pages
     EMB = 1
     HELD = 2
     DRAINING = 3
     RESERVE = 4  # kept free for the next step
-    IDLE = 5  # pages of kept prefixes nobody uses
-    RUNNING = 6  # pages of prefixes whose fate is not decided
+    IDLE = 5  # pages of kept prefixes that no step uses
+    RUNNING = 6  # pages of prefixes whose admission is not decided yet
     REUSED = 7  # tokens
     TOTAL = 8
     EVICTED = 9  # pages
     REFUSED = 10  # prefixes
-    STALE = 11  # cuts
-    RETURNS = 12
-    STRANGERS = 13
-    USERS = 14
-    EPOCH = 15  # of the rows
-    SPARE = 16  # slots on the stack
+    STALE = 11  # prefixes cut because a row changed
+    UNMATCHED = 12  # lookups of resident users that matched no prefix
+    USERS = 13
+    EPOCH = 14  # of the rows
+    SPARE = 15  # slots on the stack
 
 
 class P(IntEnum):
@@ -54,17 +52,19 @@ class P(IntEnum):
     KIND = 6
     BEFORE = 7
     AFTER = 8
-    MATE = 9  # another prefix of the same user
-    GENERATION = 10  # tells apart prefixes that lived in one slot
-    VERIFIED = 11  # row epoch up to which its rows were held against updates
+    MATE = 9  # next prefix of the same user
+    GENERATION = 10  # distinguishes prefixes that used the same slot
+    VERIFIED = 11  # row epoch up to which its rows were compared with updates
     MADE = 12  # row epoch of its first token
-    GUEST = 13  # has not earned its pages: it was computed before anybody asked, or there was room
+    PROBATIONARY = 13  # not admitted: it was computed ahead of a request, or kept because pages were free
 
 
 SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
 
 
 class KVRules(NamedTuple):
+    """Settings of the KV cache, for compiled code."""
+
     page_tokens: int
     max_forks: int
     admission: int  # 0 always, 1 second visit, 2 expected benefit
@@ -72,21 +72,25 @@ class KVRules(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Who came lately, and how often. Bounded, the user seen longest ago forgotten first."""
+    """Recent users and their number of visits. Bounded: the least recent user is forgotten first."""
 
     place: NDArray[np.int32]  # (users,) line of a user plus one; zero is none
-    lines: IntArray  # (limit + 1, 4) user, count, neighbours; the last one holds the ends and how many there are
+    lines: IntArray  # (limit + 1, 4) user, count, neighbours; the last line holds both ends and the number of users
     last_s: NDArray[np.float64]  # (limit,)
 
 
-class Seen(NamedTuple):
-    num: int  # this visit included
-    last_s: float  # when the visit before was; without one, this one
+class VisitCount(NamedTuple):
+    """How often a user has visited, and when last."""
+
+    num: int  # including this visit
+    last_s: float  # time of the previous visit, or of this one if it is the first
 
 
 class KVState(NamedTuple):
+    """All prefixes of a node in LRU order, by user, and how many pages they hold."""
+
     counts: IntArray
-    prefix: IntArray  # (slots + 1, fields); the last line holds the ends of the order, coldest first
+    prefix: IntArray  # (slots + 1, fields); in LRU order, coldest first; the last line holds both ends
     last_use_s: NDArray[np.float64]  # (slots,)
     head: NDArray[np.int32]  # (users,) slot of a user's first prefix plus one; zero is none
     spare: NDArray[np.int32]  # stack of empty slots
@@ -94,7 +98,7 @@ class KVState(NamedTuple):
 
 
 def make_kv(num_pages: int, num_users: int) -> KVState:
-    """All pages are free. A prefix has a page at least, so there are never more prefixes than pages."""
+    """An empty cache with all pages free. A prefix has at least one page, so `num_pages` slots are enough."""
     prefix = np.zeros((num_pages + 1, len(P)), np.int64)
     prefix[num_pages, P.BEFORE] = prefix[num_pages, P.AFTER] = num_pages
     counts = np.zeros(len(Kv), np.int64)
@@ -110,6 +114,7 @@ def make_kv(num_pages: int, num_users: int) -> KVState:
 
 
 def make_visits(num_users: int) -> Visits:
+    """A log without visits."""
     limit = min(_MOST_VISITORS, max(1, num_users))
     lines = np.zeros((limit + 1, 4), np.int64)
     lines[limit, _BEFORE] = lines[limit, _AFTER] = limit
@@ -118,7 +123,7 @@ def make_visits(num_users: int) -> Visits:
 
 @inner
 def find_prefix(kv: KVState, user: int, window: int) -> int:
-    """The slot of a user's prefix of this window, or NONE."""
+    """Return the slot of a user's prefix of this window, or NONE."""
     slot = int(kv.head[user]) - 1
     while slot != NONE and kv.prefix[slot, P.WINDOW] != window:
         slot = kv.prefix[slot, P.MATE]
@@ -127,15 +132,21 @@ def find_prefix(kv: KVState, user: int, window: int) -> int:
 
 @inner
 def note_lookup(kv: KVState, user: int, slot: int) -> None:
-    """Count lookups of resident users, and how many of them matched nothing."""
-    if _num_kept(kv, user):
-        kv.counts[Kv.RETURNS] += 1
-        kv.counts[Kv.STRANGERS] += slot == NONE
+    """Count lookups of resident users that matched nothing."""
+    kv.counts[Kv.UNMATCHED] += slot == NONE and _num_kept(kv, user) > 0
+
+
+class PinnedPrefix(NamedTuple):
+    """A prefix that is pinned for a step."""
+
+    slot: int  # SHORT if too few pages can be freed
+    resident: int  # tokens of the history that need not be computed
+    before: int  # tokens the prefix had before
 
 
 @inner
-def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> tuple[int, int, int]:
-    """Pin pages for a history: the prefix's slot, or SHORT, tokens that are resident, and those it held before."""
+def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> PinnedPrefix:
+    """Pin pages for a history."""
     slot = find_prefix(kv, user, window)
     prefix = kv.prefix
     is_new = slot == NONE
@@ -150,8 +161,8 @@ def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -
             _release_slot(kv, slot)
         else:
             unpin(kv, rules, slot)
-        return SHORT, 0, 0
-    return slot, resident, before
+        return PinnedPrefix(SHORT, 0, 0)
+    return PinnedPrefix(slot, resident, before)
 
 
 @inner
@@ -173,42 +184,43 @@ def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
 
 
 @inner
-def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> int:
-    """The step has ended: unpin, keep or drop the prefix; returns where saving begins. `served`: resident and all."""
-    prefix, user, was_guest = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.GUEST]
-    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
+def commit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: int, now_s: float, is_ahead: bool) -> int:
+    """End a step: unpin the prefix, then keep or drop it. Return the token from which to save it, or NONE."""
+    slot = served.slot
+    prefix, user, was_probationary = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.PROBATIONARY]
+    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], num_tokens)
     kv.last_use_s[slot] = now_s
-    is_kept = is_ahead or _count_visit(kv, rules, slot, served, now_s)
+    is_kept = is_ahead or _count_visit(kv, rules, served, num_tokens, now_s)
     if prefix[slot, P.KIND] == RUNNING and is_kept:
         _adopt(kv, slot)
-        prefix[slot, P.GUEST] |= is_ahead
-    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]
+        prefix[slot, P.PROBATIONARY] |= is_ahead
+    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.PROBATIONARY]
     if prefix[slot, P.KIND] == KEPT:
         ends = prefix.shape[0] - 1
         take_out(prefix, slot)
-        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.GUEST] else ends)
+        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.PROBATIONARY] else ends)
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
-    return (0 if was_guest else served[0]) if is_saved else NONE
+    return (0 if was_probationary else served.resident) if is_saved else NONE
 
 
 @inner
-def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
-    """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
-    counts, prefix = kv.counts, kv.prefix
-    counts[Kv.REUSED] += served[0]
-    counts[Kv.TOTAL] += served[1]
-    seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
-    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]:
+def _count_visit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: int, now_s: float) -> bool:
+    """Count a visit; return whether its prefix is kept: it is admitted, or probationary while pages are free."""
+    counts, prefix, slot = kv.counts, kv.prefix, served.slot
+    counts[Kv.REUSED] += served.resident
+    counts[Kv.TOTAL] += num_tokens
+    visits = record_visit(kv.visits, prefix[slot, P.USER], now_s)
+    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.PROBATIONARY]:
         return True
-    prefix[slot, P.GUEST] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    prefix[slot, P.PROBATIONARY] = not _admits(kv, rules, slot, visits, now_s)
     others = counts[Kv.RUNNING] - prefix[slot, P.PAGES]
-    return not prefix[slot, P.GUEST] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
+    return not prefix[slot, P.PROBATIONARY] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
 
 
 @inner
-def record_visit(visits: Visits, user: int, now_s: float) -> Seen:
-    """Count this visit."""
+def record_visit(visits: Visits, user: int, now_s: float) -> VisitCount:
+    """Count this visit of a user."""
     lines, ends = visits.lines, visits.lines.shape[0] - 1
     line = int(visits.place[user]) - 1
     last_s = now_s
@@ -231,7 +243,7 @@ def record_visit(visits: Visits, user: int, now_s: float) -> Seen:
     last = lines[ends, _BEFORE]
     lines[line, _BEFORE], lines[line, _AFTER] = last, ends
     lines[last, _AFTER] = lines[ends, _BEFORE] = line
-    return Seen(lines[line, _COUNT], last_s)
+    return VisitCount(lines[line, _COUNT], last_s)
 
 
 @inner
@@ -242,16 +254,16 @@ def _take_visit_out(lines: IntArray, line: int) -> None:
 
 
 @inner
-def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
-    """As `kv_admission` decides without room; `seen` is how often the user came and how long ago it came before."""
-    if rules.admission < 2 or seen[0] < 2:
-        return rules.admission == 0 or seen[0] >= 2
+def _admits(kv: KVState, rules: KVRules, slot: int, visits: VisitCount, now_s: float) -> bool:
+    """Decide as `kv_admission` does when no pages are free."""
+    if rules.admission < 2 or visits.num < 2:
+        return rules.admission == 0 or visits.num >= 2
     coldest = _coldest_idle(kv)
-    if coldest != NONE and kv.prefix[coldest, P.GUEST]:
+    if coldest != NONE and kv.prefix[coldest, P.PROBATIONARY]:
         return True
     coldest_idle_s = 0.0 if coldest == NONE else now_s - kv.last_use_s[coldest]
     saving = 1 + kv.prefix[slot, P.TOKENS] / rules.linear_tokens
-    return saving * coldest_idle_s >= seen[1]
+    return saving * coldest_idle_s >= now_s - visits.last_s
 
 
 @inner
@@ -274,7 +286,7 @@ def _num_kept(kv: KVState, user: int) -> int:
 
 @inner
 def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
-    """Of a user's windows the ones used longest ago go; mates are few, so each round looks at all of them."""
+    """Drop the least recently used windows of a user. A user has few prefixes, so each round looks at all of them."""
     prefix = kv.prefix
     for _ in range(_num_kept(kv, user) - rules.max_forks):
         oldest, slot = NONE, int(kv.head[user]) - 1
@@ -290,7 +302,7 @@ def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
 
 @inner
 def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
-    """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+    """Free up to `num_pages` pages, tail first, from the coldest unpinned prefixes; return how many."""
     freed = 0
     while freed < num_pages:
         victim = _coldest_idle(kv)
@@ -315,7 +327,7 @@ def _coldest_idle(kv: KVState) -> int:
 
 @inner
 def truncate(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> None:
-    """Keep the first tokens; a prefix that is left empty and unpinned is gone."""
+    """Keep the first tokens; release the prefix if it is empty and unpinned."""
     prefix = kv.prefix
     num_tokens = min(num_tokens, prefix[slot, P.TOKENS])
     _drop(kv, rules, slot, pages_for(rules, num_tokens))
@@ -349,6 +361,7 @@ def _pin(kv: KVState, slot: int) -> None:
 
 @inner
 def unpin(kv: KVState, rules: KVRules, slot: int) -> None:
+    """Release one pin; drop a prefix that was not kept once no step uses it."""
     prefix = kv.prefix
     prefix[slot, P.PINS] -= 1
     if prefix[slot, P.PINS]:
@@ -409,6 +422,7 @@ def _release_slot(kv: KVState, slot: int) -> None:
 
 @inner
 def take_out(prefix: IntArray, slot: int) -> None:
+    """Remove a prefix from the LRU order."""
     before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
     prefix[before, P.AFTER] = after
     prefix[after, P.BEFORE] = before
@@ -416,17 +430,19 @@ def take_out(prefix: IntArray, slot: int) -> None:
 
 @inner
 def put_last(prefix: IntArray, slot: int) -> None:
+    """Insert a prefix as the hottest."""
     _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE])
 
 
 @inner
 def put_first(prefix: IntArray, slot: int) -> None:
+    """Insert a prefix as the coldest."""
     _put(prefix, slot, prefix.shape[0] - 1)
 
 
 @inner
 def _put(prefix: IntArray, slot: int, before: int) -> None:
-    """Behind `before`, which may be the line that holds the ends."""
+    """Insert a prefix after `before`, which may be the line that holds both ends."""
     after = prefix[before, P.AFTER]
     prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = before, after
     prefix[before, P.AFTER] = prefix[after, P.BEFORE] = slot
@@ -434,10 +450,12 @@ def _put(prefix: IntArray, slot: int, before: int) -> None:
 
 @inner
 def pages_for(rules: KVRules, num_tokens: int) -> int:
+    """Pages that hold so many tokens."""
     return -(-num_tokens // rules.page_tokens)
 
 
 def check_kv(kv: KVState, rules: KVRules) -> None:
+    """Assert the invariants of pages, prefixes and slots."""
     counts, lines = kv.counts, kv.prefix[:-1]
     held = lines[lines[:, P.KIND] != SPARE]
     kept = held[held[:, P.KIND] == KEPT]
@@ -445,7 +463,7 @@ def check_kv(kv: KVState, rules: KVRules) -> None:
     assert held[:, P.PAGES].sum() == counts[Kv.HELD], "pages held and prefixes disagree"
     assert np.array_equal(held[:, P.PAGES], -(-held[:, P.TOKENS] // rules.page_tokens)), "a page is not filled"
     assert (held[:, P.PAGES] > 0).all(), "an empty prefix is kept"
-    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are off"
-    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are off"
-    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are off"
+    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are miscounted"
+    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are miscounted"
+    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are miscounted"
     assert counts[Kv.SPARE] + len(held) == len(lines), "a slot is lost"
