@@ -7,7 +7,7 @@ from helmrec.control.policy import Move, Policy, WindowStats
 from helmrec.control.rebalancer import Decision, Mode, Rebalancer
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
-from helmrec.sim.curves import CurveFeed
+from helmrec.sim.curves import NodeCurveFeed
 from helmrec.sim.node.node import Node
 from helmrec.steps import Steps
 
@@ -24,7 +24,7 @@ class SteeredNode:
 
     def __init__(self, node: Node, *, has_curves: bool = False) -> None:
         self.node = node
-        self._feed = CurveFeed(node) if has_curves else None
+        self._feed = NodeCurveFeed(node) if has_curves else None
         self._num_fed = 0
 
     @property
