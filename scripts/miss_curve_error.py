@@ -353,7 +353,7 @@ class Engineless:
         for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
             columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
             history = replace(prepared.history, user_id=user)
-            self.feed._look_at(replace(prepared, history=history, columns=columns))
+            self.feed._observe(replace(prepared, history=history, columns=columns))
 
     def batch(self, are_new: list[bool]) -> Spent:
         host, requests = self.host, [self.requests.next(is_new) for is_new in are_new]

@@ -6,7 +6,7 @@ import pytest
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.slices import Fixed, SliceRouter
 from helmrec.router.state import ClusterState
-from helmrec.sim.cluster import ClusterConfig, ClusterResult, NodeLoss, simulate_cluster
+from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, NodeLoss, simulate_cluster
 from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
@@ -28,7 +28,7 @@ def run(trace: Trace, name: str, *losses: NodeLoss) -> ClusterResult:
     geometry = CONFIG.geometry
     fixed = Fixed(slice_s=0.1, alpha=0.2, pool_tokens=CONFIG.num_pages * geometry.page_tokens)
     router = SliceRouter(policy, ClusterState(), lambda user: request(user, 6_700, num_candidates=2_048), fixed)
-    result = simulate_cluster(trace, FLEET, router, ClusterConfig(num_nodes=4, losses=losses))
+    result = simulate_cluster(trace, FLEET, router, ClusterSimConfig(num_nodes=4, losses=losses))
     router.state.check()
     return result
 

@@ -50,33 +50,27 @@ class CostModel(Frozen):
     device: str = Field(min_length=1)
     shape: str = Field(min_length=1, description="model profile to which the compute terms were fitted")
     compute_floor_ms: float = Field(ge=0, description="per step, independent of its content")
-    compute_token_us: float = Field(ge=0, description="per computed token: input MLPs, products, head; without rows")
+    compute_token_us: float = Field(ge=0, description="per computed token without its rows: MLPs, products, head")
     compute_pair_ns: float = Field(ge=0, description="per pair of tokens in attention, all layers")
     compute_row_ns: float = Field(ge=0, description="per row of the computed tokens, hit or miss")
     host_floor_ms: float = Field(ge=0, description="host time of a step: plan, layout, launch, commit")
     host_request_ms: float = Field(ge=0, description="host time per request of a step")
     host_token_us: float = Field(ge=0, description="host time per computed token; without rows")
     host_row_ns: float = Field(ge=0, description="host time per row of the computed tokens")
-    background_ms: float = Field(
-        ge=0, description="host time of a step after its results are out and before the next is planned"
-    )
+    background_ms: float = Field(ge=0, description="host time of a step between its results and the next plan")
     intake_ms: float = Field(ge=0, description="checking and hashing one request, before it queues")
     hit_gb_per_s: float = Field(gt=0, description="resident rows read from the pool")
     alone_gb_per_s: float = Field(gt=0, description="missed rows in arrival order, while nothing else runs")
     beside_gb_per_s: float = Field(gt=0, description="the same while another step computes")
     sorted_alone_gb_per_s: float = Field(gt=0, description="missed rows in order of address")
     sorted_beside_gb_per_s: float = Field(gt=0)
-    sorted_from_rows: int = Field(
-        ge=0, description="number of misses in a step from which they are read in order of address"
-    )
-    beside_slowdown: float = Field(ge=0, description="share by which reading rows slows concurrent compute")
+    sorted_from_rows: int = Field(ge=0, description="misses of a step from which they are read in order of address")
+    beside_slowdown: float = Field(ge=0, description="share by which reading rows slows compute")
     reload_gb_per_s: float = Field(gt=0, description="KV pages from the host")
     reload_floor_ms: float = Field(ge=0, description="per transfer of pages")
-    reload_exposed: float = Field(ge=0, le=1, description="share of a reload that must end before its step computes")
+    reload_exposed: float = Field(ge=0, le=1, description="share of a reload before its step can compute")
     sources: dict[str, str] = Field(description="term -> where it was measured")
-    made: dict[str, str] = Field(
-        default_factory=dict, description="command, commit, date and versions of the calibration"
-    )
+    made: dict[str, str] = Field(default_factory=dict, description="command, commit, date and versions")
     fit: dict[str, float] = Field(default_factory=dict, description="kind of work -> predicted over measured time")
 
     def terms(self) -> CostTerms:

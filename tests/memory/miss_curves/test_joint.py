@@ -114,7 +114,7 @@ def test_the_coldest_history_loses_its_tail_first() -> None:
     assert reused(curves, visit(1, 16)) == [16, 12, 0]  # at 0.5: nine pages, six of them user 2's
 
 
-def test_with_second_visit_a_passer_by_displaces_nobody() -> None:
+def test_with_second_visit_a_first_visit_displaces_no_user() -> None:
     rules: list[KVRule] = ["second-visit", "always"]
     for rule, expected in zip(rules, ([30, 30, 30], [0, 0, 0]), strict=True):
         curves = make_curves(num_pages=200, batch_pages=8, kv_admission=rule)

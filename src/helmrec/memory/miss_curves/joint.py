@@ -49,7 +49,7 @@ class MissCurveConfig(Frozen):
     waiting_rows: int = Field(
         256,
         ge=1,
-        description="sampled rows to collect before they are read at every split: many at once are read faster",
+        description="sampled rows to collect before they are read at every split",
     )
     kv_admission: Literal["always", "second-visit"] = Field("second-visit", description="as the engine's")
     row_admission: Literal["always", "second-touch"] = Field("second-touch", description="as the engine's")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.sim.node.jit import NONE, inner
-from helmrec.sim.node.links import Links, link_last, unlink
+from helmrec.sim.node.links import Links, link_last, make_links, unlink
 from helmrec.types import IntArray
 
 MAX_POSITIONS = 4_096  # a prefix has fewer pages, and a user fewer windows
@@ -48,7 +48,7 @@ def make_host(num_slots: int) -> HostState:
         counts=np.zeros(len(Host), np.int64),
         key=np.empty(num_slots, np.int64),
         epoch=np.empty(num_slots, np.int64),
-        links=np.full((num_slots + 1, 2), num_slots, np.int32),
+        links=make_links(num_slots),
         bucket=np.full(num_buckets, NONE, np.int32),
         follower=np.empty(num_slots, np.int32),
         waiting=np.empty((1 << 16 if num_slots else 1, 4), np.int64),

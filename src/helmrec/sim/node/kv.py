@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.sim.node.jit import NONE, inner
+from helmrec.sim.node.links import Links, link_first, link_last, make_links, unlink
 from helmrec.types import IntArray
 
 SHORT = -2  # too few pages can be freed now
 _MOST_VISITORS = 1 << 16  # users whose visits are counted, as in VisitLog
-_USER, _COUNT, _BEFORE, _AFTER = 0, 1, 2, 3  # columns of `Visits.lines`
 
 
 class Kv(IntEnum):
@@ -50,13 +50,11 @@ class P(IntEnum):
     SETTLED = 4
     PINS = 5
     KIND = 6
-    BEFORE = 7
-    AFTER = 8
-    MATE = 9  # next prefix of the same user
-    GENERATION = 10  # distinguishes prefixes that used the same slot
-    VERIFIED = 11  # row epoch up to which its rows were compared with updates
-    MADE = 12  # row epoch of its first token
-    PROBATIONARY = 13  # not admitted: it was computed ahead of a request, or kept because pages were free
+    MATE = 7  # next prefix of the same user
+    GENERATION = 8  # distinguishes prefixes that used the same slot
+    VERIFIED = 9  # row epoch up to which its rows were compared with updates
+    MADE = 10  # row epoch of its first token
+    PROBATIONARY = 11  # not admitted: it was computed ahead of a request, or kept because pages were free
 
 
 SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
@@ -75,7 +73,9 @@ class Visits(NamedTuple):
     """Recent users and their number of visits. Bounded: the least recent user is forgotten first."""
 
     place: NDArray[np.int32]  # (users,) line of a user plus one; zero is none
-    lines: IntArray  # (limit + 1, 4) user, count, neighbours; the last line holds both ends and the number of users
+    user: IntArray  # (limit,) user of each line
+    count: IntArray  # (limit + 1,) visits; the last one is the number of lines in use
+    links: Links  # least recent first
     last_s: NDArray[np.float64]  # (limit,)
 
 
@@ -90,7 +90,8 @@ class KVState(NamedTuple):
     """All prefixes of a node in LRU order, by user, and how many pages they hold."""
 
     counts: IntArray
-    prefix: IntArray  # (slots + 1, fields); in LRU order, coldest first; the last line holds both ends
+    prefix: IntArray  # (slots, fields)
+    links: Links  # kept prefixes, coldest first
     last_use_s: NDArray[np.float64]  # (slots,)
     head: NDArray[np.int32]  # (users,) slot of a user's first prefix plus one; zero is none
     spare: NDArray[np.int32]  # stack of empty slots
@@ -99,13 +100,12 @@ class KVState(NamedTuple):
 
 def make_kv(num_pages: int, num_users: int) -> KVState:
     """An empty cache with all pages free. A prefix has at least one page, so `num_pages` slots are enough."""
-    prefix = np.zeros((num_pages + 1, len(P)), np.int64)
-    prefix[num_pages, P.BEFORE] = prefix[num_pages, P.AFTER] = num_pages
     counts = np.zeros(len(Kv), np.int64)
     counts[Kv.FREE] = counts[Kv.SPARE] = num_pages
     return KVState(
         counts=counts,
-        prefix=prefix,
+        prefix=np.zeros((num_pages, len(P)), np.int64),
+        links=make_links(num_pages),
         last_use_s=np.zeros(num_pages),
         head=np.zeros(num_users, np.int32),
         spare=np.arange(num_pages - 1, -1, -1).astype(np.int32),
@@ -116,9 +116,13 @@ def make_kv(num_pages: int, num_users: int) -> KVState:
 def make_visits(num_users: int) -> Visits:
     """A log without visits."""
     limit = min(_MOST_VISITORS, max(1, num_users))
-    lines = np.zeros((limit + 1, 4), np.int64)
-    lines[limit, _BEFORE] = lines[limit, _AFTER] = limit
-    return Visits(np.zeros(num_users, np.int32), lines, np.zeros(limit))
+    return Visits(
+        place=np.zeros(num_users, np.int32),
+        user=np.zeros(limit, np.int64),
+        count=np.zeros(limit + 1, np.int64),
+        links=make_links(limit),
+        last_s=np.zeros(limit),
+    )
 
 
 @inner
@@ -196,9 +200,11 @@ def commit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: int, n
         prefix[slot, P.PROBATIONARY] |= is_ahead
     is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.PROBATIONARY]
     if prefix[slot, P.KIND] == KEPT:
-        ends = prefix.shape[0] - 1
-        take_out(prefix, slot)
-        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.PROBATIONARY] else ends)
+        unlink(kv.links, slot)
+        if is_ahead or not prefix[slot, P.PROBATIONARY]:
+            link_last(kv.links, slot)
+        else:
+            link_first(kv.links, slot)
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
     return (0 if was_probationary else served.resident) if is_saved else NONE
@@ -221,36 +227,26 @@ def _count_visit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: 
 @inner
 def record_visit(visits: Visits, user: int, now_s: float) -> VisitCount:
     """Count this visit of a user."""
-    lines, ends = visits.lines, visits.lines.shape[0] - 1
+    count, limit = visits.count, visits.user.size
     line = int(visits.place[user]) - 1
     last_s = now_s
     if line >= 0:
         last_s = visits.last_s[line]
-        _take_visit_out(lines, line)
-    elif lines[ends, _COUNT] < ends:
-        line = lines[ends, _COUNT]
-        lines[ends, _COUNT] += 1
-        lines[line, _COUNT] = 0
+        unlink(visits.links, line)
+    elif count[limit] < limit:
+        line = count[limit]
+        count[limit] += 1
     else:
-        line = lines[ends, _AFTER]
-        _take_visit_out(lines, line)
-        visits.place[lines[line, _USER]] = 0
-        lines[line, _COUNT] = 0
+        line = visits.links[limit, 1]
+        unlink(visits.links, line)
+        visits.place[visits.user[line]] = 0
+        count[line] = 0
     visits.place[user] = line + 1
-    lines[line, _USER] = user
-    lines[line, _COUNT] += 1
+    visits.user[line] = user
+    count[line] += 1
     visits.last_s[line] = now_s
-    last = lines[ends, _BEFORE]
-    lines[line, _BEFORE], lines[line, _AFTER] = last, ends
-    lines[last, _AFTER] = lines[ends, _BEFORE] = line
-    return VisitCount(lines[line, _COUNT], last_s)
-
-
-@inner
-def _take_visit_out(lines: IntArray, line: int) -> None:
-    before, after = lines[line, _BEFORE], lines[line, _AFTER]
-    lines[before, _AFTER] = after
-    lines[after, _BEFORE] = before
+    link_last(visits.links, line)
+    return VisitCount(count[line], last_s)
 
 
 @inner
@@ -272,7 +268,7 @@ def _adopt(kv: KVState, slot: int) -> None:
     kv.counts[Kv.RUNNING] -= prefix[slot, P.PAGES]
     kv.counts[Kv.USERS] += _num_kept(kv, prefix[slot, P.USER]) == 0
     prefix[slot, P.KIND] = KEPT
-    put_last(prefix, slot)
+    link_last(kv.links, slot)
 
 
 @inner
@@ -318,10 +314,10 @@ def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
 
 @inner
 def _coldest_idle(kv: KVState) -> int:
-    prefix, ends = kv.prefix, kv.prefix.shape[0] - 1
-    slot = prefix[ends, P.AFTER]
-    while slot != ends and prefix[slot, P.PINS]:
-        slot = prefix[slot, P.AFTER]
+    links, ends = kv.links, kv.prefix.shape[0]
+    slot = links[ends, 1]
+    while slot != ends and kv.prefix[slot, P.PINS]:
+        slot = links[slot, 1]
     return NONE if slot == ends else slot
 
 
@@ -397,7 +393,7 @@ def _release_if_empty(kv: KVState, slot: int) -> None:
         return
     is_kept = prefix[slot, P.KIND] == KEPT
     if is_kept:
-        take_out(prefix, slot)
+        unlink(kv.links, slot)
     _release_slot(kv, slot)
     kv.counts[Kv.USERS] -= is_kept and _num_kept(kv, prefix[slot, P.USER]) == 0
 
@@ -421,34 +417,6 @@ def _release_slot(kv: KVState, slot: int) -> None:
 
 
 @inner
-def take_out(prefix: IntArray, slot: int) -> None:
-    """Remove a prefix from the LRU order."""
-    before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
-    prefix[before, P.AFTER] = after
-    prefix[after, P.BEFORE] = before
-
-
-@inner
-def put_last(prefix: IntArray, slot: int) -> None:
-    """Insert a prefix as the hottest."""
-    _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE])
-
-
-@inner
-def put_first(prefix: IntArray, slot: int) -> None:
-    """Insert a prefix as the coldest."""
-    _put(prefix, slot, prefix.shape[0] - 1)
-
-
-@inner
-def _put(prefix: IntArray, slot: int, before: int) -> None:
-    """Insert a prefix after `before`, which may be the line that holds both ends."""
-    after = prefix[before, P.AFTER]
-    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = before, after
-    prefix[before, P.AFTER] = prefix[after, P.BEFORE] = slot
-
-
-@inner
 def pages_for(rules: KVRules, num_tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-num_tokens // rules.page_tokens)
@@ -456,7 +424,7 @@ def pages_for(rules: KVRules, num_tokens: int) -> int:
 
 def check_kv(kv: KVState, rules: KVRules) -> None:
     """Assert the invariants of pages, prefixes and slots."""
-    counts, lines = kv.counts, kv.prefix[:-1]
+    counts, lines = kv.counts, kv.prefix
     held = lines[lines[:, P.KIND] != SPARE]
     kept = held[held[:, P.KIND] == KEPT]
     assert counts[[Kv.FREE, Kv.EMB, Kv.HELD, Kv.DRAINING]].sum() == len(lines), "a page is lost"

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from helmrec.config import EngineConfig
 from helmrec.engine.relay.trigger import SHARE_S
 from helmrec.sim.node.jit import NONE, inner
-from helmrec.sim.node.kv import KEPT, KVState, P, put_first, put_last, take_out
+from helmrec.sim.node.kv import KEPT, KVState, P
+from helmrec.sim.node.links import link, unlink
 from helmrec.types import IntArray
 
 
@@ -238,40 +239,26 @@ def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
 
 @inner
 def _hold(kv: KVState, user: int) -> None:
-    """Make a user's prefixes the hottest, the oldest first, as `KVCache.hold` does."""
-    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
-        slot = _mate(kv, user, mate)
+    """Make a user's prefixes the hottest, the newest last, as `KVCache.hold` does."""
+    links, after, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
+    while slot != NONE:
         if kv.prefix[slot, P.KIND] == KEPT:
-            take_out(kv.prefix, slot)
-            put_last(kv.prefix, slot)
+            unlink(links, slot)
+            link(links, links[after, 0], slot, after)
+            after = slot
+        slot = kv.prefix[slot, P.MATE]
 
 
 @inner
 def _release(kv: KVState, user: int) -> None:
-    """Make a user's probationary prefixes the coldest, as `KVCache.release` does."""
-    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
-        slot = _mate(kv, user, mate)
-        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.PROBATIONARY]:
-            take_out(kv.prefix, slot)
-            put_first(kv.prefix, slot)
-
-
-@inner
-def _num_mates(kv: KVState, user: int) -> int:
-    num, slot = 0, int(kv.head[user]) - 1
+    """Make a user's probationary prefixes the coldest, the newest first, as `KVCache.release` does."""
+    links, before, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
     while slot != NONE:
-        num += 1
+        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.PROBATIONARY]:
+            unlink(links, slot)
+            link(links, before, slot, links[before, 1])
+            before = slot
         slot = kv.prefix[slot, P.MATE]
-    return num
-
-
-@inner
-def _mate(kv: KVState, user: int, number: int) -> int:
-    """The slot of a user's prefix that is `number` before its newest."""
-    slot = int(kv.head[user]) - 1
-    for _ in range(number):
-        slot = kv.prefix[slot, P.MATE]
-    return slot
 
 
 def check_relay(relay: RelayState) -> None:

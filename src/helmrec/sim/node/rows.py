@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.sim.node.jit import inner
-from helmrec.sim.node.links import Links, link, link_last, unlink
+from helmrec.sim.node.links import Links, link_first, link_last, unlink
 from helmrec.types import IntArray
 
 ABSENT = -1
@@ -171,7 +171,6 @@ def evict(rows: RowState, num: int) -> None:
 def refill(rows: RowState, limit: int) -> int:
     """Read up to `limit` of the hottest ghosts into empty slots, as the coldest rows; return how many."""
     links, ghosts, counts = rows.links, rows.ghosts, rows.counts
-    ends = links.shape[0] - 1
     limit = min(limit, counts[Row.CAPACITY] - counts[Row.RESIDENT])
     done = 0
     while done < limit and counts[Row.GHOSTS] > 0:
@@ -179,7 +178,7 @@ def refill(rows: RowState, limit: int) -> int:
         counts[Row.GHOST_END] = (counts[Row.GHOST_END] if counts[Row.GHOST_END] > 0 else ghosts.size) - 1
         row = ghosts[counts[Row.GHOST_END]]
         if links[row, 1] == ABSENT:
-            link(links, ends, row, links[ends, 1])
+            link_first(links, row)
             done += 1
     counts[Row.RESIDENT] += done
     counts[Row.REFILLS] += done
