@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
 from helmrec_bench.experiments.report import write_report
 from helmrec_bench.experiments.results import Result, claims_markdown, read_results, run_experiment, together
@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     processes: Processes = None,
 ) -> None:
     """Run one or more experiments; what was stopped goes on where it was."""
-    with told_plainly():
+    with exit_on_error():
         chosen, tier = [experiment(name) for name in names], _tier(smoke=smoke, quick=quick, full=full)
         tier = tier if seeds is None else replace(tier, num_seeds=seeds)
         place = Place(scenarios=scenarios, build=build)
@@ -102,7 +102,7 @@ def report(
     together_in: Together = None,
 ) -> None:
     """Write one HTML file of all results of a tier: plots, tables, the paper's figure beside ours, verdicts."""
-    with told_plainly():
+    with exit_on_error():
         tier = _tier(smoke=smoke, quick=quick, full=full)
         path = write_report(Place(measurements=measurements, build=build), tier.name)
         if together_in is not None:
