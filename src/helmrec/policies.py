@@ -1,4 +1,4 @@
-"""Policies by the names commands know them by."""
+"""Registry of the policies that commands accept."""
 
 from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Limits, Policy
@@ -10,7 +10,7 @@ POLICY_NAMES = ("helm", "ppo")
 
 
 def check_policy(text: str) -> None:
-    """Refuse a name nobody has, before anything is made ready for it."""
+    """Raise ConfigError if no policy has this name."""
     name, _, value = text.partition(":")
     if name != "static" and (value or name not in POLICY_NAMES):
         known = ", ".join(POLICY_NAMES)
@@ -18,7 +18,7 @@ def check_policy(text: str) -> None:
 
 
 def make_policy(text: str) -> Policy:
-    """`static:ALPHA`, or one of the others by name, held to the limits every policy is held to."""
+    """Create the policy for `static:ALPHA` or a name, within the limits that hold for every policy."""
     check_policy(text)
     name, _, value = text.partition(":")
     if name == "static":
@@ -31,5 +31,5 @@ def make_policy(text: str) -> Policy:
 
 
 def needs_curves(text: str) -> bool:
-    """Whether the policy looks at miss curves."""
+    """Whether the policy uses miss curves."""
     return not text.startswith("static:")

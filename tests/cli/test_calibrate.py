@@ -72,14 +72,14 @@ def test_kept_steps_are_fitted_again_to_the_same(folder: Path) -> None:
         (["--refit", "missing.json"], "cannot read timed steps"),
     ],
 )
-def test_mistakes_have_plain_messages(tmp_path: Path, flags: list[str], words: str) -> None:
+def test_bad_flags_raise_clear_errors(tmp_path: Path, flags: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "c.json"), *flags])
     assert result.exit_code == 2
     assert words in result.output
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_an_output_path_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "none" / "c.json")])
     assert result.exit_code == 2
     assert "no folder for" in result.output

@@ -11,7 +11,7 @@ from helmrec.control.explain import Explanation
 from helmrec.control.layers import Proposal
 from helmrec.control.moves import MoveRecord
 
-TOLD = Explanation(
+MOVES = Explanation(
     time_s=12.0,
     alpha=0.4,
     measured_ms=21.5,
@@ -24,7 +24,7 @@ TOLD = Explanation(
     last_move=MoveRecord(2.0, 0.5, 0.4, "residual", 1.25, 0.75),
 )
 STAYS = replace(
-    TOLD,
+    MOVES,
     time_s=13.0,
     predicted_ms=None,
     proposals=[Proposal("base", 0.4, "predicts 20.00 ms there, 20.00 ms here", 0.0)],
@@ -35,7 +35,7 @@ STAYS = replace(
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     path = tmp_path / "decisions.jsonl"
-    path.write_text(f"{TOLD.as_json()}\n{STAYS.as_json()}\n")
+    path.write_text(f"{MOVES.as_json()}\n{STAYS.as_json()}\n")
     return path
 
 
@@ -65,17 +65,17 @@ def test_without_a_time_the_last_decision_is_shown_after_lines_of_those_before(l
     code, output = explain(str(log))
     assert code == 0
     assert "t=12.0 alpha 0.400 -> 0.500" in output
-    for words in ("13.0 s: alpha 0.400 -> 0.400", "base", "stay", "predicts 20.00 ms there", "nothing was known"):
+    for words in ("13.0 s: alpha 0.400 -> 0.400", "base", "stay", "predicts 20.00 ms there", "no prediction"):
         assert words in output
 
 
-def test_a_time_before_all_decisions_is_told(log: Path) -> None:
+def test_a_time_before_all_decisions_is_an_error(log: Path) -> None:
     code, output = explain(str(log), "--at", "3")
     assert code == 2
     assert "no decision" in output
 
 
-def test_a_file_that_holds_none_is_told(tmp_path: Path) -> None:
+def test_a_file_without_decisions_is_an_error(tmp_path: Path) -> None:
     code, output = explain(str(tmp_path / "nothing.jsonl"))
     assert code == 2
     assert "cannot read" in output

@@ -148,7 +148,7 @@ def test_print_config_shows_where_each_value_came_from(folder: Path, tmp_path: P
     ("flags", "message"),
     [
         (["--pool", "much"], "pool_bytes: "),
-        (["--set", "alpha"], "--set: NAME=VALUE is needed, got 'alpha'"),
+        (["--set", "alpha"], "--set must be NAME=VALUE, got 'alpha'"),
         (["--set", "shoes=4"], "shoes is not a known setting (flag --set), got '4'"),
         (["--port", "70000"], "port must be at most 65535, got 70000"),
     ],

@@ -75,7 +75,7 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
     code, output = simulate(scenario, *flags)
     assert code == 0, output
     assert "costs of h200" in output
-    assert "static:0.2: a cache was still filling up when counting began" in output
+    assert "static:0.2: a cache was still filling up at the end of the warm-up" in output
     found = json.loads(report.read_text())
     assert found["scenario"]["faults"]["slow_bus"][0]["speed"] == 0.5
     static = found["policies"]["static:0.2"]
@@ -111,7 +111,7 @@ def test_a_recorded_trace_may_be_the_traffic(tmp_path: Path) -> None:
         (lambda text: text.replace("warm_up_s", 'calibration = "none.json"\nwarm_up_s'), "cannot read calibration"),
     ],
 )
-def test_mistakes_are_told_in_one_line(scenario: Path, change: object, words: str) -> None:
+def test_errors_take_one_line(scenario: Path, change: object, words: str) -> None:
     assert callable(change)
     scenario.write_text(change(scenario.read_text()))
     code, output = simulate(scenario, "--policy", "static:0.2")
@@ -120,7 +120,7 @@ def test_mistakes_are_told_in_one_line(scenario: Path, change: object, words: st
 
 
 @pytest.mark.parametrize("policy", ["static", "static:x", "oracle", "pid:3"])
-def test_a_policy_that_is_none_is_told(scenario: Path, policy: str) -> None:
+def test_an_unknown_policy_raises_a_clear_error(scenario: Path, policy: str) -> None:
     code, output = simulate(scenario, "--policy", policy)
     assert code == 2
     assert "static" in output

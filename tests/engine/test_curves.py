@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.engine.engine import Engine
-from helmrec.memory.miss_curves import JointMissCurves, Whole
+from helmrec.memory.miss_curves import CurveRequest, JointMissCurves
 from tests.helpers import random_request, tiny_engine
 
 
@@ -73,11 +73,11 @@ def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.Mo
     engine = tiny_engine(miss_curves=True)
     go_on, looked = threading.Event(), list[int]()
 
-    def slow(curves: JointMissCurves, request: Whole) -> None:
+    def slow(curves: JointMissCurves, request: CurveRequest) -> None:
         assert go_on.wait(10)
         looked.append(request.user_id)
 
-    monkeypatch.setattr(JointMissCurves, "sample", slow)
+    monkeypatch.setattr(JointMissCurves, "observe", slow)
     serve(engine, 5)
     assert looked == [], "all five were answered"
     go_on.set()
@@ -89,10 +89,10 @@ def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.Mo
 def test_what_goes_wrong_there_fails_no_request_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(miss_curves=True)
 
-    def broken(curves: JointMissCurves, request: Whole) -> None:
+    def broken(curves: JointMissCurves, request: CurveRequest) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(JointMissCurves, "sample", broken)
+    monkeypatch.setattr(JointMissCurves, "observe", broken)
     serve(engine, 20)
     with pytest.raises(ValueError, match="broken"):
         engine.curves()
@@ -100,14 +100,14 @@ def test_what_goes_wrong_there_fails_no_request_and_is_counted(monkeypatch: pyte
 
 
 def test_after_one_failure_the_curves_start_anew_and_it_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sample, failures = tiny_engine(miss_curves=True), JointMissCurves.sample, [ValueError("once")]
+    engine, observe, failures = tiny_engine(miss_curves=True), JointMissCurves.observe, [ValueError("once")]
 
-    def fails_once(curves: JointMissCurves, request: Whole) -> None:
+    def fails_once(curves: JointMissCurves, request: CurveRequest) -> None:
         if failures:
             raise failures.pop()
-        sample(curves, request)
+        observe(curves, request)
 
-    monkeypatch.setattr(JointMissCurves, "sample", fails_once)
+    monkeypatch.setattr(JointMissCurves, "observe", fails_once)
     serve(engine, 1)
     with pytest.raises(ValueError, match="once"):
         engine.curves()
@@ -123,7 +123,7 @@ def test_who_comes_while_too_many_wait_is_not_looked_at(monkeypatch: pytest.Monk
     monkeypatch.setattr("helmrec.engine.curves._MOST_WAITING", 3)
     engine = tiny_engine(miss_curves=True)
     go_on = threading.Event()
-    monkeypatch.setattr(JointMissCurves, "sample", lambda curves, request: go_on.wait(10))
+    monkeypatch.setattr(JointMissCurves, "observe", lambda curves, request: go_on.wait(10))
     serve(engine, 10)
     feed = engine._curves
     assert feed is not None

@@ -8,7 +8,7 @@ from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.eviction import LruOrder
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
-from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
+from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.row_admission import AdmitEveryRow
 from helmrec_bench.measure.simulated.miss_curves import Setting, Traffic
 
@@ -77,7 +77,7 @@ def test_the_row_shadow_hits_where_their_lru_hits_at_every_alpha(rows: NDArray[n
     ours = np.empty((rows.size, len(GRID)), np.bool_)
     for i in range(rows.size):
         curves.reset()
-        curves.observe(Observed(0, 0, 0, 1, rows[i : i + 1], NO_ROWS))
+        curves.observe(CurveRequest(0, 0, NO_ROWS, NO_ROWS[None], NO_ROWS, rows[i : i + 1][None]))
         ours[i] = curves.curves().emb_hit_rate == 1
     theirs = [their_hits(rows, round(alpha * NUM_PAGES) * ROWS_PER_PAGE) for alpha in GRID]
     assert np.array_equal(ours, np.stack(theirs, axis=1))
@@ -89,7 +89,7 @@ def test_user_shadows_hit_where_their_lru_hits_at_every_alpha(users: NDArray[np.
     ours = np.empty((users.size, len(GRID)), np.bool_)
     for i, user in enumerate(users.tolist()):
         curves.reset()
-        curves.observe(Observed(user, 5, 5, 0, NO_ROWS, NO_ROWS))
+        curves.observe(CurveRequest(user, 5, NO_ROWS, np.zeros((1, 5), np.int64), NO_ROWS, NO_ROWS[None]))
         ours[i] = curves.curves().kv_user_hit_rate == 1
     theirs = [their_hits(users, NUM_PAGES - round(alpha * NUM_PAGES) - 1) for alpha in GRID]  # one page is reserve
     assert np.array_equal(ours, np.stack(theirs, axis=1))

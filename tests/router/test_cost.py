@@ -15,8 +15,7 @@ from helmrec.router.cost import (
     service_ms,
     stages_of,
 )
-from helmrec.sim.cost import Work as StepWork
-from helmrec.sim.cost import compute_ms, default_cost, host_ms, reload_ms
+from helmrec.sim.cost import ComputeWork, compute_ms, default_cost, host_ms, reload_ms
 from tests.router.cases import COST
 
 TERMS = COST.terms()
@@ -57,7 +56,7 @@ def test_a_calibration_gives_the_figures_the_simulator_reckons_with(tmp_path: Pa
     ours = stages_of(terms, RequestWork(resident, new, 256, candidates, missed))
     pairs = new * (resident + new / 2) + candidates * (resident + new)
     tokens = new + candidates
-    step_ms = compute_ms(theirs, StepWork(tokens, pairs, tokens * 6.0)) + host_ms(theirs, 1, tokens, tokens * 6.0)
+    step_ms = compute_ms(theirs, ComputeWork(tokens, pairs, tokens * 6.0)) + host_ms(theirs, 1, tokens, tokens * 6.0)
     assert ours.compute_ms == pytest.approx(step_ms + theirs.intake_ms)
     rows_ms = missed * 1_024 / (theirs.alone_gb_per_s * 1e6)
     assert ours.bus_ms == pytest.approx(rows_ms + reload_ms(theirs, 256 * 10_240.0, 1.0))

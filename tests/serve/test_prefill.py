@@ -1,4 +1,4 @@
-"""`/v1/prefill`: early signals over HTTP, whoever keeps the history and wherever the engine lives."""
+"""`/v1/prefill`: early signals over HTTP, with sent and stored histories, with engines in this and other processes."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -47,12 +47,12 @@ def metric(caller: Caller, line: str) -> float:
 
 def test_a_rank_finds_what_was_computed_ahead_of_it(caller: Caller, served: Engine) -> None:
     alone = caller.post("/v1/rank", rank_body(user_id=8)).json
-    told = caller.post("/v1/prefill", signal_body()).json
-    assert told["is_admitted"]
-    assert told["reason"] == "admitted"
-    assert told["lease"]["node"] == "local"
-    assert told["lease"]["hold_ms"] == 60_000
-    assert told["history_version"] is None
+    answer = caller.post("/v1/prefill", signal_body()).json
+    assert answer["is_admitted"]
+    assert answer["reason"] == "admitted"
+    assert answer["lease"]["node"] == "local"
+    assert answer["lease"]["hold_ms"] == 60_000
+    assert answer["history_version"] is None
     assert metric(caller, "helmrec_relay_leases") == 1
     wait_for(lambda: served.stats().relay.steps)
     assert metric(caller, "helmrec_relay_leased_bytes") == served.stats().pool.page_bytes
@@ -71,9 +71,9 @@ def test_a_rank_finds_what_was_computed_ahead_of_it(caller: Caller, served: Engi
 
 def test_the_stored_history_is_computed_ahead_where_none_is_sent(keeper: Caller, served: Engine) -> None:
     keeper.post("/v1/events", events_body(0))
-    told = keeper.post("/v1/prefill", {"user_id": 7, "context": {"country": 3}}).json
-    assert told["is_admitted"]
-    assert told["history_version"] == 3
+    answer = keeper.post("/v1/prefill", {"user_id": 7, "context": {"country": 3}}).json
+    assert answer["is_admitted"]
+    assert answer["history_version"] == 3
     wait_for(lambda: served.stats().relay.steps)
     assert keeper.post("/v1/rank", rank_body()).json["reused_tokens"] == 3
 
@@ -108,9 +108,9 @@ def client(served: Engine, histories: StoredHistories) -> Iterator[Client]:
 
 
 def test_the_client_signals_with_a_history_or_the_stored_one(client: Client) -> None:
-    told = client.prefill(PrefillRequest(**signal_body(hold_ms=100)))
-    assert told.lease is not None
-    assert told.lease.node == "node-3"
+    answer = client.prefill(PrefillRequest(**signal_body(hold_ms=100)))
+    assert answer.lease is not None
+    assert answer.lease.node == "node-3"
     client.append(**events_body(0, user_id=9))
     assert client.prefill_stored(9, {"country": 3}, num_candidates=2).history_version == 3
     with pytest.raises(RequestError, match="hour"):

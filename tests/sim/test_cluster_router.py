@@ -1,10 +1,10 @@
-"""A policy over simulated nodes that report: it sees what is there, and does without where nothing is told."""
+"""A routing policy over simulated nodes, with and without their reports."""
 
 import numpy as np
 import pytest
 
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.sim.cluster import ClusterConfig, ClusterResult, NodeLoss, simulate_cluster
+from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, NodeLoss, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import prepare_requests
 from helmrec.sim.node.state import Status
@@ -30,7 +30,7 @@ def make_router(trace: Trace, name: str, reporting: Reporting) -> ReportingRoute
 
 def run(trace: Trace, name: str, reporting: Reporting | None = None, *losses: NodeLoss) -> ClusterResult:
     router = make_router(trace, name, reporting or Reporting())
-    result = simulate_cluster(trace, FLEET, router, ClusterConfig(num_nodes=NUM_NODES, losses=losses))
+    result = simulate_cluster(trace, FLEET, router, ClusterSimConfig(num_nodes=NUM_NODES, losses=losses))
     router.state.check()
     return result
 
@@ -62,10 +62,10 @@ def test_a_node_that_returns_empty_gets_its_share_of_new_users(trace: Trace) -> 
 def test_a_request_is_described_as_its_rows_are(trace: Trace) -> None:
     """Sampled rows stand for all rows: their number, scaled up by the rate, is that of the request in the mean."""
     router = make_router(trace, "random", Reporting())
-    told = [router.describe(request) for request in range(300)]
-    scaled = [each.sample.hashes.size / ((float(each.sample.threshold) + 1) / 2**64) for each in told]
-    wanted = [(each.num_tokens + each.num_candidates) * each.rows_per_token for each in told]
+    described = [router.describe(request) for request in range(300)]
+    scaled = [each.sample.hashes.size / ((float(each.sample.threshold) + 1) / 2**64) for each in described]
+    wanted = [(each.num_tokens + each.num_candidates) * each.rows_per_token for each in described]
     assert sum(scaled) == pytest.approx(sum(wanted), rel=0.1)
-    for each in told:
+    for each in described:
         assert (each.sample.hashes <= each.sample.threshold).all()
         assert (each.sample.position <= each.num_tokens).all()

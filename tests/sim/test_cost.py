@@ -48,7 +48,7 @@ def test_long_prefixes_are_worth_taking_back_before_short_ones() -> None:
     assert tokens_ms(TERMS, 500, 1_000, 6) > tokens_ms(TERMS, 0, 500, 6), "later tokens look at more"
 
 
-def test_a_calibration_that_is_none_is_told_plainly(tmp_path: Path) -> None:
+def test_an_invalid_calibration_raises_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     for text, words in (
         ("{", "cannot read"),

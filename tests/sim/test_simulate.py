@@ -6,7 +6,7 @@ from helmrec.control.policy import Move, WindowStats
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import BusLoad, Work, compute_ms, default_cost, rows_ms
+from helmrec.sim.cost import BusLoad, ComputeWork, compute_ms, default_cost, rows_ms
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, Status, make_outcomes, no_faults
@@ -125,7 +125,7 @@ def test_a_lone_request_pays_for_both_stages_and_a_busy_node_for_the_longer_one(
     terms, (lone_ms, outcomes) = cost.terms(), latencies[1.0]
     tokens, missed = int(outcomes.computed_tokens[0]), float(outcomes.missed_rows[0])
     new = tokens - 2_048
-    compute = compute_ms(terms, Work(tokens, new * new / 2 + 2_048 * new, tokens * 6.0))
+    compute = compute_ms(terms, ComputeWork(tokens, new * new / 2 + 2_048 * new, tokens * 6.0))
     read = rows_ms(terms, BusLoad((tokens * 6 - 11 - missed) * 1_024, missed * 1_024, missed), 0.0, 1.0)
     assert lone_ms[0] == pytest.approx(terms.intake_ms + read + compute, rel=1e-3)
     steps_ms = np.diff(np.sort(latencies[0.0][0]))[20:-20]

@@ -51,7 +51,7 @@ def test_return_times_equal_their_plain_twin(trace: Trace) -> None:
     assert found.p75_return_s == pytest.approx(np.quantile(gaps, 0.75))
 
 
-def test_phases_are_told_apart(trace: Trace) -> None:
+def test_phases_are_described_separately(trace: Trace) -> None:
     calm, busy = describe(trace).phases
     assert (calm.name, busy.name) == ("calm", "busy")
     assert calm.num_requests + busy.num_requests == trace.num_requests
@@ -96,7 +96,7 @@ def test_a_plot_is_a_picture_and_the_same_each_time(trace: Trace, tmp_path: Path
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-def test_what_cannot_be_plotted_is_told(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plotting_errors_are_clear(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TraceError, match="cannot write"):
         plot_trace(trace, tmp_path / "picture.xyz")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -162,11 +162,11 @@ def test_request_bursts_have_the_asked_sizes() -> None:
     sizes = dict(zip(trace.phase_names, np.bincount(trace.phase).tolist(), strict=True))
     assert sizes["burst of 100"] == pytest.approx(105, abs=45)
     assert sizes["burst of 1000"] == pytest.approx(1_005, abs=130)
-    assert sizes["burst of 2000"] == pytest.approx(4_010, abs=260)  # by hot users, and by strangers
+    assert sizes["burst of 2000"] == pytest.approx(4_010, abs=260)  # by hot users, and by new users
 
 
 @pytest.mark.parametrize(("call", "value"), [(preset, "ebay"), (lambda name: family(name, Shape()), "quiet")])
-def test_unknown_names_are_told_with_the_known_ones(call: object, value: str) -> None:
+def test_errors_about_unknown_names_list_the_known_ones(call: object, value: str) -> None:
     assert callable(call)
     with pytest.raises(ConfigError, match=rf"must be one of .*(taobao|burst).* got '{value}'"):
         call(value)

@@ -84,7 +84,7 @@ def test_a_bad_file_is_refused_by_name_with_what_is_wrong(tmp_path: Path, kind: 
     assert str(tmp_path / "log") in str(caught.value)
 
 
-def test_unknown_kinds_and_missing_files_are_told(tmp_path: Path) -> None:
+def test_unknown_kinds_and_missing_files_raise_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kind must be one of taobao.* got 'ebay'"):
         read_log("ebay", tmp_path)
     with pytest.raises(TraceError, match="no such file"):

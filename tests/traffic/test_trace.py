@@ -45,7 +45,7 @@ def changed(name: str, index: int, value: float) -> dict[str, Any]:
         (changed("timestamp_s", 0, 5), "events after a backlog must not lie before start_time_s, got 5"),
         (changed("time_s", -1, np.inf), "time_s must"),
         ({"time_s": np.zeros(3)}, "must be equally long"),
-        ({"backlog": np.append(small_trace().backlog, 0).astype(np.int32)}, "every user must ask"),
+        ({"backlog": np.append(small_trace().backlog, 0).astype(np.int32)}, "every user must have"),
     ],
 )
 def test_what_is_not_a_trace_is_refused_with_the_value_seen(change: dict[str, Any], message: str) -> None:

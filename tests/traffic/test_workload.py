@@ -69,6 +69,6 @@ def test_bad_settings_name_file_field_and_value(tmp_path: Path, old: str, new: s
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_raises_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read workload"):
         load_workload(tmp_path / "nowhere.toml")

@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from helmrec.sim.cost import BusLoad, CostTerms, Work, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.sim.cost import BusLoad, ComputeWork, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node.state import FloatArray
 from helmrec.types import IntArray
 
@@ -29,7 +29,7 @@ def replay(terms: CostTerms, works: FloatArray, starts: IntArray, overlaps: bool
             if i > starts[run] and compute_free > bus:
                 ends[i - 1] += delay
                 compute_free += delay
-            compute = compute_ms(terms, Work(int(tokens), pairs, num_rows))
+            compute = compute_ms(terms, ComputeWork(int(tokens), pairs, num_rows))
             ends[i] = max(max(bus + rows + terms.reload_exposed * load, compute_free) + compute, bus_end)
             bus_free, compute_free = bus_end, ends[i]
             if not overlaps:

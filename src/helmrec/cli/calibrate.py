@@ -1,4 +1,4 @@
-"""`helmrec calibrate`: measure the present device, write what the simulator reckons with."""
+"""`helmrec calibrate`: measure this device and write cost terms for the simulator."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from helmrec import __version__
 from helmrec.calibrate.fit import Fitted, fit
 from helmrec.calibrate.measure import MeasurePlan, MemorySizes, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import CostModel, CostTerms
@@ -31,23 +31,22 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
     profiles: Annotated[
         list[str] | None,
         typer.Option(
-            "--profile", help=f"Shape: {', '.join(PROFILES)}. Twice, with other rows a token: tells a row's part."
+            "--profile",
+            help=f"Shape: {', '.join(PROFILES)}. Two of them separate the cost of rows.",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the card, if there is one.")] = None,
-    name: Annotated[str | None, typer.Option(help="What reports call it; default: the file's name.")] = None,
-    tables: Annotated[
-        str | None, typer.Option(help="Bytes of all tables; default 16GiB on a card, 64MiB else.")
-    ] = None,
-    pool: Annotated[str | None, typer.Option(help="Bytes of the pool; default 4GiB on a card, 64MiB else.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU, if there is one.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name in reports; default: the file's name.")] = None,
+    tables: Annotated[str | None, typer.Option(help="Bytes of all tables; default 16GiB on a GPU, 64MiB else.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Bytes of the pool; default 4GiB on a GPU, 64MiB else.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Half the cases, fewer repeats.")] = False,
-    keep: Annotated[Path | None, typer.Option("--steps", help="Keep everything timed, as JSON.")] = None,
+    keep: Annotated[Path | None, typer.Option("--steps", help="Write all measurements as JSON.")] = None,
     refit: Annotated[
-        list[Path] | None, typer.Option(help="Measure nothing: fit what such files hold; may repeat.")
+        list[Path] | None, typer.Option(help="Fit the measurements of such files instead of measuring; may repeat.")
     ] = None,
 ) -> None:
     """Time steps of a real engine on this device and fit the simulator's cost terms to them."""
-    with told_plainly():
+    with exit_on_error():
         for path in (out_path, *([keep] if keep else [])):
             if not path.parent.is_dir():
                 raise ConfigError(f"no folder for {path}")
@@ -57,7 +56,9 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
             plan = _plan(device, tables, pool, is_quick=quick)
             measured = _measure_all(profiles or ["dlrmv3"], plan, keep)
         cost, fitted = calibration(name or out_path.stem, measured)
-        _write_whole(out_path, cost.model_dump_json(indent=2) + "\n")
+        part = out_path.with_name(f"{out_path.name}.part")  # an interrupted run leaves the old file
+        part.write_text(cost.model_dump_json(indent=2) + "\n")
+        part.replace(out_path)
     _print(cost, fitted)
 
 
@@ -83,22 +84,22 @@ def _measure_all(profiles: list[str], plan: MeasurePlan, keep: Path | None) -> l
     measured: list[Measured] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task("getting ready", total=None)
+        task = bar.add_task("preparing", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
-            if not err.is_terminal and bar.tasks[0].description != what:  # a log has lines instead of a bar
+        def show(what: str, done: int, total: int) -> None:
+            if not err.is_terminal and bar.tasks[0].description != what:  # a log file gets lines instead of a bar
                 err.print(f"{bar.tasks[0].elapsed or 0.0:6.1f} s  {what}", highlight=False, soft_wrap=True)
             bar.update(task, description=what, completed=done, total=total)
 
         for profile in profiles:
-            measured.append(measure(profile, plan, tell))
+            measured.append(measure(profile, plan, show))
             if keep is not None:
                 write_measured(keep, measured)
     return measured
 
 
 def calibration(name: str, measured: list[Measured]) -> tuple[CostModel, Fitted]:
-    """A calibration of everything that was timed on one device."""
+    """A calibration from all measurements on one device."""
     devices = {one.device for one in measured}
     if len(devices) != 1:
         raise ConfigError(f"steps of one device are needed, got {', '.join(sorted(devices)) or 'none'}")
@@ -121,19 +122,21 @@ def _sources(measured: list[Measured], fitted: Fitted) -> dict[str, str]:
     by_fit = f"fitted to {fitted.num_steps} steps of {' and '.join(one.profile for one in measured)}"
     special = {
         "hit_gb_per_s": "timed: resident rows read in random order",
-        "intake_ms": "timed: median of all requests that were submitted",
-        "background_ms": "timed: median of all steps in turn",
-        "sorted_from_rows": "a setting of the engine; 0: one speed for all",
-        "reload_floor_ms": "inside the speed",
-        "host_floor_ms": "fitted to the launches of steps in turn",
-        "host_request_ms": "fitted to the launches of steps in turn",
-        "host_token_us": "fitted to the launches of steps in turn",
-        "host_row_ns": "fitted to the launches of steps in turn",
+        "intake_ms": "timed: median of all submitted requests",
+        "background_ms": "timed: median of all steps run one at a time",
+        "sorted_from_rows": "a setting of the engine; 0: one speed for all misses",
+        "reload_floor_ms": "included in reload_gb_per_s",
+        "host_floor_ms": "fitted to the launches of steps run one at a time",
+        "host_request_ms": "fitted to the launches of steps run one at a time",
+        "host_token_us": "fitted to the launches of steps run one at a time",
+        "host_row_ns": "fitted to the launches of steps run one at a time",
     }
     if len({one.rows_per_token for one in measured}) == 1:
-        special["compute_row_ns"] = "inside compute_token_us: one number of rows a token cannot tell them apart"
-        special["host_row_ns"] = "inside host_token_us"
-    beside = "three quarters of the speed alone, as in docs/measurements/gpu-rows-h200.json"
+        special["compute_row_ns"] = (
+            "included in compute_token_us: cannot be separated with one number of rows per token"
+        )
+        special["host_row_ns"] = "included in host_token_us"
+    beside = "three quarters of the speed without compute, as in docs/measurements/gpu-rows-h200.json"
     if not measured[0].overlaps:
         beside = special["beside_slowdown"] = "steps do not overlap on this device"
     special |= {"beside_gb_per_s": beside, "sorted_beside_gb_per_s": beside}
@@ -141,7 +144,7 @@ def _sources(measured: list[Measured], fitted: Fitted) -> dict[str, str]:
 
 
 def provenance() -> dict[str, str]:
-    """Who measured: command, commit, date, versions. The commit may be named where the tree has no history."""
+    """Command, commit, date and versions of a measurement. HELMREC_COMMIT names the commit outside a git tree."""
     return {
         "command": " ".join(["helmrec", *sys.argv[1:]]),
         "commit": os.environ.get("HELMREC_COMMIT") or _described(),
@@ -159,13 +162,6 @@ def _described() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: a run that is killed leaves the old file."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def _print(cost: CostModel, fitted: Fitted) -> None:

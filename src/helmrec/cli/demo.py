@@ -5,19 +5,19 @@ from typing import Annotated
 
 import typer
 
-from helmrec.cli.console import out, told_plainly
+from helmrec.cli.console import exit_on_error, out
 from helmrec.demo.plan import QUICK, DemoPlan
 from helmrec.demo.run import run_demo
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(help="Of traffic, half for each side.", min=6)] = 60,
+    seconds: Annotated[float, typer.Option(help="Seconds of traffic, half for each policy.", min=6)] = 60,
     seed: Annotated[int, typer.Option(help="Same seed, same traffic.", min=0)] = 0,
-    report: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("helmrec-demo.html"),
+    report: Annotated[Path, typer.Option("--out", help="The report to write.")] = Path("helmrec-demo.html"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, a tiny model, no simulation.")] = False,
 ) -> None:
-    """Serve a small model over HTTP while traffic changes: the best constant split, then ours, side by side."""
-    with told_plainly():
+    """Serve a small model over HTTP while traffic changes, with the best constant split, then with `helm`."""
+    with exit_on_error():
         chosen = {"seed": seed} if quick else {"seed": seed, "seconds": seconds}
         plan = DemoPlan(**(QUICK if quick else DemoPlan()).model_dump() | chosen)
         run_demo(out, plan, report)

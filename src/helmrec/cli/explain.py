@@ -1,4 +1,4 @@
-"""`helmrec explain`: what each layer of the policy said, from a log of decisions or at one moment of a scenario."""
+"""`helmrec explain`: the proposals of each layer of the policy, from a log of decisions or a simulated scenario."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.control.explain import Explanation, describe_move
 from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
@@ -25,13 +25,13 @@ def explain(
         typer.Argument(help="A scenario (.toml, or the name of an installed one), or decisions of `helmrec load`."),
     ],
     at_s: Annotated[float | None, typer.Option("--at", help="Second of the decision; default: the last one.")] = None,
-    seed: Annotated[int, typer.Option(help="Of a scenario's traffic.", min=0)] = 0,
-    lines: Annotated[int, typer.Option(help="Log lines shown before it.", min=0)] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of a scenario's traffic.", min=0)] = 0,
+    lines: Annotated[int, typer.Option(help="Number of earlier decisions to list.", min=0)] = 5,
 ) -> None:
-    """Show what each layer of a decision proposed, what was predicted, and what came of the last move."""
-    with told_plainly():
+    """Show the proposal of each layer for a decision, the prediction, and the result of the last move."""
+    with exit_on_error():
         path = find_scenario(path)
-        found = _replayed(path, seed, at_s) if path.suffix == ".toml" else list(read_explanations(path))
+        found = _simulated(path, seed, at_s) if path.suffix == ".toml" else list(read_explanations(path))
         upto = [one for one in found if at_s is None or one.time_s <= at_s + 1e-9]
         if not upto:
             raise ConfigError(f"{path} holds no decision{'' if at_s is None else f' up to {at_s:g} s'}")
@@ -41,7 +41,7 @@ def explain(
 
 
 def read_explanations(path: Path) -> Iterator[Explanation]:
-    """From a file with one per line, as `as_json` writes them."""
+    """Read a file of decisions, one `as_json` line each."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,11 +57,11 @@ def read_explanations(path: Path) -> Iterator[Explanation]:
 
 
 class _Enough(Exception):
-    """What was to be seen has been."""
+    """Ends a simulation after the decision to explain."""
 
 
 class _Explained:
-    """Keeps what a policy said in each window."""
+    """Collects the explanations of a policy."""
 
     def __init__(self, policy: Helm) -> None:
         self._limited = Limited(policy, Limits())
@@ -70,22 +70,22 @@ class _Explained:
 
     def decide(self, stats: WindowStats) -> Move | None:
         move = self._limited.decide(stats)
-        if (told := self._helm.explanation) is not None:
-            self.explanations.append(told)
+        if (explanation := self._helm.explanation) is not None:
+            self.explanations.append(explanation)
         return move
 
     def reset(self) -> None:
         self._limited.reset()
 
 
-def _replayed(path: Path, seed: int, until_s: float | None) -> list[Explanation]:
-    """Run a scenario anew and listen."""
+def _simulated(path: Path, seed: int, until_s: float | None) -> list[Explanation]:
+    """Simulate a scenario and collect the explanations."""
     scenario = load_scenario(path)
     trace, cost = scenario.make_trace(seed), scenario.cost()
     config = scenario.node_config(trace)
     policy = _Explained(Helm())
     with Progress(console=err, transient=True) as bar:
-        task = bar.add_task("replaying", total=trace.duration_s)
+        task = bar.add_task("simulating", total=trace.duration_s)
 
         def on_tick(now_s: float) -> None:
             bar.update(task, completed=now_s)
@@ -98,14 +98,17 @@ def _replayed(path: Path, seed: int, until_s: float | None) -> list[Explanation]
     return policy.explanations
 
 
-def _table(told: Explanation) -> Table:
-    decided, title = told.decided, f"{told.time_s:.1f} s: alpha {told.alpha:.3f} -> {told.decided.alpha:.3f}"
+def _table(shown: Explanation) -> Table:
+    decided, title = (
+        shown.decided,
+        f"{shown.time_s:.1f} s: alpha {shown.alpha:.3f} -> {shown.decided.alpha:.3f}",
+    )
     table = Table("layer", "proposes", "why", title=title)
-    for one in told.proposals:
-        table.add_row(one.layer, "stay" if one.alpha == told.alpha else f"{one.alpha:.3f}", one.reason)
-    predicted = "nothing was known" if told.predicted_ms is None else f"{told.predicted_ms:.2f} ms predicted"
+    for one in shown.proposals:
+        table.add_row(one.layer, "stay" if one.alpha == shown.alpha else f"{one.alpha:.3f}", one.reason)
+    predicted = "no prediction" if shown.predicted_ms is None else f"{shown.predicted_ms:.2f} ms predicted"
     table.add_row("decided by", decided.layer, f"{decided.gain_ms:+.3f} ms a request predicted")
-    table.add_row("measured", f"{told.measured_ms:.2f} ms", f"{predicted}, {told.arrivals_per_s:.0f} requests/s")
-    if told.last_move is not None:
-        table.add_row("last move", "", describe_move(told.last_move))
+    table.add_row("measured", f"{shown.measured_ms:.2f} ms", f"{predicted}, {shown.arrivals_per_s:.0f} requests/s")
+    if shown.last_move is not None:
+        table.add_row("last move", "", describe_move(shown.last_move))
     return table

@@ -1,12 +1,11 @@
-"""`helmrec import`: models that others have published, as model folders of ours."""
+"""`helmrec import`: convert published models to model folders."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import bytes_bar, exit_on_error, out
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
 
 import_app = typer.Typer(help="Import published models.", no_args_is_help=True)
@@ -19,21 +18,20 @@ def _import() -> None:
 
 @import_app.command("dlrmv3")
 def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="non_sparse.ckpt, or the folder it lies in.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="non_sparse.ckpt, or its folder.")],
     tables: Annotated[Path, typer.Option(help="The folder of sharded tables, with its .metadata.")],
-    folder: Annotated[Path, typer.Option("--out", help="Model folder to make; must be new or empty.")],
-    heads: Annotated[int, typer.Option(help="Attention heads, which a checkpoint does not tell.")] = 4,
-    window: Annotated[int, typer.Option(help="Most events the model looks at.")] = ImportOptions().window,
+    folder: Annotated[Path, typer.Option("--out", help="Model folder to create; must be new or empty.")],
+    heads: Annotated[int, typer.Option(help="Attention heads; a checkpoint does not contain them.")] = 4,
+    window: Annotated[int, typer.Option(help="Most events of a history that the model uses.")] = ImportOptions().window,
     candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = ImportOptions().max_candidates,
     dtype: Annotated[
         str | None, typer.Option(help="Of dense weights and K/V: float32 or bfloat16; the checkpoint's own by default.")
     ] = None,
 ) -> None:
-    """Import Meta's DLRMv3. Nothing pickled in its files is run."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with told_plainly(), Progress(*columns, console=err, transient=True) as bar:
+    """Import Meta's DLRMv3, without running pickled code of its files."""
+    with exit_on_error(), bytes_bar() as bar:
         asked: dict[str, Any] = {"num_heads": heads, "window": window, "max_candidates": candidates, "dtype": dtype}
         task = bar.add_task("writing and hashing", total=None)
         config = import_dlrmv3(checkpoint, tables, folder, ImportOptions(**asked), lambda done: bar.advance(task, done))
     out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
-    out.print("its K/V depend on the query: served with reuse inside a request only", highlight=False)
+    out.print("its K/V depend on the query: they are reused within a request only", highlight=False)

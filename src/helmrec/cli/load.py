@@ -1,4 +1,4 @@
-"""`helmrec load`: offer a trace to a model, or to a server, and watch the latency."""
+"""`helmrec load`: send the requests of a trace to a model or a server and measure the latency."""
 
 import json
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.live import Live
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out, pairs_table
 from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
@@ -28,25 +28,25 @@ _SLOW_DRIVER_MS = 5.0
 def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model folder, or a server's http:// address.")],
     trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
-    rate: Annotated[float | None, typer.Option(help="Poisson requests per second; else the trace's own times.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Stop after so many.", min=1)] = None,
-    pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
+    rate: Annotated[float | None, typer.Option(help="Poisson requests per second; default: the trace's times.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Stop after so many requests.", min=1)] = None,
+    pool: Annotated[str, typer.Option(help="Memory that both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"Who moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
+        str | None, typer.Option(help=f"Policy that moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
     ] = None,
-    decisions: Annotated[Path | None, typer.Option(help="Write what helm decided, for `helmrec explain`.")] = None,
-    slo_ms: Annotated[float, typer.Option("--slo", help="Milliseconds a request should take at most.")] = 80,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
-    results: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON, too.")] = None,
+    decisions: Annotated[Path | None, typer.Option(help="Write the decisions of helm, for `helmrec explain`.")] = None,
+    slo_ms: Annotated[float, typer.Option("--slo", help="Latency limit of a request in milliseconds.")] = 80,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.", min=0)] = 0,
+    results: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
 ) -> None:
-    """Offer the requests of a trace to a model, on time, and report latency from when each was due.
+    """Send the requests of a trace to a model at their times, and report latency from the time each was due.
 
-    A server has a pool and a policy of its own: with a URL, the options for them are not looked at.
+    A server has its own pool and policy: with a URL, the options for them are ignored.
     """
-    with told_plainly():
+    with exit_on_error():
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
         if model.startswith(("http://", "https://")):
@@ -56,9 +56,9 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
             check_policy(policy)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
         settings["miss_curves"] = policy is not None and needs_curves(policy)
-        with err.status("getting the model ready"):
+        with err.status("loading the model"):
             engine = Engine.from_model(Path(model), EngineConfig(**settings))
-            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
+            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles all loops
         with engine, Live(console=err, transient=True, auto_refresh=False) as live:
             rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
             end = EngineLoad(engine, rebalancer).run(
@@ -81,7 +81,9 @@ def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDA
 def _conclude(end: LoadSnapshot, results: Path | None) -> None:
     out.print(_table(end))
     if end.lag_p99_ms > _SLOW_DRIVER_MS:
-        err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or read this with care")
+        err.print(
+            f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or use the result with care"
+        )
     if results is not None:
         results.write_text(json.dumps(asdict(end), indent=2) + "\n")
 
@@ -91,29 +93,27 @@ def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | No
     if decisions is None:
         return Rebalancer(engine, decider, slo_ms)
     decisions.write_text("")
-    starts_s = list[float]()  # of the windows
+    starts_s = list[float]()  # start times of the windows
 
     def note(decision: Decision) -> None:
         starts_s.append(decision.window.traffic.start_s)
-        if (told := decision.explanation) is not None:
+        if (explanation := decision.explanation) is not None:
             with decisions.open("a") as lines:
-                lines.write(replace(told, time_s=told.time_s - starts_s[0]).as_json() + "\n")
+                lines.write(replace(explanation, time_s=explanation.time_s - starts_s[0]).as_json() + "\n")
 
     return Rebalancer(engine, decider, slo_ms, on_decision=note)
 
 
 def _table(seen: LoadSnapshot) -> Table:
-    table = Table(title=f"{seen.elapsed_s:.1f} s", show_header=False)
     refused = ", ".join(f"{num} {cause}" for cause, num in seen.refused.items()) or "none"
-    for label, value in (
+    rows = (
         ("offered / answered", f"{seen.offered:,} / {seen.answered:,} ({seen.answered / seen.elapsed_s:,.1f}/s)"),
         ("refused, failed", f"{refused}; {seen.failed}"),
         ("refused after p99", f"{seen.refused_p99_ms:.1f} ms"),
-        ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (p99 of late {seen.recent_p99_ms:.1f})"),
+        ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (recent p99 {seen.recent_p99_ms:.1f})"),
         ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
         ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),
         ("rows hit", f"{seen.pool.row_hit_rate:.1%}"),
-        ("alpha, wanted", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
-    ):
-        table.add_row(label, value)
-    return table
+        ("alpha, target", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
+    )
+    return pairs_table(f"{seen.elapsed_s:.1f} s", rows)

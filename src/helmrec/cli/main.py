@@ -1,4 +1,4 @@
-"""The `helmrec` command: commands of the product, and those that installed packages add."""
+"""The `helmrec` command: commands of the product and of installed packages."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from helmrec.cli.trace import trace_app
 from helmrec.extensions import COMMANDS, extensions
 
 
-class WithAddedCommands(TyperGroup):
-    """Finds commands of other packages by name; a package is loaded when its command runs or help lists it."""
+class ExtensibleGroup(TyperGroup):
+    """Adds the commands of installed packages, which are loaded when a command runs or help lists it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
@@ -36,7 +36,7 @@ class WithAddedCommands(TyperGroup):
 
 
 def _as_command(name: str, added: Any) -> Any:
-    """A Typer app is a group of commands, anything else the function of one."""
+    """Convert a Typer app to a group of commands, or a function to a command."""
     holder = typer.Typer()
     if isinstance(added, typer.Typer):
         holder.add_typer(added, name=name)
@@ -46,7 +46,7 @@ def _as_command(name: str, added: Any) -> Any:
 
 
 app = typer.Typer(
-    cls=WithAddedCommands,
+    cls=ExtensibleGroup,
     help="Serve generative recommenders from one memory pool that embedding rows and KV prefixes share.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

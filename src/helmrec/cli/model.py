@@ -1,34 +1,28 @@
-"""`helmrec model`: make and inspect model folders."""
+"""`helmrec model`: create and inspect model folders."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import bytes_bar, exit_on_error, out, pairs_table
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
 
-model_app = typer.Typer(help="Make and inspect model folders.", no_args_is_help=True)
-
-
-def _bytes_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    return Progress(*columns, console=err, transient=True)
+model_app = typer.Typer(help="Create and inspect model folders.", no_args_is_help=True)
 
 
 @model_app.command("init")
 def init(
-    folder: Annotated[Path, typer.Option("--out", help="Folder to make; must be new or empty.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder to create; must be new or empty.")],
     name: Annotated[str, typer.Option("--profile", help=f"Shape: {', '.join(PROFILES)}.")] = "demo",
-    rows: Annotated[int | None, typer.Option(help="Rows of the item table; other tables follow it.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the item table; other tables scale with it.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:
-    """Make a model with random weights: for trying things out and for measuring."""
-    with told_plainly(), _bytes_bar() as bar:
+    """Create a model with random weights, for tests and measurements."""
+    with exit_on_error(), bytes_bar() as bar:
         config = profile(name, rows)
         task = bar.add_task("writing and hashing", total=2 * total_table_bytes(config))
         init_model(folder, config, seed, lambda done: bar.advance(task, done))
@@ -41,7 +35,7 @@ def info(
     verify: Annotated[bool, typer.Option(help="Checksum tables over 256 MiB too.")] = False,
 ) -> None:
     """Show a model's shape and check its files."""
-    with told_plainly(), _bytes_bar() as bar:
+    with exit_on_error(), bytes_bar() as bar:
         task = bar.add_task("checking files", total=None)
         model = load_model(folder, verify=verify, progress=lambda done: bar.advance(task, done))
     dense = sum(tensor.numel() for tensor in model.dense.values())
@@ -49,10 +43,9 @@ def info(
 
 
 def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) -> Table:
-    table = Table(title=f"{config.name} in {folder}", show_header=False)
     item_bytes = 4 if config.dtype == "float32" else 2
     kv_bytes = config.num_layers * config.num_heads * (config.qk_dim + config.v_dim) * item_bytes
-    for label, value in (
+    rows = (
         ("version", f"{version:016x}"),
         ("layers x heads x (qk, v)", f"{config.num_layers} x {config.num_heads} x ({config.qk_dim}, {config.v_dim})"),
         ("width, form, dtype", f"{config.dim}, {config.form}, {config.dtype}"),
@@ -61,6 +54,5 @@ def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) ->
         ("KV per token", f"{kv_bytes:,} bytes"),
         ("tables", ", ".join(f"{t.name} ({t.num_rows:,})" for t in config.tables)),
         ("table bytes", f"{total_table_bytes(config):,} ({config.row_dtype}, {config.row_dim} wide)"),
-    ):
-        table.add_row(label, value)
-    return table
+    )
+    return pairs_table(f"{config.name} in {folder}", rows)

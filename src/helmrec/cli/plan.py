@@ -1,5 +1,6 @@
-"""`helmrec plan`: how many nodes a load needs, which pool, which split."""
+"""`helmrec plan`: the number of nodes that a load needs, and their split."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import default_cost, load_cost
@@ -16,20 +17,22 @@ from helmrec.traffic.families import PRESETS
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    rate: Annotated[float, typer.Option(help="Requests per second, in all.")],
-    slo: Annotated[str, typer.Option(help="What 99 of 100 answers may take, such as 80ms.")] = "80ms",
-    calibration: Annotated[Path | None, typer.Option(help="Costs of the device; an H200's without.")] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second, in total.")],
+    slo: Annotated[str, typer.Option(help="Limit of the P99 latency, such as 80ms.")] = "80ms",
+    calibration: Annotated[Path | None, typer.Option(help="Costs of the device; default: an H200.")] = None,
     pools: Annotated[list[str] | None, typer.Option("--pool", help="Memory of a node's pool; may repeat.")] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
     history: Annotated[float, typer.Option(help="Median events of a user.")] = 6_700,
-    hot_users: Annotated[int, typer.Option(help="Users who come back, in all.")] = 2_000,
-    hot_share: Annotated[float, typer.Option(help="Share of requests they make.")] = 0.7,
-    headroom: Annotated[float, typer.Option(help="Share of each node to keep idle.")] = 0.15,
-    requests: Annotated[int, typer.Option(help="Requests simulated per run; more is slower and surer.")] = 4_000,
+    hot_users: Annotated[int, typer.Option(help="Returning users, in total.")] = 2_000,
+    hot_share: Annotated[float, typer.Option(help="Share of requests made by returning users.")] = 0.7,
+    headroom: Annotated[float, typer.Option(help="Share of each node's capacity that stays unused.")] = 0.15,
+    requests: Annotated[
+        int, typer.Option(help="Requests simulated per run; more are slower and more precise.")
+    ] = 4_000,
 ) -> None:
-    """Say how many nodes a load needs, with which split, and what P99 to expect: all of it simulated."""
-    with told_plainly():
+    """Find the number of nodes that a load needs, their split and the expected P99, by simulation."""
+    with exit_on_error():
         cost = default_cost() if calibration is None else load_cost(calibration)
         settings: dict[str, Any] = {
             "rate": rate,
@@ -57,25 +60,20 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
 
 def milliseconds(text: str) -> float:
-    """80ms, 0.08s or 80."""
-    number = text.strip().lower()
-    scale = 1.0
-    for unit, factor in (("ms", 1.0), ("s", 1_000.0)):
-        if number.endswith(unit):
-            number, scale = number.removesuffix(unit), factor
-            break
+    """Parse a time such as 80ms, 0.08s or 80."""
+    number, *unit = re.split(r"(ms|s)$", text.strip().lower())
     try:
-        value = float(number) * scale
+        value = float(number) * (1_000 if unit[:1] == ["s"] else 1)
     except ValueError:
-        raise ConfigError(f"--slo: a time such as 80ms is needed, got {text!r}") from None
+        raise ConfigError(f"--slo must be a time such as 80ms, got {text!r}") from None
     if not 0 < value < float("inf"):
-        raise ConfigError(f"--slo: a time above 0 is needed, got {text!r}")
+        raise ConfigError(f"--slo must be above 0, got {text!r}")
     return value
 
 
 def table_of(plans: list[Plan], rate: float, slo_ms: float, calibration: str) -> Table:
     title = f"{rate:,.0f} requests/s, P99 within {slo_ms:g} ms, costs of {calibration}"
-    table = Table("pool", "nodes", "memory in all", "alpha", "p99 ms", "in SLO", "KV hit", "EMB hit", title=title)
+    table = Table("pool", "nodes", "total memory", "alpha", "p99 ms", "in SLO", "KV hit", "EMB hit", title=title)
     for each in plans:
         num = each.num_nodes
         table.add_row(

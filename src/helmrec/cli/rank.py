@@ -1,9 +1,8 @@
-"""`helmrec rank`: rank the requests of a file."""
+"""`helmrec rank`: rank the candidates of requests in a file."""
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import Progress
 
-from helmrec.cli.console import err, told_plainly
+from helmrec.cli.console import err, exit_on_error
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.errors import RequestError
@@ -22,19 +21,21 @@ from helmrec.types import RankRequest, RankResult
 def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
-    results: Annotated[Path | None, typer.Option("--out", help="Where results go; standard output by default.")] = None,
-    pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
+    results: Annotated[Path | None, typer.Option("--out", help="Result file; default: standard output.")] = None,
+    pool: Annotated[str, typer.Option(help="Memory that both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what the pool holds once it is ready.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print what the pool holds once it is ready.")
+    ] = False,
 ) -> None:
-    """Rank the requests of a file, in order; a bad line gets an error in its place and the rest go on."""
-    with told_plainly():
+    """Rank the requests of a file, in order. A bad line gets an error in its place; the others are ranked."""
+    with exit_on_error():
         if not requests.is_file():
             raise RequestError("--requests", str(requests), "no such file")
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
         with Progress(console=err, transient=True) as bar:
-            task = bar.add_task("getting ready", total=None)
+            task = bar.add_task("loading", total=None)
             engine = Engine.from_model(
                 folder,
                 EngineConfig(**settings),
@@ -42,20 +43,11 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
             )
         if verbose:
             err.print(str(engine.report()), highlight=False, soft_wrap=True)
-        with requests.open() as lines, _writer(results) as sink:
+        with requests.open() as lines, nullcontext(sys.stdout) if results is None else results.open("w") as sink:
             num_bad = _rank_lines(engine, lines, sink)
     if num_bad:
         err.print(f"[red]{num_bad} bad lines[/red]; each has an error in its place")
         raise typer.Exit(1)
-
-
-@contextmanager
-def _writer(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-    else:
-        with path.open("w") as file:
-            yield file
 
 
 @dataclass(frozen=True, slots=True)

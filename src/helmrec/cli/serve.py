@@ -1,4 +1,4 @@
-"""`helmrec serve`: one model behind HTTP."""
+"""`helmrec serve`: serve a model over HTTP."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.cluster.config import read_cluster_config
 from helmrec.cluster.environment import prepare_environment
 from helmrec.errors import ConfigError
@@ -25,16 +25,16 @@ log = logging.getLogger("helmrec.serve")
 
 def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
-    pool: Annotated[str | None, typer.Option(help="Memory both caches share, such as 24GiB.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Memory that both caches share, such as 24GiB.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Embedding share of the pool.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
-    history: Annotated[str | None, typer.Option(help="Folder of stored histories; none are kept without.")] = None,
+    history: Annotated[str | None, typer.Option(help="Folder of stored histories; default: none are stored.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Who moves the boundary: helm (the default), static:ALPHA, or none.")
+        str | None, typer.Option(help="Policy that moves the boundary: helm (the default), static:ALPHA, or none.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes any free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default; 0 selects a free port.")] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     cluster: Annotated[
@@ -42,14 +42,14 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = False,
     replicas: Annotated[int | None, typer.Option(help="Engines of a cluster.")] = None,
     cluster_config: Annotated[Path | None, typer.Option(help="A TOML file of the cluster's own settings.")] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Show all settings, and stop.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> None:
-    """Serve a model over HTTP. Flags win over HELMREC_* variables, those over the file of --config.
+    """Serve a model over HTTP. Flags override HELMREC_* variables, which override the file of --config.
 
-    The token of admin calls is best given as HELMREC_ADMIN_TOKEN, and the address of a Redis with a password as
-    HELMREC_HISTORY_PATH: flags are seen by every user of a machine.
+    Set the token of admin calls as HELMREC_ADMIN_TOKEN, and the address of a Redis with a password as
+    HELMREC_HISTORY_PATH: every user of a machine can see flags.
     """
-    with told_plainly():
+    with exit_on_error():
         flags = {
             "pool_bytes": ("--pool", pool),
             "deadline_ms": ("--deadline", deadline_ms),
@@ -60,7 +60,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "host": ("--host", host),
             "port": ("--port", port),
         }
-        settings = resolve(_given(flags) | _parsed(others or []), os.environ, config)
+        given = {name: Given(value, f"flag {flag}") for name, (flag, value) in flags.items() if value is not None}
+        settings = resolve(given | _parsed(others or []), os.environ, config)
         if print_config:
             for line in settings.lines():
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -71,19 +72,15 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             _serve(model, settings)
 
 
-def _given(flags: dict[str, tuple[str, Any]]) -> dict[str, Given]:
-    return {name: Given(value, f"flag {flag}") for name, (flag, value) in flags.items() if value is not None}
-
-
 def _parsed(others: list[str]) -> dict[str, Given]:
     for each in others:
         if "=" not in each:
-            raise ConfigError(f"--set: NAME=VALUE is needed, got {each!r}")
+            raise ConfigError(f"--set must be NAME=VALUE, got {each!r}")
     return {name: Given(value, "flag --set") for name, _, value in (each.partition("=") for each in others)}
 
 
 def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: dict[str, Any]) -> None:
-    """Serve until told to stop; on a Ray cluster that was there before, deploy and leave it serving."""
+    """Serve until a signal to stop; on an existing Ray cluster, deploy and exit."""
     log_to_stderr(settings.serve.log_level, settings.secrets)
     config = read_cluster_config(file, **given)
     prepare_environment(config)
@@ -93,7 +90,7 @@ def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: di
         raise ConfigError(f"--cluster needs helmrec[cluster] to be installed ({error})") from None
     over = threading.Event()
     with ray_of(config) as is_ours:
-        if is_ours:  # after Ray has set its own: it would abort
+        if is_ours:  # after Ray has installed its own handlers, which would abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: over.set())
         with err.status(f"starting {config.replicas} replicas"):
@@ -108,8 +105,8 @@ def _serve(model: Path, settings: Settings) -> None:
     log_to_stderr(settings.serve.log_level, settings.secrets)
     for name in settings.ignored:
         log.warning("not a setting", extra={"variable": name})
-    with listen(settings.serve) as listener:  # before the model is loaded: a taken port is told at once
-        with err.status("getting the model ready"):
+    with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
+        with err.status("loading the model"):
             port = make_port(model, settings.engine, settings.serve)
             path = settings.serve.history_path
             histories = None if path is None else StoredHistories.open(path, port.model, settings.history)

@@ -1,4 +1,4 @@
-"""`helmrec simulate`: policies on a scenario, over seeds."""
+"""`helmrec simulate`: compare policies on a scenario."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.node.state import FloatArray
 from helmrec.sim.plot import Star, plot_run
@@ -33,15 +33,16 @@ def run_simulate(
     policies: Annotated[
         list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(policy_names())}; may repeat.")
     ],
-    seeds: Annotated[int, typer.Option(help="Traces made, from seed 0 on.", min=1)] = 1,
-    report: Annotated[Path | None, typer.Option("--out", help="Write the figures as JSON.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for a picture per policy, of the first seed.")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.", min=1)] = 1,
+    report: Annotated[Path | None, typer.Option("--out", help="Write the results as JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for a plot per policy, of the first seed.")] = None,
     has_star: Annotated[
-        bool, typer.Option("--star", help="Sweep constants for alpha*, for report and pictures: nine runs a seed.")
+        bool,
+        typer.Option("--star", help="Sweep constant splits for alpha*, for results and plots: nine runs a seed."),
     ] = False,
 ) -> None:
     """Simulate a node on a scenario under one or more policies and compare them."""
-    with told_plainly():
+    with exit_on_error():
         scenario = load_scenario(find_scenario(path))
         with Progress(console=err, transient=True) as bar:
             task = bar.add_task("simulating", total=None)
@@ -55,7 +56,7 @@ def run_simulate(
             star = _star(scenario, seeds, bar) if has_star else None
         out.print(_table(scenario, runs))
         for policy in _not_full(scenario, runs):
-            err.print(f"{policy}: a cache was still filling up when counting began; a longer warm_up_s tells more")
+            err.print(f"{policy}: a cache was still filling up at the end of the warm-up; use a longer warm_up_s")
         if report is not None:
             report.write_text(json.dumps(_as_json(scenario, runs, star), indent=2) + "\n")
         if plots is not None:
@@ -72,14 +73,14 @@ def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, 
     )
     decider = chosen.make(cost, config, trace)
     start = StaticSettings(alpha=config.engine.alpha)
-    if isinstance(decider, Static):  # born there, as a tuned node would be
+    if isinstance(decider, Static):  # a node with a constant split starts at it
         start = decider.settings
     engine = config.engine.model_copy(update={"alpha": start.alpha})
     return simulate(trace, config.model_copy(update={"engine": engine}), cost, decider, scenario.tick_s, options)
 
 
 def _star(scenario: Scenario, seeds: int, bar: Progress) -> Star:
-    """Windows of whole ticks; latencies are summed over seeds, a refused request counts as ten seconds."""
+    """Find alpha* by a sweep. Latencies are summed over seeds; a refused request counts as ten seconds."""
     window_s = max(_STAR_WINDOW_S, scenario.tick_s)
     swept = []
     for alpha in bar.track(_STAR_ALPHAS, description="sweeping constants"):
@@ -116,7 +117,7 @@ def _table(scenario: Scenario, runs: dict[str, list[SimResult]]) -> Table:
 
 
 def _not_full(scenario: Scenario, runs: dict[str, list[SimResult]]) -> list[str]:
-    """Policies under which some run began to count before both caches had evicted."""
+    """Policies with a run in which a cache had not evicted by the end of the warm-up."""
     return [
         policy
         for policy, results in runs.items()

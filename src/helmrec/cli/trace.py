@@ -1,4 +1,4 @@
-"""`helmrec trace`: make, import, describe and plot traces."""
+"""`helmrec trace`: create, import, describe and plot traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import out, told_plainly
+from helmrec.cli.console import exit_on_error, out, pairs_table
 from helmrec.errors import ConfigError
 from helmrec.traffic.describe import PUBLISHED, Description, describe
 from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
@@ -14,10 +14,11 @@ from helmrec.traffic.generate import generate
 from helmrec.traffic.imported import ImportConfig, trace_of_log
 from helmrec.traffic.importers import READERS, read_log
 from helmrec.traffic.plot import plot_trace
+from helmrec.traffic.trace import Trace
 from helmrec.traffic.trace_file import read_trace, write_trace
 from helmrec.traffic.workload import Workload, load_workload
 
-trace_app = typer.Typer(help="Make, import, describe and plot traces of traffic.", no_args_is_help=True)
+trace_app = typer.Typer(help="Create, import, describe and plot traces of traffic.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]
@@ -30,7 +31,7 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     family_name: Annotated[str, typer.Option("--family", help=f"One of {', '.join(FAMILIES)}.")] = "steady",
     preset_name: Annotated[str, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")] = "dlrmv3",
     axis: Annotated[
-        str, typer.Option(help="What trend and burst change: hot-share, history, skew, rate, all.")
+        str, typer.Option(help="What the families trend and burst change: hot-share, history, skew, rate, all.")
     ] = "all",
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 100,
     duration_s: Annotated[float, typer.Option("--duration", help="Seconds.")] = 600,
@@ -38,15 +39,18 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     burst_s: Annotated[float, typer.Option("--burst", help="Seconds a burst lasts.")] = 20,
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
 ) -> None:
-    """Make a synthetic trace: a family over a preset, or a workload file."""
-    with told_plainly():
+    """Create a synthetic trace from a family and a preset, or from a workload file."""
+    with exit_on_error():
         if config is not None:
             workload = load_workload(config)
         else:
             changes = {"axis": axis, "rate": rate, "duration_s": duration_s, "burst_s": burst_s}
             workload = _family(family_name, preset_name, history, changes)
-        trace = generate(workload, seed)
-        write_trace(trace, path)
+        _write(generate(workload, seed), path)
+
+
+def _write(trace: Trace, path: Path) -> None:
+    write_trace(trace, path)
     out.print(f"{path}: {trace.num_requests:,} requests of {trace.num_users:,} users", highlight=False)
 
 
@@ -64,14 +68,16 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     log_path: Annotated[Path, typer.Argument(metavar="LOG", help="The published file, plain or .gz.")],
     kind: Annotated[str, typer.Option(help=f"One of {', '.join(READERS)}.")],
     path: Out,
-    history_share: Annotated[float, typer.Option(help="Share of the events that is history only.")] = 0.2,
-    visit_gap_s: Annotated[float, typer.Option("--visit-gap", help="Seconds between events of one visit.")] = 0,
-    duration_s: Annotated[float | None, typer.Option("--duration", help="Press into this many seconds.")] = None,
+    history_share: Annotated[float, typer.Option(help="Share of the events that are history only.")] = 0.2,
+    visit_gap_s: Annotated[
+        float, typer.Option("--visit-gap", help="Seconds between events of one visit, at most.")
+    ] = 0,
+    duration_s: Annotated[float | None, typer.Option("--duration", help="Compress into this many seconds.")] = None,
     candidates: Annotated[int, typer.Option(help="Candidates per request.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the candidates.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the candidates.", min=0)] = 0,
 ) -> None:
-    """Turn a published interaction log into a trace."""
-    with told_plainly():
+    """Convert a published interaction log to a trace."""
+    with exit_on_error():
         config = ImportConfig(
             source=f"{kind}: {log_path.name}",
             history_share=history_share,
@@ -80,15 +86,13 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
             num_candidates=candidates,
             seed=seed,
         )
-        trace = trace_of_log(read_log(kind, log_path), config)
-        write_trace(trace, path)
-    out.print(f"{path}: {trace.num_requests:,} requests of {trace.num_users:,} users", highlight=False)
+        _write(trace_of_log(read_log(kind, log_path), config), path)
 
 
 @trace_app.command("describe")
 def describe_(path: TraceFile) -> None:
-    """Print reuse, skew and return times beside published figures."""
-    with told_plainly():
+    """Print reuse, skew and return times next to published values."""
+    with exit_on_error():
         trace = read_trace(path)
         found = describe(trace)
     out.print(_overview(trace.catalogue.source, found))
@@ -98,23 +102,21 @@ def describe_(path: TraceFile) -> None:
 
 @trace_app.command("plot")
 def plot(path: TraceFile, picture: Out) -> None:
-    """Draw a trace: arrivals, who asks, item popularity, return times."""
-    with told_plainly():
+    """Plot a trace: arrivals, users, item popularity, return times."""
+    with exit_on_error():
         plot_trace(read_trace(path), picture)
     out.print(f"{picture}", highlight=False)
 
 
 def _overview(source: str, found: Description) -> Table:
-    table = Table(title=source, show_header=False)
-    for label, value in (
+    rows = (
         ("requests / users / items", f"{found.num_requests:,} / {found.num_users:,} / {found.num_items:,}"),
         ("duration", f"{found.duration_s:,.0f} s"),
         ("requests by users seen before", f"{found.known_share:.1%}"),
         ("requests by the busiest 5% of users", f"{found.top_users_share:.1%}"),
         ("history, median / p99", f"{found.median_history:,.0f} / {found.p99_history:,.0f} events"),
-    ):
-        table.add_row(label, value)
-    return table
+    )
+    return pairs_table(source, rows)
 
 
 def _phases(found: Description) -> Table:

@@ -1,72 +1,71 @@
-"""Miss curves fed from the requests an engine serves: what each would have found at other splits of the pool.
+"""Miss curves fed with the requests that an engine serves.
 
-Looking through the rows of a long history takes as long on the host as a good part of its step, so a thread of its own
-does it, without the interpreter's lock, while the engine goes on.
+Sampling the rows of a long history takes about as long on the host as a good part of its step. So a separate thread
+does it, without the interpreter's lock, while the engine continues.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from helmrec.engine.intake import Prepared
-from helmrec.memory.miss_curves import JointCurves, JointMissCurves, MissCurveConfig, Whole
+from helmrec.memory.miss_curves import CurveRequest, JointCurves, JointMissCurves, MissCurveConfig
 
-_ENOUGH = 32  # requests before curves say anything
-_MOST_USERS = 1 << 16  # whose window is remembered
-_MOST_WAITING = 512  # requests; who comes while so many wait is not looked at
+_MOST_USERS = 1 << 16  # users whose window is remembered
+_MOST_WAITING = 512  # requests; further requests are skipped while so many wait
 
 
 class CurveFeed:
-    """Hands served requests, in order, to the miss curves. A history whose window moved is a new one.
+    """Passes served requests to the miss curves, in order. A history whose window moved counts as a new one.
 
-    One caller's: `observe` returns at once, `curves` tells of all that was observed before. Either raises what went
-    wrong in the thread since the last call, once; the curves have started anew by then.
+    For one calling thread. `observe` returns at once; `curves` waits for all requests observed before. Either raises an
+    error of the thread since the last call, once; the curves have been reset by then.
     """
 
     def __init__(self, config: MissCurveConfig, num_features: int) -> None:
         self._config = config
         self._curves = JointMissCurves(config)
         self._num_features = num_features
-        self._window: dict[int, int] = {}  # start of each user's, at the last visit
+        self._window: dict[int, int] = {}  # start of each user's window at its last visit
         self._thread = ThreadPoolExecutor(1, "helmrec-curves")
         self._last: Future[None] | None = None
-        self._failure: Exception | None = None  # of the thread, not raised yet
+        self._failure: Exception | None = None  # error of the thread that was not raised yet
         self._num_asked = self._num_done = 0
-        self.num_skipped = 0  # requests that were not looked at
+        self.num_skipped = 0  # requests not passed to the curves
 
     def observe(self, requests: Sequence[Prepared]) -> None:
-        """Those of one step, handed over together."""
+        """Pass on the requests of one step."""
         if self._num_asked - self._num_done >= _MOST_WAITING:
             self.num_skipped += len(requests)
             return
         earlier = self._take_failure()
         self._num_asked += len(requests)
-        self._last = self._thread.submit(self._look_at_all, requests)
+        self._last = self._thread.submit(self._observe_all, requests)
         if earlier is not None:
             raise earlier
 
-    def _look_at_all(self, requests: Sequence[Prepared]) -> None:
+    def _observe_all(self, requests: Sequence[Prepared]) -> None:
         try:
             for request in requests:
-                self._look_at(request)
-        except Exception as error:  # half a request may be in the curves: they start anew
+                self._observe(request)
+        except Exception as error:  # the curves may hold half a request: reset them
             self._failure = error
             self._curves = JointMissCurves(self._config)
             self._window.clear()
         finally:
-            self._num_done += len(requests)  # by this thread alone
+            self._num_done += len(requests)  # written by this thread only
 
     def _take_failure(self) -> Exception | None:
         failure, self._failure = self._failure, None
         return failure
 
-    def _look_at(self, request: Prepared) -> None:
+    def _observe(self, request: Prepared) -> None:
         history, user = request.history, request.history.user_id
         is_same = self._window.pop(user, request.window_start) == request.window_start
-        self._window[user] = request.window_start  # last in line
+        self._window[user] = request.window_start  # most recent
         if len(self._window) > _MOST_USERS:
             del self._window[next(iter(self._window))]
-        self._curves.sample(
-            Whole(
+        self._curves.observe(
+            CurveRequest(
                 user_id=user,
                 num_tokens=history.num_tokens,
                 context_rows=history.context_rows,
@@ -78,16 +77,15 @@ class CurveFeed:
         )
 
     def curves(self) -> JointCurves | None:
-        """None while too few requests were seen."""
+        """The estimates; None while too few requests were observed."""
         if self._last is not None:
             self._last.result()
         failure = self._take_failure()
         if failure is not None:
             raise failure
-        curves = self._curves.curves()
-        return curves if curves.num_requests >= _ENOUGH else None
+        return self._curves.curves_if_enough()
 
     def close(self) -> None:
-        """Look at nothing more; curves stay what they are."""
+        """Stop the thread; observe nothing more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._last = None

@@ -1,4 +1,4 @@
-"""Curves between the few splits at which they are known."""
+"""Interpolation of curves between the splits at which they are known."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,10 +10,10 @@ Floats = NDArray[np.float64]
 
 
 def between(known: Floats, known_at: Floats, at: Floats) -> Floats:
-    """Curves (curves, known_at) at other places: they bend between known points but never overshoot them.
+    """Interpolate curves (curves, known_at) at the splits `at` by monotone cubics (Fritsch and Butland).
 
-    Monotone cubic pieces (Fritsch and Butland); straight lines would put every optimum on a known point. Outside the
-    known points a curve is flat.
+    The curves never overshoot known points, and are constant outside them. Linear interpolation would put every optimum
+    on a known point.
     """
     knots = _knots(known_at.tobytes(), at.tobytes())
     rises = (known[:, 1:] - known[:, :-1]) / knots.widths
@@ -28,16 +28,18 @@ def between(known: Floats, known_at: Floats, at: Floats) -> Floats:
 
 
 class _Knots(NamedTuple):
+    """Coefficients that depend on the splits only."""
+
     widths: Floats
-    left: Floats  # weights of the rise before a knot, in its slope,
-    right: Floats  # and of the one after it
+    left: Floats  # weight of the rise before a knot in its slope
+    right: Floats  # weight of the rise after it
     of_values: Floats  # (known_at, at)
     of_slopes: Floats
 
 
 @cache
 def _knots(of_known: bytes, of_places: bytes) -> _Knots:
-    """All that the pieces depend on besides the curves."""
+    """Compute the coefficients for known splits and splits to interpolate, both as bytes."""
     known_at, at = np.frombuffer(of_known), np.frombuffer(of_places)
     widths = np.diff(known_at)
     before, after = widths[:-1], widths[1:]

@@ -1,1 +1,1 @@
-"""A network trained by PPO as the base of the controller: what it sees, and how it chooses."""
+"""A policy network trained by PPO as the base of the controller: its inputs and its decisions."""

@@ -1,6 +1,6 @@
-"""A frozen network as the base of the controller: it steps along a curve of predicted latency, or holds.
+"""A trained network as the base of the controller: it moves alpha along a curve of predicted latency, or holds.
 
-All figures come with the file of weights. Nothing here knows how training works.
+All parameters come with the file of weights. This module does not know how training works.
 """
 
 from pathlib import Path
@@ -22,21 +22,22 @@ SHIPPED = Path(__file__).parent / "ppo.safetensors"
 
 
 class NetworkRecord(Frozen):
-    """What is written beside the weights."""
+    """The JSON file next to the weights."""
 
-    near: tuple[float, ...] = Field(description="distances from the split at which both curves are seen")
-    whole: tuple[float, ...] = Field(description="splits at which the averaged curve is seen")
-    signals: tuple[str, ...] = Field(description="names of signals")
-    steps: tuple[float, ...] = Field(description="of alpha, one per action")
-    factor: float = Field(gt=0, description="that their mean is multiplied by")
-    least: float = Field(ge=0, description="step below which it holds")
+    near: tuple[float, ...] = Field(description="distances from the current split at which both curves are inputs")
+    whole: tuple[float, ...] = Field(description="splits at which the averaged curve is an input")
+    signals: tuple[str, ...] = Field(description="names of the signals that are inputs")
+    steps: tuple[float, ...] = Field(description="changes of alpha, one per action")
+    factor: float = Field(gt=0, description="factor of the mean step")
+    least: float = Field(ge=0, description="smallest step; alpha holds below it")
     centre: tuple[float, ...] = Field(description="subtracted from inputs")
-    scale: tuple[float, ...] = Field(description="that inputs are divided by then")
-    most: float = Field(gt=0, description="largest input, either sign, after that")
+    scale: tuple[float, ...] = Field(description="divides inputs after that")
+    most: float = Field(gt=0, description="largest absolute input after scaling")
     training: dict[str, Any] = Field(description="seed, steps, design, learning curve")
 
     @property
     def sight(self) -> Sight:
+        """The inputs that the network takes."""
         unknown = set(self.signals) - {signal.name.lower() for signal in Signal}
         if unknown:
             raise ModelError(f"signals must be names of signals, got {sorted(unknown)}")
@@ -45,14 +46,14 @@ class NetworkRecord(Frozen):
 
 
 class Network:
-    """A chooser that was trained. Hidden layers are rectified; it takes the mean of the steps by their likelihood.
+    """A trained chooser with ReLU layers. It takes the mean of the steps, weighted by their probability.
 
-    The likeliest step would not do: a policy that moves every other second is nearly as good as one that always does,
-    so training leaves holding likely where a move is right. For the same reason the mean is multiplied by a factor.
+    The most probable step is not used: a policy that moves every other second is nearly as good as one that always
+    moves, so training leaves a high probability of holding where a move is right. A factor on the mean corrects this.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path` of the weights; the record stands beside them."""
+        """Load the weights at `path` and the record next to them."""
         try:
             self.record = NetworkRecord.model_validate_json(path.with_suffix(".json").read_bytes())
             weights = {name: value.astype(float) for name, value in load_file(path).items()}
@@ -67,7 +68,7 @@ class Network:
         self._layers = [(weights[weight], weights[bias]) for weight, bias in names]
         self._check(path)
         flat = np.ones(ALPHAS.size)
-        observe(flat, flat, np.zeros(len(Signal)), self._sight)  # compiled before it is needed
+        observe(flat, flat, np.zeros(len(Signal)), self._sight)  # compile it now
 
     def _check(self, path: Path) -> None:
         sight, width = self._sight, self._centre.size
@@ -91,6 +92,7 @@ class Network:
         return x
 
     def choose(self, mean_ms: Floats, view: View) -> float:
+        """The split to move to, within the bounds of the window."""
         signals = signals_of(view)
         inputs = (observe(mean_ms, view.newest.mean_ms, signals, self._sight) - self._centre) / self._scale
         logits = self.forward(np.clip(inputs, -self.record.most, self.record.most))

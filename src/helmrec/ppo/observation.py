@@ -1,4 +1,4 @@
-"""What a trained network sees: points of two curves of predicted latency, and signals. Shared with training."""
+"""The inputs of a trained network: points of two curves of predicted latency, and signals. Training uses it too."""
 
 from enum import IntEnum, auto
 from typing import NamedTuple
@@ -13,37 +13,37 @@ from helmrec.control.layers import View
 
 
 class Signal(IntEnum):
-    """What a network may see beside curves. The first two bound its steps; the last four are read off the curves."""
+    """Possible inputs besides curves. The first two bound the steps; the last four are computed from the curves."""
 
-    LOW = 0  # least split that may be asked for
-    HIGH = auto()
-    ALPHA = auto()  # aimed at so far
-    BEHIND = auto()  # of the target
-    BUSY = auto()  # share of time with a step under way
+    LOW = 0  # smallest allowed split
+    HIGH = auto()  # largest allowed split
+    ALPHA = auto()  # current target
+    BEHIND = auto()  # current split minus target
+    BUSY = auto()  # share of time with a running step
     COMPUTE_BUSY = auto()
     BUS_BUSY = auto()
-    QUEUED = auto()  # log of 1 + requests that wait, over those that came in the window
+    QUEUED = auto()  # log of 1 + waiting requests over requests of the window
     IDLE = auto()  # log of 1 + seconds since the last move
     SURPRISE = auto()  # log of measured over predicted latency
     TAIL = auto()  # log of P99 over mean latency
-    REALISED = auto()  # realised over predicted gain of late moves; 1 while none is known
-    GAIN = auto()  # log of the latency here over the least one of the averaged curve,
-    DISTANCE = auto()  # how far away that is,
-    NEWEST_GAIN = auto()  # and both on the newest curve
+    REALISED = auto()  # realised over predicted gain of recent moves; 1 if unknown
+    GAIN = auto()  # log of the current over the least latency of the averaged curve
+    DISTANCE = auto()  # distance to the split with the least latency
+    NEWEST_GAIN = auto()  # the same on the newest curve
     NEWEST_DISTANCE = auto()
 
 
 class Sight(NamedTuple):
-    """Which points of the curves and which signals are inputs, in this order."""
+    """The points of the curves and the signals that are inputs, in this order."""
 
-    near: Floats  # distances from the present split, of both curves
-    whole: Floats  # splits, of the averaged curve
+    near: Floats  # distances from the current split, on both curves
+    whole: Floats  # splits, on the averaged curve
     signals: NDArray[np.int64]
 
 
 @numba.njit(cache=True, nogil=True)
 def observe(mean_ms: Floats, newest_ms: Floats, signals: Floats, sight: Sight) -> Floats:
-    """The inputs, not yet scaled. Fills in the last four signals."""
+    """Compute the inputs before scaling, and fill in the last four signals."""
     start, low, high = signals[Signal.ALPHA], signals[Signal.LOW], signals[Signal.HIGH]
     num, at = sight.near.size, 0
     inputs = np.empty(2 * num + sight.whole.size + sight.signals.size)
@@ -63,7 +63,7 @@ def observe(mean_ms: Floats, newest_ms: Floats, signals: Floats, sight: Sight) -
 
 
 def signals_of(view: View) -> Floats:
-    """All of them but those that are read off the curves."""
+    """All signals except those computed from the curves."""
     window, signals = view.window, np.zeros(len(Signal))
     traffic, start = window.traffic, window.alpha_target
     low, high = max(window.alpha_min, ALPHAS[0]), min(window.alpha_max, ALPHAS[-1])

@@ -1,4 +1,4 @@
-"""`/v1/prefill`: a user's history, early in a cascade, so that it is computed before its rank comes."""
+"""`/v1/prefill`: takes a user's history early in a cascade, to compute it before the rank request arrives."""
 
 import time
 from typing import Annotated
@@ -18,9 +18,9 @@ from helmrec.types import PrefillRequest, PrefillResult
 
 
 class PrefillBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Compute this user's history ahead of the rank that is to follow; fields as in a rank's body.
+    """Compute this user's history ahead of its rank request, whose fields it shares.
 
-    Without any field of events, the history is the one the server keeps of the user.
+    Without fields of events, the stored history of the user is used.
     """
 
     user_id: Count
@@ -29,21 +29,21 @@ class PrefillBody(Struct, frozen=True, forbid_unknown_fields=True):
     timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")] | UnsetType = UNSET
     features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
     context: Annotated[dict[str, int], Meta(description="by table of the user's context: one id")] = {}
-    first_event: Annotated[int, Meta(ge=0, description="how many events came before those sent")] = 0
-    num_candidates: Annotated[int, Meta(ge=0, description="that the rank will ask for, as far as known")] = 0
-    budget_ms: Annotated[float, Meta(gt=0, description="that the rank may take")] | None = None
-    hold_ms: (
-        Annotated[float, Meta(gt=0, description="how long to hold what was computed, at most relay.max_hold_ms")] | None
-    ) = None
+    first_event: Annotated[int, Meta(ge=0, description="number of events before those sent")] = 0
+    num_candidates: Annotated[int, Meta(ge=0, description="expected number of candidates of the rank request")] = 0
+    budget_ms: Annotated[float, Meta(gt=0, description="latency budget of the rank request")] | None = None
+    hold_ms: Annotated[float, Meta(gt=0, description="time to hold the prefix, at most relay.max_hold_ms")] | None = (
+        None
+    )
 
     @property
     def is_without_events(self) -> bool:
-        """Whether the history is to be the stored one."""
+        """Whether the stored history is to be used."""
         sent = (self.items is not UNSET, self.actions is not UNSET, self.timestamps is not UNSET)
         return not (any(sent) or self.features or self.first_event)
 
     def request(self, stored: Events | None = None) -> PrefillRequest:
-        """As the engine takes it."""
+        """The request for the engine."""
         history = self if stored is None else stored
         return PrefillRequest(
             user_id=self.user_id,
@@ -60,22 +60,22 @@ class PrefillBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaseAnswer(Struct, frozen=True):
-    """What is computed is held for the rank, on this node, until then or until the rank has come."""
+    """The prefix is held on this node until this lease ends or the rank request has been served."""
 
     token: str
-    node: Annotated[str, Meta(description="send the rank here; the header of the same name says so too")]
-    hold_ms: Annotated[float, Meta(description="that were granted")]
+    node: Annotated[str, Meta(description="node to send the rank request to; also in the header of the same name")]
+    hold_ms: Annotated[float, Meta(description="granted time")]
     expires_at: Annotated[float, Meta(description="seconds since 1970")]
-    is_shortened: Annotated[bool, Meta(description="more was asked for than the server's relay.max_hold_ms")]
+    is_shortened: Annotated[bool, Meta(description="whether more than the server's relay.max_hold_ms was requested")]
 
 
 class PrefillAnswer(Struct, frozen=True):
-    """What became of the signal. One that is not admitted costs the rank nothing: it computes what is missing."""
+    """The decision about the signal. If it is not admitted, the rank request computes the missing tokens itself."""
 
     is_admitted: bool
     reason: Annotated[str, Meta(description="one of: " + ", ".join(Verdict))]
     lease: LeaseAnswer | None = None
-    history_version: Annotated[int | None, Meta(description="of the stored history, where that was used")] = None
+    history_version: Annotated[int | None, Meta(description="version of the stored history, if that was used")] = None
 
     @classmethod
     def of(cls, result: PrefillResult, node: str, history_version: int | None) -> "PrefillAnswer":
@@ -87,7 +87,7 @@ class PrefillAnswer(Struct, frozen=True):
 
 
 class PrefillRoutes:
-    """The handler of early signals."""
+    """The endpoint of early signals."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

@@ -1,1 +1,1 @@
-"""What is simulated on traces. No torch here: everything decides, nothing acts on a device."""
+"""Simulation of nodes and clusters on traces of traffic, without torch and without a device."""

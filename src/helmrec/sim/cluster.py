@@ -1,8 +1,8 @@
-"""Many simulated nodes behind a router, node loss included.
+"""A simulated cluster: many nodes behind a router, with loss of nodes.
 
-Time goes by in slices: the requests of a slice are routed by what the router knew at its start, as in a real cluster,
-where load reports are a fraction of a second old. A node that is lost gives its unanswered requests back; each is
-sent once more, to another node, and its latency counts from when it first came.
+Time advances in slices. Requests of a slice are routed by the state at its start, as in a real cluster, where load
+reports are a fraction of a second old. Unanswered requests of a lost node are sent once more, to another node; their
+latency counts from their first arrival.
 """
 
 import time
@@ -20,8 +20,8 @@ from helmrec.errors import ConfigError
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
-from helmrec.sim.node.state import Faults, FloatArray, Outcomes, Requests, Status, make_outcomes
-from helmrec.sim.simulate import Summary, summarise
+from helmrec.sim.node.state import Faults, FloatArray, Requests, Status, make_outcomes
+from helmrec.sim.simulate import ServedTrace
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
 from helmrec.traffic.popularity import mix
 from helmrec.traffic.trace import Trace
@@ -29,20 +29,20 @@ from helmrec.types import IntArray
 
 
 class NodeLoss(Frozen):
-    """A node dies and may come back, empty."""
+    """A node fails, and may come back with empty caches."""
 
     node: int = Field(ge=0)
     at_s: float = Field(ge=0)
-    back_s: float | None = Field(None, gt=0, description="None: it stays away")
+    back_s: float | None = Field(None, gt=0, description="None: it does not come back")
 
 
-class ClusterConfig(Frozen):
-    """How many nodes there are and how their time is cut."""
+class ClusterSimConfig(Frozen):
+    """The number of nodes of a simulated cluster, its time steps and its failures."""
 
     num_nodes: int = Field(ge=1)
-    slice_s: float = Field(0.1, gt=0, description="how old the loads are that a router sees, at most")
-    tick_s: float = Field(1.0, gt=0, description="how often policies look; a whole number of slices")
-    notice_s: float = Field(1.0, ge=0, description="until the requests of a lost node are sent again")
+    slice_s: float = Field(0.1, gt=0, description="greatest age of the loads that a router sees")
+    tick_s: float = Field(1.0, gt=0, description="interval between decisions of the policies; a whole number of slices")
+    notice_s: float = Field(1.0, ge=0, description="time until the requests of a lost node are sent again")
     losses: tuple[NodeLoss, ...] = ()
 
     @property
@@ -51,33 +51,28 @@ class ClusterConfig(Frozen):
 
 
 class Router(Protocol):
+    """A router that knows the load of each node only."""
+
     def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-        """A node for each request, in order. `loads`: requests each node had not answered, infinite for dead ones."""
+        """A node for each request, in order. `loads`: unanswered requests of each node, infinite for failed nodes."""
 
 
 @runtime_checkable
 class InformedRouter(Protocol):
-    """One that sees requests and nodes, as a router of a real cluster does."""
+    """A router that knows requests and nodes, like the one of a real cluster."""
 
     def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
-        """The living nodes before each slice."""
+        """Read the state of the running nodes before each slice."""
 
     def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
-        """A node for each request of the trace, in order of their times."""
+        """A node for each request of the trace, in order of time."""
 
 
 class ByHash:
-    """A user always goes to the same node, as long as it is there; others do not move when a node goes."""
+    """Routes all requests of a user to the same node. When a node fails, only its own users move."""
 
     def route(self, users: IntArray, loads: FloatArray) -> IntArray:
         return _highest_hash(users, np.flatnonzero(np.isfinite(loads)))
-
-
-class LeastLoaded:
-    """The node with the fewest unanswered requests, those just sent included; of equals the first."""
-
-    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-        return _least_loaded(users.size, loads.copy())
 
 
 @numba.njit(cache=True)
@@ -93,49 +88,33 @@ def _highest_hash(users: IntArray, alive: IntArray) -> IntArray:
     return chosen
 
 
-@numba.njit(cache=True)
-def _least_loaded(num: int, loads: FloatArray) -> IntArray:
-    chosen = np.empty(num, np.int64)
-    for i in range(num):
-        chosen[i] = loads.argmin()
-        loads[chosen[i]] += 1
-    return chosen
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ClusterResult:
-    calibration: str
-    slo_ms: float
-    arrived_s: FloatArray
-    outcomes: Outcomes
-    node: IntArray  # (requests,) that served it last
+class ClusterResult(ServedTrace):
+    """The result of `simulate_cluster`."""
+
+    node: IntArray  # (requests,) the last node that got the request
     num_retried: int
     windows: list[list[Window]]  # by node
-    wall_s: float
-
-    def summary(self, begin_s: float = 0.0, end_s: float = np.inf) -> Summary:
-        """Of requests that arrived in [begin_s, end_s)."""
-        return summarise(self.outcomes, (self.arrived_s >= begin_s) & (self.arrived_s < end_s), self.slo_ms)
 
 
 class Fleet(NamedTuple):
-    """What all nodes are made of, and what happens to them."""
+    """The configuration, policy and faults of all nodes of a cluster."""
 
     config: NodeConfig
     cost: CostModel
     policy_for: Callable[[int], Policy]
-    has_curves: bool = False  # for policies that look at miss curves; several times slower
-    faults: dict[int, Faults] = {}  # noqa: RUF012 - never written; by node
+    has_curves: bool = False  # for policies that use miss curves; several times slower
+    faults: dict[int, Faults] = {}  # noqa: RUF012 - never written; node -> faults
 
 
 def simulate_cluster(
     trace: Trace,
     fleet: Fleet,
     router: Router | InformedRouter,
-    config: ClusterConfig,
+    config: ClusterSimConfig,
     on_tick: Callable[[float], None] = lambda now_s: None,
 ) -> ClusterResult:
-    """Serve all of a trace on a cluster."""
+    """Serve a trace on a cluster. `on_tick` is called with the time after each tick."""
     started_s = time.perf_counter()
     cluster = _Cluster(trace, fleet, router, config)
     num_slices = int(np.ceil(trace.duration_s / config.slice_s)) + 1
@@ -159,7 +138,7 @@ def simulate_cluster(
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, fleet: Fleet, router: Router | InformedRouter, config: ClusterConfig) -> None:
+    def __init__(self, trace: Trace, fleet: Fleet, router: Router | InformedRouter, config: ClusterSimConfig) -> None:
         if unknown := [loss.node for loss in config.losses if loss.node >= config.num_nodes]:
             raise ConfigError(f"losses must name nodes below {config.num_nodes}, got {unknown[0]}")
         self._trace, self._fleet, self._router, self._config = trace, fleet, router, config
@@ -189,9 +168,9 @@ class _Cluster:
         return NodeLoop(steered, self._policies[index], self._config.tick_s, start_s)
 
     def run_slice(self, end_s: float) -> None:
-        """Route what comes before `end_s`, then let every node live until then."""
+        """Route the requests that arrive before `end_s`, then advance every node to it."""
         if isinstance(self._router, InformedRouter):
-            self._router.observe(self._living(), end_s - self._config.slice_s)
+            self._router.observe(self._running(), end_s - self._config.slice_s)
         self._send(*self._arrivals(end_s))
         for index in np.flatnonzero(self._is_alive).tolist():
             self._nodes[index].run_until(end_s)
@@ -203,7 +182,7 @@ class _Cluster:
                 self._lose(event.node, end_s)
 
     def _arrivals(self, end_s: float) -> tuple[IntArray, FloatArray]:
-        """Requests that come before `end_s`, first or again, and when."""
+        """Requests that arrive before `end_s`, first or again, and their times."""
         times_s, begin = self._trace.time_s, self._next_arrival
         self._next_arrival = end = int(np.searchsorted(times_s, end_s))
         requests, when_s = np.arange(begin, end), times_s[begin:end]
@@ -223,7 +202,7 @@ class _Cluster:
             self.outcomes.status[requests] = Status.LOST
             return
         chosen = self._chosen(requests, when_s)
-        assert self._is_alive[chosen].all(), "a request was sent to a dead node"
+        assert self._is_alive[chosen].all(), "a request was sent to a failed node"
         self.node_of[requests] = chosen
         order = np.argsort(chosen, kind="stable")
         ends = np.searchsorted(chosen[order], np.arange(len(self._nodes) + 1))
@@ -236,7 +215,7 @@ class _Cluster:
             return self._router.route_requests(requests, when_s)
         return self._router.route(self._trace.user[requests], self._loads())
 
-    def _living(self) -> dict[int, Node]:
+    def _running(self) -> dict[int, Node]:
         return {index: self._nodes[index] for index in np.flatnonzero(self._is_alive).tolist()}
 
     def _loads(self) -> FloatArray:
@@ -245,7 +224,7 @@ class _Cluster:
         return loads
 
     def _lose(self, index: int, now_s: float) -> None:
-        """The node is gone; what it had not answered is sent once more, or lost if it was sent twice."""
+        """Remove a node; its unanswered requests are sent once more, or are lost if they were sent twice."""
         self._is_alive[index] = False
         for request in self._nodes[index].unanswered().tolist():
             if request in self._retried_at:
@@ -262,13 +241,13 @@ class _Cluster:
         self._is_alive[index] = True
 
     def tick(self, now_s: float) -> None:
-        """Let the policies of living nodes look, where a window has ended."""
+        """Run the control loops of the running nodes."""
         for index in np.flatnonzero(self._is_alive).tolist():
             if (window := self._loops[index].tick(now_s)) is not None:
                 self.windows[index].append(window)
 
     def finish(self, now_s: float) -> None:
-        """Go on without new requests until all is answered."""
+        """Advance without new requests until all are answered."""
         while self._retries or any(self._loads()[self._is_alive]):
             now_s += self._config.slice_s
             self.run_slice(now_s)
@@ -278,7 +257,8 @@ class _Cluster:
             self.outcomes.queue_ms[request] += waited_ms
 
     def check(self) -> None:
-        assert (self.outcomes.status != Status.WAITING).all(), "a request vanished"
+        """Assert that every request has an outcome, and the invariants of the nodes."""
+        assert (self.outcomes.status != Status.WAITING).all(), "a request has no outcome"
         for index in np.flatnonzero(self._is_alive).tolist():
             self._nodes[index].check()
 

@@ -1,7 +1,7 @@
-"""Any routing policy over simulated nodes, with what a real cluster would tell it: reports of some age, and answers.
+"""Runs a routing policy over simulated nodes, with delayed node reports and answers as in a real cluster.
 
-Only some rows are simulated. They stand for the rows whose hash is lowest: their hashes are squeezed into that part of
-the range, so that sketches and samples mean what they mean on a real node.
+Only a sample of the rows is simulated. Their hashes are scaled into the lowest part of the range, so that sketches and
+samples have the same meaning as on a real node.
 """
 
 from collections import deque
@@ -30,24 +30,24 @@ Words = NDArray[np.uint64]
 
 
 class Reporting(Frozen):
-    """How nodes of a simulated cluster report."""
+    """When nodes of a simulated cluster send reports."""
 
     every_s: float = Field(0.1, gt=0)
-    age_s: float = Field(0.0, ge=0, description="of a report when it comes in")
-    is_absent: bool = Field(False, description="none ever comes in")
+    age_s: float = Field(0.0, ge=0, description="age of a report when it arrives")
+    is_absent: bool = Field(False, description="no report arrives")
     sketch_every_s: float = Field(2.0, gt=0)
 
 
-class _Told(NamedTuple):
+class _DelayedReport(NamedTuple):
     due_s: float
     report: NodeReport
 
 
 class ReportingRouter:
-    """A policy and what it believes; `simulate_cluster` shows it nodes and asks it for choices."""
+    """A routing policy and its state of the cluster, as a router for `simulate_cluster`."""
 
     def __init__(self, policy: RoutingPolicy, requests: Requests, config: NodeConfig, reporting: Reporting) -> None:
-        """`requests` and `config` as the simulated nodes have them."""
+        """`requests` and `config`: those of the simulated nodes."""
         kept_from = 1 if config.engine.kv_admission == "always" else 2
         self.state = ClusterState(StateSettings(kept_from_visit=kept_from))
         self._policy, self._requests, self._reporting = policy, requests, reporting
@@ -57,15 +57,16 @@ class ReportingRouter:
         self._scratch = np.empty(requests.reads.max_rows, np.int64)
         self._pool_tokens = config.num_pages * config.geometry.page_tokens
         self._known: dict[int, Node] = {}
-        self._num_seen: dict[int, int] = {}  # answers of each node taken note of
-        self._open: dict[int, Sent] = {}  # by request
-        self._on_their_way: deque[_Told] = deque()
+        self._num_seen: dict[int, int] = {}  # answers of each node processed so far
+        self._open: dict[int, Sent] = {}  # request -> what was sent
+        self._delayed: deque[_DelayedReport] = deque()
         self._sketches: dict[int, RowSketch] = {}
         self._reported_s = self._sketched_s = -np.inf
         self._num_rounds = 0  # of reports
         self._row_reads: dict[int, tuple[int, int]] = {}  # hits and misses at the last report
 
     def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
+        """Process joins, losses, answers and reports of the nodes."""
         for index in [i for i, node in self._known.items() if nodes.get(i) is not node]:
             self.state.leave(index)
             del self._known[index], self._num_seen[index]
@@ -77,9 +78,8 @@ class ReportingRouter:
         if not self._reporting.is_absent and now_s >= self._reported_s + self._reporting.every_s - 1e-9:
             self._reported_s = now_s
             self._report(nodes, now_s)
-        while self._on_their_way and self._on_their_way[0].due_s <= now_s:
-            told = self._on_their_way.popleft()
-            self.state.report(told.report, now_s)
+        while self._delayed and self._delayed[0].due_s <= now_s:
+            self.state.report(self._delayed.popleft().report, now_s)
 
     def _take_answers(self, index: int, node: Node) -> None:
         answered = node.answered
@@ -96,7 +96,7 @@ class ReportingRouter:
             self._sketched_s = now_s
         for index, node in nodes.items():
             sketch = self._sketch(node) if has_new_rows else None
-            self._on_their_way.append(_Told(now_s + self._reporting.age_s, self._look(index, node, now_s, sketch)))
+            self._delayed.append(_DelayedReport(now_s + self._reporting.age_s, self._look(index, node, now_s, sketch)))
 
     def _look(self, index: int, node: Node, now_s: float, sketch: RowSketch | None) -> NodeReport:
         stats, waiting = node.stats(), node.num_unanswered
@@ -123,6 +123,7 @@ class ReportingRouter:
         return sketch_of_hashes(hashes, num_rows, self._most)
 
     def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
+        """Choose a node for each request, in order of time."""
         chosen = [self._send(*sent) for sent in zip(requests.tolist(), when_s.tolist(), strict=True)]
         return np.array(chosen, np.int64)
 
@@ -134,25 +135,25 @@ class ReportingRouter:
         return choice.node
 
     def describe(self, request: int) -> RouteRequest:
-        """A request of the trace, as a front would describe it."""
+        """A request of the trace as the front of a cluster describes it."""
         reads = self._requests.reads
         num_tokens, num_candidates = int(self._requests.num_tokens[request]), int(reads.num_candidates[request])
         num_rows = (num_tokens + num_candidates) * self._rows_per_token
         threshold = min(sampling_threshold(min(1.0, DEFAULT_SAMPLES / max(1, num_rows))), self._most)
         anchor = int(self._requests.anchor[request])
-        hashes, position = _picked(reads, (request, anchor, num_tokens), threshold, self._scratch)
+        sample = _sampled_rows(reads, request, anchor, num_tokens, threshold, self._scratch)
         return RouteRequest(
             user=int(reads.user[request]),
             num_tokens=num_tokens,
             num_candidates=num_candidates,
             rows_per_token=self._rows_per_token,
-            sample=RowSample(hashes, position, threshold),
+            sample=RowSample(*sample, threshold),
         )
 
 
 @numba.njit(cache=True, inline="always")
-def _squeezed(row: int, rate: float) -> np.uint64:
-    """A hash among those of the share of rows that is simulated; low bits stay as random as they were."""
+def _scaled_hash(row: int, rate: float) -> np.uint64:
+    """The hash of a row, scaled into the part of the range that the sample covers; low bits do not change."""
     return np.uint64(float(row_hash(row) >> np.uint64(11)) * rate) << np.uint64(11) | (
         row_hash(row) & np.uint64((1 << 11) - 1)
     )
@@ -163,32 +164,31 @@ def _resident_hashes(after: NDArray[np.int32], rate: float) -> Words:
     hashes, count = np.empty(after.size, np.uint64), 0
     for row in range(after.size):
         if after[row] != ABSENT:
-            hashes[count] = _squeezed(row, rate)
+            hashes[count] = _scaled_hash(row, rate)
             count += 1
     return hashes[:count].copy()
 
 
 @numba.njit(cache=True)
-def _picked(
-    reads: RowReads, what: tuple[int, int, int], threshold: np.uint64, scratch: IntArray
+def _sampled_rows(
+    reads: RowReads, request: int, first_event: int, num_tokens: int, threshold: np.uint64, scratch: IntArray
 ) -> tuple[Words, IntArray]:
-    """Hashes of sampled rows and the token of each. `what`: request, first event, tokens of its history.
+    """Hashes of the sampled rows of a request, and the token of each.
 
-    Kept rows of a history lie evenly in it: a row's place among them tells its token closely enough.
+    Simulated rows are spread evenly over a history, so the token of a row is estimated from its position among them.
     """
-    request, first, num_tokens = what
     rate = reads.space.lanes.size / reads.space.num_lanes
     hashes, position = np.empty(2 * scratch.size, np.uint64), np.empty(2 * scratch.size, np.int64)
     count = 0
-    num = history_rows(reads, request, first, scratch)
+    num = history_rows(reads, request, first_event, scratch)
     for i in range(num):
-        word = _squeezed(scratch[i], rate)
+        word = _scaled_hash(scratch[i], rate)
         if word <= threshold:
             hashes[count], position[count] = word, i * num_tokens // num
             count += 1
     num = candidate_rows(reads, request, scratch)
     for i in range(num):
-        word = _squeezed(scratch[i], rate)
+        word = _scaled_hash(scratch[i], rate)
         if word <= threshold:
             hashes[count], position[count] = word, num_tokens
             count += 1

@@ -1,4 +1,4 @@
-"""Joint miss curves fed from a simulated node: what each request would have found at other splits."""
+"""Miss curves fed with the requests that a simulated node serves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 
 from helmrec.memory.miss_curves import (
     MOST_WAITING,
-    History,
+    HistoryVisit,
     JointCurves,
     JointMissCurves,
     MissCurveConfig,
@@ -24,18 +24,21 @@ from helmrec.traffic.rows import RowReads, candidate_rows, context_rows, history
 from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 
-_ENOUGH = 32  # requests before curves say anything
-_WAITING_ROWS = 1 << 16  # read at once: nobody waits for it here
-_MOST_BYTES = 1 << 24  # of room for the rows of requests that are served together
+_WAITING_ROWS = 1 << 16  # rows read at once: latency does not matter here
+_MOST_BYTES = 1 << 24  # for the rows of requests that are served together
 
 
-class _Shape(NamedTuple):
+class _TraceRows(NamedTuple):
+    """The requests of a trace and the rows that they read."""
+
+    reads: RowReads
+    anchor: IntArray  # (requests,) first event of the window
     num_context: int
     rows_per_event: int
 
 
-class CurveFeed:
-    """Hands served requests, in order, to the miss curves. The rows of a trace are a sample already: all are kept."""
+class NodeCurveFeed:
+    """Passes served requests to the miss curves, in order. The rows of a trace are sampled already: all are used."""
 
     def __init__(self, node: Node) -> None:
         config, setup = node.config, node.setup
@@ -54,16 +57,17 @@ class CurveFeed:
             )
         )
         self._window: dict[int, int] = {}  # of each user's last request
-        self._most_rows = 3 * node.requests.reads.max_rows  # of a request: each of three calls may want as much
+        self._most_rows = 3 * node.requests.reads.max_rows  # of a request: each of three calls needs this room
         self._most_together = max(1, min(MOST_WAITING, _MOST_BYTES // (8 * self._most_rows)))
         self._visits = np.empty((self._most_together, 5), np.int64)
 
     def observe(self, requests: IntArray) -> None:
+        """Pass on those of these requests that were served."""
         served = requests[self._node.outcomes.status[requests] == Status.SERVED]
-        asked, visits = self._node.requests, self._visits
-        users, windows = asked.reads.user[served].tolist(), asked.window[served].tolist()
+        trace, visits = self._node.requests, self._visits
+        users, windows = trace.reads.user[served].tolist(), trace.window[served].tolist()
         begin, num = 0, 0
-        for user, window, num_tokens in zip(users, windows, asked.num_tokens[served].tolist(), strict=True):
+        for user, window, num_tokens in zip(users, windows, trace.num_tokens[served].tolist(), strict=True):
             if num == self._most_together or self._curves.kv.forgets_for(user):
                 self._serve(served[begin : begin + num])
                 begin, num = begin + num, 0
@@ -74,22 +78,21 @@ class CurveFeed:
         self._serve(served[begin:])
 
     def _serve(self, requests: IntArray) -> None:
-        asked, setup, curves = self._node.requests, self._node.setup, self._curves
+        trace, setup, curves = self._node.requests, self._node.setup, self._curves
         curves.make_room(self._most_rows * requests.size, requests.size)
-        shape = _Shape(setup.num_context, setup.rows_per_event)
-        _serve(curves.state, self._visits, (asked.reads, asked.anchor, shape), requests, curves.decay)
+        rows = _TraceRows(trace.reads, trace.anchor, setup.num_context, setup.rows_per_event)
+        _serve(curves.state, self._visits, rows, requests, curves.decay)
 
     def curves(self) -> JointCurves | None:
-        """None while too few requests were seen."""
-        curves = self._curves.curves()
-        return curves if curves.num_requests >= _ENOUGH else None
+        """The estimates; None while too few requests were observed."""
+        return self._curves.curves_if_enough()
 
 
 def record_curves(trace: Trace, config: NodeConfig, cost: CostModel, tick_s: float = 1.0) -> list[JointCurves | None]:
-    """Miss curves at the end of every tick. They see requests, and those are the same at any split."""
+    """Miss curves at the end of every tick. They depend on the requests only, which are the same at any split."""
     node = Node(config, cost, prepare_requests(trace, config), make_outcomes(trace.num_requests))
     node.send(np.arange(trace.num_requests), trace.time_s)
-    feed, curves, num_fed = CurveFeed(node), list[JointCurves | None](), 0
+    feed, curves, num_fed = NodeCurveFeed(node), list[JointCurves | None](), 0
     for tick in range(1, int(np.ceil(trace.duration_s / tick_s)) + 1):
         node.run_until(tick * tick_s)
         feed.observe(node.answered[num_fed:])
@@ -99,32 +102,26 @@ def record_curves(trace: Trace, config: NodeConfig, cost: CostModel, tick_s: flo
 
 
 def curves_at(curves: Sequence[JointCurves | None], tick_s: float, now_s: float) -> JointCurves | None:
-    """The latest of recorded curves by then; None before the first tick has ended."""
+    """The recorded curves of the last tick that ended by `now_s`; None before the first."""
     num_ended = min(int(now_s / tick_s + 1e-9), len(curves))
     return curves[num_ended - 1] if num_ended else None
 
 
 @numba.njit(cache=True)
-def _serve(
-    arrays: tuple[Any, ...],
-    visits: IntArray,
-    asked: tuple[RowReads, IntArray, _Shape],
-    requests: IntArray,
-    decay: float,
-) -> None:
-    """At every split, one request after the other; their rows are put aside."""
-    state, (reads, anchor, shape) = shadows(arrays), asked
+def _serve(arrays: tuple[Any, ...], visits: IntArray, rows: _TraceRows, requests: IntArray, decay: float) -> None:
+    """Serve requests at every split, in order, and collect their rows."""
+    state, reads = shadows(arrays), rows.reads
     pending = state.pending
     for i in range(requests.size):
         request, visit = requests[i], visits[i]
-        history = History(visit[0], visit[1], visit[2], visit[3], bool(visit[4]))
-        num_history = shape.num_context + (history.num_tokens - shape.num_context) * shape.rows_per_event
-        num_candidates = int(reads.num_candidates[request]) * shape.rows_per_event
-        reused = serve(state, history, (num_history, num_candidates), decay)
+        history = HistoryVisit(visit[0], visit[1], visit[2], visit[3], bool(visit[4]))
+        num_history = rows.num_context + (history.num_tokens - rows.num_context) * rows.rows_per_event
+        num_candidates = int(reads.num_candidates[request]) * rows.rows_per_event
+        reused = serve(state, history, num_history, num_candidates, decay)
         first = min(reused.min(), history.num_tokens)
         out = pending.rows[pending.ends[pending.num_steps[0]] :]
         num = 0 if first else context_rows(reads, request, out)
-        event = anchor[request] + max(0, first - shape.num_context)
+        event = rows.anchor[request] + max(0, first - rows.num_context)
         num += history_rows(reads, request, event, out[num:])
         num_all = num + candidate_rows(reads, request, out[num:])
-        put_aside(pending, reused, (first, history.num_tokens), (num, num_all))
+        put_aside(pending, reused, first, history.num_tokens, num, num_all)

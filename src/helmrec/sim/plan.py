@@ -1,8 +1,8 @@
-"""How many nodes a load needs, by simulating what each of them would get.
+"""Capacity planning: the number of nodes that a load needs, by simulation.
 
-A node of n gets a share of the requests and a share of the returning users, so more nodes also means warmer caches.
-The fewest nodes are looked for by halving; the splits tried are constants. A small cluster behind the router then says
-what the answer is worth: P99 and hit rates of the plan are its, not those of a lone node.
+Each of n nodes gets an equal share of the requests and of the returning users, so more nodes also hit more often.
+The number of nodes is found by bisection, with constant splits. A small simulated cluster behind the router then gives
+the P99 and hit rates of the plan.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.policy import EmbKVAware
-from helmrec.sim.cluster import ClusterConfig, Fleet, simulate_cluster
+from helmrec.sim.cluster import ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
@@ -27,29 +27,29 @@ from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 
 ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
-_WARM_UP = 0.5  # share of a run that fills the caches and is not counted
-_CHECKED_NODES = 4  # of the cluster that is simulated in the end
+_WARM_UP = 0.5  # share of a run that fills the caches and is left out of the results
+_CHECKED_NODES = 4  # size of the cluster simulated at the end
 
 
 class PlanConfig(Frozen):
-    """A load, what is expected of the answers, and who asks."""
+    """A load, its latency limit and its users."""
 
-    rate: float = Field(gt=0, description="requests per second, in all")
-    slo_ms: float = Field(80.0, gt=0, description="what 99 of 100 answers take at most")
+    rate: float = Field(gt=0, description="requests per second, in total")
+    slo_ms: float = Field(80.0, gt=0, description="limit of the P99 latency")
     pool_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(80 * 10**9), description="of each node")
     profile: str = Field("dlrmv3", description="model shape")
-    preset: str = Field("dlrmv3", description="items and candidates, as a data set has them")
+    preset: str = Field("dlrmv3", description="data set whose items and candidates are used")
     history: float = Field(6_700.0, gt=0, description="median events of a user")
-    hot_users: int = Field(2_000, ge=1, description="users who come back, in all")
-    hot_share: float = Field(0.7, ge=0, le=1, description="share of requests they make")
-    headroom: float = Field(0.15, ge=0, lt=1, description="share of each node that is to stay idle for bad days")
+    hot_users: int = Field(2_000, ge=1, description="returning users, in total")
+    hot_share: float = Field(0.7, ge=0, le=1, description="share of requests made by returning users")
+    headroom: float = Field(0.15, ge=0, lt=1, description="share of each node's capacity that stays unused")
     max_nodes: int = Field(256, ge=1)
     requests_per_run: int = Field(4_000, ge=200)
     seed: int = Field(0, ge=0)
 
 
 class Point(NamedTuple):
-    """A number of nodes at its best split."""
+    """A number of nodes and its best split."""
 
     num_nodes: int
     alpha: float
@@ -57,7 +57,7 @@ class Point(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to set up. `num_nodes` is None if `max_nodes` are too few."""
+    """The result of planning. `num_nodes` is None if `max_nodes` are too few."""
 
     pool_bytes: int
     num_nodes: int | None
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None] = lambda _: None) -> Plan:
-    """`on_run` is told what is simulated next."""
+    """Find the fewest nodes for a load. `on_run` gets a description of each simulation before it starts."""
     best = _fewest(config, lambda num: _best_split(config, cost, num, on_run))
     found = best or _best_split(config, cost, config.max_nodes, on_run)
     on_run(f"a cluster at {found.num_nodes} nodes")
@@ -84,7 +84,7 @@ def _fewest(config: PlanConfig, point: Callable[[int], Point]) -> Point | None:
     if first.p99_ms <= config.slo_ms:
         return first
     num = 2
-    while best is None:  # doubling first: few nodes are quicker to simulate than many are to rule out
+    while best is None:  # doubling first: runs with few nodes are the fastest
         tried = point(min(num, config.max_nodes))
         if tried.p99_ms <= config.slo_ms:
             low, high, best = num // 2 + 1, num - 1, tried
@@ -114,14 +114,14 @@ def _best_split(config: PlanConfig, cost: CostModel, num_nodes: int, on_run: Cal
 
 
 def _p99_ms(arrived_s: FloatArray, outcomes: Outcomes, trace: Trace) -> float:
-    """Of all who came after the warm-up; a refused request took forever."""
+    """P99 latency of requests after the warm-up; a refused request counts as infinite."""
     counted = arrived_s >= _WARM_UP * trace.duration_s
     latency_ms = np.where(outcomes.status == Status.SERVED, outcomes.latency_ms, np.inf)[counted]
     return float(np.percentile(latency_ms, 99, method="higher")) if latency_ms.size else np.inf
 
 
 def _share(config: PlanConfig, num_nodes: int, num_simulated: int) -> Trace:
-    """Traffic of some of the nodes."""
+    """The traffic of `num_simulated` of the nodes."""
     per_node = config.rate / (1 - config.headroom) / num_nodes
     settings = {
         "rate": per_node * num_simulated,
@@ -140,7 +140,7 @@ def _node(config: PlanConfig, trace: Trace, alpha: float) -> NodeConfig:
 
 
 def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
-    """Some of the nodes behind the router."""
+    """Simulate some of the nodes behind the router."""
     num = min(_CHECKED_NODES, point.num_nodes)
     trace = _share(config, point.num_nodes, num)
     node = _node(config, trace, point.alpha)
@@ -149,7 +149,7 @@ def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
     policy = EmbKVAware(RouterCost.from_calibration(cost.model_dump(), shape))
     router = ReportingRouter(policy, prepare_requests(trace, node), node, Reporting())
     fleet = Fleet(node, cost, lambda _: Static(StaticSettings(alpha=point.alpha)))
-    result = simulate_cluster(trace, fleet, router, ClusterConfig(num_nodes=num))
+    result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=num))
     summary, outcomes = result.summary(_WARM_UP * trace.duration_s), result.outcomes
     counted = (result.arrived_s >= _WARM_UP * trace.duration_s) & (outcomes.status == Status.SERVED)
     read = max(1, int(outcomes.computed_tokens[counted].sum()) * num_features)

@@ -1,4 +1,4 @@
-"""Policies that a simulated node can run under, by name: those of the product, and those that packages add."""
+"""Registry of the policies for simulated nodes: those of the product and of installed packages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from helmrec.traffic.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPolicy:
-    """How a policy is made for a node and its traffic."""
+    """A policy that can be created for a node and its traffic."""
 
     make: Callable[[CostModel, NodeConfig, Trace], Policy]
-    needs_curves: bool  # whether it looks at miss curves
+    needs_curves: bool  # whether it uses miss curves
 
 
 def policy_names() -> tuple[str, ...]:
-    """Besides `static:ALPHA`."""
+    """Names of all policies except `static:ALPHA`."""
     return (*policies.POLICY_NAMES, *extensions(POLICIES))
 
 
 def find_policy(text: str) -> SimulatedPolicy:
-    """`static:ALPHA`, or one of the others by name; a package that adds policies is loaded only for its own."""
+    """The policy for `static:ALPHA` or a name. A package that adds policies is loaded only for its own names."""
     added = extensions(POLICIES).get(text) if text not in policies.POLICY_NAMES else None
     if added is not None:
         found: SimulatedPolicy = added.load()(text)

@@ -1,7 +1,7 @@
-"""The best split of each window in hindsight, as if moving were free.
+"""The best split of each window in hindsight, if moving the boundary cost nothing.
 
-Takes a sweep as a plain array, one cost per window and split, each from a run that kept that split throughout. Average
-sweeps over seeds first: the least of noisy costs flatters.
+The input is a sweep: one cost per window and split, each from a run with that split throughout. Average sweeps over
+seeds first: the minimum of noisy costs is too low.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuasiStatic:
-    """The best split of each window, as if moving were free."""
+    """The best split of each window, if moving the boundary cost nothing."""
 
     alpha: Floats  # (windows,) alpha*
     cost: Floats  # (windows,)
-    low: Floats  # (windows,) the unbroken band around alpha* whose regret is within bounds
-    high: Floats  # (windows,)
+    low: Floats  # (windows,) lower end of the contiguous band around alpha* whose regret is within bounds
+    high: Floats  # (windows,) upper end
 
     def gap(self, alphas: Floats) -> float:
-        """Mean distance of a path from alpha*."""
+        """Mean distance between the splits of a run and alpha*."""
         return float(np.abs(alphas - self.alpha).mean())
 
     def share_inside(self, alphas: Floats) -> float:
-        """Share of windows in which a path lies in the band."""
+        """Share of windows in which the split of a run lies in the band."""
         return float(((alphas >= self.low - 1e-12) & (alphas <= self.high + 1e-12)).mean())
 
 
 def quasi_static(costs: Floats, alphas: Floats, regret: float = 0.01) -> QuasiStatic:
-    """`costs` is (windows, splits); `alphas` ascend. Between splits the band's ends are interpolated."""
+    """Find alpha* and its band, whose ends are interpolated. `costs` is (windows, splits); `alphas` ascend."""
     best = costs.argmin(axis=1)
     least = costs.min(axis=1)
     bound = least * (1 + regret)

@@ -1,4 +1,4 @@
-"""A scenario: traffic, node, faults and what is counted, as one TOML file. Everything of a run but policy and seed."""
+"""Scenarios: the traffic, node, faults and measured period of a run as one TOML file, without policy and seed."""
 
 import tomllib
 from importlib.resources import files
@@ -23,22 +23,22 @@ from helmrec.traffic.workload import Workload
 
 
 class SlowBus(Frozen):
-    """For a while the bus is only so fast."""
+    """A period in which the bus is slower."""
 
     from_s: float = Field(ge=0)
     until_s: float = Field(gt=0)
-    speed: float = Field(gt=0, le=1, description="share of what it should be")
+    speed: float = Field(gt=0, le=1, description="share of the normal speed")
 
 
 class Stall(Frozen):
-    """For a while the node does nothing."""
+    """A period in which the node does nothing."""
 
     from_s: float = Field(ge=0)
     until_s: float = Field(gt=0)
 
 
 class UpdateStorm(Frozen):
-    """Items get new rows again and again; each time others."""
+    """A period in which a share of the items gets new rows at regular intervals, other items each time."""
 
     from_s: float = Field(ge=0)
     until_s: float = Field(gt=0)
@@ -47,13 +47,14 @@ class UpdateStorm(Frozen):
 
 
 class FaultPlan(Frozen):
-    """What goes wrong on a node."""
+    """The faults of a node."""
 
     slow_bus: tuple[SlowBus, ...] = ()
     stalls: tuple[Stall, ...] = ()
     storms: tuple[UpdateStorm, ...] = ()
 
     def compiled(self) -> Faults:
+        """The faults as arrays, for compiled code."""
         times = [np.arange(storm.from_s, storm.until_s, storm.every_s) for storm in self.storms]
         shares = [np.full(when.size, storm.share) for when, storm in zip(times, self.storms, strict=True)]
         update_s, share = np.concatenate([[], *times]), np.concatenate([[], *shares])
@@ -68,7 +69,7 @@ class FaultPlan(Frozen):
 
 
 class FamilyChoice(Frozen):
-    """A named family over a preset; `shape` replaces settings of the preset."""
+    """A named family of traffic and a preset; `shape` replaces settings of the preset."""
 
     name: str = "steady"
     preset: str = "dlrmv3"
@@ -79,21 +80,21 @@ class FamilyChoice(Frozen):
 
 
 class Scenario(Frozen):
-    """Traffic is one of family, workload and trace; only the first two have seeds."""
+    """A scenario. Its traffic is exactly one of family, workload and trace; a trace does not depend on the seed."""
 
     name: str = Field(min_length=1)
     profile: str = Field("dlrmv3", description="model shape")
-    num_items: int | None = Field(None, ge=1, description="rows of the item table; default: as many as the traffic has")
+    num_items: int | None = Field(None, ge=1, description="rows of the item table; default: items of the traffic")
     engine: EngineConfig
     family: FamilyChoice | None = None
     workload: Workload | None = None
     trace: Path | None = Field(None, description="a trace file, relative to the scenario")
     calibration: Path | None = Field(None, description="a cost file, relative to the scenario; default: the H200's")
-    bus_speed: float = Field(1.0, gt=0, le=4, description="share of the calibration's: another link, all else equal")
+    bus_speed: float = Field(1.0, gt=0, le=4, description="share of the calibration's bus speed")
     row_sample: float = Field(5 / 256, gt=0, le=1, description="share of the rows that is simulated")
     slo_ms: float = Field(80.0, gt=0)
-    tick_s: float = Field(1.0, gt=0, description="how often the policy looks")
-    warm_up_s: float = Field(0.0, ge=0, description="left out of the figures")
+    tick_s: float = Field(1.0, gt=0, description="interval between decisions of the policy")
+    warm_up_s: float = Field(0.0, ge=0, description="time left out of the results")
     faults: FaultPlan = FaultPlan()
 
     @field_validator("engine", mode="before")
@@ -109,22 +110,25 @@ class Scenario(Frozen):
         return self
 
     def make_trace(self, seed: int) -> Trace:
+        """The traffic for a seed."""
         if self.trace is not None:
             return read_trace(self.trace)
         workload = self.workload or (self.family or FamilyChoice()).workload()
         return generate(workload, seed)
 
     def node_config(self, trace: Trace) -> NodeConfig:
+        """The node for a trace."""
         model = profile(self.profile, self.num_items or trace.catalogue.num_items)
         return NodeConfig(model=model, engine=self.engine, row_sample=self.row_sample, slo_ms=self.slo_ms)
 
     def cost(self) -> CostModel:
+        """The costs of the device."""
         measured = default_cost() if self.calibration is None else load_cost(self.calibration)
         return with_bus_speed(measured, self.bus_speed)
 
 
 def with_bus_speed(cost: CostModel, speed: float) -> CostModel:
-    """The same device behind another link; it says so in its name."""
+    """The same device with another bus speed, which is added to its name."""
     if speed == 1:
         return cost
     links = [name for name in CostTerms._fields if name.endswith("_gb_per_s") and name != "hit_gb_per_s"]
@@ -133,7 +137,7 @@ def with_bus_speed(cost: CostModel, speed: float) -> CostModel:
 
 
 def find_scenario(path: Path) -> Path:
-    """The file itself, or, where there is none, the scenario of this name that an installed package adds."""
+    """The path itself if it exists, else the scenario of this name in an installed package."""
     if path.exists() or path.suffix == ".toml":
         return path
     for entry in extensions(SCENARIOS).values():

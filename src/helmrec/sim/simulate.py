@@ -1,6 +1,6 @@
-"""Run a trace through one simulated node while a policy moves its boundary; what came of it, window by window.
+"""Simulate one node on a trace while a policy moves its boundary; results by request and by window.
 
-The loop that shows a policy its windows and acts on its moves is that of an engine (`control/rebalancer.py`).
+The control loop is the one of an engine (`control/rebalancer.py`).
 """
 
 import time
@@ -25,16 +25,16 @@ _LOOKS_PER_TICK = round(1 / LOOK_EVERY)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What a run may have beside a policy."""
+    """Optional settings of a run."""
 
     faults: Faults | None = None
-    has_curves: bool = False  # feed joint miss curves for policies that ask; some ten times slower
+    has_curves: bool = False  # for policies that use miss curves; about ten times slower
     on_tick: Callable[[float], None] = lambda now_s: None  # called with the time after each tick
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Latencies of those served; a refused request is one that missed its SLO."""
+    """Results of a run. Latencies are of served requests; a refused request counts as outside the SLO."""
 
     num_requests: int
     num_refused: int
@@ -42,42 +42,42 @@ class Summary:
     p50_ms: float
     p99_ms: float
     slo_satisfaction: float
-    token_reuse_rate: float  # of history tokens: candidates are always computed
+    token_reuse_rate: float  # of history tokens; candidates are always computed
     missed_rows_per_request: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SimResult:
-    calibration: str  # which costs were used
+class ServedTrace:
+    """The requests of a trace after a simulation."""
+
+    calibration: str  # name of the costs
     slo_ms: float
     arrived_s: FloatArray  # (requests,)
     outcomes: Outcomes
-    windows: list[Window]  # one ends with every tick; early ticks end others in between
-    pool: PoolStats  # at the end
-    evicting_from_s: float | None  # from when on both caches had evicted; None: one never did
-    wall_s: float  # that the run took
+    wall_s: float  # duration of the simulation
 
     def summary(self, begin_s: float = 0.0, end_s: float = np.inf) -> Summary:
-        """Of requests that arrived in [begin_s, end_s)."""
+        """Results of the requests that arrived in [begin_s, end_s)."""
         return summarise(self.outcomes, (self.arrived_s >= begin_s) & (self.arrived_s < end_s), self.slo_ms)
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimResult(ServedTrace):
+    """The result of `simulate`."""
+
+    windows: list[Window]  # one ends with every tick; early ticks end others in between
+    pool: PoolStats  # at the end
+    evicting_from_s: float | None  # when both caches had evicted for the first time; None if one never did
+
     def windows_at(self, times_s: FloatArray) -> list[Window]:
-        """The window that was under way, or ended, at each of these times; the last one for times beyond it."""
+        """The window that contains each of these times; the last one for later times."""
         ends_s = np.array([window.stats.traffic.end_s for window in self.windows])
         places = np.searchsorted(ends_s, times_s - 1e-9)
         return [self.windows[place] for place in np.minimum(places, ends_s.size - 1)]
 
-    def mean_ms_by_arrival(self, window_s: float) -> FloatArray:
-        """Mean latency of each window of arrivals, which sweeps over splits compare; NaN where none was served."""
-        place = (self.arrived_s // window_s).astype(np.int64)
-        is_served = self.outcomes.status == Status.SERVED
-        size = int(place.max(initial=-1)) + 1
-        total = np.bincount(place[is_served], self.outcomes.latency_ms[is_served], size)
-        num = np.bincount(place[is_served], minlength=size)
-        return np.divide(total, num, out=np.full(size, np.nan), where=num > 0)
-
 
 def summarise(outcomes: Outcomes, chosen: NDArray[np.bool_], slo_ms: float) -> Summary:
+    """Results of the chosen requests."""
     served = chosen & (outcomes.status == Status.SERVED)
     latency_ms = outcomes.latency_ms[served]
     num, num_served = int(np.count_nonzero(chosen)), latency_ms.size
@@ -103,7 +103,7 @@ def simulate(
     tick_s: float = 1.0,
     options: Options | None = None,
 ) -> SimResult:
-    """Serve all of a trace. The policy looks every `tick_s`, more often in a burst; its moves go in bounded steps."""
+    """Serve a trace. The policy decides every `tick_s`, more often in a burst; the boundary moves in bounded steps."""
     options = options or Options()
     started_s = time.perf_counter()
     outcomes = make_outcomes(trace.num_requests)
@@ -134,6 +134,6 @@ def simulate(
 
 
 def finish(node: Node, tick_s: float) -> None:
-    """Let a node answer all that was sent."""
+    """Advance a node until all its requests are answered."""
     while node.num_unanswered:
         node.run_until(node.now_s + tick_s)

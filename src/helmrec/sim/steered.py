@@ -1,30 +1,30 @@
-"""A simulated node under the control loop: the `Rebalancer` that steers an engine steers it."""
+"""A simulated node under the control loop of an engine (`Rebalancer`)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from helmrec.control.policy import Move, Policy, WindowStats
-from helmrec.control.rebalancer import Decision, Mode, Rebalancer
+from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
-from helmrec.sim.curves import CurveFeed
+from helmrec.sim.curves import NodeCurveFeed
 from helmrec.sim.node.node import Node
 from helmrec.steps import Steps
 
 
 class NodeLook(NamedTuple):
-    """What a look at a simulated node shows."""
+    """The state of a simulated node that the rebalancer reads."""
 
     pool: PoolStats
     queue_length: int
 
 
 class SteeredNode:
-    """A node as a rebalancer sees an engine (`Steered`)."""
+    """A simulated node with the interface of an engine under a rebalancer (`Steered`)."""
 
     def __init__(self, node: Node, *, has_curves: bool = False) -> None:
         self.node = node
-        self._feed = CurveFeed(node) if has_curves else None
+        self._feed = NodeCurveFeed(node) if has_curves else None
         self._num_fed = 0
 
     @property
@@ -35,7 +35,7 @@ class SteeredNode:
         return NodeLook(self.node.stats(), self.queue_length)
 
     def curves(self) -> JointCurves | None:
-        """Of all that was answered until now; None without curves, or while too little is known."""
+        """Miss curves of all requests answered so far; None without curves, or while too few are answered."""
         if self._feed is None:
             return None
         answered = self.node.answered[self._num_fed :]
@@ -52,7 +52,7 @@ class SteeredNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """What happened between two looks, and what the policy made of it."""
+    """The time between two decisions, and the move at its end."""
 
     stats: WindowStats
     move: Move | None
@@ -61,7 +61,7 @@ class Window:
 
 
 class NodeLoop:
-    """A rebalancer on a simulated node. Its first window begins at `start_s`."""
+    """Runs a rebalancer on a simulated node. Its first window begins at `start_s`."""
 
     def __init__(self, steered: SteeredNode, policy: Policy, tick_s: float, start_s: float = 0.0) -> None:
         self._node = steered.node
@@ -70,11 +70,8 @@ class NodeLoop:
         self._num_recorded = self._node.answered.size
         self._bytes = self._node.bytes_by_cause()
 
-    def set_mode(self, mode: Mode) -> None:
-        self._rebalancer.mode = mode
-
     def tick(self, now_s: float) -> Window | None:
-        """Report what the node has answered; a window, if one has ended. Call it at least every quarter of a tick."""
+        """Record new answers; return a window if one has ended. Must be called at least every quarter of a tick."""
         node = self._node
         answered = node.answered[self._num_recorded :]
         if answered.size:

@@ -1,4 +1,4 @@
-"""What a trace looks like in the figures others have published: reuse, skew, return times."""
+"""Statistics of a trace that have been published for real traces: reuse, skew, return times."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from helmrec.traffic.rows import RowReads, candidate_rows, history_rows, row_rea
 from helmrec.traffic.trace import Histories, Trace, index_histories
 from helmrec.types import IntArray
 
-_MAX_READS = 30_000_000  # lanes are left out until a description needs no more
-_SLOPE_FROM = 10  # the head of a popularity curve is not a line; nor is its end, where counts are 1 and 2
+_MAX_READS = 30_000_000  # lanes are left out until at most so many reads remain
+_SLOPE_FROM = 10  # rank; the head of a popularity curve is not a line, nor its end, where counts are 1 and 2
 _SLOPE_MIN_COUNT = 5
 
 
@@ -21,23 +21,25 @@ class Reuse:
     """How often item rows are read."""
 
     mean: float  # reads per row that is read at all
-    once_rows: float  # share of the rows that is read once
-    once_reads: float  # share of the reads that goes to those
-    hot_reads: float  # share of the reads that goes to rows read more than 64 times
+    once_rows: float  # share of the rows that are read once
+    once_reads: float  # share of the reads that go to rows read once
+    hot_reads: float  # share of the reads that go to rows read more than 64 times
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
+    """Statistics of one phase of a trace."""
+
     name: str
     num_requests: int
-    rate: float  # requests per second, while the phase holds
+    rate: float  # requests per second during the phase
     known_share: float  # requests by users seen before
     median_history: float
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Shares are from 0 to 1; None where a trace is too small to say."""
+    """Statistics of a trace. Shares are from 0 to 1; a value is None if the trace is too small."""
 
     num_requests: int
     num_users: int
@@ -51,15 +53,15 @@ class Description:
     p75_return_s: float | None
     item_slope: float | None  # of log count over log rank, of appended events
     top_items_share: float  # of appended events, by the top 1% of the items seen
-    full: Reuse  # every request reads its whole history: no KV is kept
-    kept: Reuse  # all KV is kept: requests read new events and candidates
-    sample_rate: float  # share of the rows that reuse was counted on
+    full: Reuse  # without KV: every request reads its whole history
+    kept: Reuse  # with all KV cached: requests read new events and candidates
+    sample_rate: float  # share of the rows on which reuse was counted
     phases: tuple[PhaseSummary, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Figures of a real trace; None where its authors give none."""
+    """Published statistics of a real trace; None where its authors give none."""
 
     name: str
     mean_reuse: float | None = None
@@ -80,6 +82,7 @@ PUBLISHED = (
 
 
 def describe(trace: Trace) -> Description:
+    """Compute the statistics of a trace."""
     histories = index_histories(trace)
     gaps = return_times(trace)
     counts = item_counts(trace)
@@ -107,14 +110,14 @@ def describe(trace: Trace) -> Description:
 
 
 def return_times(trace: Trace) -> NDArray[np.float64]:
-    """Seconds between two requests of a user, for all that come back."""
+    """Seconds between consecutive requests of a user, for all users."""
     order = np.argsort(trace.user, kind="stable")
     is_same = np.diff(trace.user[order]) == 0
     return np.diff(trace.time_s[order])[is_same]
 
 
 def item_counts(trace: Trace) -> IntArray:
-    """How often each item occurs among appended events, most frequent first; items that do not occur are left out."""
+    """Occurrences of each item among appended events, most frequent first; items that do not occur are left out."""
     counts = np.bincount(trace.item, minlength=1)
     return np.sort(counts[counts > 0])[::-1].astype(np.int64)
 
@@ -148,7 +151,7 @@ def _reuse(counts: IntArray) -> Reuse:
 
 
 def _slope(counts: IntArray, first_rank: int) -> float | None:
-    """Least squares over log-spaced ranks, between the head (flat in derived traces) and where counts get small."""
+    """Least-squares slope over log-spaced ranks, without the head (flat in derived traces) and small counts."""
     ranks = np.unique(np.geomspace(first_rank, max(first_rank + 1, counts.size), 200).astype(np.int64)) - 1
     ranks = ranks[ranks < counts.size]
     ranks = ranks[counts[ranks] >= _SLOPE_MIN_COUNT]
@@ -169,7 +172,7 @@ def _phase(trace: Trace, histories: Histories, code: int) -> PhaseSummary:
 
 
 def _rate(trace: Trace, is_in: NDArray[np.bool_]) -> float:
-    """Requests per second over the time between requests of the phase; phases may come more than once."""
+    """Requests per second, from the times between requests of the phase, which may occur more than once."""
     gaps = np.diff(trace.time_s)[is_in[1:] & is_in[:-1]]
     return float(gaps.size / gaps.sum()) if gaps.sum() > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""When popularity changes in a workload: its phases cut into epochs, and the laws those need."""
+"""Divides the phases of a workload into epochs of constant popularity, and lists the laws that they need."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from helmrec.traffic.popularity import mix
 from helmrec.traffic.trace import Epoch, ZipfLaw
 from helmrec.traffic.workload import Phase, Workload
 
-_EXPONENT_STEP = 0.02  # ramps of the exponent are taken in steps, so that few alias tables are needed
+_EXPONENT_STEP = 0.02  # ramps of the exponent are rounded to steps, so that few alias tables are needed
 
 
 class Stretch(NamedTuple):
-    """One going-through of a phase."""
+    """One occurrence of a phase."""
 
     phase: Phase
     start_s: float
 
 
 class EpochPlan(NamedTuple):
-    """Epoch `epoch[i]` holds from `start_s[i]` on."""
+    """The laws and epochs of a workload. Epoch `epoch[i]` begins at `start_s[i]`."""
 
     laws: tuple[ZipfLaw, ...]
     epochs: tuple[Epoch, ...]
@@ -29,6 +29,7 @@ class EpochPlan(NamedTuple):
 
 
 def lay_out(workload: Workload) -> list[Stretch]:
+    """All phases of a workload with their start times."""
     stretches, start_s = [], 0.0
     for phase in workload.all_phases:
         stretches.append(Stretch(phase, start_s))
@@ -37,7 +38,7 @@ def lay_out(workload: Workload) -> list[Stretch]:
 
 
 def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> EpochPlan:
-    """Epoch 0 is the popularity at the start, without drift and flash: what backlogs were made from."""
+    """Plan the epochs. Epoch 0 is the popularity at the start, without drift and flash; backlogs are drawn from it."""
     first = workload.all_phases[0].item_exponent[0]
     laws, epochs = {_step(first): 0}, {Epoch(): 0}
     starts, index, drifted = [], [], 0.0
@@ -64,7 +65,7 @@ def plan_epochs(workload: Workload, stretches: list[Stretch], seed: int) -> Epoc
 
 
 def _pieces(workload: Workload, phase: Phase) -> list[tuple[float, float]]:
-    """(start in the phase, share of the ramp at the piece's middle); one piece where nothing changes."""
+    """Pieces of a phase: start time, and share of the ramp at its middle. One piece if nothing changes."""
     is_constant = all(start == end for start, end in (phase.item_exponent, phase.flash_share))
     if is_constant and not phase.drift_items_per_hour:
         return [(0.0, 0.0)]

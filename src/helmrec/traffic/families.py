@@ -1,7 +1,7 @@
-"""Named workloads: families of traffic over dataset-shaped presets.
+"""Named workloads: families of traffic, each combined with a preset that has the shape of a data set.
 
-Item counts and lengths of the presets are the published sizes of the data sets; exponents, spreads and swings are
-our choice. `stretched` gives a preset the lengths of long-sequence serving, as published evaluations do.
+Item counts and history lengths of the presets are the published sizes of the data sets; exponents and spreads are our
+choice. `stretched` gives a preset the history lengths of long-sequence serving, as published evaluations do.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Axis = Literal["hot-share", "history", "skew", "rate", "all"]
 
 
 class Shape(Frozen):
-    """What a family is made over."""
+    """The parameters of a family."""
 
     num_items: int = Field(1_000_000, ge=1)
     item_exponent: float = Field(1.2, ge=0.3, le=4)
@@ -32,11 +32,11 @@ class Shape(Frozen):
     hot_users: int = Field(2_000, ge=1)
     rate: float = Field(100, gt=0, description="requests per second")
     duration_s: float = Field(600, gt=0)
-    axis: Axis = Field("hot-share", description="what Trend and Burst change")
-    burst_s: float = Field(20, gt=0, description="length of a burst; a quarter of the time is burst")
+    axis: Axis = Field("hot-share", description="what the families trend and burst change")
+    burst_s: float = Field(20, gt=0, description="length of a burst; bursts take a quarter of the time")
 
     def stretched(self, history: float) -> "Shape":
-        """The same items and users with histories of another median, as spread as dlrmv3's."""
+        """The same items and users with another median history length, and the spread of dlrmv3."""
         lengths = {"history": history, "history_sigma": 0.35, "min_history": int(history * 0.3)}
         return Shape(**self.model_dump() | lengths | {"max_history": int(history * 2.1)})
 
@@ -84,13 +84,14 @@ PRESETS: dict[str, Shape] = {
 
 
 def preset(name: str) -> Shape:
+    """The named preset."""
     if name not in PRESETS:
         raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]
 
 
 def family(name: str, shape: Shape) -> Workload:
-    """The named family over a shape."""
+    """The named family as a workload."""
     if name not in FAMILIES:
         raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}")
     return Workload(
@@ -120,7 +121,7 @@ def _phase(shape: Shape, name: str, duration_s: float, **settings: Any) -> Phase
 
 
 def _other(shape: Shape) -> dict[str, Any]:
-    """The regime Trend ends in and bursts jump to, by axis. Together they favour embedding rows over KV."""
+    """The settings at the end of a trend and during a burst, by axis. Together they favour embedding rows over KV."""
     by_axis: dict[str, dict[str, Any]] = {
         "hot-share": {"hot_share": shape.hot_share / 2},
         "history": {"history": shape.history / 2, "hot_first": shape.hot_users},
@@ -137,7 +138,7 @@ def _steady(shape: Shape) -> tuple[Phase, ...]:
 
 
 def _trend(shape: Shape) -> tuple[Phase, ...]:
-    """A fifth as it was, three fifths changing, a fifth as it will be."""
+    """One fifth unchanged, three fifths of gradual change, one fifth after the change."""
     before, other = _phase(shape, "before", shape.duration_s * 0.2), _other(shape)
     ramps = {key: (getattr(before, key)[0], value) for key, value in other.items()}
     return (
@@ -148,20 +149,20 @@ def _trend(shape: Shape) -> tuple[Phase, ...]:
 
 
 def _burst(shape: Shape) -> tuple[Phase, ...]:
-    """Calm for three times as long as a burst, over and over."""
+    """Alternating calm and burst; calm lasts three times as long."""
     calm = _phase(shape, "calm", 3 * shape.burst_s)
     burst = _phase(shape, "burst", shape.burst_s, **_other(shape))
     return (calm, burst) * max(1, round(shape.duration_s / (4 * shape.burst_s)))
 
 
 def _mixed_day(shape: Shape) -> tuple[Phase, ...]:
-    """A day pressed into the duration: night, morning ramp, flash at noon, strangers, evening, a burst, night."""
+    """A day compressed into the duration: night, morning ramp, flash at noon, new users, evening, a burst, night."""
     hour, rate, hot = shape.duration_s / 24, shape.rate, shape.hot_share
     return (
         _phase(shape, "night", 6 * hour, rate=rate * 0.4, hot_share=min(1.0, hot * 1.2)),
         _phase(shape, "morning", 4 * hour, rate=(rate * 0.4, rate)),
         _phase(shape, "flash", 2 * hour, flash_share=(0.3, 0.05), drift_items_per_hour=shape.num_items * 0.01),
-        _phase(shape, "strangers", 4 * hour, hot_share=(hot, hot / 2), history=shape.history * 0.7),
+        _phase(shape, "new users", 4 * hour, hot_share=(hot, hot / 2), history=shape.history * 0.7),
         _phase(shape, "evening", 5 * hour, rate=(rate, rate * 1.3), hot_share=(hot / 2, hot)),
         _phase(shape, "burst", hour / 2, rate=rate * 1.8, hot_share=hot / 3),
         _phase(shape, "night", 2.5 * hour, rate=(rate, rate * 0.4), hot_share=min(1.0, hot * 1.2)),
@@ -169,7 +170,7 @@ def _mixed_day(shape: Shape) -> tuple[Phase, ...]:
 
 
 def _request_bursts(shape: Shape) -> tuple[Phase, ...]:
-    """About 100, 300, 1,000 and 2,000 extra requests within a second, by strangers and by hot users in turn."""
+    """About 100, 300, 1,000 and 2,000 extra requests within a second, by new and by hot users in turn."""
     phases: list[Phase] = []
     for size, hot_share in ((100, 0.1), (300, 1.0), (1_000, 0.1), (2_000, 1.0), (2_000, 0.1)):
         phases.append(_phase(shape, "calm", max(1.0, shape.duration_s / 5 - 1)))
@@ -178,13 +179,13 @@ def _request_bursts(shape: Shape) -> tuple[Phase, ...]:
 
 
 def _flash_items(shape: Shape) -> tuple[Phase, ...]:
-    """Half of all draws go to a thousand items nobody knew, a thousand others each time."""
+    """Half of all draws go to a thousand new items, other items each time."""
     calm = _phase(shape, "calm", shape.duration_s / 8)
     return (calm, _phase(shape, "flash", shape.duration_s / 8, flash_share=(0.5, 0.2))) * 4
 
 
 def _cold_flood(shape: Shape) -> tuple[Phase, ...]:
-    """Strangers come on top of the usual traffic, as many again, then twice as many."""
+    """Requests of new users are added to the usual traffic: as many again, then twice as many."""
     phases: list[Phase] = []
     for times in (2, 3):
         flood = {"rate": shape.rate * times, "hot_share": shape.hot_share / times}
@@ -193,7 +194,7 @@ def _cold_flood(shape: Shape) -> tuple[Phase, ...]:
 
 
 def _diurnal(shape: Shape) -> tuple[Phase, ...]:
-    """Two slow swings of rate and hot share, in opposite directions; four hours if the duration says so."""
+    """Two slow cycles of rate and hot share, in opposite directions."""
     high, low = shape.rate * 1.2, shape.rate * 0.6
     warm, cool = min(1.0, shape.hot_share * 1.2), shape.hot_share * 0.6
     quarter, drift = shape.duration_s / 4, shape.num_items * 0.002

@@ -1,6 +1,6 @@
-"""From a workload and a seed to a trace; the same trace for the same two, byte for byte.
+"""Generates a trace from a workload and a seed; the same inputs give the same bytes.
 
-NumPy draws everything that is independent per request; one compiled pass says who asks, another writes events.
+NumPy draws everything that is independent per request; one compiled pass assigns users, another writes events.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 def generate(workload: Workload, seed: int) -> Trace:
-    """A trace of the workload's phases, gone through `repeat` times."""
+    """Generate a trace of all phases of the workload."""
     rng = np.random.Generator(np.random.PCG64(seed))
     stretches = lay_out(workload)
     plan = plan_epochs(workload, stretches, seed)
@@ -33,18 +33,18 @@ def generate(workload: Workload, seed: int) -> Trace:
         epochs=plan.epochs,
     )
     arrivals = _arrivals(stretches, rng)
-    asked = _who_asks(workload, arrivals, rng)
-    visits = _visits(workload, arrivals, asked, rng)
+    visitors = _draw_visitors(workload, arrivals, rng)
+    visits = _visits(workload, arrivals, visitors, rng)
     epoch = plan.epoch[np.searchsorted(plan.start_s, arrivals.time_s, side="right") - 1]
-    events = _write_events(prepare_draws(catalogue), arrivals.time_s, asked.user, epoch, visits)
+    events = _write_events(prepare_draws(catalogue), arrivals.time_s, visitors.user, epoch, visits)
     names = tuple(dict.fromkeys(phase.name for phase in workload.all_phases))
     codes = np.array([names.index(stretch.phase.name) for stretch in stretches], np.int16)
     return Trace(
         catalogue=catalogue,
         phase_names=names,
         time_s=arrivals.time_s,
-        user=asked.user,
-        num_new=visits.num_own + np.where(asked.is_first, visits.backlog[asked.user], 0).astype(np.int32),
+        user=visitors.user,
+        num_new=visits.num_own + np.where(visitors.is_first, visits.backlog[visitors.user], 0).astype(np.int32),
         num_candidates=np.full(arrivals.time_s.size, workload.num_candidates, np.int32),
         candidate_seed=rng.integers(0, 2**64, arrivals.time_s.size, np.uint64),
         phase=codes[arrivals.stretch],
@@ -57,12 +57,14 @@ def generate(workload: Workload, seed: int) -> Trace:
 
 
 class _Arrivals(NamedTuple):
+    """Times of all requests."""
+
     stretches: list[Stretch]
     time_s: Floats
     stretch: IntArray  # index into stretches
 
     def ramp(self, setting: str) -> Floats:
-        """A setting's value at each request."""
+        """The value of a ramped setting at each request."""
         pairs = np.array([getattr(s.phase, setting) for s in self.stretches])
         start_s = np.array([s.start_s for s in self.stretches])[self.stretch]
         duration_s = np.array([s.phase.duration_s for s in self.stretches])[self.stretch]
@@ -71,6 +73,7 @@ class _Arrivals(NamedTuple):
         return start + (end - start) * share
 
     def constant(self, setting: str) -> IntArray:
+        """The value of a constant setting at each request."""
         return np.array([getattr(s.phase, setting) for s in self.stretches], np.int64)[self.stretch]
 
 
@@ -88,19 +91,21 @@ def _arrivals(stretches: list[Stretch], rng: np.random.Generator) -> _Arrivals:
     return _Arrivals(stretches, np.concatenate(times), np.concatenate(numbers))
 
 
-class _Asked(NamedTuple):
+class _Visitors(NamedTuple):
+    """The user of each request."""
+
     user: IntArray
     is_first: NDArray[np.bool_]
 
 
-def _who_asks(workload: Workload, arrivals: _Arrivals, rng: np.random.Generator) -> _Asked:
+def _draw_visitors(workload: Workload, arrivals: _Arrivals, rng: np.random.Generator) -> _Visitors:
     users, count = workload.users, arrivals.time_s.size
     is_hot = rng.random(count) < arrivals.ramp("hot_share")
     rank = _zipf_ranks(rng.random(count), arrivals.constant("hot_users"), users.hot_exponent)
     hot = np.where(is_hot, arrivals.ramp("hot_first").astype(np.int64) + rank, -1)
     lag_s = users.return_median_s * np.exp(users.return_sigma * rng.standard_normal(count))
     lag_s[rng.random(count) >= users.cold_return] = np.inf
-    return _Asked(*_assign_users(arrivals.time_s, hot, lag_s))
+    return _Visitors(*_assign_users(arrivals.time_s, hot, lag_s))
 
 
 def _zipf_ranks(uniform: Floats, num_ranks: IntArray, exponent: float) -> IntArray:
@@ -112,46 +117,50 @@ def _zipf_ranks(uniform: Floats, num_ranks: IntArray, exponent: float) -> IntArr
 
 @numba.njit(cache=True)
 def _assign_users(time_s: Floats, hot: IntArray, lag_s: Floats) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Number users by first appearance. A returning cold user is whoever asked, cold, `lag_s` ago."""
+    """Number users by first appearance. A returning cold user is the cold user whose request was `lag_s` ago."""
     user, is_first = np.empty(time_s.size, np.int64), np.zeros(time_s.size, np.bool_)
     hot_user = np.full(max(hot.max(), 0) + 1 if hot.size else 1, -1, np.int64)
     cold_time, cold_user = np.empty(time_s.size, np.float64), np.empty(time_s.size, np.int64)
     num_cold = num_users = 0
     for r in range(time_s.size):
-        who = np.int64(-1)
+        visitor = np.int64(-1)
         if hot[r] >= 0:
-            who = hot_user[hot[r]]
+            visitor = hot_user[hot[r]]
         elif time_s[r] >= lag_s[r]:
             at = np.searchsorted(cold_time[:num_cold], time_s[r] - lag_s[r], side="right")
-            who = cold_user[at - 1] if at else np.int64(-1)
-        if who < 0:
-            who, is_first[r] = np.int64(num_users), True
+            visitor = cold_user[at - 1] if at else np.int64(-1)
+        if visitor < 0:
+            visitor, is_first[r] = np.int64(num_users), True
             num_users += 1
-        user[r] = who
+        user[r] = visitor
         if hot[r] >= 0:
-            hot_user[hot[r]] = who
+            hot_user[hot[r]] = visitor
         else:
-            cold_time[num_cold], cold_user[num_cold] = time_s[r], who
+            cold_time[num_cold], cold_user[num_cold] = time_s[r], visitor
             num_cold += 1
     return user, is_first
 
 
 class _Visits(NamedTuple):
+    """Numbers of events."""
+
     backlog: NDArray[np.int32]  # (users,)
     num_own: NDArray[np.int32]  # (requests,)
 
 
-def _visits(workload: Workload, arrivals: _Arrivals, asked: _Asked, rng: np.random.Generator) -> _Visits:
-    """How much history each user brings along, and how many events it adds between visits."""
+def _visits(workload: Workload, arrivals: _Arrivals, visitors: _Visitors, rng: np.random.Generator) -> _Visits:
+    """Draw the backlog of each user, and the number of events added before each request."""
     users, count = workload.users, arrivals.time_s.size
     length = arrivals.ramp("history") * np.exp(users.history_sigma * rng.standard_normal(count))
     backlog = np.clip(np.rint(length), users.min_history, users.max_history).astype(np.int32)
     num_own = rng.geometric(1 / users.new_events, count).astype(np.int32)
-    num_own[asked.is_first] = 0
-    return _Visits(backlog[asked.is_first], num_own)  # users are numbered by first appearance
+    num_own[visitors.is_first] = 0
+    return _Visits(backlog[visitors.is_first], num_own)  # users are numbered by first appearance
 
 
 class _Events(NamedTuple):
+    """Appended events, by user and time."""
+
     item: IntArray
     action: NDArray[np.uint8]
     timestamp_s: IntArray
@@ -162,19 +171,21 @@ def _write_events(draws: Draws, time_s: Floats, user: IntArray, epoch: NDArray[n
     own_start[1:] = np.cumsum(np.bincount(user, visits.num_own, visits.backlog.size))
     num_events = int(own_start[-1])
     events = _Events(np.empty(num_events, np.int64), np.empty(num_events, np.uint8), np.empty(num_events, np.int64))
-    _fill_events(draws, (time_s, user, epoch), visits, own_start, events)
+    _fill_events(draws, _Requests(time_s, user, epoch), visits, own_start, events)
     return events
 
 
+class _Requests(NamedTuple):
+    """Columns of all requests."""
+
+    time_s: Floats
+    user: IntArray
+    epoch: NDArray[np.int32]
+
+
 @numba.njit(cache=True)
-def _fill_events(
-    draws: Draws,
-    requests: tuple[Floats, IntArray, NDArray[np.int32]],
-    visits: _Visits,
-    own_start: IntArray,
-    events: _Events,
-) -> None:
-    """Events happen in the seconds before the request they precede, never before the user's previous one."""
+def _fill_events(draws: Draws, requests: _Requests, visits: _Visits, own_start: IntArray, events: _Events) -> None:
+    """Place events in the seconds before their request, but not before the user's previous request."""
     time_s, user, epoch = requests
     done, last_s = own_start[:-1].copy(), np.zeros(visits.backlog.size, np.int64)
     for r in range(time_s.size):

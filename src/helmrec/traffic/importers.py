@@ -1,8 +1,9 @@
-"""Readers of published interaction logs, each to the same four columns. Plain or gzip, by the file's name.
+"""Readers of published interaction logs, plain or gzip. Each returns the same four columns.
 
-Knows file formats only; `imported` makes a trace of what they return.
+They know file formats only; `imported` converts a log to a trace.
 """
 
+import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError, TraceError
+from helmrec.traffic.trace_file import pyarrow
 from helmrec.types import IntArray
 
 _TAOBAO_ACTIONS = ("pv", "fav", "cart", "buy")
@@ -20,7 +22,7 @@ _KUAIRAND_SIGNALS = ("is_click", "long_view", "is_like")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """Who did what with which item when; one line per event, in the file's order. Ids count from 0 by first use."""
+    """Events of a log, in the order of the file. Ids are numbered from 0 by first use."""
 
     user: IntArray
     item: IntArray
@@ -30,15 +32,15 @@ class Log:
 
 
 def read_log(kind: str, path: Path) -> Log:
-    """Raise TraceError, naming the file and what is wrong with it, or return its events."""
+    """Read a log; raise TraceError with the file and the reason if it cannot be read."""
     if kind not in READERS:
         raise ConfigError(f"kind must be one of {', '.join(READERS)}, got {kind!r}")
     if not path.is_file():
         raise TraceError(f"no such file: {path}")
-    pa = _pyarrow().lib
+    arrow, _ = pyarrow("importing needs")
     try:
         log = READERS[kind](path)
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, ValueError) as error:
+    except (arrow.ArrowException, OSError, EOFError, UnicodeDecodeError, ValueError) as error:
         raise TraceError(f"{path} cannot be read as {kind}: {error}") from None
     if not log.user.size:
         raise TraceError(f"{path} has no events")
@@ -60,7 +62,7 @@ def _taobao(path: Path) -> Log:
 
 def _amazon(path: Path) -> Log:
     """Reviews as JSON lines: the releases of 2014 and 2018 (seconds) and that of 2023 (milliseconds)."""
-    pa = _pyarrow()
+    import pyarrow as pa  # noqa: PLC0415 - checked by `read_log`
     from pyarrow import json  # noqa: PLC0415
 
     old = {"reviewerID": pa.string(), "asin": pa.string(), "overall": pa.float64(), "unixReviewTime": pa.int64()}
@@ -76,8 +78,8 @@ def _amazon(path: Path) -> Log:
 
 
 def _movielens(path: Path) -> Log:
-    """ratings.csv with a header, ratings.dat with `::`, or u.data with tabs; half stars where there are any."""
-    with _opened(path) as file:
+    """ratings.csv with a header, ratings.dat with `::`, or u.data with tabs; half stars are supported."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         first = file.readline()
     columns = ("user", "item", "rating", "timestamp")
     if b"::" in first:
@@ -130,12 +132,12 @@ def _log(table: Any, action: NDArray[np.uint8], num_actions: int, ticks_per_s: i
 
 
 def _numbered(column: Any) -> IntArray:
-    """Ids numbered by first use, whatever they were."""
+    """Ids numbered by first use."""
     return column.dictionary_encode().combine_chunks().indices.to_numpy().astype(np.int64)
 
 
 def _stars(rating: NDArray[np.float64], most: int) -> NDArray[np.uint8]:
-    """Ratings from 1 to `most` as actions from 0."""
+    """Ratings from 1 to `most` as actions from 0 on."""
     if wrong := rating[~((rating >= 1) & (rating <= most))].tolist():
         raise ValueError(f"ratings run from 1 to {most} (in steps as stored), got {wrong[0]}")
     return (rating - 1).astype(np.uint8)
@@ -154,7 +156,7 @@ def _double_colons(path: Path) -> Any:
 
 
 def _csv(path: Path, names: Sequence[str] | None, delimiter: str = ",", *, has_header: bool = False) -> Any:
-    pa = _pyarrow()
+    import pyarrow as pa  # noqa: PLC0415 - checked by `read_log`
     from pyarrow import csv  # noqa: PLC0415
 
     read = csv.ReadOptions(column_names=names, skip_rows=1 if has_header and names is not None else 0)
@@ -164,17 +166,3 @@ def _csv(path: Path, names: Sequence[str] | None, delimiter: str = ",", *, has_h
         parse_options=csv.ParseOptions(delimiter=delimiter, quote_char=False),
         convert_options=csv.ConvertOptions(column_types={"timestamp": pa.int64(), "behaviour": pa.string()}),
     )
-
-
-def _opened(path: Path) -> Any:
-    import gzip  # noqa: PLC0415
-
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow as pa  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("importing needs pyarrow: pip install 'helmrec[bench]'") from None
-    return pa

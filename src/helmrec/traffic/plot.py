@@ -1,4 +1,4 @@
-"""One page of pictures of a trace."""
+"""Plots of a trace on one page, and what plots of other modules share."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,18 +12,18 @@ from helmrec.traffic.describe import item_counts, return_times
 from helmrec.traffic.trace import Trace, index_histories
 
 _NUM_BINS = 240
-_BLUE, _ORANGE, _GREY = "#2563a8", "#d9702b", "#8a8f98"
+BLUE, ORANGE, GREY = "#2563a8", "#d9702b", "#8a8f98"
 
 
 def plot_trace(trace: Trace, path: Path) -> None:
-    """Arrivals, who asks with how much history, item popularity and return times; the format follows the name."""
+    """Plot arrivals, users, history lengths, item popularity and return times; the suffix sets the format."""
     if not trace.num_requests:
         raise TraceError("a trace without requests cannot be plotted")
-    figure = _figure()
+    figure = make_figure(12, 7.5)
     figure.suptitle(f"{trace.catalogue.source}: {trace.num_requests:,} requests, {trace.num_users:,} users")
-    (arrivals, who), (items, returns) = figure.subplots(2, 2)
+    (arrivals, users), (items, returns) = figure.subplots(2, 2)
     _plot_arrivals(arrivals, trace)
-    _plot_who(who, trace)
+    _plot_users(users, trace)
     _plot_items(items, trace)
     _plot_returns(returns, trace)
     try:
@@ -35,7 +35,7 @@ def plot_trace(trace: Trace, path: Path) -> None:
 def _plot_arrivals(axes: Any, trace: Trace) -> None:
     edges = _edges(trace)
     counts, _ = np.histogram(trace.time_s, edges)
-    axes.step(edges[:-1], counts / np.diff(edges), where="post", color=_BLUE, linewidth=1.2)
+    axes.step(edges[:-1], counts / np.diff(edges), where="post", color=BLUE, linewidth=1.2)
     axes.set(xlabel="time (s)", ylabel="requests per second", title="arrivals, shaded by phase", ylim=(0, None))
     changes = np.flatnonzero(np.diff(trace.phase)) + 1
     starts = np.concatenate(([0], changes, [trace.num_requests - 1]))
@@ -49,14 +49,14 @@ def _plot_arrivals(axes: Any, trace: Trace) -> None:
         axes.legend(fontsize="small", loc="upper left", ncols=2)
 
 
-def _plot_who(axes: Any, trace: Trace) -> None:
+def _plot_users(axes: Any, trace: Trace) -> None:
     histories, edges = index_histories(trace), _edges(trace)
-    axes.step(edges[:-1], _binned(trace, edges, histories.visit > 0), where="post", color=_BLUE, linewidth=1.2)
-    axes.set(xlabel="time (s)", title="who asks, and with how much history", ylim=(0, 1))
-    axes.set_ylabel("share by users seen before", color=_BLUE)
+    axes.step(edges[:-1], _binned(trace, edges, histories.visit > 0), where="post", color=BLUE, linewidth=1.2)
+    axes.set(xlabel="time (s)", title="users and their history lengths", ylim=(0, 1))
+    axes.set_ylabel("share by users seen before", color=BLUE)
     lengths = axes.twinx()
-    lengths.step(edges[:-1], _binned(trace, edges, histories.length), where="post", color=_ORANGE, linewidth=1.2)
-    lengths.set_ylabel("mean history (events)", color=_ORANGE)
+    lengths.step(edges[:-1], _binned(trace, edges, histories.length), where="post", color=ORANGE, linewidth=1.2)
+    lengths.set_ylabel("mean history (events)", color=ORANGE)
     lengths.set_ylim(0, None)
 
 
@@ -66,9 +66,9 @@ def _plot_items(axes: Any, trace: Trace) -> None:
     if not counts.size:
         return
     ranks = np.arange(1, counts.size + 1)
-    axes.loglog(ranks, counts, color=_BLUE, linewidth=1.4)
+    axes.loglog(ranks, counts, color=BLUE, linewidth=1.4)
     anchor = counts.size**0.5
-    axes.loglog(ranks, counts[int(anchor) - 1] * (ranks / anchor) ** -1.2, color=_GREY, linewidth=1, linestyle="--")
+    axes.loglog(ranks, counts[int(anchor) - 1] * (ranks / anchor) ** -1.2, color=GREY, linewidth=1, linestyle="--")
     axes.set_ylim(0.7, counts[0] * 2.0)
 
 
@@ -77,11 +77,11 @@ def _plot_returns(axes: Any, trace: Trace) -> None:
     axes.set(xlabel="seconds since the user's last request", ylabel="share of returns", title="return times")
     if gaps.size:
         axes.set_xscale("log")
-        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=_BLUE, linewidth=1.4)
-    axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=_GREY, label="news clicks, published")
+        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=BLUE, linewidth=1.4)
+    axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=GREY, label="news clicks, published")
     axes.legend(fontsize="small", loc="upper left")
     axes.set_ylim(0, 1)
-    if gaps.size:  # after all is drawn: what fits to the right is then kept
+    if gaps.size:  # last, so that the right limit includes everything drawn
         axes.set_xlim(left=max(1e-3, float(np.quantile(gaps, 0.01))))
 
 
@@ -90,15 +90,16 @@ def _edges(trace: Trace) -> NDArray[np.float64]:
 
 
 def _binned(trace: Trace, edges: NDArray[np.float64], values: NDArray[Any]) -> NDArray[np.float64]:
-    """Mean per bin; nothing is drawn where nobody asked."""
+    """Mean per bin; NaN, which is not drawn, for bins without requests."""
     counts, _ = np.histogram(trace.time_s, edges)
     sums, _ = np.histogram(trace.time_s, edges, weights=values.astype(np.float64))
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _figure() -> Any:
+def make_figure(width: float, height: float) -> Any:
+    """An empty figure; matplotlib is imported here, since nothing else needs it."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'helmrec[bench]'") from None
-    return Figure(figsize=(12, 7.5), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,7 +1,7 @@
-"""Deriving items from words: which item a hash draws under a catalogue's popularity.
+"""Derives items from hashes under the popularity of a catalogue.
 
-Counter-based: any event of any backlog and any candidate can be had alone, in any order, always the same. Knows
-nothing of models or rows.
+Counter-based: any event of a backlog and any candidate can be derived alone, in any order, always with the same result.
+This module knows no models and no rows.
 """
 
 from typing import NamedTuple
@@ -10,17 +10,17 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Law, ZipfLaw
+from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Law
 from helmrec.types import IntArray
 
 Word = int | np.integer
 Index = int | np.integer
 
-_MAX_REDRAWS = 16  # of a candidate that is in its set already; after these the next free block is taken
+_MAX_REDRAWS = 16  # of a candidate that is in its set already; then the next free block is used
 
 
 class Draws(NamedTuple):
-    """A catalogue's popularity in the form compiled code wants: one alias table per law, one line per epoch."""
+    """The popularity of a catalogue as arrays, for compiled code: one alias table per law, one line per epoch."""
 
     num_lanes: int
     num_blocks: int
@@ -28,16 +28,16 @@ class Draws(NamedTuple):
     seed: int
     start_time_s: int
     backlog_gap_s: int
-    alias: NDArray[np.float64]  # (laws, blocks, 2) chance that a cell keeps its draw, and where the rest goes
+    alias: NDArray[np.float64]  # (laws, blocks, 2) chance that a cell keeps its draw, and the cell that gets the rest
     law: IntArray  # (epochs,)
-    drift_blocks: IntArray  # (epochs,) less than num_blocks
+    drift_blocks: IntArray  # (epochs,) below num_blocks
     flash_share: NDArray[np.float64]  # (epochs,)
     flash_first: IntArray  # (epochs,)
     flash_blocks: IntArray  # (epochs,)
 
 
 class Rules(NamedTuple):
-    """What holds at one epoch beside its law. Numbers only: compiled loops count references of every array they see."""
+    """The settings of one epoch besides its law. Numbers only, since compiled loops count references to arrays."""
 
     num_lanes: int
     num_blocks: int
@@ -48,6 +48,7 @@ class Rules(NamedTuple):
 
 
 def prepare_draws(catalogue: Catalogue) -> Draws:
+    """Compute the alias tables and epochs of a catalogue."""
     epochs = catalogue.epochs
     return Draws(
         num_lanes=catalogue.num_lanes,
@@ -66,7 +67,7 @@ def prepare_draws(catalogue: Catalogue) -> Draws:
 
 
 def block_mass(law: Law, catalogue: Catalogue) -> NDArray[np.float64]:
-    """Share of draws that goes to each block; the items of one block are equally popular."""
+    """Share of draws that go to each block; the items of a block are equally popular."""
     ends = np.arange(catalogue.num_blocks + 1) * catalogue.num_lanes
     total = _cumulative(law, ends.astype(np.float64))
     mass = np.diff(total)
@@ -74,20 +75,16 @@ def block_mass(law: Law, catalogue: Catalogue) -> NDArray[np.float64]:
 
 
 def _cumulative(law: Law, ranks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weight of all ranks below each of `ranks`, up to a constant factor."""
+    """Total weight of the ranks below each of `ranks`, up to a constant factor."""
     if isinstance(law, EmpiricalLaw):
         return np.interp(ranks, np.array((0, *law.ends)), np.cumsum((0.0, *law.mass)))
-    return _zipf_integral(law, ranks)
-
-
-def _zipf_integral(law: ZipfLaw, ranks: NDArray[np.float64]) -> NDArray[np.float64]:
     x, power = ranks + law.shift, 1 - law.exponent
     return np.log(x) if power == 0 else x**power / power
 
 
 @numba.njit(cache=True)
 def _alias_table(mass: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Vose's method: a draw is one cell and one coin, however many blocks there are."""
+    """Alias table by Vose's method: a draw costs one cell and one comparison for any number of blocks."""
     n = mass.size
     table = np.empty((n, 2), np.float64)
     table[:, 0], table[:, 1] = mass * n, np.arange(n)
@@ -110,7 +107,7 @@ def _alias_table(mass: NDArray[np.float64]) -> NDArray[np.float64]:
             num_large -= 1
             small[num_small] = high
             num_small += 1
-    for i in range(num_small):  # what rounding has left over
+    for i in range(num_small):  # left over by rounding
         keep[small[i]] = 1.0
     for i in range(num_large):
         keep[large[i]] = 1.0
@@ -119,7 +116,7 @@ def _alias_table(mass: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @numba.njit(cache=True, inline="always")
 def mix(word: Word, salt: Word) -> np.uint64:
-    """Scatter (word, salt) over 64 bits."""
+    """Hash (word, salt) to 64 bits."""
     mixed = np.uint64(word) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -140,6 +137,7 @@ def coin(word: np.uint64) -> float:
 
 @numba.njit(cache=True, inline="always")
 def rules_at(draws: Draws, epoch: Index) -> Rules:
+    """The settings of an epoch."""
     return Rules(
         draws.num_lanes,
         draws.num_blocks,
@@ -152,7 +150,7 @@ def rules_at(draws: Draws, epoch: Index) -> Rules:
 
 @numba.njit(cache=True, inline="always")
 def draw_block(alias: NDArray[np.float64], rules: Rules, word: np.uint64) -> np.int64:
-    """The block a word draws from one law's table (blocks, 2). Fresh items come in at the top and age downwards."""
+    """The block that a word draws from the table (blocks, 2) of a law. New items enter at the top and drift down."""
     if rules.flash_share > 0.0:
         flash = mix(word, 0xF1A5)
         if coin(flash) < rules.flash_share:
@@ -166,25 +164,25 @@ def draw_block(alias: NDArray[np.float64], rules: Rules, word: np.uint64) -> np.
 
 @numba.njit(cache=True, inline="always")
 def user_word(draws: Draws, user: int) -> np.uint64:
-    """What all events of a user are derived from; also says in which lane its history starts."""
+    """The hash from which all events of a user and its first lane are derived."""
     return mix(user, draws.seed + 1)
 
 
 @numba.njit(cache=True, inline="always")
 def lane_of(num_lanes: int, word: np.uint64, index: int) -> np.int64:
-    """Histories and candidate sets visit the lanes in turn, from a start of their own."""
+    """The lane of an event or candidate: each history and candidate set visits the lanes in turn."""
     return np.int64((word + np.uint64(index)) & np.uint64(num_lanes - 1))
 
 
 @numba.njit(cache=True, inline="always")
 def draw_event(alias: NDArray[np.float64], rules: Rules, word: np.uint64, index: int) -> np.int64:
-    """Item of event `index` of the user behind `word`."""
+    """The item of event `index` of the user with hash `word`."""
     return draw_block(alias, rules, mix(index, word)) * rules.num_lanes + lane_of(rules.num_lanes, word, index)
 
 
 @numba.njit(cache=True, inline="always")
 def draw_action(num_actions: int, word: np.uint64, index: int) -> int:
-    """Action k is half as frequent as action k - 1: views, clicks, carts, purchases."""
+    """The action of event `index`. Action k is half as frequent as action k - 1."""
     bits, action = mix(index, word + np.uint64(0xAC7)), 0
     while action < num_actions - 1 and bits & np.uint64(1):
         bits >>= np.uint64(1)
@@ -196,9 +194,9 @@ def draw_action(num_actions: int, word: np.uint64, index: int) -> int:
 def draw_lane_candidates(
     alias: NDArray[np.float64], rules: Rules, seed: np.uint64, num_candidates: int, lane: int, blocks: IntArray
 ) -> int:
-    """Blocks of a candidate set's items in one lane, all different as long as there are others; returns how many.
+    """Draw the blocks of a candidate set's items in one lane, all different if possible; return how many.
 
-    The i-th of them is candidate first + i * num_lanes of the set, where `first` is the set's first in this lane.
+    The i-th of them is candidate first + i * num_lanes of the set, where `first` is its first candidate in this lane.
     """
     first = (lane - lane_of(rules.num_lanes, seed, 0)) & (rules.num_lanes - 1)
     count = 0
@@ -237,9 +235,9 @@ def draw_candidates(draws: Draws, epoch: int, seed: np.uint64, items: IntArray) 
 
 @numba.njit(cache=True)
 def draw_backlog(draws: Draws, user: int, backlog: int, first: int, events: IntArray) -> None:
-    """Fill `events` (3, n) with items, actions and timestamps of a user's backlog of `backlog`, from `first` on.
+    """Fill `events` (3, n) with items, actions and timestamps of a user's backlog, from event `first` on.
 
-    A backlog is drawn at epoch 0 and ends before the trace starts.
+    `backlog` is its length. A backlog is drawn at epoch 0 and ends before the trace starts.
     """
     word, alias, rules = user_word(draws, user), draws.alias[draws.law[0]], rules_at(draws, 0)
     start_s, gap_s, num_actions = draws.start_time_s, draws.backlog_gap_s, draws.num_actions

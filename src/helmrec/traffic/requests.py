@@ -1,6 +1,6 @@
-"""From a trace to the requests an engine takes, one at a time, in order.
+"""Converts a trace to the requests of an engine, one at a time, in order.
 
-Keeps the histories of users who will come back and forgets the others. Knows the model's tables, not the engine.
+Stores the histories of users with later requests only. It knows the tables of the model, not the engine.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from helmrec.types import IntArray, RankRequest
 def rank_requests(
     trace: Trace, model: ModelConfig, *, first: int = 0, deadline_ms: float | None = None
 ) -> Iterator[RankRequest]:
-    """Requests `first`, `first` + 1, ... of a trace. Histories longer than the model's window are sent as tails.
+    """Yield the requests of a trace from `first` on. Of a history longer than the model's window the tail is sent.
 
-    The arrays of a request are views of its user's history: read-only, and valid until the user's next request.
+    The arrays of a request are read-only views of the user's history, valid until the user's next request.
     """
     check_items_fit(trace, model)
     most = int(trace.num_candidates.max(initial=1))
@@ -30,6 +30,8 @@ def rank_requests(
 
 
 class _Replay:
+    """The histories of users while a trace is replayed."""
+
     def __init__(self, trace: Trace, model: ModelConfig) -> None:
         self._trace = trace
         self._model = model
@@ -63,7 +65,7 @@ class _Replay:
                 del self._users[user]
 
     def _candidates(self, request: int) -> IntArray:
-        """(features, candidates): items and their feature rows."""
+        """Items and their feature rows, (features, candidates)."""
         trace = self._trace
         rows = np.empty((len(self._model.features), trace.num_candidates[request]), np.int64)
         draw_candidates(self._draws, trace.epoch[request], trace.candidate_seed[request], rows[0])
@@ -71,14 +73,14 @@ class _Replay:
         return rows
 
     def _history(self, user: int, length: int) -> "_Growing":
-        """The user's history, extended to `length` events; only the new ones are touched."""
+        """The user's history, extended to `length` events."""
         history = self._users.setdefault(user, _Growing(len(self._model.features) + 2))
         if length > history.length:
             history.extend(self._events(user, history.length, length))
         return history
 
     def _events(self, user: int, begin: int, end: int) -> IntArray:
-        """(features + 2, end - begin): item and feature rows, actions, timestamps."""
+        """Item and feature rows, actions and timestamps, (features + 2, end - begin)."""
         trace, model = self._trace, self._model
         columns = np.empty((len(model.features) + 2, end - begin), np.int64)
         backlog, own = int(trace.backlog[user]), int(self._histories.own_start[user])
@@ -94,17 +96,17 @@ class _Replay:
         return columns
 
     def _context(self, user: int, now: int) -> dict[str, int]:
-        """User-context rows are a hash of the user; request context is the hour."""
+        """The context rows: of the user, a hash of its id; of the request, the hour."""
         model, num_lanes = self._model, self._trace.catalogue.num_lanes
         by_user = {
-            table.name: context_row(user, len(model.features) + i, table.num_rows, num_lanes)
+            table.name: int(context_row(user, len(model.features) + i, table.num_rows, num_lanes))
             for i, table in enumerate(model.user_context)
         }
         return by_user | {table.name: now // 3_600 % table.num_rows for table in model.request_context}
 
 
 class _Growing:
-    """Columns of one history, with room to spare: appending costs only what is appended."""
+    """Columns of one history with spare room, so that appending copies only the new events."""
 
     def __init__(self, num_columns: int) -> None:
         self._columns = np.empty((num_columns, 0), np.int64)
@@ -121,7 +123,7 @@ class _Growing:
 
     def extend(self, events: IntArray) -> None:
         end = self.length + events.shape[1]
-        if not self.length:  # most users come once: no copy for them
+        if not self.length:  # most users have one request: no copy for them
             self._columns, self.length = events, end
             return
         if end > self._columns.shape[1]:

@@ -1,17 +1,17 @@
-"""Which embedding rows a request reads, for the rows of some lanes only: what makes a simulator fast.
+"""The embedding rows that a request reads, restricted to the rows of some lanes: a sample for fast simulation.
 
-Feature rows are a hash of the item that keeps its lane: row r of any table with at least `num_lanes` rows lies in
+Feature rows are a hash of the item that preserves its lane: row r of any table with at least `num_lanes` rows lies in
 lane r mod num_lanes, and an item reads rows of its own lane only. So keeping m of L lanes keeps m/L of the rows of
-every table, all reads of those rows, and nothing else; and because derived histories visit the lanes in turn, the
-kept events of a history of n are found in n·m/L steps, without looking at the others.
+every table, and all reads of those rows. Derived histories visit the lanes in turn, so the kept events of a history of
+n are found in n·m/L steps.
 
-Kept rows are numbered densely from 0 (`num_kept_rows` in all), so that a simulator can use plain arrays instead of
-hash maps. Capacities scale by `rate`. Hot rows make the *number* of kept reads noisy for real data: scale misses by
-1/rate and take totals from token counts, which are exact (this is what SHARDS-adj does). What comes out here is a
-sample already: a miss curve fed with it keeps every row and scales by `rate`.
+Kept rows are numbered densely from 0 to `num_kept_rows`, so that a simulator can use arrays instead of hash maps.
+Capacities are scaled by `rate`. Hot rows make the *number* of kept reads noisy for real data: scale misses by 1/rate
+and take totals from token counts, which are exact (as in SHARDS-adj). A miss curve fed with these rows must not sample
+them again.
 
-Tables with fewer rows than lanes are left out: they are read by every event and are always resident. Rows of
-request-context tables are left out for the same reason. `num_hidden_tables` says how many reads per event that is.
+Tables with fewer rows than lanes are left out: every event reads them, and they are always resident. Rows of
+request-context tables are left out for the same reason.
 """
 
 from typing import NamedTuple
@@ -39,37 +39,30 @@ from helmrec.types import IntArray
 
 
 class RowSpace(NamedTuple):
-    """The kept part of a model's row space. Tables: event tables first (the item table leads), then user context."""
+    """The kept rows of a model. Tables are in this order: item table, other event tables, user context."""
 
     num_lanes: int
     num_event_tables: int  # of the tables below
-    num_hidden_tables: int  # event tables too small to have lanes: one always resident row per event each
-    lanes: IntArray  # kept lanes, rising
+    lanes: IntArray  # kept lanes, ascending
     slot: IntArray  # (lanes in all,) index into `lanes`, -1 for lanes not kept
-    salt: IntArray  # (tables,) the table's place in the model's list
-    first_row: IntArray  # (tables,) in the model's row id space
-    lane_rows: IntArray  # (tables,) rows of each lane
+    salt: IntArray  # (tables,) index of the table in the model's list
+    lane_rows: IntArray  # (tables,) rows per lane
     first_kept: IntArray  # (tables + 1,) first dense number of each table
-    layout: IntArray  # (tables, 3) salt, lane_rows and first_kept again, side by side for compiled loops
+    layout: IntArray  # (tables, 3) salt, lane_rows and first_kept side by side, for compiled loops
 
     @property
     def num_kept_rows(self) -> int:
+        """Kept rows of all tables."""
         return int(self.first_kept[-1])
 
     @property
     def rate(self) -> float:
-        """Share of the rows that is kept."""
+        """Share of the rows that are kept."""
         return self.lanes.size / self.num_lanes
-
-    def row_ids(self, kept: IntArray) -> IntArray:
-        """Rows of the model behind dense numbers."""
-        table = np.searchsorted(self.first_kept, kept, side="right") - 1
-        in_lane, slot = np.divmod(kept - self.first_kept[table], self.lanes.size)
-        return self.first_row[table] + in_lane * self.num_lanes + self.lanes[slot]
 
 
 def row_space(trace: Trace, model: ModelConfig, rate: float) -> RowSpace:
-    """The row space of `model` with lanes kept at about `rate` (1.0 keeps all); at least one lane is kept."""
+    """The row space of a model with about a share `rate` of the lanes, at least one."""
     if not 0 < rate <= 1:
         raise TraceError(f"rate must be more than 0 and at most 1, got {rate}")
     check_items_fit(trace, model)
@@ -86,11 +79,9 @@ def row_space(trace: Trace, model: ModelConfig, rate: float) -> RowSpace:
     return RowSpace(
         num_lanes=num_lanes,
         num_event_tables=num_events,
-        num_hidden_tables=len(model.features) - num_events,
         lanes=lanes,
         slot=slot,
         salt=salt,
-        first_row=np.array([model.offsets[model.tables[i].name] for i in shown], np.int64),
         lane_rows=lane_rows,
         first_kept=first_kept,
         layout=np.column_stack((salt, lane_rows, first_kept[:-1])),
@@ -98,6 +89,7 @@ def row_space(trace: Trace, model: ModelConfig, rate: float) -> RowSpace:
 
 
 def check_items_fit(trace: Trace, model: ModelConfig) -> None:
+    """Raise TraceError if the item table of the model is too small for the trace."""
     if model.features[0].num_rows < trace.catalogue.num_items:
         raise TraceError(
             f"the trace names {trace.catalogue.num_items} items, "
@@ -110,13 +102,13 @@ def _num_streamed(model: ModelConfig) -> int:
 
 
 def _lane_rows(table: int, model: ModelConfig, num_lanes: int) -> int:
-    """The item table is numbered to its last row; of other tables an incomplete block at the end goes unused."""
+    """Rows per lane. The item table uses all its rows; other tables do not use an incomplete block at the end."""
     rows = model.tables[table].num_rows
     return -(-rows // num_lanes) if table == 0 else rows // num_lanes
 
 
 class RowReads(NamedTuple):
-    """A trace and a row space, in the form compiled code wants. Pass it whole to the functions below."""
+    """A trace and a row space as arrays, for the compiled functions below."""
 
     draws: Draws
     space: RowSpace
@@ -127,12 +119,12 @@ class RowReads(NamedTuple):
     length: IntArray  # (requests,) of the history
     backlog: NDArray[np.int32]  # (users,)
     own_start: IntArray  # (users + 1,)
-    kept_before: NDArray[np.int32]  # (own events + 1,) own events of kept lanes before this one
+    kept_before: NDArray[np.int32]  # (own events + 1,) number of own events of kept lanes before this one
     kept_item: IntArray  # own events of kept lanes
 
     @property
     def max_rows(self) -> int:
-        """Room that `out` needs for any one call."""
+        """The size of `out` that is enough for any call."""
         events = int(self.length.max(initial=0)) + self.space.num_lanes
         candidates = int(self.num_candidates.max(initial=0)) + self.space.num_lanes
         own = int(np.diff(self.kept_before[self.own_start]).max(initial=0))
@@ -142,7 +134,7 @@ class RowReads(NamedTuple):
 
 
 def row_reads(trace: Trace, space: RowSpace) -> RowReads:
-    """Everything per request is derived when asked for; only own events are filtered ahead."""
+    """Prepare the reads of a trace. Own events are filtered here; everything else is derived per call."""
     histories = index_histories(trace)
     is_kept = space.slot[trace.item % space.num_lanes] >= 0
     kept_before = np.zeros(trace.item.size + 1, np.int32)
@@ -162,11 +154,19 @@ def row_reads(trace: Trace, space: RowSpace) -> RowReads:
     )
 
 
+class KeptItem(NamedTuple):
+    """An item of a kept lane."""
+
+    block: Index
+    item: Index
+    slot: int  # index of its lane among the kept ones
+
+
 @numba.njit(cache=True)
 def history_rows(reads: RowReads, request: int, first: int, out: IntArray) -> int:
-    """Dense numbers of the kept rows read by events [first, length) of a request's history; returns how many.
+    """Write the kept rows that events [first, length) of a request's history read to `out`; return how many.
 
-    `first` is what is already resident, or the window's anchor if that is later. In order of events.
+    Rows are in the order of events. `first` is the number of resident events, or the window's anchor if that is later.
     """
     user, space, count = reads.user[request], reads.space, 0
     backlog, own, num_tables = np.int64(reads.backlog[user]), reads.own_start[user], space.num_event_tables
@@ -174,13 +174,14 @@ def history_rows(reads: RowReads, request: int, first: int, out: IntArray) -> in
     if first < backlog:
         word, draws = user_word(reads.draws, user), reads.draws
         alias, rules = draws.alias[draws.law[0]], rules_at(draws, 0)
-        turn = first - lane_of(num_lanes, word, first)  # where the turn through the lanes began
+        turn = first - lane_of(num_lanes, word, first)  # first event of this turn through the lanes
         while turn < backlog:
             for i in range(lanes.size):
                 index = turn + lanes[i]
                 if first <= index < backlog:
                     block = draw_block(alias, rules, mix(index, word))
-                    put_rows(layout, lanes.size, (block, block * num_lanes + lanes[i], i), num_tables, out, count)
+                    kept = KeptItem(block, block * num_lanes + lanes[i], i)
+                    put_rows(layout, lanes.size, kept, num_tables, out, count)
                     count += num_tables
             turn += num_lanes
     begin = reads.kept_before[own + max(first - backlog, 0)]
@@ -188,14 +189,15 @@ def history_rows(reads: RowReads, request: int, first: int, out: IntArray) -> in
     kept_item = reads.kept_item
     for i in range(begin, end):
         item = kept_item[i]
-        put_rows(layout, lanes.size, (item // num_lanes, item, slot[item & (num_lanes - 1)]), num_tables, out, count)
+        kept = KeptItem(item // num_lanes, item, slot[item & (num_lanes - 1)])
+        put_rows(layout, lanes.size, kept, num_tables, out, count)
         count += num_tables
     return count
 
 
 @numba.njit(cache=True)
 def candidate_rows(reads: RowReads, request: int, out: IntArray) -> int:
-    """Dense numbers of the kept rows read by a request's candidates; returns how many. Lane by lane."""
+    """Write the kept rows that a request's candidates read to `out`, lane by lane; return how many."""
     space, draws, num_candidates, count = reads.space, reads.draws, reads.num_candidates[request], 0
     num_lanes, lanes, layout, num_tables = space.num_lanes, space.lanes, space.layout, space.num_event_tables
     blocks = np.empty(num_candidates // num_lanes + 1, np.int64)
@@ -204,14 +206,15 @@ def candidate_rows(reads: RowReads, request: int, out: IntArray) -> int:
     for slot in range(lanes.size):
         lane = lanes[slot]
         for i in range(draw_lane_candidates(alias, rules, seed, num_candidates, lane, blocks)):
-            put_rows(layout, lanes.size, (blocks[i], blocks[i] * num_lanes + lane, slot), num_tables, out, count)
+            kept = KeptItem(blocks[i], blocks[i] * num_lanes + lane, slot)
+            put_rows(layout, lanes.size, kept, num_tables, out, count)
             count += num_tables
     return count
 
 
 @numba.njit(cache=True)
 def context_rows(reads: RowReads, request: int, out: IntArray) -> int:
-    """Dense numbers of the kept user-context rows: read with the history when none of it is resident."""
+    """Write the kept user-context rows to `out`, which are read if no token is resident; return how many."""
     space, user, count = reads.space, reads.user[request], 0
     for table in range(space.num_event_tables, space.salt.size):
         lane = scale(mix(user, 0xC0), space.num_lanes)
@@ -223,20 +226,17 @@ def context_rows(reads: RowReads, request: int, out: IntArray) -> int:
 
 
 @numba.njit(cache=True, inline="always")
-def put_rows(
-    layout: IntArray, num_kept: int, at: tuple[Index, Index, int], num_tables: int, out: IntArray, count: int
-) -> None:
-    """Put the kept rows of one item, one per event table, from out[count] on; `at` is its block, itself, its slot."""
-    block, item, slot = at
-    out[count] = block * num_kept + slot
+def put_rows(layout: IntArray, num_kept: int, kept: KeptItem, num_tables: int, out: IntArray, count: int) -> None:
+    """Write the kept rows of an item, one per event table, to `out` from index `count` on."""
+    out[count] = kept.block * num_kept + kept.slot
     for table in range(1, num_tables):
-        in_lane = scale(mix(item, layout[table, 0]), layout[table, 1])
-        out[count + table] = layout[table, 2] + in_lane * num_kept + slot
+        in_lane = scale(mix(kept.item, layout[table, 0]), layout[table, 1])
+        out[count + table] = layout[table, 2] + in_lane * num_kept + kept.slot
 
 
 @numba.njit(cache=True, inline="always")
 def feature_row(item: int, table: int, num_rows: int, num_lanes: int) -> np.int64:
-    """Row of an item in the event table at place `table` > 0 of the model's list."""
+    """The row of an item in the event table with index `table` > 0 of the model's list."""
     word = mix(item, table)
     if num_rows < num_lanes:
         return scale(word, num_rows)
@@ -245,19 +245,15 @@ def feature_row(item: int, table: int, num_rows: int, num_lanes: int) -> np.int6
 
 @numba.njit(cache=True)
 def put_feature_rows(table_rows: IntArray, num_lanes: int, columns: IntArray) -> None:
-    """columns (tables or more, n): line 0 holds items; lines 1, 2, ... get their rows in the other event tables."""
+    """Fill lines 1, 2, ... of `columns` (tables or more, n) with the feature rows of the items in line 0."""
     for table in range(1, table_rows.size):
         for i in range(columns.shape[1]):
             columns[table, i] = feature_row(columns[0, i], table, table_rows[table], num_lanes)
 
 
-def context_row(user: int, table: int, num_rows: int, num_lanes: int) -> int:
-    """Row of a user in the user-context table at place `table` of the model's list."""
-    return int(_context_row(user, table, num_rows, num_lanes))
-
-
 @numba.njit(cache=True)
-def _context_row(user: int, table: int, num_rows: int, num_lanes: int) -> np.int64:
+def context_row(user: int, table: int, num_rows: int, num_lanes: int) -> np.int64:
+    """The row of a user in the user-context table with index `table` of the model's list."""
     word = mix(user, table + 0xC1)
     if num_rows < num_lanes:
         return scale(word, num_rows)

@@ -1,17 +1,17 @@
-"""A trace: who asks when, which events were appended before each request, and the seed of its candidates.
+"""A trace: the user and time of each request, the events appended before it, and the seed of its candidates.
 
-Knows the in-memory value and its invariants only; files, generators and importers are elsewhere.
+This module defines the value in memory and its invariants; files, generators and importers are elsewhere.
 
-What would be large is derived, never stored:
-- A user's *backlog* (the history it brings along when it first appears) is a length. Event j of it is a hash of
-  (catalogue seed, user, j), so a million strangers with 6,700 events each cost four bytes a head.
-- A request's candidates are a hash of its `candidate_seed`, drawn from the popularity that holds at its `epoch`.
-- Feature rows are a hash of the item (`sim/rows.py`).
+Large parts are derived, not stored:
+- A user's *backlog* (its history before its first request) is stored as a length. Event j of it is a hash of
+  (catalogue seed, user, j), so a user with a single request and 6,700 events takes four bytes.
+- The candidates of a request are a hash of its `candidate_seed`, drawn from the popularity of its `epoch`.
+- Feature rows are a hash of the item (`rows.py`).
 
 Items are numbered by popularity (0 is the most popular at epoch 0). Item i lies in *lane* i mod `num_lanes`, and a
-derived history or candidate set visits the lanes in turn. So every lane sees the same traffic, a lane is a fair
-sample of the rows, and reading only the events of some lanes costs only those events. The price: the items of a
-*block* (`num_lanes` consecutive ones) are drawn equally often, so the first few hundred ranks are flat.
+derived history or candidate set visits the lanes in turn. So every lane gets the same traffic and is a fair sample of
+the rows, and reading the events of some lanes costs only those events. The disadvantage: the items of a *block*
+(`num_lanes` consecutive ones) are drawn equally often, so the first few hundred ranks are flat.
 """
 
 from dataclasses import dataclass, fields
@@ -37,7 +37,7 @@ class ZipfLaw(Frozen):
 
 
 class EmpiricalLaw(Frozen):
-    """Popularity as counted in real data: `mass[i]` of all draws goes to ranks [ends[i-1], ends[i])."""
+    """Popularity counted in real data: a share `mass[i]` of all draws goes to ranks [ends[i-1], ends[i])."""
 
     kind: Literal["empirical"] = "empirical"
     ends: tuple[int, ...] = Field(min_length=1)
@@ -56,19 +56,19 @@ Law = Annotated[ZipfLaw | EmpiricalLaw, Field(discriminator="kind")]
 
 
 class Epoch(Frozen):
-    """The popularity that holds for a while. Blocks are runs of `num_lanes` consecutive items."""
+    """The popularity during a period. Blocks are runs of `num_lanes` consecutive items."""
 
     law: int = Field(0, ge=0, description="index into the catalogue's laws")
-    drift_blocks: int = Field(0, ge=0, description="blocks of fresh items that have come in at the top since epoch 0")
+    drift_blocks: int = Field(0, ge=0, description="blocks of new items that entered at the top since epoch 0")
     flash_share: float = Field(0.0, ge=0, le=1, description="share of draws that go to the flash items")
     flash_first: int = Field(0, ge=0, description="first block of the flash items")
     flash_blocks: int = Field(1, ge=1)
 
 
 class Catalogue(Frozen):
-    """Everything needed to derive histories, candidates and rows of a trace. Stored in the file's metadata."""
+    """Everything from which histories, candidates and rows of a trace are derived. Stored in the file's metadata."""
 
-    source: str = Field("", description="where the trace comes from, in words")
+    source: str = Field("", description="where the trace comes from")
     num_items: int = Field(ge=1)
     num_lanes: int = Field(256, ge=1, description="parts of the row space that can be simulated alone")
     num_actions: int = Field(4, ge=1, le=256)
@@ -91,14 +91,14 @@ class Catalogue(Frozen):
 
     @cached_property
     def num_blocks(self) -> int:
-        """Whole blocks; derived draws come from these, so up to num_lanes - 1 items at the end get none."""
+        """Complete blocks. Only their items are drawn, so up to num_lanes - 1 items at the end are not."""
         return self.num_items // self.num_lanes
 
 
 def lanes_for(num_items: int) -> int:
-    """Up to 256, and at least 1,024 items in a lane where there are that many.
+    """The number of lanes: at most 256, with at least 1,024 items per lane if possible.
 
-    The items of a block are equally popular, so more lanes than that would flatten the head of a small catalogue.
+    The items of a block are equally popular, so more lanes would flatten the head of a small catalogue.
     """
     return min(256, 1 << max(0, (num_items // 1_024).bit_length() - 1))
 
@@ -121,7 +121,7 @@ class Trace:
     candidate_seed: NDArray[np.uint64]  # (requests,)
     phase: NDArray[np.int16]  # (requests,) index into phase_names
     epoch: NDArray[np.int32]  # (requests,) index into catalogue.epochs
-    backlog: NDArray[np.int32]  # (users,) derived events each user brings along
+    backlog: NDArray[np.int32]  # (users,) derived events before the first request of each user
     item: IntArray  # (events,) own events, by user, then time: a user's own events are one slice
     action: NDArray[np.uint8]  # (events,)
     timestamp_s: IntArray  # (events,) wall clock
@@ -161,7 +161,7 @@ class Trace:
         if own_start[-1] != self.item.size or (num_own < 0).any():
             raise TraceError(f"num_new must add up to backlogs and events, got {self.item.size} events")
         if np.count_nonzero(histories.visit == 0) != self.num_users:
-            raise TraceError(f"every user must ask at least once, got {self.num_users} backlogs")
+            raise TraceError(f"every user must have at least one request, got {self.num_users} backlogs")
         falls = np.diff(self.timestamp_s) < 0
         falls[own_start[(own_start > 0) & (own_start < self.item.size)] - 1] = False  # where another user begins
         if falls.any():
@@ -188,16 +188,16 @@ def _within(name: str, values: NDArray[np.integer], limit: int | None) -> None:
 
 
 class Histories(NamedTuple):
-    """Where each request's history lies. May be handed to compiled code as it is."""
+    """The position and length of each request's history; compiled code can use it."""
 
     own_start: IntArray  # (users + 1,) own events of user u are [own_start[u], own_start[u + 1])
-    length: IntArray  # (requests,) events in the user's history at this request, backlog and new ones included
-    visit: NDArray[np.int32]  # (requests,) how often the user has asked before
-    is_last: NDArray[np.bool_]  # (requests,) the user does not come back
+    length: IntArray  # (requests,) events in the user's history at this request, with backlog and new ones
+    visit: NDArray[np.int32]  # (requests,) number of earlier requests of the user
+    is_last: NDArray[np.bool_]  # (requests,) whether it is the user's last request
 
 
 def index_histories(trace: Trace) -> Histories:
-    """One pass over the requests."""
+    """Index the histories of all requests."""
     length, visit, total = _accumulate(trace.user, trace.num_new, trace.num_users)
     own_start = np.zeros(trace.num_users + 1, np.int64)
     np.cumsum(total - trace.backlog, out=own_start[1:])

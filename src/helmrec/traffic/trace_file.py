@@ -1,16 +1,16 @@
-"""The one trace format: a Parquet file with a line per request, readable by anything that reads Parquet.
+"""The file format of traces: a Parquet file with one row per request.
 
 | column | type | meaning |
 |---|---|---|
 | time_s | double | since the start of the trace |
 | user | int64 | numbered from 0 |
-| phase | dictionary of strings | the regime the request belongs to |
-| epoch | int32 | which popularity its candidates are drawn from |
+| phase | dictionary of strings | the phase of the workload |
+| epoch | int32 | the popularity from which its candidates are drawn |
 | num_candidates, candidate_seed | int32, uint64 | the candidate set |
-| backlog | int32 | derived events the user brings along; 0 but at its first request |
+| backlog | int32 | derived events of the user before its first request; 0 at later requests |
 | item, action, timestamp_s | lists of int64, uint8, int64 | events appended since the user's last request |
 
-The catalogue, which everything derived follows from, is JSON in the file's metadata. Same trace, same bytes.
+The catalogue, from which the rest is derived, is JSON in the file's metadata. The same trace gives the same bytes.
 """
 
 import json
@@ -31,9 +31,9 @@ _ROW_GROUP = 1 << 17
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Check a trace and write it; a broken write leaves no file under that name."""
+    """Check a trace and write it; a failed write leaves no file of that name."""
     trace.check()
-    arrow, parquet = _pyarrow()
+    arrow, parquet = pyarrow("trace files need")
     metadata = {"format": _FORMAT, "phases": trace.phase_names, "catalogue": trace.catalogue.model_dump(mode="json")}
     table = arrow.table(_columns(trace, arrow)).replace_schema_metadata({_KEY: json.dumps(metadata)})
     partial = path.with_name(path.name + ".partial")
@@ -46,8 +46,8 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raise TraceError, naming the file and what is wrong with it, or return a checked trace."""
-    arrow, parquet = _pyarrow()
+    """Read and check a trace; raise TraceError with the file and the reason if it is not one."""
+    arrow, parquet = pyarrow("trace files need")
     if not path.is_file():
         raise TraceError(f"no such trace: {path}")
     try:
@@ -89,7 +89,7 @@ def _columns(trace: Trace, arrow: Any) -> dict[str, Any]:
 
 @numba.njit(cache=True)
 def _by_request(user: IntArray, num_own: NDArray[np.int32], own_start: IntArray) -> IntArray:
-    """Where, among events by user, the events of each request lie, request after request."""
+    """The index, among events by user, of the events of each request, in order of requests."""
     order, at, count = np.empty(own_start[-1], np.int64), own_start.copy(), 0
     for r in range(user.size):
         for _ in range(num_own[r]):
@@ -107,7 +107,7 @@ def _metadata(table: Any) -> tuple[Catalogue, tuple[str, ...]]:
         values = json.loads(stored)
         version, catalogue, phases = values["format"], values["catalogue"], values["phases"]
     except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"its {_KEY.decode()!r} metadata cannot be understood: {error!r}") from None
+        raise TraceError(f"its {_KEY.decode()!r} metadata cannot be read: {error!r}") from None
     if version != _FORMAT:
         raise TraceError(f"trace format must be {_FORMAT}, got {version!r}")
     return Catalogue(**catalogue), tuple(phases)
@@ -160,7 +160,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _flat(table: Any, name: str, dtype: Any) -> Any:
-    """A copy, since Arrow's own memory is read-only, and compiled loops would be compiled once more for that."""
+    """A copy of a column: Arrow's memory is read-only, for which loops would be compiled a second time."""
     return _typed(name, _column(table, name).to_numpy(), dtype).copy()
 
 
@@ -182,7 +182,7 @@ def _list_lengths(table: Any, name: str) -> NDArray[np.int32]:
 
 
 def _scattered(table: Any, name: str, dtype: Any, order: IntArray) -> Any:
-    """List values, put from request order to user order."""
+    """List values, reordered from requests to users."""
     values = _typed(name, _lists(table, name).flatten().to_numpy(), dtype)
     if values.size != order.size:
         raise TraceError(f"{name} must have as many events as item ({order.size}), got {values.size}")
@@ -191,11 +191,11 @@ def _scattered(table: Any, name: str, dtype: Any, order: IntArray) -> Any:
     return scattered
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    """Serving needs no traces, so pyarrow is asked for only here."""
+def pyarrow(purpose: str) -> tuple[Any, Any]:
+    """Import Arrow and its Parquet module, which serving does not need; `purpose` begins the error message."""
     try:
         import pyarrow as pa  # noqa: PLC0415
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError:
-        raise ConfigError("trace files need pyarrow: pip install 'helmrec[bench]'") from None
+        raise ConfigError(f"{purpose} pyarrow: pip install 'helmrec[bench]'") from None
     return pa, parquet

@@ -1,6 +1,6 @@
-"""What synthetic traffic looks like, as a frozen value that TOML files can hold.
+"""Settings of synthetic traffic, which TOML files can hold.
 
-Knows settings and bounds; `generate` makes a trace of them, `families` has the named ones.
+`generate` makes a trace from them; `families` has named ones.
 """
 
 import tomllib
@@ -15,7 +15,7 @@ from helmrec.traffic.trace import lanes_for
 
 
 def _as_pair(value: object) -> object:
-    """One number is a ramp that goes nowhere."""
+    """A single number is a constant ramp."""
     return (value, value) if isinstance(value, int | float) else value
 
 
@@ -31,7 +31,7 @@ ExponentRamp = Annotated[tuple[_Exponent, _Exponent], _PAIR]
 
 
 class Phase(Frozen):
-    """A stretch of traffic. A pair of numbers is a ramp: from the first at the start to the second at the end."""
+    """A period of traffic. A pair of numbers is a ramp: from the first at the start to the second at the end."""
 
     name: str = Field(min_length=1)
     duration_s: float = Field(gt=0)
@@ -39,26 +39,27 @@ class Phase(Frozen):
     hot_share: ShareRamp = Field((0.7, 0.7), description="share of requests made by hot users")
     hot_users: int = Field(2_000, ge=1, description="size of the hot set")
     hot_first: CountRamp = Field(
-        (0, 0), description="where the hot set begins: another value is another crowd, a ramp is a crowd that changes"
+        (0, 0),
+        description="first user of the hot set: other values select other users, a ramp changes them gradually",
     )
-    history: PositiveRamp = Field((6_700, 6_700), description="median events a user brings along when it first appears")
+    history: PositiveRamp = Field((6_700, 6_700), description="median length of a history at the user's first request")
     item_exponent: ExponentRamp = Field((1.2, 1.2), description="Zipf exponent of item popularity")
     flash_share: ShareRamp = Field((0, 0), description="share of draws that go to flash items")
-    flash_items: int = Field(1_024, ge=1, description="items that flash, rounded up to whole blocks")
-    drift_items_per_hour: float = Field(0.0, ge=0, description="fresh items that come in at the top of popularity")
+    flash_items: int = Field(1_024, ge=1, description="number of flash items, rounded up to complete blocks")
+    drift_items_per_hour: float = Field(0.0, ge=0, description="new items that enter at the top of popularity")
 
 
 class Users(Frozen):
-    """Who comes back, when, and with how much history."""
+    """How often users return, and the length of their histories."""
 
     hot_exponent: float = Field(0.6, ge=0, le=4, description="Zipf exponent of visits over the hot set")
     history_sigma: float = Field(0.35, ge=0, le=4, description="spread of the log of history lengths")
     min_history: int = Field(1, ge=0)
     max_history: int = Field(14_000, ge=1)
     new_events: float = Field(8.0, ge=1, description="mean events appended between two visits")
-    cold_return: float = Field(0.2, ge=0, le=1, description="chance that a cold request is by someone seen before")
+    cold_return: float = Field(0.2, ge=0, le=1, description="chance that a cold request is by a user seen before")
     return_median_s: float = Field(93.0, gt=0, description="of cold users; the published news-click median")
-    return_sigma: float = Field(7.2, ge=0, description="spread of its log; 7.2 puts the 75th percentile at 3.3 hours")
+    return_sigma: float = Field(7.2, ge=0, description="spread of its log; 7.2 gives a 75th percentile of 3.3 hours")
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -68,17 +69,17 @@ class Users(Frozen):
 
 
 class Workload(Frozen):
-    """Everything that fixes a synthetic trace but its seed."""
+    """Everything that determines a synthetic trace except its seed."""
 
     name: str = Field(min_length=1)
     num_items: int = Field(1_000_000, ge=1)
-    num_lanes: int | None = Field(None, ge=1, description="by default what suits the number of items")
+    num_lanes: int | None = Field(None, ge=1, description="default: depends on the number of items")
     item_shift: float = Field(4.0, gt=0, description="ranks well below it are equally popular")
     num_candidates: int = Field(2_048, ge=1)
     num_actions: int = Field(4, ge=1, le=256)
-    epoch_s: float = Field(10.0, gt=0, description="how often ramped or drifting popularity changes")
-    repeat: int = Field(1, ge=1, description="times the phases are gone through")
-    opening: tuple[Phase, ...] = Field((), description="phases before those, gone through once: a warm-up, say")
+    epoch_s: float = Field(10.0, gt=0, description="interval between changes of ramped or drifting popularity")
+    repeat: int = Field(1, ge=1, description="number of times that the phases are repeated")
+    opening: tuple[Phase, ...] = Field((), description="phases before these, not repeated, such as a warm-up")
     users: Users = Users()
     phases: tuple[Phase, ...] = Field(min_length=1)
 

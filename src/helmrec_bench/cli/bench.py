@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec_bench.experiments.experiment import Experiment
 from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
@@ -75,7 +75,7 @@ def run(
     ],
 ) -> None:
     """Run an experiment with its own options; those of the evaluation may be several at once."""
-    with told_plainly():
+    with exit_on_error():
         if arguments[0] in REGISTERED:
             REGISTERED[arguments[0]].run(arguments[1:])
             return
@@ -124,7 +124,7 @@ def all_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     processes: Processes = None,
 ) -> None:
     """Run every experiment, then write the report."""
-    with told_plainly():
+    with exit_on_error():
         tier = _tier(smoke=smoke, quick=quick, full=full)
         tier = tier if seeds is None else replace(tier, num_seeds=seeds)
         _run(list(EXPERIMENTS.values()), tier, Place(scenarios=scenarios, build=build), processes)
@@ -141,7 +141,7 @@ def report(
     together_in: Together = None,
 ) -> None:
     """Write one HTML file of all results of a tier: plots, tables, the paper's figure beside ours, verdicts."""
-    with told_plainly():
+    with exit_on_error():
         tier = _tier(smoke=smoke, quick=quick, full=full)
         path = write_report(Place(measurements=measurements, build=build), tier.name)
         if together_in is not None:

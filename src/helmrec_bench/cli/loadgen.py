@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.errors import TraceError
@@ -36,7 +36,7 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
     Status 1 if it is invalid. The n-th query is the n-th request of the trace, made on time and counted in.
     """
-    with told_plainly():
+    with exit_on_error():
         config = LoadGenConfig(target_qps=qps, seconds=seconds, latency_ms=latency_ms, seed=seed)
         trace = read_trace(trace_path)
         if trace.num_requests < (needed := int(_SPARE * qps * seconds)):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from helmrec.cli.console import err, out, told_plainly
+from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
 
 _SAVE_EVERY = 10  # rounds
@@ -20,7 +20,7 @@ def train(
     nodes: Annotated[int, typer.Option(help="Nodes that are steered at once.", min=1)] = 128,
 ) -> None:
     """Train the network of `--policy ppo` on simple nodes, with PPO; a training that was interrupted goes on."""
-    with told_plainly():
+    with exit_on_error():
         try:
             from helmrec_bench.train.ppo import CHECKPOINT, Training, TrainSettings  # noqa: PLC0415 - an extra, and slow to import
         except ModuleNotFoundError as error:

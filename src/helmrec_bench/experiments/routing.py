@@ -10,7 +10,7 @@ import numpy as np
 
 from helmrec.control.static import Static, StaticSettings
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
+from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.scenario import Scenario
@@ -65,7 +65,7 @@ def perform_cluster(run: ClusterRun) -> dict[str, float]:
     policy = policies(cost, rng)[run.router]()
     router = ReportingRouter(policy, prepare_requests(trace, config), config, Reporting())
     fleet = Fleet(config, scenario.cost(), lambda _: Static(StaticSettings(alpha=_ALPHA)))
-    result = simulate_cluster(trace, fleet, router, ClusterConfig(num_nodes=run.num_nodes))
+    result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=run.num_nodes))
     return _figures(result, scenario, run.num_nodes)
 
 

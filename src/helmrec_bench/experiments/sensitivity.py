@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from helmrec.sim.cost import BusLoad, CostTerms, Work, compute_ms, host_ms, rows_ms
+from helmrec.sim.cost import BusLoad, ComputeWork, CostTerms, compute_ms, host_ms, rows_ms
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.lab.contests import Field, sweep
 from helmrec_bench.lab.lab import Lab
@@ -41,7 +41,7 @@ def alone_ms(terms: CostTerms, shape: Shape, history: int, *, emb_hits: bool, kv
     missed = 0.0 if emb_hits else rows
     load = BusLoad((rows - missed) * shape.row_bytes, missed * shape.row_bytes, missed)
     bus_ms = rows_ms(terms, load, 0.0, 1.0)
-    return host_ms(terms, _BATCH, tokens, rows) + bus_ms + compute_ms(terms, Work(tokens, pairs, rows))
+    return host_ms(terms, _BATCH, tokens, rows) + bus_ms + compute_ms(terms, ComputeWork(tokens, pairs, rows))
 
 
 def measure_settings(lab: Lab) -> Figures:

@@ -1,4 +1,4 @@
-"""Prefixes computed ahead: when nobody waits, held until their rank, and never a wrong score."""
+"""Prefixes computed ahead: while no request waits, held until their rank, and never a wrong score."""
 
 from dataclasses import replace
 from typing import Any
@@ -64,16 +64,16 @@ def finish(engine: Engine) -> int:
 def test_a_rank_finds_all_its_history_computed_and_scores_as_it_would_without() -> None:
     (engine, _), (other, _) = make_engine(), make_engine()
     rank = rank_of(user=1, num_events=13)
-    told = engine.prefill(signal_of(rank))
-    assert told.verdict == "admitted"
-    assert told.lease is not None
-    assert told.lease.user_id == 1
-    assert told.lease.expires_s == pytest.approx(1.0)
+    result = engine.prefill(signal_of(rank))
+    assert result.verdict == "admitted"
+    assert result.lease is not None
+    assert result.lease.user_id == 1
+    assert result.lease.expires_s == pytest.approx(1.0)
     assert finish(engine) == 4, "fourteen tokens in chunks of four"
-    assert engine.stats().served == 0, "nobody was served yet"
-    (result,), (expected,) = engine.rank([rank]), other.rank([rank])
-    assert result.reused_tokens == 14
-    np.testing.assert_allclose(result.scores, expected.scores, atol=1e-6)
+    assert engine.stats().served == 0, "no request was served yet"
+    (ranked,), (expected,) = engine.rank([rank]), other.rank([rank])
+    assert ranked.reused_tokens == 14
+    np.testing.assert_allclose(ranked.scores, expected.scores, atol=1e-6)
     stats = engine.stats().relay
     assert (stats.leases, stats.held_pages, stats.used, stats.expired) == (0, 0, 1, 0)
     engine.check()
@@ -205,7 +205,7 @@ def test_what_nobody_has_asked_for_twice_is_not_saved() -> None:
         before = engine.stats().pool.host_saved_pages
         engine.prefill(signal_of(rank_of(1, 15)))
         finish(engine)
-        assert engine.stats().pool.host_saved_pages == before, "nobody has asked yet"
+        assert engine.stats().pool.host_saved_pages == before, "no rank request has arrived yet"
         engine.rank([rank_of(1, 15)])
         finish(engine)
         assert engine.stats().pool.host_saved_pages == before + num_saved, f"visit {visit}"
@@ -279,7 +279,7 @@ def test_a_user_who_is_forgotten_while_a_signal_waits_stays_forgotten() -> None:
     assert engine.stats().relay.verdicts["forgotten"] == 1
 
 
-def test_a_signal_that_comes_as_the_engine_closes_is_told() -> None:
+def test_a_signal_submitted_while_the_engine_closes_fails() -> None:
     engine, _ = make_engine()
     history = engine._intake.prepare_ahead(signal_of(rank_of(1, 13)))
     engine.close()
@@ -408,7 +408,7 @@ def test_what_was_forgotten_is_not_computed_for_a_later_signal_of_the_same_user(
     ("changed", "field"),
     [({"num_candidates": 9}, "num_candidates"), ({"budget_ms": -1}, "budget_ms"), ({"hold_ms": 0}, "hold_ms")],
 )
-def test_bad_signals_are_told_which_field_is_bad(changed: dict[str, Any], field: str) -> None:
+def test_errors_of_bad_signals_name_the_field(changed: dict[str, Any], field: str) -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError, match=field):
         engine.prefill(replace(signal_of(rank_of(1, 5)), **changed))

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from helmrec.config import RelayConfig
 from helmrec.engine.relay.leases import ComputeShare, Leases
-from helmrec.engine.relay.trigger import Load, Signal, Verdict, decide
+from helmrec.engine.relay.trigger import PrefillSignal, RelayLoad, Verdict, decide
 from helmrec.errors import ConfigError
 
 CONFIG = RelayConfig(budget_ms=50, risk=0.5, max_held=0.25, max_compute=0.3, max_leases=4)
-SIGNAL = Signal(inline_ms=40, budget_ms=50, ahead_s=0.0, num_missing=1_000, num_pages=10, is_held=False)
-LOAD = Load(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
+SIGNAL = PrefillSignal(inline_ms=40, budget_ms=50, ahead_s=0.0, num_missing=1_000, num_pages=10, is_held=False)
+LOAD = RelayLoad(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ LOAD = Load(held_pages=0, kv_pages=100, num_leases=0, compute_share=0.0)
         (SIGNAL._replace(ahead_s=0.2), LOAD._replace(compute_share=0.15), Verdict.TOO_BUSY),
     ],
 )
-def test_each_signal_is_judged_by_risk_and_bounds(signal: Signal, load: Load, verdict: Verdict) -> None:
+def test_each_signal_is_judged_by_risk_and_bounds(signal: PrefillSignal, load: RelayLoad, verdict: Verdict) -> None:
     assert decide(CONFIG, signal, load) is verdict
 
 
@@ -42,8 +42,8 @@ def test_whatever_comes_leases_stay_within_their_pages(signals: list[tuple[int, 
     for user, num_pages, hold_s in signals:
         now_s += 0.3
         leases.expire(now_s)
-        load = Load(leases.held_pages, 100, len(leases), 0.0)
-        if decide(CONFIG, Signal(40, 50, 0.0, 1, num_pages, user in leases), load) is Verdict.ADMITTED:
+        load = RelayLoad(leases.held_pages, 100, len(leases), 0.0)
+        if decide(CONFIG, PrefillSignal(40, 50, 0.0, 1, num_pages, user in leases), load) is Verdict.ADMITTED:
             leases.grant(user, num_pages, now_s, hold_s * 1e3)
         if user % 3 == 0:
             leases.use(user)

@@ -8,7 +8,7 @@ import pytest
 from helmrec.config import EngineConfig
 from helmrec.errors import ConfigError
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed, Whole
+from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.sampling import sampled
 from helmrec_bench.measure.simulated.miss_curves import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
 
@@ -22,13 +22,17 @@ def make_curves(num_pages: int = 20, **settings: Any) -> JointMissCurves:
     return JointMissCurves(MissCurveConfig(num_pages=num_pages, page_tokens=4, rows_per_page=8, **config | settings))
 
 
-def visit(user_id: int, num_tokens: int, unchanged: int | None = None, rows: list[int] | None = None) -> Observed:
+def request_of(user_id: int, history: list[int], candidates: list[int], unchanged: int | None = None) -> CurveRequest:
     """A request with one row per token, all of one table."""
-    history = np.arange(num_tokens) if rows is None else np.array(rows, np.int64)
-    return Observed(user_id, num_tokens, num_tokens, 0, NO_ROWS, history, unchanged_tokens=unchanged)
+    events, asked = np.array([history], np.int64), np.array([candidates], np.int64)
+    return CurveRequest(user_id, len(history), NO_ROWS, events, NO_ROWS, asked, unchanged)
 
 
-def reused(curves: JointMissCurves, request: Observed) -> list[int]:
+def visit(user_id: int, num_tokens: int, unchanged: int | None = None, rows: list[int] | None = None) -> CurveRequest:
+    return request_of(user_id, list(range(num_tokens)) if rows is None else rows, [], unchanged)
+
+
+def reused(curves: JointMissCurves, request: CurveRequest) -> list[int]:
     """Tokens found resident at each alpha by this request alone."""
     curves.reset()
     curves.observe(request)
@@ -47,7 +51,7 @@ def test_with_every_row_sampled_the_curves_count_exactly_what_replays_through_a_
     curves = setting.curves(1.0, alphas)
     replays = [Replay(setting.pool(alpha, TRAFFIC)) for alpha in alphas]
     for number, request in enumerate(TRAFFIC.visits()):
-        curves.observe(observed(request, curves))
+        curves.observe(observed(request))
         for replay in replays:
             replay.serve(request)
         if number % 200 == 0:
@@ -83,8 +87,8 @@ def test_a_sample_of_rows_predicts_hit_rates_within_a_hundredth() -> None:
         if number == traffic.num_requests // 2:
             exact.reset()
             sample.reset()
-        exact.observe(observed(request, exact))
-        sample.observe(observed(request, sample))
+        exact.observe(observed(request))
+        sample.observe(observed(request))
     whole, part = exact.curves(), sample.curves()
     assert np.array_equal(whole.kv_token_hit_rate, part.kv_token_hit_rate), "users are never sampled"
     assert np.ptp(whole.emb_hit_rate) > 0.1, "a flat curve shows nothing"
@@ -110,7 +114,7 @@ def test_the_coldest_history_loses_its_tail_first() -> None:
     assert reused(curves, visit(1, 16)) == [16, 12, 0]  # at 0.5: nine pages, six of them user 2's
 
 
-def test_with_second_visit_a_passer_by_displaces_nobody() -> None:
+def test_with_second_visit_a_first_visit_displaces_no_user() -> None:
     rules: list[KVRule] = ["second-visit", "always"]
     for rule, expected in zip(rules, ([30, 30, 30], [0, 0, 0]), strict=True):
         curves = make_curves(num_pages=200, batch_pages=8, kv_admission=rule)
@@ -135,9 +139,8 @@ def test_a_history_longer_than_the_share_is_served_and_not_kept() -> None:
 
 def test_a_request_without_history_reads_candidates_alone() -> None:
     curves = make_curves()
-    rows = np.array([1, 2, 1])
     for _ in range(2):
-        curves.observe(Observed(1, 0, 0, 3, rows, NO_ROWS))
+        curves.observe(request_of(1, [], [1, 2, 1]))
     got = curves.curves()
     assert got.rows_per_request.tolist() == [3, 3, 3]
     assert got.missed_rows_per_request.tolist() == [1.5, 1.5, 1.5]  # a row missed twice in a step counts twice
@@ -145,15 +148,11 @@ def test_a_request_without_history_reads_candidates_alone() -> None:
     curves.check()
 
 
-def test_rows_that_every_alpha_spares_need_not_be_given() -> None:
+def test_rows_of_tokens_resident_at_every_alpha_are_not_read() -> None:
     curves = make_curves(kv_admission="always")
-    assert curves.needed_from(1) == 0
     curves.observe(visit(1, 12))
-    assert curves.needed_from(1) == 12
-    curves.observe(Observed(1, 14, 14, 0, NO_ROWS, np.array([12, 13]), first_token=12))
+    curves.observe(visit(1, 14))
     assert curves.curves().rows_per_request.tolist() == [7, 7, 7]  # of two requests: all 12 rows, then 2
-    with pytest.raises(AssertionError, match="left out"):
-        curves.observe(Observed(2, 4, 4, 0, NO_ROWS, NO_ROWS, first_token=4))
 
 
 def test_old_requests_fade() -> None:
@@ -169,9 +168,8 @@ def test_the_longest_unseen_user_is_forgotten_first() -> None:
     curves = make_curves(num_pages=400, max_users=3, kv_admission="always")
     for user in (1, 2, 3, 1, 4):
         curves.observe(visit(user, 4))
-    assert curves.needed_from(2) == 0
-    assert [curves.needed_from(user) for user in (1, 3, 4)] == [4, 4, 4]
-    curves.check()
+    assert [reused(curves, visit(user, 4)) for user in (3, 1, 4)] == [[4, 4, 4]] * 3
+    assert reused(curves, visit(2, 4)) == [0, 0, 0]
 
 
 def test_tables_grow_with_what_they_hold() -> None:
@@ -179,9 +177,8 @@ def test_tables_grow_with_what_they_hold() -> None:
     rng = np.random.default_rng(0)
     for user in range(3_000):
         curves.observe(visit(user, 4, rows=rng.integers(0, 10**12, 4).tolist()))
-    curves.observe(Observed(-1, 6_000, 6_000, 0, NO_ROWS, np.arange(6_000)))
-    curves.check()
-    assert curves.needed_from(2_999) == 4
+    curves.observe(visit(-1, 6_000))
+    assert reused(curves, visit(2_999, 4)) == [4, 4, 4]
 
 
 def test_curves_are_a_value_that_reads_in_less_than_a_microsecond() -> None:
@@ -202,7 +199,7 @@ def test_the_same_requests_give_the_same_curves() -> None:
     def run() -> bytes:
         curves = Setting(num_pages=200, batch_tokens=100, geometry=TINY).curves(0.2)
         for request in TRAFFIC.visits():
-            curves.observe(observed(request, curves))
+            curves.observe(observed(request))
         return curves.curves().emb_hit_rate.tobytes()
 
     assert run() == run()
@@ -218,40 +215,25 @@ def test_rows_read_many_requests_at_once_are_rows_read_one_request_at_a_time(row
     setting = Setting(num_pages=200, row_rule=row_rule, batch_tokens=100, geometry=TINY)
     at_once, one_by_one = setting.curves(0.5), setting.curves(0.5)
     for request in TRAFFIC.visits():
-        at_once.observe(observed(request, at_once))
-        one_by_one.observe(observed(request, one_by_one))
+        at_once.observe(observed(request))
+        one_by_one.observe(observed(request))
         one_by_one.read_pending()
     at_once.check()
     assert all_figures(at_once) == all_figures(one_by_one)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
-def test_rows_sampled_here_are_those_a_caller_would_sample(rate: float) -> None:
-    setting = Setting(num_pages=200, batch_tokens=100, geometry=TINY)
-    here, outside = setting.curves(rate), setting.curves(rate)
+@pytest.mark.parametrize("num_events", [0, 31, 32, 200])
+def test_exactly_the_sampled_rows_of_a_request_are_read(rate: float, num_events: int) -> None:
+    curves = make_curves(num_pages=1_000, sampling_rate=rate, row_admission="always", kv_admission="always")
     rng = np.random.default_rng(0)
-    for request in TRAFFIC.visits():
-        context = rng.integers(0, 9, 2) + 10**6
-        num_tokens = context.size + request.events.shape[1]
-        candidates = request.candidates.reshape(-1, 3).T
-        here.sample(
-            Whole(request.user_id, num_tokens, context, request.events, NO_ROWS, np.ascontiguousarray(candidates))
-        )
-        first = outside.needed_from(request.user_id)
-        history = np.concatenate((context[first:], request.events[:, max(0, first - 2) :].T.ravel()))
-        outside.observe(
-            Observed(
-                request.user_id,
-                num_tokens,
-                context.size + request.events.size,
-                candidates.size,
-                sampled(request.candidates, rate),
-                sampled(history, rate),
-                first,
-            )
-        )
-    assert all_figures(here) == all_figures(outside)
-    assert here.curves().emb_hit_rate[-1] > 0, "nothing was read"
+    context, events, single, candidates = (rng.integers(0, 10**9, shape) for shape in (2, (3, num_events), 1, (3, 40)))
+    curves.observe(CurveRequest(1, 2 + num_events, context, events, single, candidates))
+    expected = sampled(np.concatenate((context, events.T.ravel(), single, candidates.T.ravel())), rate)
+    read = curves.curves().missed_rows_per_request * rate
+    assert np.rint(read).astype(int).tolist() == [expected.size] * 3
+    rows = curves._rows.state.rows
+    assert set(rows[rows >= 0].tolist()) == set(expected.tolist())
 
 
 @pytest.mark.parametrize(

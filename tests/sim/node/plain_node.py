@@ -18,7 +18,7 @@ from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.expander import ReloadCosts, StepCosts
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.row_cache import Slots
-from helmrec.sim.cost import BusLoad, CostModel, CostTerms, Work, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.sim.cost import BusLoad, ComputeWork, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.plan import has_changed
 from helmrec.sim.node.state import Faults, Outcomes, Status, make_outcomes
@@ -44,7 +44,7 @@ class _KnownCosts(StepCosts):
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
         floor_ms = 0.0 if is_whole_step else self._terms.compute_floor_ms
-        work = Work(num_tokens, num_pairs, float(num_tokens * self._rows_per_token))
+        work = ComputeWork(num_tokens, num_pairs, float(num_tokens * self._rows_per_token))
         return float(compute_ms(self._terms, work) - floor_ms) / 1e3
 
 
@@ -146,7 +146,7 @@ class PlainNode:
             self._in_flight.end_s += overlap_s * terms.beside_slowdown
             self._in_flight.columns[Step.COMPUTE_MS] += overlap_s * terms.beside_slowdown * 1e3
             self._compute_free_s += overlap_s * terms.beside_slowdown
-        compute_s = compute_ms(terms, Work(tokens, pairs, float(num_read))) / 1e3
+        compute_s = compute_ms(terms, ComputeWork(tokens, pairs, float(num_read))) / 1e3
         without_pages_s = max(bus_s + rows_s, self._compute_free_s) + compute_s
         started_s = max(bus_s + rows_s + terms.reload_exposed * load_s, self._compute_free_s)
         end_s = max(started_s + compute_s, bus_end_s)

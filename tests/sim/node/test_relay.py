@@ -115,12 +115,12 @@ class RelayNode(PlainNode):
         return num_read, missed.size
 
     def _end(self, step: _Step) -> None:
-        """Nobody is told of what was computed ahead."""
+        """Outcomes do not change when a prefix is computed ahead."""
         columns: list[np.ndarray[Any, Any]] = list(self.outcomes)
-        told = [column.copy() for column in columns]
+        saved = [column.copy() for column in columns]
         super()._end(step)
         if step.batch.is_ahead:
-            for column, before in zip(columns, told, strict=True):
+            for column, before in zip(columns, saved, strict=True):
                 column[:] = before
 
     def _commit(self, batch: Batch, now: float, non_finite: Collection[int] = ()) -> float:
@@ -161,7 +161,7 @@ def test_the_compiled_node_computes_ahead_as_the_engine_does(name: str) -> None:
             node.aim(alpha)
             plain.pool.aim(alpha)
     counts, stats = node.state.relay.counts, plain.relay.stats(plain.now_s)
-    assert [*counts[list(VERDICTS)].tolist(), 0] == list(stats.verdicts.values()), "nobody is forgotten"
+    assert [*counts[list(VERDICTS)].tolist(), 0] == list(stats.verdicts.values()), "no user is forgotten"
     assert [counts[R.LEASES], counts[R.HELD_PAGES]] == [stats.leases, stats.held_pages]
     assert [counts[R.USED], counts[R.EXPIRED], counts[R.LOST]] == [stats.used, stats.expired, stats.lost]
     assert counts[R.STEPS] == stats.steps

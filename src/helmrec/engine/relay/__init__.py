@@ -1,1 +1,1 @@
-"""The relay: which signals are worth computing ahead, who holds what until its rank, and the chunks between."""
+"""The relay: computes prefixes ahead of their requests on early signals, and holds them under leases."""

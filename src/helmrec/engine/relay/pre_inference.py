@@ -1,7 +1,7 @@
-"""Pre-inference on one engine: prefixes computed while nobody waits, and held until their rank.
+"""Pre-inference on one engine: computes prefixes while no request waits, and holds them until their rank request.
 
-Decides through `trigger` and `leases`; what it plans goes the way of every other step. All calls are made with the
-engine's lock held.
+`trigger` decides and `leases` does the bookkeeping; planned chunks run as ordinary steps. Calls need the engine's lock
+unless their docstring says otherwise.
 """
 
 from collections import Counter, deque
@@ -14,34 +14,34 @@ from typing import NamedTuple
 from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.leases import ComputeShare, Leases
-from helmrec.engine.relay.trigger import SHARE_S, Load, Signal, Verdict, decide
+from helmrec.engine.relay.trigger import SHARE_S, PrefillSignal, RelayLoad, Verdict, decide
 from helmrec.engine.scheduler import Batch, Reply, Scheduled, Scheduler
 from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.types import Lease, PrefillRequest, PrefillResult
 
-_LEAST_IDLE = 0.05  # share of the time: what is expected of a busier node is beyond any budget anyway
+_LEAST_IDLE = 0.05  # share of time; the expected latency of a busier node exceeds any budget
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStats:
-    """Counts since the start, and what is held now."""
+    """Counts since the start, and the leases of now."""
 
-    verdicts: dict[str, int]  # signals by what became of them
+    verdicts: dict[str, int]  # signals by verdict
     leases: int
     held_pages: int
-    used: int  # leases whose rank came in time
+    used: int  # leases whose rank request arrived in time
     expired: int
-    lost: int  # leases dropped because what was computed for them did not stay in the pool
-    compute_share: float  # of late time that went, or is about to go, into computing ahead
-    steps: int  # that computed ahead
-    busy_s: float  # that they took
-    failed: int  # steps that did not
+    lost: int  # leases whose prefix was evicted while it was computed
+    compute_share: float  # share of time spent recently on, or promised to, computing ahead
+    steps: int  # steps that computed ahead
+    busy_s: float  # time of these steps
+    failed: int  # steps that failed
 
 
-class _Signal(NamedTuple):
-    """A signal that waits for the step that runs."""
+class _WaitingSignal(NamedTuple):
+    """A signal that waits for the end of the running step."""
 
     request: PrefillRequest
     history: Prepared
@@ -54,7 +54,7 @@ class _Job:
 
     whole: Prepared
     lease: Lease
-    reached: int = 0  # tokens that were there when its last chunk had been computed
+    reached: int = 0  # resident tokens after its last chunk
 
     @property
     def user_id(self) -> int:
@@ -62,7 +62,7 @@ class _Job:
 
 
 class Relay:
-    """Signals in, chunks of prefixes out, whenever no rank waits."""
+    """Takes signals, and plans chunks of prefixes while no request waits."""
 
     def __init__(self, config: RelayConfig, scheduler: Scheduler, kv: KVCache, costs: StepCosts) -> None:
         self._config = config
@@ -71,8 +71,8 @@ class Relay:
         self._costs = costs
         self._leases = Leases(config.longest_hold_ms)
         self._jobs: deque[_Job] = deque()
-        self._in_step: list[_Job] = []  # whose chunks are planned or running, in the order of the batch
-        self._waiting: deque[_Signal] = deque()  # its own calls are safe without the engine's lock
+        self._in_step: list[_Job] = []  # jobs with planned or running chunks, in the order of the batch
+        self._waiting: deque[_WaitingSignal] = deque()  # thread-safe without the engine's lock
         self._ended_by: HelmRecError | None = None
         self._share, self._busy_share = ComputeShare(), ComputeShare()
         self._verdicts: Counter[Verdict] = Counter()
@@ -84,44 +84,44 @@ class Relay:
         return bool(self._verdicts)
 
     def submit(self, request: PrefillRequest, history: Prepared) -> "Future[PrefillResult]":
-        """Take a signal without waiting for the step that runs, so without the engine's lock; the next one decides."""
+        """Take a signal, without the engine's lock; the next step decides about it."""
         future: Future[PrefillResult] = Future()
         future.set_running_or_notify_cancel()
-        if len(self._waiting) >= self._config.max_leases:  # what comes faster than steps is not worth looking at
+        if len(self._waiting) >= self._config.max_leases:  # signals arrive faster than steps end
             self._verdicts[Verdict.TOO_BUSY] += 1
             future.set_result(PrefillResult(Verdict.TOO_BUSY, lease=None))
         else:
-            self._waiting.append(_Signal(request, history, future))
-            if self._ended_by is not None:  # since the caller looked: nobody else will tell it
+            self._waiting.append(_WaitingSignal(request, history, future))
+            if self._ended_by is not None:  # closed in the meantime: no step will decide
                 self.refuse_waiting(self._ended_by)
         return future
 
     def begin_step(self, kv_pages: int, now: float) -> list[Reply]:
-        """End leases, and decide about signals submitted since; the caller tells them with no lock held."""
+        """End leases and decide about waiting signals; the caller completes their futures without any lock."""
         self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         return [Reply(each.future, self._taken(each, kv_pages, now)) for each in waiting]
 
-    def _taken(self, signal: _Signal, kv_pages: int, now: float) -> PrefillResult | Exception:
-        """The verdict, or what went wrong with this signal: the others are decided all the same."""
+    def _taken(self, signal: _WaitingSignal, kv_pages: int, now: float) -> PrefillResult | Exception:
+        """The verdict, or the error of this signal, so that the other signals are decided too."""
         try:
             return self._take(signal.request, signal.history, kv_pages, now)
         except Exception as error:
             return error
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Needs no lock."""
-        with suppress(IndexError):  # empty, perhaps because another thread does the same
+        """Fail all waiting signals; needs no lock."""
+        with suppress(IndexError):  # empty, possibly emptied by another thread
             while True:
                 self._waiting.popleft().future.set_exception(error)
 
     def close(self, error: HelmRecError) -> None:
-        """Refuse signals that wait, and whatever is submitted after."""
+        """Fail waiting signals and all later ones; needs no lock."""
         self._ended_by = error
         self.refuse_waiting(error)
 
     def signal(self, request: PrefillRequest, history: Prepared, kv_pages: int, now: float) -> PrefillResult:
-        """Take a user's history to be computed ahead, or say why not."""
+        """Decide about a signal at once."""
         self.expire(now)
         return self._take(request, history, kv_pages, now)
 
@@ -129,7 +129,7 @@ class Relay:
         total, user_id = history.history.num_tokens, request.user_id
         missing = max(0, self._num_ahead(history) - self._kv.resident_tokens(history.history))
         num_pages = -(-total // self._kv.limits.page_tokens)
-        signal = Signal(
+        signal = PrefillSignal(
             inline_ms=self._inline_ms(total, missing, request.num_candidates, now),
             budget_ms=request.budget_ms or self._config.budget_ms,
             ahead_s=self._ahead_s(total, missing),
@@ -137,7 +137,7 @@ class Relay:
             num_pages=num_pages,
             is_held=user_id in self._leases,
         )
-        load = Load(self._leases.held_pages, kv_pages, len(self._leases), self._compute_share(now))
+        load = RelayLoad(self._leases.held_pages, kv_pages, len(self._leases), self._compute_share(now))
         verdict = decide(self._config, signal, load)
         self._verdicts[verdict] += 1
         if verdict not in (Verdict.ADMITTED, Verdict.RESIDENT):
@@ -150,20 +150,20 @@ class Relay:
         return PrefillResult(verdict, lease)
 
     def _compute_share(self, now: float) -> float:
-        """Of late time, that went into computing ahead, and what has been promised of the time to come."""
+        """The share of time for computing ahead: what was spent recently, and what is promised."""
         return self._share.share(now) + self._leases.promised_s / SHARE_S
 
     def _ahead_s(self, total: int, missing: int) -> float:
-        """What computing the rest of a history ahead would take, chunk by chunk."""
+        """Expected time to compute the rest of a history ahead, in chunks."""
         num_steps = -(-missing // self._scheduler.chunk_tokens)
         floor_s = self._costs.seconds(0, 0.0, is_whole_step=True)
         return self._costs.seconds(missing, missing * (total - missing / 2)) + num_steps * floor_s
 
     def _inline_ms(self, total: int, missing: int, num_candidates: int, now: float) -> float:
-        """What the rank would take by itself: its step, as steps so far tell, and its wait behind others.
+        """Expected latency of the rank request without computing ahead: its step, and its wait for others.
 
-        Those that wait now are known; those that will come before it are expected to be as many as of late, and what
-        is computed ahead of ranks now would be part of them.
+        The requests that wait now are known. Those that arrive before it are estimated from the recent load, which
+        includes steps that compute ahead.
         """
         pairs = missing * (total - missing / 2) + num_candidates * total
         step_ms = 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
@@ -171,9 +171,9 @@ class Relay:
         return self._scheduler.wait_ms + step_ms / idle
 
     def next_batch(self, now: float) -> Batch | None:
-        """The next chunk: of the oldest prefix, and of those after it while there is room in the step.
+        """A step with the next chunk of the oldest prefix, and of later ones while there is room.
 
-        None if none is wanted, or its pages are held by others for now.
+        None if there is nothing to compute, or if too few pages can be freed now.
         """
         members: list[Scheduled] = []
         looked_at: list[_Job] = []
@@ -184,7 +184,7 @@ class Relay:
                 continue
             looked_at.append(job)
             chunk = self._next_chunk(job.whole, left)
-            most = chunk.history.num_tokens + chunk.request_rows.size  # if nothing that is resident were fresh
+            most = chunk.history.num_tokens + chunk.request_rows.size  # in case no resident token is fresh
             member = None if members and most > room else self._scheduler.plan_ahead(chunk, now)
             if member is None:
                 break
@@ -196,8 +196,11 @@ class Relay:
         return self._scheduler.batch_ahead(members, now) if members else None
 
     def _is_wanted(self, job: _Job) -> bool:
-        """Whether there is more to compute. A lease is dropped if what was computed for it is not there any more:
-        the pool has become too small for it, and to compute it again would not end."""
+        """Whether a job has a lease and tokens left to compute.
+
+        If computed tokens were evicted, the pool is too small for them: the lease ends, since computing them again
+        might never end.
+        """
         if not self._leases.is_held(job.lease):
             return False
         resident = self._kv.resident_tokens(job.whole.history)
@@ -206,13 +209,15 @@ class Relay:
             self._kv.release(job.user_id)
             return False
         if resident >= self._num_ahead(job.whole):
-            self._leases.keep_promise(job.user_id)
+            self._leases.end_promise(job.user_id)
             return False
         return True
 
     def _num_ahead(self, whole: Prepared) -> int:
-        """Tokens of a history to compute ahead. A step must compute an event, though pages may come from the host:
-        so none ends with a page, and the rank computes a last token that does."""
+        """Tokens of a history to compute ahead; never a whole number of pages.
+
+        A step must compute at least one event, even if all full pages come from the host.
+        """
         total = whole.history.num_tokens
         num_tokens = total - (total % self._kv.limits.page_tokens == 0)
         return num_tokens if num_tokens > whole.history.context_rows.size else 0
@@ -225,14 +230,14 @@ class Relay:
         return _first_tokens(whole, min(end, self._num_ahead(whole)))
 
     def expire(self, now: float) -> None:
-        """Let go what no rank has come for, and keep what is held away from eviction."""
+        """End leases whose time is over, and make the prefixes of the others the last to be evicted."""
         for user_id in self._leases.expire(now):
             self._kv.release(user_id)
         for user_id in self._leases.users:
             self._kv.hold(user_id)
 
     def note_step(self, batch: Batch, took_s: float, now: float) -> None:
-        """A step has ended. Where it served ranks, what was held for their users has had its use."""
+        """Record a step that has ended; end the leases of the users whose rank requests it served."""
         self._busy_share.add(now, took_s)
         if batch.is_ahead:
             self._steps += 1
@@ -245,19 +250,19 @@ class Relay:
             self._leases.use(member.request.history.user_id)
 
     def note_failed(self, batches: Sequence[Batch]) -> None:
-        """What these were to compute ahead is not held."""
+        """Drop the leases of failed steps that computed ahead."""
         for batch in batches:
             self._failed += batch.is_ahead
             for member in batch.members if batch.is_ahead else ():
                 self.drop(member.request.history.user_id)
 
     def drop(self, user_id: int) -> None:
-        """The user is forgotten, or computing ahead for it has failed: nothing of it is computed any more."""
+        """End the lease and the jobs of a user that is forgotten, or whose step failed."""
         self._leases.drop(user_id)
         self._jobs = deque(job for job in self._jobs if job.user_id != user_id)
 
     def forget(self, user_id: int) -> list[Reply]:
-        """Drop the user, and decide against its signals that wait; the caller tells them with no lock held."""
+        """Drop a user and refuse its waiting signals; the caller completes their futures without any lock."""
         self.drop(user_id)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._waiting.extendleft(reversed([each for each in waiting if each.request.user_id != user_id]))
@@ -266,6 +271,7 @@ class Relay:
         return [Reply(future, PrefillResult(Verdict.FORGOTTEN, lease=None)) for future in futures]
 
     def stats(self, now: float) -> RelayStats:
+        """Statistics since the start."""
         leases = self._leases
         return RelayStats(
             verdicts={verdict.value: self._verdicts[verdict] for verdict in Verdict},
@@ -281,11 +287,12 @@ class Relay:
         )
 
     def check(self) -> None:
+        """Assert the invariants of the leases."""
         self._leases.check()
 
 
 def _first_tokens(whole: Prepared, num_tokens: int) -> Prepared:
-    """The same history cut after so many tokens."""
+    """The history cut after `num_tokens` tokens."""
     history = whole.history
     num_events = max(0, num_tokens - history.context_rows.size)
     if num_events >= whole.num_events:

@@ -1,6 +1,6 @@
-"""Which early signals are worth computing ahead: those whose rank would otherwise risk its budget, within bounds.
+"""Decides which early signals to compute ahead: those whose rank would otherwise risk its budget, within bounds.
 
-Pure: everything it decides on comes in as a value. It knows no engine, no clock and no pages.
+A pure function of its arguments; it knows no engine, no clock and no pages.
 """
 
 from enum import StrEnum
@@ -8,43 +8,43 @@ from typing import NamedTuple
 
 from helmrec.config import RelayConfig
 
-SHARE_S = 1.0  # over which the share of time that goes into computing ahead is taken
+SHARE_S = 1.0  # period over which the share of time for computing ahead is averaged
 
 
 class Verdict(StrEnum):
-    """What became of a signal, and why."""
+    """The decision about a signal."""
 
     ADMITTED = "admitted"
-    RESIDENT = "resident"  # nothing is left to compute, so it is only held
+    RESIDENT = "resident"  # nothing is left to compute, so the prefix is only held
     NOT_AT_RISK = "not at risk"
     HELD_ALREADY = "held already"
     NO_ROOM = "no room"
     TOO_BUSY = "too busy"
-    FORGOTTEN = "forgotten"  # its user was, while the signal waited
+    FORGOTTEN = "forgotten"  # its user was forgotten while the signal waited
 
 
-class Signal(NamedTuple):
-    """What is known when a signal comes."""
+class PrefillSignal(NamedTuple):
+    """A signal with the costs of its prefix."""
 
-    inline_ms: float  # that a rank would take now, with nothing computed ahead: its wait and its step
+    inline_ms: float  # expected latency of its rank without computing ahead: wait and step
     budget_ms: float
-    ahead_s: float  # that computing ahead would take
-    num_missing: int  # tokens that would be computed ahead
+    ahead_s: float  # expected time for computing ahead
+    num_missing: int  # tokens to compute ahead
     num_pages: int  # of the whole prefix
-    is_held: bool  # its user has a lease
+    is_held: bool  # whether its user has a lease
 
 
-class Load(NamedTuple):
-    """How far the bounds are used up."""
+class RelayLoad(NamedTuple):
+    """How much of the bounds is used."""
 
     held_pages: int
     kv_pages: int
     num_leases: int
-    compute_share: float  # of late time that went, or is about to go, into computing ahead
+    compute_share: float  # share of time spent recently on, or promised to, computing ahead
 
 
-def decide(config: RelayConfig, signal: Signal, load: Load) -> Verdict:
-    """Cheap refusals first; bounds are never exceeded, whoever asks."""
+def decide(config: RelayConfig, signal: PrefillSignal, load: RelayLoad) -> Verdict:
+    """Return the verdict on a signal. The bounds are never exceeded."""
     if signal.is_held:
         return Verdict.HELD_ALREADY
     if signal.inline_ms < config.risk * signal.budget_ms:

@@ -1,29 +1,27 @@
-"""What the hit rates of both caches would be at other splits of the pool: `joint` says how, and what is left out.
+"""Miss curves: the hit rates that both caches would have at other splits of the pool (see `joint`).
 
-`History`, `serve`, `put_aside` and `shadows` are for compiled code that serves requests of its own making.
+`HistoryVisit`, `serve`, `put_aside` and `shadows` are for compiled code of other packages that feeds the curves.
 """
 
 from helmrec.memory.miss_curves.joint import (
     GRID,
     MOST_WAITING,
+    CurveRequest,
     JointCurves,
     JointMissCurves,
     MissCurveConfig,
-    Observed,
-    Whole,
 )
-from helmrec.memory.miss_curves.kv import History
+from helmrec.memory.miss_curves.kv import HistoryVisit
 from helmrec.memory.miss_curves.step import put_aside, serve, shadows
 
 __all__ = [
     "GRID",
     "MOST_WAITING",
-    "History",
+    "CurveRequest",
+    "HistoryVisit",
     "JointCurves",
     "JointMissCurves",
     "MissCurveConfig",
-    "Observed",
-    "Whole",
     "put_aside",
     "serve",
     "shadows",

@@ -1,8 +1,8 @@
-"""Which users' prefixes would be resident at each of several KV shares, by the rules of `KVCache`.
+"""The prefixes that would be resident at each of several KV shares, by the rules of `KVCache`.
 
-One exact LRU of users per share: users are few beside rows, and whether a first visit is kept because pages are free
-anyway differs from share to share, which one reuse distance for all could not tell. Does not know pages by number,
-forks or the host tier: a history that changed replaces the one before.
+Each share has an exact LRU order of users. A single reuse distance for all shares is not enough: whether a first visit
+is kept because pages are free differs between shares. Pages are counted, not identified; forks and the host tier are
+left out, so a changed history replaces the previous one.
 """
 
 from collections import OrderedDict
@@ -17,28 +17,28 @@ from helmrec.memory.miss_curves.lru import OUT, Lines, close_gaps, coldest, join
 Tokens = NDArray[np.int64]  # (columns,)
 
 
-class KVState(NamedTuple):
+class KVShadowState(NamedTuple):
     """Arrays of all shares, for compiled loops."""
 
     queue: NDArray[np.int32]
     place: NDArray[np.int32]
     ends: NDArray[np.int64]
     held: NDArray[np.int32]  # (users, 2, columns) pages and tokens of each prefix
-    pages: NDArray[np.int64]  # (2, columns) pages nobody holds, and how many of them are kept for the next step
+    pages: NDArray[np.int64]  # (2, columns) free pages, and how many of them are reserved for the next step
 
 
-class History(NamedTuple):
-    """What a visit brings."""
+class HistoryVisit(NamedTuple):
+    """The history of one request."""
 
     user: int  # its small id
     num_tokens: int
-    unchanged: int  # leading tokens that are as they were at the last visit
+    unchanged: int  # leading tokens equal to those of the last visit
     page_tokens: int
     is_kept: bool  # even if that displaces others
 
 
 class KVShadows:
-    """Users in order of their last visit, and their resident tokens for each of `kv_pages`, the pages KV would have."""
+    """Users in LRU order and their resident tokens, for each of `kv_pages`, the number of KV pages at each share."""
 
     def __init__(self, kv_pages: list[int], batch_pages: int, max_users: int) -> None:
         pages = np.array(kv_pages, np.int64)
@@ -48,19 +48,14 @@ class KVShadows:
         self._visits = [0] * 1_024
         lines = make_lines(pages.size, 1_024, 2 * max_users + 64)
         reserve = np.maximum(1, np.minimum(batch_pages, pages // 4))
-        self.state = KVState(*lines, np.zeros((1_024, 2, pages.size), np.int32), np.array([pages, reserve]))
-
-    def resident(self, user: int) -> list[int]:
-        """Tokens of this user resident at each share now; nothing of a user not known."""
-        id_ = self._ids.get(user)
-        return [] if id_ is None else self.state.held[id_, 1].tolist()
+        self.state = KVShadowState(*lines, np.zeros((1_024, 2, pages.size), np.int32), np.array([pages, reserve]))
 
     def forgets_for(self, user: int) -> bool:
-        """Whether somebody must be forgotten if this user comes."""
+        """Whether a visit of this user makes another user be forgotten."""
         return len(self._ids) == self._max_users and user not in self._ids
 
     def arrive(self, user: int) -> tuple[int, int]:
-        """The small id of this user, and its visits so far, this one included."""
+        """Count a visit; return the small id of the user and its number of visits."""
         id_ = self._ids.get(user)
         if id_ is None:
             id_ = self._new_id()
@@ -81,22 +76,23 @@ class KVShadows:
             self._visits += [0] * id_
             lines = with_ids(Lines(*self.state[:3]), 2 * id_)
             held = np.pad(self.state.held, ((0, id_), (0, 0), (0, 0)))
-            self.state = KVState(*lines, held, self.state.pages)
+            self.state = KVShadowState(*lines, held, self.state.pages)
         return id_
 
     def check(self, page_tokens: int) -> None:
+        """Assert the invariants of pages, tokens and ids."""
         pages, tokens = self.state.held[:, 0], self.state.held[:, 1]
         assert np.array_equal(pages.sum(axis=0) + self.state.pages[0], self._kv_pages), "a page is lost"
         assert np.array_equal(self.state.place != OUT, pages > 0), (
-            "a prefix without pages is in line, or one with is not"
+            "a prefix without pages is in the LRU order, or one with pages is not"
         )
         assert np.array_equal(-(-tokens // page_tokens), pages), "pages and tokens disagree"
         assert sorted(self._ids.values()) == list(range(len(self._ids))), "two users share an id"
 
 
 @numba.njit(cache=True)
-def serve_history(state: KVState, history: History) -> Tokens:
-    """Serve a history at every share; returns the tokens found resident."""
+def serve_history(state: KVShadowState, history: HistoryVisit) -> Tokens:
+    """Serve a history at every share; return the resident tokens found at each."""
     close_gaps(Lines(state.queue, state.place, state.ends), 1)
     num_columns = state.ends.shape[1]
     found = np.empty(num_columns, np.int64)
@@ -106,23 +102,23 @@ def serve_history(state: KVState, history: History) -> Tokens:
 
 
 @numba.njit(cache=True, inline="always")
-def _serve_one(state: KVState, column: int, history: History) -> int:
+def _serve_one(state: KVShadowState, column: int, history: HistoryVisit) -> int:
     held, pages, user = state.held, state.pages, history.user
     resident = min(int(held[user, 1, column]), history.unchanged)
     kept_pages = -(-resident // history.page_tokens)
     pages[0, column] += held[user, 0, column] - kept_pages
-    state.place[user, column] = OUT  # pinned: the pages it needs are never its own
+    state.place[user, column] = OUT  # pinned: its own pages are not evicted for it
     needed = -(-history.num_tokens // history.page_tokens) - kept_pages
     _evict(state, column, needed - pages[0, column], history.page_tokens)
     has_room = pages[0, column] - needed >= pages[1, column]
-    has_earned = resident > 0 or history.is_kept
-    if needed <= pages[0, column] and (has_earned or has_room):
+    is_admitted = resident > 0 or history.is_kept
+    if needed <= pages[0, column] and (is_admitted or has_room):
         pages[0, column] -= needed
         held[user, 0, column] = kept_pages + needed
         held[user, 1, column] = history.num_tokens
-        if has_earned:
+        if is_admitted:
             join(state.queue, state.place, state.ends, column, user)
-        else:  # a guest, whose pages nobody else wants yet
+        else:  # probationary: the first to be evicted
             join_first(Lines(state.queue, state.place, state.ends), column, user)
     else:
         pages[0, column] += kept_pages
@@ -132,8 +128,8 @@ def _serve_one(state: KVState, column: int, history: History) -> int:
 
 
 @numba.njit(cache=True, inline="always")
-def _evict(state: KVState, column: int, num_pages: int, page_tokens: int) -> None:
-    """Free pages of the coldest users, the tail of a history first."""
+def _evict(state: KVShadowState, column: int, num_pages: int, page_tokens: int) -> None:
+    """Free pages of the coldest users, the tail of each history first."""
     while num_pages > 0:
         user = coldest(state.queue, state.place, state.ends, column)
         if user == OUT:
@@ -150,7 +146,7 @@ def _evict(state: KVState, column: int, num_pages: int, page_tokens: int) -> Non
 
 @numba.njit(cache=True)
 def _forget(arrays: tuple[Any, ...], user: int) -> None:
-    state = KVState(*arrays)
+    state = KVShadowState(*arrays)
     for column in range(state.ends.shape[1]):
         state.pages[0, column] += state.held[user, 0, column]
         state.held[user, :, column] = 0

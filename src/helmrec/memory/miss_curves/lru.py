@@ -1,8 +1,8 @@
-"""Many exact LRU orders over the same small ids, one per column. Knows ids and columns, not what they stand for.
+"""Many exact LRU orders over the same small ids, one per column. Ids and columns have no meaning here.
 
-An order is a line that ids join at its end. Whoever joins again leaves a gap where it stood; gaps are skipped on the
-way to the coldest and closed when places run out, so a touch is two writes. Column c's line is
-`queue[c, first[c]:end[c]]`, and an entry counts if `place` says that its id stands there.
+An order is a queue: a touched id is appended, and its old entry becomes a gap. Gaps are skipped in the search for the
+coldest id and removed when the queue is full, so a touch is two writes. The queue of column c is
+`queue[c, first[c]:end[c]]`; an entry is valid if `place` holds its position.
 """
 
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-OUT = -1  # place of an id that does not stand in a line
+OUT = -1  # place of an id that is not in the queue
 
 Queue = NDArray[np.int32]  # (columns, places)
 Place = NDArray[np.int32]  # (ids, columns)
@@ -19,15 +19,17 @@ Ends = NDArray[np.int64]  # (2, columns): first and end
 
 
 class Lines(NamedTuple):
+    """The queues of all columns."""
+
     queue: Queue
     place: Place
     ends: Ends
 
 
 def make_lines(num_columns: int, num_ids: int, num_places: int, order: Literal["C", "F"] = "C") -> Lines:
-    """Empty lines. Twice the places of the longest line, and more, make closing gaps rare.
+    """Empty queues. With at least twice as many places as ids in the longest queue, gaps are rarely removed.
 
-    `order` "F" for those who go through one column after the other, not through all columns of an id.
+    Use `order` "F" for loops over the ids of one column, "C" for loops over the columns of one id.
     """
     return Lines(
         queue=np.empty((num_columns, num_places), np.int32),
@@ -37,7 +39,7 @@ def make_lines(num_columns: int, num_ids: int, num_places: int, order: Literal["
 
 
 def with_ids(lines: Lines, num_ids: int) -> Lines:
-    """The same lines, with room for more ids."""
+    """The same queues with room for more ids."""
     num_before, num_columns = lines.place.shape
     place = np.full((num_ids, num_columns), OUT, np.int32, "C" if lines.place.flags.c_contiguous else "F")
     place[:num_before] = lines.place
@@ -45,7 +47,7 @@ def with_ids(lines: Lines, num_ids: int) -> Lines:
 
 
 def with_places(lines: Lines, num_places: int) -> Lines:
-    """The same lines, with more places."""
+    """The same queues with more places."""
     queue = np.empty((lines.queue.shape[0], num_places), np.int32)
     queue[:, : lines.queue.shape[1]] = lines.queue
     return lines._replace(queue=queue)
@@ -53,14 +55,14 @@ def with_places(lines: Lines, num_places: int) -> Lines:
 
 @numba.njit(cache=True)
 def close_gaps(lines: Lines, num_joining: int) -> None:
-    """Make sure that many ids can join each line; there are places enough once its gaps are closed."""
+    """Remove gaps where needed, so that `num_joining` ids can be appended to each queue."""
     for column in range(lines.queue.shape[0]):
         close_gaps_of(lines.queue, lines.place, lines.ends, column, num_joining)
 
 
 @numba.njit(cache=True, inline="always")
 def close_gaps_of(queue: Queue, place: Place, ends: Ends, column: int, num_joining: int) -> None:
-    """The same for one line."""
+    """Remove the gaps of one queue if fewer than `num_joining` places are left."""
     if ends[1, column] + num_joining > queue.shape[1]:
         to = 0
         for at in range(ends[0, column], ends[1, column]):
@@ -75,7 +77,7 @@ def close_gaps_of(queue: Queue, place: Place, ends: Ends, column: int, num_joini
 
 @numba.njit(cache=True, inline="always")
 def join(queue: Queue, place: Place, ends: Ends, column: int, id_: int | np.int64) -> None:
-    """This id is now the hottest. `close_gaps` has made sure of a place."""
+    """Make this id the hottest. `close_gaps` must have made room."""
     end = ends[1, column]
     queue[column, end] = id_
     place[id_, column] = end
@@ -84,7 +86,7 @@ def join(queue: Queue, place: Place, ends: Ends, column: int, id_: int | np.int6
 
 @numba.njit(cache=True)
 def join_first(lines: Lines, column: int, id_: int | np.int64) -> None:
-    """This id is now the coldest. Where the line begins at the first place it is moved to the middle of all places."""
+    """Make this id the coldest. A queue that begins at the first place is moved to the middle before."""
     queue, place, ends = lines
     if ends[0, column] == 0:
         close_gaps_of(queue, place, ends, column, queue.shape[1])
@@ -101,7 +103,7 @@ def join_first(lines: Lines, column: int, id_: int | np.int64) -> None:
 
 @numba.njit(cache=True, inline="always")
 def coldest(queue: Queue, place: Place, ends: Ends, column: int) -> np.int64:
-    """The id that joined longest ago, or OUT of an empty line; it stays."""
+    """Return the coldest id, or OUT if the queue is empty; the queue does not change."""
     at = ends[0, column]
     end = ends[1, column]
     while at < end and place[queue[column, at], column] != at:

@@ -1,11 +1,11 @@
-"""Which sampled rows would be resident at each of several embedding shares, by the rules of `EmbeddingCache`.
+"""The sampled rows that would be resident at each of several embedding shares, by the rules of `EmbeddingCache`.
 
-One exact LRU of sampled rows per share, its size scaled by the sampling rate, and the second-touch filter scaled
-likewise. Rows of one request are looked up together, then those missed are admitted, as a step does it: a row that a
-request misses twice counts twice. Does not know users, tokens or why a row was asked for.
+Each share has an exact LRU order of sampled rows; its size and the second-touch filter are scaled by the sampling rate.
+All rows of a request are looked up before the missed ones are admitted, as in a step: a row that a request misses twice
+counts twice. This module knows no users and no tokens.
 
-Shares know nothing of each other, so many requests are read at once, share by share: one share's arrays fit a core's
-cache, those of all do not.
+Shares are independent, so many requests are read at once, share by share: the arrays of one share fit the cache of a
+core, those of all shares do not.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ Counts = NDArray[np.int64]
 _NONE = -1
 
 
-class RowState(NamedTuple):
-    """Arrays of all shares, for compiled loops. Rows that any share holds have a small id, found by a chained hash."""
+class RowShadowState(NamedTuple):
+    """Arrays of all shares, for compiled loops. A row held by any share has a small id, found by a chained hash."""
 
     queue: NDArray[np.int32]
     place: NDArray[np.int32]
@@ -33,16 +33,16 @@ class RowState(NamedTuple):
     rows: Rows  # (ids,) the row of each id, _NONE if the id is free
     after: Ids  # (ids,) next id of the same bucket, or next free id
     bucket: Ids  # (power of two,)
-    is_asked: NDArray[np.bool_]  # (ids,) by a request that is being read: not to be released
-    missed_in: Counts  # (ids,) the step that missed it last, numbered over all shares
-    numbers: Counts  # (3,) the first free id, how many there are, and steps so far
-    slots: NDArray[np.int64]  # (2, columns) empty ones, and misses seen by the filter since it aged
-    sketch: NDArray[np.uint8]  # (columns, 2, power of two) counters of `SecondTouch`; no size: every row is admitted
+    is_read: NDArray[np.bool_]  # (ids,) read by the current requests, so not to be released
+    missed_in: Counts  # (ids,) the last step that missed it, numbered across all shares
+    numbers: Counts  # (3,) the first free id, the number of free ids, and the number of steps
+    slots: NDArray[np.int64]  # (2, columns) empty slots, and misses counted by the filter since it last aged
+    sketch: NDArray[np.uint8]  # (columns, 2, power of two) counters of `SecondTouch`; empty if every row is admitted
     age_after: NDArray[np.int64]  # (1,) misses
 
 
-class Asked(NamedTuple):
-    """Rows of some requests, one after the other. Share c reads those of step s from `first_read[s, c]` on."""
+class RowSteps(NamedTuple):
+    """Rows of consecutive requests, one step each. Share c reads those of step s from `first_read[s, c]` on."""
 
     rows: Rows
     ends: Counts  # (steps + 1,) of each step in `rows`, with a leading 0
@@ -50,10 +50,10 @@ class Asked(NamedTuple):
 
 
 class RowShadows:
-    """Resident sampled rows for each of `capacities`, in sampled rows."""
+    """Resident sampled rows for each of `capacities`, the number of sampled rows at each share."""
 
     def __init__(self, capacities: list[int], filter_slots: int | None, rate: float) -> None:
-        """`filter_slots`: slots of the whole pool, which size the second-touch filter; None admits every row."""
+        """`filter_slots`: slots of the whole pool, which determine the size of the filter; None admits every row."""
         assert capacities
         self._capacity = np.array(capacities, np.int64)
         self._longest = max(capacities)
@@ -61,12 +61,14 @@ class RowShadows:
         lines = make_lines(columns, 1_024, 2 * self._longest + 4_096, "F")
         sketch, age_after = _make_filter(columns, filter_slots, rate)
         slots = np.array([self._capacity, np.zeros(columns, np.int64)])
-        self.state = RowState(**lines._asdict(), **_empty_table(1_024), slots=slots, sketch=sketch, age_after=age_after)
+        self.state = RowShadowState(
+            **lines._asdict(), **_empty_table(1_024), slots=slots, sketch=sketch, age_after=age_after
+        )
 
-    def read(self, asked: Asked, missed: NDArray[np.float64], decay: float) -> None:
-        """Serve these steps at every share; `missed` (columns,) fades by `decay` a step and grows by its misses."""
-        self._reserve(asked.rows.size)
-        _read(tuple(self.state), tuple(asked), missed, decay)
+    def read(self, steps: RowSteps, missed: NDArray[np.float64], decay: float) -> None:
+        """Serve these steps at every share; `missed` (columns,) decays by `decay` per step and grows by its misses."""
+        self._reserve(steps.rows.size)
+        _read(tuple(self.state), tuple(steps), missed, decay)
 
     def _reserve(self, num_rows: int) -> None:
         if self.state.numbers[1] < num_rows:
@@ -85,13 +87,14 @@ class RowShadows:
         _rehash(tuple(old), tuple(self.state))
 
     def check(self) -> None:
+        """Assert the invariants of slots and ids."""
         state = self.state
         resident = state.place != OUT
         assert np.array_equal(resident.sum(axis=0) + state.slots[0], self._capacity), "a slot is lost"
         assert np.array_equal(state.rows != _NONE, resident.any(axis=1)), (
             "an id without a row is in use, or one is lost"
         )
-        assert not state.is_asked.any(), "a mark outlived its step"
+        assert not state.is_read.any(), "a row is still marked as read"
         assert np.count_nonzero(state.rows == _NONE) == state.numbers[1], "a free id is lost"
 
 
@@ -101,25 +104,25 @@ def _empty_table(num_ids: int) -> dict[str, Any]:
         "rows": np.full(num_ids, _NONE, np.int64),
         "after": np.arange(1, num_ids + 1, dtype=np.int32),
         "bucket": np.full(2 * num_ids, _NONE, np.int32),
-        "is_asked": np.zeros(num_ids, np.bool_),
+        "is_read": np.zeros(num_ids, np.bool_),
         "missed_in": np.zeros(num_ids, np.int64),
         "numbers": np.array([0, num_ids, 0], np.int64),
     }
 
 
 def _make_filter(columns: int, slots: int | None, rate: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """As `SecondTouch` sizes its own, scaled: it ages after the same share of the stream."""
+    """Counters of the size that `SecondTouch` uses, scaled by the rate: they age after the same share of the stream."""
     if slots is None:
         return np.zeros((columns, 2, 0), np.uint8), np.zeros(1, np.int64)
     scaled = rate * (1 << max(10, (8 * slots - 1).bit_length()))
-    size = 1 << max(3, round(np.log2(scaled)))  # a power of two as near as there is, so its load is about the same
+    size = 1 << max(3, round(np.log2(scaled)))  # the nearest power of two
     return np.zeros((columns, 2, size), np.uint8), np.array([max(1, round(scaled / 4))])
 
 
 @numba.njit(cache=True)
 def _rehash(old_arrays: tuple[Any, ...], new_arrays: tuple[Any, ...]) -> None:
-    """Ids stay what they are; those in use are no longer free in the new table."""
-    old, new = RowState(*old_arrays), RowState(*new_arrays)
+    """Copy the rows of the old table into the new one; ids stay the same."""
+    old, new = RowShadowState(*old_arrays), RowShadowState(*new_arrays)
     mask = np.uint64(new.bucket.size - 1)
     first_free = np.int64(_NONE)
     for id_ in range(new.rows.size - 1, -1, -1):
@@ -137,36 +140,36 @@ def _rehash(old_arrays: tuple[Any, ...], new_arrays: tuple[Any, ...]) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _read(
-    state_arrays: tuple[Any, ...], asked_arrays: tuple[Any, ...], missed: NDArray[np.float64], decay: float
+    state_arrays: tuple[Any, ...], step_arrays: tuple[Any, ...], missed: NDArray[np.float64], decay: float
 ) -> None:
-    """Plain tuples come in: named ones take three times as long to hand over."""
-    state, asked = RowState(*state_arrays), Asked(*asked_arrays)
-    ids = _take_ids(state, asked.rows)
+    """Read all steps at every share. Takes plain tuples: named ones take three times as long to pass from Python."""
+    state, steps = RowShadowState(*state_arrays), RowSteps(*step_arrays)
+    ids = _take_ids(state, steps.rows)
     for column in range(missed.size):
-        missed[column] = _read_column(state, asked, ids, column, missed[column], decay)
+        missed[column] = _read_column(state, steps, ids, column, missed[column], decay)
     _settle(state, ids)
 
 
-# In the loops below arrays are locals: taken from a tuple inside, each would be counted as a reference every time.
+# The loops below use local arrays: an array read from a tuple inside a loop is reference-counted every time.
 
 
 @numba.njit(cache=True)
-def _take_ids(state: RowState, asked: Rows) -> Ids:
-    """The id of each row, a new one if it had none; none of them is released before `_settle`."""
-    rows, after, bucket, numbers, is_asked = state.rows, state.after, state.bucket, state.numbers, state.is_asked
-    ids = np.empty(asked.size, np.int32)
-    for i in range(asked.size):
-        id_ = _id_of(rows, after, bucket, numbers, asked[i])
-        is_asked[id_] = True
+def _take_ids(state: RowShadowState, read: Rows) -> Ids:
+    """The id of each row, a new one if it has none; none of them is released before `_settle`."""
+    rows, after, bucket, numbers, is_read = state.rows, state.after, state.bucket, state.numbers, state.is_read
+    ids = np.empty(read.size, np.int32)
+    for i in range(read.size):
+        id_ = _id_of(rows, after, bucket, numbers, read[i])
+        is_read[id_] = True
         ids[i] = id_
     return ids
 
 
 @numba.njit(cache=True)
-def _read_column(state: RowState, asked: Asked, ids: Ids, column: int, missed: float, decay: float) -> float:
-    """All steps at one share: look all rows of a step up, then admit what it missed. Returns `missed` as it is then."""
+def _read_column(state: RowShadowState, steps: RowSteps, ids: Ids, column: int, missed: float, decay: float) -> float:
+    """Read all steps at one share: look up the rows of a step, then admit those missed. Return the updated `missed`."""
     queue, place, ends, missed_in, numbers = state.queue, state.place, state.ends, state.missed_in, state.numbers
-    step_ends, first_read, fresh = asked.ends, asked.first_read, np.empty(asked.rows.size, np.int64)
+    step_ends, first_read, fresh = steps.ends, steps.first_read, np.empty(steps.rows.size, np.int64)
     for step in range(first_read.shape[0]):
         begin, end = step_ends[step] + first_read[step, column], step_ends[step + 1]
         if begin == end:
@@ -187,13 +190,13 @@ def _read_column(state: RowState, asked: Asked, ids: Ids, column: int, missed: f
                 num_fresh += 1
         if num_fresh:
             _age(state, num_fresh, column)
-            _admit(state, asked.rows, ids, fresh[:num_fresh], column)
+            _admit(state, steps.rows, ids, fresh[:num_fresh], column)
         missed = missed * decay + misses
     return missed
 
 
 @numba.njit(cache=True)
-def _age(state: RowState, num_missed: int, column: int) -> None:
+def _age(state: RowShadowState, num_missed: int, column: int) -> None:
     seen, sketch = state.slots[1], state.sketch[column]
     if not sketch.size:
         return
@@ -206,16 +209,16 @@ def _age(state: RowState, num_missed: int, column: int) -> None:
 
 
 @numba.njit(cache=True)
-def _admit(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -> None:
-    """Give missed rows that earn it a slot, in order of first touch."""
-    queue, place, ends, is_asked = state.queue, state.place, state.ends, state.is_asked
+def _admit(state: RowShadowState, read: Rows, ids: Ids, fresh: Counts, column: int) -> None:
+    """Admit missed rows that pass the filter, in order of first touch."""
+    queue, place, ends, is_read = state.queue, state.place, state.ends, state.is_read
     rows, after, bucket, numbers = state.rows, state.after, state.bucket, state.numbers
     sketch, free = state.sketch[column], state.slots[0]
-    room = free[column]  # empty slots cost nobody anything: the first missed rows take them
+    room = free[column]  # empty slots: the first missed rows take them without passing the filter
     for i in fresh:
-        is_worthy = _is_second_touch(sketch, asked[i]) or room > 0
+        is_admitted = _is_second_touch(sketch, read[i]) or room > 0
         room -= 1
-        if not is_worthy:
+        if not is_admitted:
             continue
         if free[column] == 0:
             cold = coldest(queue, place, ends, column)
@@ -223,8 +226,8 @@ def _admit(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -
                 continue
             place[cold, column] = OUT
             free[column] = 1
-            # Who is not asked for can only leave the other shares, never come to one: the last to drop it releases it.
-            if not is_asked[cold] and not _is_held(place, cold):
+            # A row that no request reads now can only leave other shares: the last share to evict it releases its id.
+            if not is_read[cold] and not _is_held(place, cold):
                 _release(rows, after, bucket, numbers, cold)
         join(queue, place, ends, column, ids[i])
         free[column] -= 1
@@ -232,9 +235,9 @@ def _admit(state: RowState, asked: Rows, ids: Ids, fresh: Counts, column: int) -
 
 @numba.njit(cache=True, inline="always")
 def _is_second_touch(sketch: NDArray[np.uint8], row: int) -> bool:
-    """Count a miss; whether the row was missed before, lately. Counters are those `SecondTouch` has.
+    """Count a miss; return whether the row was missed recently, by the counters of `SecondTouch`.
 
-    Without a filter every row was.
+    Without a filter this is always true.
     """
     if not sketch.size:
         return True
@@ -258,19 +261,19 @@ def _is_held(place: NDArray[np.int32], id_: np.int64) -> bool:
 
 
 @numba.njit(cache=True)
-def _settle(state: RowState, ids: Ids) -> None:
-    """All was read: rows no share holds give their ids back."""
+def _settle(state: RowShadowState, ids: Ids) -> None:
+    """Release the ids of rows that no share holds."""
     rows, after, bucket, numbers = state.rows, state.after, state.bucket, state.numbers
-    place, is_asked = state.place, state.is_asked
+    place, is_read = state.place, state.is_read
     for id_ in ids:
-        is_asked[id_] = False
+        is_read[id_] = False
         if rows[id_] != _NONE and not _is_held(place, id_):
             _release(rows, after, bucket, numbers, id_)
 
 
 @numba.njit(cache=True, inline="always")
 def _id_of(rows: Rows, after: Ids, bucket: Ids, numbers: Counts, row: int) -> np.int64:
-    """The row's id, a new one if it had none."""
+    """The id of a row, a new one if it has none."""
     at = row_hash(row) & np.uint64(bucket.size - 1)
     id_ = np.int64(bucket[at])
     while id_ != _NONE and rows[id_] != row:

@@ -1,1 +1,1 @@
-"""One simulated node: a compiled twin of scheduler, pool and both caches of an engine."""
+"""One simulated node: the scheduler, pool and caches of an engine, reimplemented as compiled loops."""

@@ -1,4 +1,4 @@
-"""Settings of a simulated node, and what a trace asks of it: checked here, then handed to compiled code."""
+"""Settings of a simulated node and requests of a trace: checked here, then converted for compiled code."""
 
 import numpy as np
 from pydantic import Field
@@ -8,7 +8,7 @@ from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.geometry import PageGeometry
 from helmrec.model.config import ModelConfig
 from helmrec.sim.cost import CostModel
-from helmrec.sim.node.host import PLACES
+from helmrec.sim.node.host import MAX_POSITIONS
 from helmrec.sim.node.kv import KVRules
 from helmrec.sim.node.relay import relay_rules
 from helmrec.sim.node.state import ALWAYS_RELOAD, MEASURED_RELOAD, NEVER_RELOAD, Requests, Setup
@@ -16,19 +16,19 @@ from helmrec.traffic.rows import row_reads, row_space
 from helmrec.traffic.trace import Trace, index_histories
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PAGE_TOKENS = 128  # the engine's on a card
+_PAGE_TOKENS = 128  # the engine's default on a GPU
 _ADMISSION = {"always": 0, "second-visit": 1, "benefit": 2}
 _RELOAD = {"never": NEVER_RELOAD, "always": ALWAYS_RELOAD, "measured": MEASURED_RELOAD}
-_LINEAR_TOKENS = 2_048  # as ExpectedBenefit
+_LINEAR_TOKENS = 2_048  # as in ExpectedBenefit
 
 
 class NodeConfig(Frozen):
-    """One node: the engine's own settings over a model's shape. What the simulator cannot follow is refused."""
+    """One node: the engine's settings and a model's shape. Settings that the simulator does not support are errors."""
 
     model: ModelConfig
     engine: EngineConfig
-    row_sample: float = Field(1 / 256, gt=0, le=1, description="share of the rows that is simulated; 1 is all")
-    slo_ms: float = Field(80.0, gt=0, description="what answers are held against")
+    row_sample: float = Field(1 / 256, gt=0, le=1, description="share of the rows that is simulated; 1 simulates all")
+    slo_ms: float = Field(80.0, gt=0, description="latency limit that counts as met or missed")
 
     @property
     def geometry(self) -> PageGeometry:
@@ -55,11 +55,11 @@ class NodeConfig(Frozen):
 
     @property
     def alpha_max(self) -> float:
-        """Beyond this, KV could not hold one request."""
+        """The largest EMB share at which KV can hold one request."""
         return 1 - self.request_pages / self.num_pages
 
     def pages_at(self, alpha: float) -> int:
-        """EMB pages of a split, rounded as the pool does."""
+        """EMB pages of a split, rounded as in the pool."""
         pages = int(np.floor(alpha * self.num_pages + 0.5))
         if not 0 <= alpha <= 1 or self.num_pages - pages < self.request_pages:
             raise AlphaOutOfRange(f"alpha must be between 0 and {self.alpha_max:.4f}, got {alpha!r}")
@@ -67,7 +67,7 @@ class NodeConfig(Frozen):
 
 
 def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
-    """`rate`: share of the rows that is simulated, as the row space came out."""
+    """Settings for compiled code. `rate`: the share of rows that is simulated, from the row space."""
     _check(config)
     engine, geometry = config.engine, config.geometry
     page_bytes = geometry.page_bytes
@@ -105,18 +105,18 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError(f"row_order must be 'lru' in the simulator, got {engine.row_order!r}")
     if engine.kv_freshness != "exact":
         raise ConfigError(f"kv_freshness must be 'exact' in the simulator, got {engine.kv_freshness!r}")
-    if config.request_pages >= PLACES:
-        raise ConfigError(f"a request must take fewer than {PLACES} pages, got {config.request_pages}")
+    if config.request_pages >= MAX_POSITIONS:
+        raise ConfigError(f"a request must take fewer than {MAX_POSITIONS} pages, got {config.request_pages}")
 
 
 def prepare_requests(trace: Trace, config: NodeConfig) -> Requests:
-    """What the requests of a trace ask of nodes like this one; shared by all of them."""
+    """The requests of a trace as seen by nodes of this configuration, which may share the result."""
     space = row_space(trace, config.model, config.row_sample)
     length, window = index_histories(trace).length, config.model.window
     step = max(1, window // 4)
-    place = -(-np.maximum(0, length - window) // step)  # as `window_anchor` of a client that sends the last events
-    if place.max(initial=0) >= PLACES:
-        raise ConfigError(f"a history must move through fewer than {PLACES} windows, got {place.max()}")
+    place = -(-np.maximum(0, length - window) // step)  # as in `window_anchor`, for a client that sends the last events
+    if place.max(initial=0) >= MAX_POSITIONS:
+        raise ConfigError(f"a history must span fewer than {MAX_POSITIONS} windows, got {place.max()}")
     return Requests(
         reads=row_reads(trace, space),
         window=place,

@@ -1,7 +1,7 @@
-"""The host tier for KV of a simulated node: `Expander` compiled, and the sealed pages that wait to be saved.
+"""The host tier for KV of a simulated node: a compiled `Expander`, and the queue of sealed pages to be saved.
 
-A page is found by whose it is, of which window, and its place: histories only grow, so that says as much as the chain
-state `memory/expander.py` looks it up by.
+The key of a page is its user, window and position. Histories only grow, so this key identifies a page as well as the
+chain state that `memory/expander.py` uses.
 """
 
 from enum import IntEnum
@@ -11,15 +11,15 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.node.jit import inner
+from helmrec.sim.node.jit import NONE, inner
+from helmrec.sim.node.links import Links, link_last, make_links, unlink
 from helmrec.types import IntArray
 
-NONE = -1
-PLACES = 4_096  # pages of a prefix, and windows of a user, are fewer
+MAX_POSITIONS = 4_096  # a prefix has fewer pages, and a user fewer windows
 
 
 class Host(IntEnum):
-    """Places in `HostState.counts`."""
+    """Indices into `HostState.counts`."""
 
     PAGES = 0
     SAVED = 1
@@ -27,26 +27,28 @@ class Host(IntEnum):
     EVICTED = 3
     WAITING_BEGIN = 4  # of the ring of sealed pages
     WAITING = 5
-    DROPPED = 6  # sealed pages the ring had no room for
 
 
 class HostState(NamedTuple):
+    """Pages on the host in LRU order, a hash table to find them, and the ring of pages to be saved."""
+
     counts: IntArray
     key: IntArray  # (slots,)
-    epoch: IntArray  # (slots,) row epoch the page was computed at
-    links: NDArray[np.int32]  # (slots + 1, 2) least recently wanted first; the last line holds the ends
-    bucket: NDArray[np.int32]  # (buckets,) first slot of each
+    epoch: IntArray  # (slots,) row epoch at which the page was computed
+    links: Links  # least recently used first
+    bucket: NDArray[np.int32]  # (buckets,) first slot of each bucket
     follower: NDArray[np.int32]  # (slots,) next slot of the same bucket
-    waiting: IntArray  # (ring, 4) prefix, its generation, first and end page
+    waiting: IntArray  # (ring, 4) prefix slot, its generation, first and end page
 
 
 def make_host(num_slots: int) -> HostState:
+    """An empty host tier of `num_slots` pages."""
     num_buckets = 1 << max(1, (2 * num_slots).bit_length())
     return HostState(
         counts=np.zeros(len(Host), np.int64),
         key=np.empty(num_slots, np.int64),
         epoch=np.empty(num_slots, np.int64),
-        links=np.full((num_slots + 1, 2), num_slots, np.int32),
+        links=make_links(num_slots),
         bucket=np.full(num_buckets, NONE, np.int32),
         follower=np.empty(num_slots, np.int32),
         waiting=np.empty((1 << 16 if num_slots else 1, 4), np.int64),
@@ -55,7 +57,7 @@ def make_host(num_slots: int) -> HostState:
 
 @inner
 def page_key(user: int, window: int, page: int) -> int:
-    return (user * PLACES + window) * PLACES + page
+    return (user * MAX_POSITIONS + window) * MAX_POSITIONS + page
 
 
 @inner
@@ -66,7 +68,7 @@ def _bucket_of(host: HostState, key: int) -> int:
 
 @numba.njit(cache=True)
 def find(host: HostState, key: int) -> int:
-    """The slot of a page, or NONE."""
+    """Return the slot of a page, or NONE."""
     slot = host.bucket[_bucket_of(host, key)]
     while slot != NONE and host.key[slot] != key:
         slot = host.follower[slot]
@@ -74,27 +76,15 @@ def find(host: HostState, key: int) -> int:
 
 
 @inner
-def want(host: HostState, slot: int) -> None:
-    """This page is now the last in line to leave."""
-    links = host.links
-    links[links[slot, 0], 1] = links[slot, 1]
-    links[links[slot, 1], 0] = links[slot, 0]
-    _put_last(links, slot)
-
-
-@inner
-def _put_last(links: NDArray[np.int32], slot: int) -> None:
-    ends = links.shape[0] - 1
-    last = links[ends, 0]
-    links[slot, 0] = last
-    links[slot, 1] = ends
-    links[last, 1] = slot
-    links[ends, 0] = slot
+def touch(host: HostState, slot: int) -> None:
+    """Make this page the most recently used one."""
+    unlink(host.links, slot)
+    link_last(host.links, slot)
 
 
 @inner
 def save(host: HostState, key: int, epoch: int) -> bool:
-    """Give a page a slot; False if it is held already, computed no earlier."""
+    """Store a page; return False if a copy that is at least as new is stored already."""
     slot = find(host, key)
     if slot != NONE and host.epoch[slot] >= epoch:
         return False
@@ -104,9 +94,9 @@ def save(host: HostState, key: int, epoch: int) -> bool:
         host.key[slot] = key
         host.follower[slot] = host.bucket[bucket]
         host.bucket[bucket] = slot
-        _put_last(host.links, slot)
+        link_last(host.links, slot)
     else:
-        want(host, slot)
+        touch(host, slot)
     host.epoch[slot] = epoch
     host.counts[Host.SAVED] += 1
     return True
@@ -118,10 +108,8 @@ def _take_slot(host: HostState) -> int:
         host.counts[Host.PAGES] += 1
         return host.counts[Host.PAGES] - 1
     host.counts[Host.EVICTED] += 1
-    links, ends = host.links, host.links.shape[0] - 1
-    slot = links[ends, 1]
-    links[ends, 1] = links[slot, 1]
-    links[links[slot, 1], 0] = ends
+    slot = host.links[-1, 1]
+    unlink(host.links, slot)
     bucket = _bucket_of(host, host.key[slot])
     if host.bucket[bucket] == slot:
         host.bucket[bucket] = host.follower[slot]
@@ -134,23 +122,21 @@ def _take_slot(host: HostState) -> int:
 
 
 @inner
-def note_sealed(host: HostState, owner: tuple[int, int], first: int, end: int) -> None:
-    """Pages [first, end) of a prefix, named by slot and generation, are full and should be saved in their turn."""
+def note_sealed(host: HostState, slot: int, generation: int, first: int, end: int) -> None:
+    """Queue the full pages [first, end) of a prefix to be saved; drop them if the queue is full."""
     counts, waiting = host.counts, host.waiting
-    if first >= end:
-        return
-    if counts[Host.WAITING] == waiting.shape[0]:
-        counts[Host.DROPPED] += end - first
+    if first >= end or counts[Host.WAITING] == waiting.shape[0]:
         return
     place = (counts[Host.WAITING_BEGIN] + counts[Host.WAITING]) % waiting.shape[0]
-    waiting[place, 0], waiting[place, 1] = owner
+    waiting[place, 0], waiting[place, 1] = slot, generation
     waiting[place, 2], waiting[place, 3] = first, end
     counts[Host.WAITING] += 1
 
 
 def check_host(host: HostState) -> None:
+    """Assert the invariants of the host tier."""
     ends, slot, seen = host.key.size, int(host.links[-1, 1]), 0
     while slot != ends:
-        assert find(host, int(host.key[slot])) == slot, "a held page is not found"
+        assert find(host, int(host.key[slot])) == slot, "a stored page is not found"
         seen, slot = seen + 1, int(host.links[slot, 1])
     assert seen == host.counts[Host.PAGES] <= host.key.size, "a host slot is lost"

@@ -1,14 +1,16 @@
-"""How the parts of a simulated node are compiled.
+"""The Numba options for the functions of a simulated node.
 
-Most functions see all of a node, some eighty arrays. A way in from Python would unpack them all, and counting
-references to them at every call takes longer than what is done with them.
+Most of these functions take the whole node, about eighty arrays. An entry point for Python would unpack them all, and
+counting references to them at each call would take longer than the call itself.
 """
 
 from functools import partial
 
 import numba
 
-# For functions that only compiled code calls and that allocate nothing: half the time to compile, twice the speed. What
-# they call inherits the last option (numba's own, unnamed in its manual) if it is compiled for them; so a callee that
-# does allocate must have been compiled before (`node.py` sees to it).
+NONE = -1  # no slot, prefix or page
+
+# For functions that only compiled code calls and that allocate nothing: they compile in half the time and run twice as
+# fast. A function that they call is compiled with the last option too (undocumented in Numba), unless it was compiled
+# before; so a callee that allocates must be compiled first, which `node.py` does.
 inner = partial(numba.njit, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)()

@@ -1,8 +1,8 @@
-"""KV prefixes of a simulated node: `KVCache`, `PageLedger` and `VisitLog`, compiled.
+"""KV prefixes of a simulated node: compiled versions of `KVCache`, `PageLedger` and `VisitLog`.
 
-Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts a prefix,
-extends one or reuses one; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not
-named. Every decision is made as there; `tests/sim/node/test_conformance.py` holds one to the other.
+Histories of a trace only grow, and row updates wait for running steps as in the engine. So a request starts, extends or
+reuses a prefix; the forks and overwrites of `memory/kv_cache.py` cannot happen, and pages are counted, not identified.
+All other decisions equal those of `memory/kv_cache.py`, which `tests/sim/node/test_conformance.py` checks.
 """
 
 from enum import IntEnum
@@ -11,35 +11,33 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.node.jit import inner
+from helmrec.sim.node.jit import NONE, inner
+from helmrec.sim.node.links import Links, link_first, link_last, make_links, unlink
 from helmrec.types import IntArray
 
-NONE = -1
-SHORT = -2  # pages are short for now
-_MOST_VISITORS = 1 << 16  # users whose visits are counted, as VisitLog
-_USER, _COUNT, _BEFORE, _AFTER = 0, 1, 2, 3  # columns of `Visits.lines`
+SHORT = -2  # too few pages can be freed now
+_MOST_VISITORS = 1 << 16  # users whose visits are counted, as in VisitLog
 
 
 class Kv(IntEnum):
-    """Places in `KVState.counts`."""
+    """Indices into `KVState.counts`."""
 
     FREE = 0  # pages
     EMB = 1
     HELD = 2
     DRAINING = 3
     RESERVE = 4  # kept free for the next step
-    IDLE = 5  # pages of kept prefixes nobody uses
-    RUNNING = 6  # pages of prefixes whose fate is not decided
+    IDLE = 5  # pages of kept prefixes that no step uses
+    RUNNING = 6  # pages of prefixes whose admission is not decided yet
     REUSED = 7  # tokens
     TOTAL = 8
     EVICTED = 9  # pages
     REFUSED = 10  # prefixes
-    STALE = 11  # cuts
-    RETURNS = 12
-    STRANGERS = 13
-    USERS = 14
-    EPOCH = 15  # of the rows
-    SPARE = 16  # slots on the stack
+    STALE = 11  # prefixes cut because a row changed
+    UNMATCHED = 12  # lookups of resident users that matched no prefix
+    USERS = 13
+    EPOCH = 14  # of the rows
+    SPARE = 15  # slots on the stack
 
 
 class P(IntEnum):
@@ -52,19 +50,19 @@ class P(IntEnum):
     SETTLED = 4
     PINS = 5
     KIND = 6
-    BEFORE = 7
-    AFTER = 8
-    MATE = 9  # another prefix of the same user
-    GENERATION = 10  # tells apart prefixes that lived in one slot
-    VERIFIED = 11  # row epoch up to which its rows were held against updates
-    MADE = 12  # row epoch of its first token
-    GUEST = 13  # has not earned its pages: it was computed before anybody asked, or there was room
+    MATE = 7  # next prefix of the same user
+    GENERATION = 8  # distinguishes prefixes that used the same slot
+    VERIFIED = 9  # row epoch up to which its rows were compared with updates
+    MADE = 10  # row epoch of its first token
+    PROBATIONARY = 11  # not admitted: it was computed ahead of a request, or kept because pages were free
 
 
 SPARE, KEPT, RUNNING = 0, 1, 2  # kinds
 
 
 class KVRules(NamedTuple):
+    """Settings of the KV cache, for compiled code."""
+
     page_tokens: int
     max_forks: int
     admission: int  # 0 always, 1 second visit, 2 expected benefit
@@ -72,21 +70,28 @@ class KVRules(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Who came lately, and how often. Bounded, the user seen longest ago forgotten first."""
+    """Recent users and their number of visits. Bounded: the least recent user is forgotten first."""
 
     place: NDArray[np.int32]  # (users,) line of a user plus one; zero is none
-    lines: IntArray  # (limit + 1, 4) user, count, neighbours; the last one holds the ends and how many there are
+    user: IntArray  # (limit,) user of each line
+    num_visits: IntArray  # (limit + 1,) visits; the last one is the number of lines in use
+    links: Links  # least recent first
     last_s: NDArray[np.float64]  # (limit,)
 
 
-class Seen(NamedTuple):
-    num: int  # this visit included
-    last_s: float  # when the visit before was; without one, this one
+class VisitCount(NamedTuple):
+    """How often a user has visited, and when last."""
+
+    num: int  # including this visit
+    last_s: float  # time of the previous visit, or of this one if it is the first
 
 
 class KVState(NamedTuple):
+    """All prefixes of a node in LRU order, by user, and how many pages they hold."""
+
     counts: IntArray
-    prefix: IntArray  # (slots + 1, fields); the last line holds the ends of the order, coldest first
+    prefix: IntArray  # (slots, fields)
+    links: Links  # kept prefixes, coldest first
     last_use_s: NDArray[np.float64]  # (slots,)
     head: NDArray[np.int32]  # (users,) slot of a user's first prefix plus one; zero is none
     spare: NDArray[np.int32]  # stack of empty slots
@@ -94,14 +99,13 @@ class KVState(NamedTuple):
 
 
 def make_kv(num_pages: int, num_users: int) -> KVState:
-    """All pages are free. A prefix has a page at least, so there are never more prefixes than pages."""
-    prefix = np.zeros((num_pages + 1, len(P)), np.int64)
-    prefix[num_pages, P.BEFORE] = prefix[num_pages, P.AFTER] = num_pages
+    """An empty cache with all pages free. A prefix has at least one page, so `num_pages` slots are enough."""
     counts = np.zeros(len(Kv), np.int64)
     counts[Kv.FREE] = counts[Kv.SPARE] = num_pages
     return KVState(
         counts=counts,
-        prefix=prefix,
+        prefix=np.zeros((num_pages, len(P)), np.int64),
+        links=make_links(num_pages),
         last_use_s=np.zeros(num_pages),
         head=np.zeros(num_users, np.int32),
         spare=np.arange(num_pages - 1, -1, -1).astype(np.int32),
@@ -110,15 +114,20 @@ def make_kv(num_pages: int, num_users: int) -> KVState:
 
 
 def make_visits(num_users: int) -> Visits:
+    """A log without visits."""
     limit = min(_MOST_VISITORS, max(1, num_users))
-    lines = np.zeros((limit + 1, 4), np.int64)
-    lines[limit, _BEFORE] = lines[limit, _AFTER] = limit
-    return Visits(np.zeros(num_users, np.int32), lines, np.zeros(limit))
+    return Visits(
+        place=np.zeros(num_users, np.int32),
+        user=np.zeros(limit, np.int64),
+        num_visits=np.zeros(limit + 1, np.int64),
+        links=make_links(limit),
+        last_s=np.zeros(limit),
+    )
 
 
 @inner
 def find_prefix(kv: KVState, user: int, window: int) -> int:
-    """The slot of a user's prefix of this window, or NONE."""
+    """Return the slot of a user's prefix of this window, or NONE."""
     slot = int(kv.head[user]) - 1
     while slot != NONE and kv.prefix[slot, P.WINDOW] != window:
         slot = kv.prefix[slot, P.MATE]
@@ -127,15 +136,21 @@ def find_prefix(kv: KVState, user: int, window: int) -> int:
 
 @inner
 def note_lookup(kv: KVState, user: int, slot: int) -> None:
-    """Count lookups of resident users, and how many of them matched nothing."""
-    if _num_kept(kv, user):
-        kv.counts[Kv.RETURNS] += 1
-        kv.counts[Kv.STRANGERS] += slot == NONE
+    """Count lookups of resident users that matched nothing."""
+    kv.counts[Kv.UNMATCHED] += slot == NONE and _num_kept(kv, user) > 0
+
+
+class PinnedPrefix(NamedTuple):
+    """A prefix that is pinned for a step."""
+
+    slot: int  # SHORT if too few pages can be freed
+    resident: int  # tokens of the history that need not be computed
+    before: int  # tokens the prefix had before
 
 
 @inner
-def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> tuple[int, int, int]:
-    """Pin pages for a history: the prefix's slot, or SHORT, tokens that are resident, and those it held before."""
+def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -> PinnedPrefix:
+    """Pin pages for a history."""
     slot = find_prefix(kv, user, window)
     prefix = kv.prefix
     is_new = slot == NONE
@@ -150,8 +165,8 @@ def plan(kv: KVState, rules: KVRules, user: int, window: int, num_tokens: int) -
             _release_slot(kv, slot)
         else:
             unpin(kv, rules, slot)
-        return SHORT, 0, 0
-    return slot, resident, before
+        return PinnedPrefix(SHORT, 0, 0)
+    return PinnedPrefix(slot, resident, before)
 
 
 @inner
@@ -173,85 +188,78 @@ def _grow(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> bool:
 
 
 @inner
-def commit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float, is_ahead: bool) -> int:
-    """The step has ended: unpin, keep or drop the prefix; returns where saving begins. `served`: resident and all."""
-    prefix, user, was_guest = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.GUEST]
-    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], served[1])
+def commit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: int, now_s: float, is_ahead: bool) -> int:
+    """End a step: unpin the prefix, then keep or drop it. Return the token from which to save it, or NONE."""
+    slot = served.slot
+    prefix, user, was_probationary = kv.prefix, kv.prefix[slot, P.USER], kv.prefix[slot, P.PROBATIONARY]
+    prefix[slot, P.SETTLED] = max(prefix[slot, P.SETTLED], num_tokens)
     kv.last_use_s[slot] = now_s
-    is_kept = is_ahead or _count_visit(kv, rules, slot, served, now_s)
+    is_kept = is_ahead or _count_visit(kv, rules, served, num_tokens, now_s)
     if prefix[slot, P.KIND] == RUNNING and is_kept:
         _adopt(kv, slot)
-        prefix[slot, P.GUEST] |= is_ahead
-    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]
+        prefix[slot, P.PROBATIONARY] |= is_ahead
+    is_saved = prefix[slot, P.KIND] == KEPT and not prefix[slot, P.PROBATIONARY]
     if prefix[slot, P.KIND] == KEPT:
-        ends = prefix.shape[0] - 1
-        take_out(prefix, slot)
-        _put(prefix, slot, prefix[ends, P.BEFORE] if is_ahead or not prefix[slot, P.GUEST] else ends)
+        unlink(kv.links, slot)
+        if is_ahead or not prefix[slot, P.PROBATIONARY]:
+            link_last(kv.links, slot)
+        else:
+            link_first(kv.links, slot)
     unpin(kv, rules, slot)
     _limit_forks(kv, rules, user)
-    return (0 if was_guest else served[0]) if is_saved else NONE
+    return (0 if was_probationary else served.resident) if is_saved else NONE
 
 
 @inner
-def _count_visit(kv: KVState, rules: KVRules, slot: int, served: tuple[int, int], now_s: float) -> bool:
-    """Whether it is kept: it has earned its pages, or does by this visit, or is a guest where there is room."""
-    counts, prefix = kv.counts, kv.prefix
-    counts[Kv.REUSED] += served[0]
-    counts[Kv.TOTAL] += served[1]
-    seen = record_visit(kv.visits, prefix[slot, P.USER], now_s)
-    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.GUEST]:
+def _count_visit(kv: KVState, rules: KVRules, served: PinnedPrefix, num_tokens: int, now_s: float) -> bool:
+    """Count a visit; return whether its prefix is kept: it is admitted, or probationary while pages are free."""
+    counts, prefix, slot = kv.counts, kv.prefix, served.slot
+    counts[Kv.REUSED] += served.resident
+    counts[Kv.TOTAL] += num_tokens
+    visits = record_visit(kv.visits, prefix[slot, P.USER], now_s)
+    if prefix[slot, P.KIND] == KEPT and not prefix[slot, P.PROBATIONARY]:
         return True
-    prefix[slot, P.GUEST] = not _admits(kv, rules, slot, (seen.num, now_s - seen.last_s), now_s)
+    prefix[slot, P.PROBATIONARY] = not _admits(kv, rules, slot, visits, now_s)
     others = counts[Kv.RUNNING] - prefix[slot, P.PAGES]
-    return not prefix[slot, P.GUEST] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
+    return not prefix[slot, P.PROBATIONARY] or counts[Kv.FREE] + others >= counts[Kv.RESERVE]
 
 
 @inner
-def record_visit(visits: Visits, user: int, now_s: float) -> Seen:
-    """Count this visit."""
-    lines, ends = visits.lines, visits.lines.shape[0] - 1
+def record_visit(visits: Visits, user: int, now_s: float) -> VisitCount:
+    """Count this visit of a user."""
+    count, limit = visits.num_visits, visits.user.size
     line = int(visits.place[user]) - 1
     last_s = now_s
     if line >= 0:
         last_s = visits.last_s[line]
-        _take_visit_out(lines, line)
-    elif lines[ends, _COUNT] < ends:
-        line = lines[ends, _COUNT]
-        lines[ends, _COUNT] += 1
-        lines[line, _COUNT] = 0
+        unlink(visits.links, line)
+    elif count[limit] < limit:
+        line = count[limit]
+        count[limit] += 1
     else:
-        line = lines[ends, _AFTER]
-        _take_visit_out(lines, line)
-        visits.place[lines[line, _USER]] = 0
-        lines[line, _COUNT] = 0
+        line = visits.links[limit, 1]
+        unlink(visits.links, line)
+        visits.place[visits.user[line]] = 0
+        count[line] = 0
     visits.place[user] = line + 1
-    lines[line, _USER] = user
-    lines[line, _COUNT] += 1
+    visits.user[line] = user
+    count[line] += 1
     visits.last_s[line] = now_s
-    last = lines[ends, _BEFORE]
-    lines[line, _BEFORE], lines[line, _AFTER] = last, ends
-    lines[last, _AFTER] = lines[ends, _BEFORE] = line
-    return Seen(lines[line, _COUNT], last_s)
+    link_last(visits.links, line)
+    return VisitCount(count[line], last_s)
 
 
 @inner
-def _take_visit_out(lines: IntArray, line: int) -> None:
-    before, after = lines[line, _BEFORE], lines[line, _AFTER]
-    lines[before, _AFTER] = after
-    lines[after, _BEFORE] = before
-
-
-@inner
-def _admits(kv: KVState, rules: KVRules, slot: int, seen: tuple[int, float], now_s: float) -> bool:
-    """As `kv_admission` decides without room; `seen` is how often the user came and how long ago it came before."""
-    if rules.admission < 2 or seen[0] < 2:
-        return rules.admission == 0 or seen[0] >= 2
+def _admits(kv: KVState, rules: KVRules, slot: int, visits: VisitCount, now_s: float) -> bool:
+    """Decide as `kv_admission` does when no pages are free."""
+    if rules.admission < 2 or visits.num < 2:
+        return rules.admission == 0 or visits.num >= 2
     coldest = _coldest_idle(kv)
-    if coldest != NONE and kv.prefix[coldest, P.GUEST]:
+    if coldest != NONE and kv.prefix[coldest, P.PROBATIONARY]:
         return True
     coldest_idle_s = 0.0 if coldest == NONE else now_s - kv.last_use_s[coldest]
     saving = 1 + kv.prefix[slot, P.TOKENS] / rules.linear_tokens
-    return saving * coldest_idle_s >= seen[1]
+    return saving * coldest_idle_s >= now_s - visits.last_s
 
 
 @inner
@@ -260,7 +268,7 @@ def _adopt(kv: KVState, slot: int) -> None:
     kv.counts[Kv.RUNNING] -= prefix[slot, P.PAGES]
     kv.counts[Kv.USERS] += _num_kept(kv, prefix[slot, P.USER]) == 0
     prefix[slot, P.KIND] = KEPT
-    put_last(prefix, slot)
+    link_last(kv.links, slot)
 
 
 @inner
@@ -274,7 +282,7 @@ def _num_kept(kv: KVState, user: int) -> int:
 
 @inner
 def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
-    """Of a user's windows the ones used longest ago go; mates are few, so each round looks at all of them."""
+    """Drop the least recently used windows of a user. A user has few prefixes, so each round looks at all of them."""
     prefix = kv.prefix
     for _ in range(_num_kept(kv, user) - rules.max_forks):
         oldest, slot = NONE, int(kv.head[user]) - 1
@@ -290,7 +298,7 @@ def _limit_forks(kv: KVState, rules: KVRules, user: int) -> None:
 
 @inner
 def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
-    """Free up to `num_pages` pages, tail first, from the coldest prefixes nobody uses; returns how many."""
+    """Free up to `num_pages` pages, tail first, from the coldest unpinned prefixes; return how many."""
     freed = 0
     while freed < num_pages:
         victim = _coldest_idle(kv)
@@ -306,16 +314,16 @@ def evict(kv: KVState, rules: KVRules, num_pages: int) -> int:
 
 @inner
 def _coldest_idle(kv: KVState) -> int:
-    prefix, ends = kv.prefix, kv.prefix.shape[0] - 1
-    slot = prefix[ends, P.AFTER]
-    while slot != ends and prefix[slot, P.PINS]:
-        slot = prefix[slot, P.AFTER]
+    links, ends = kv.links, kv.prefix.shape[0]
+    slot = links[ends, 1]
+    while slot != ends and kv.prefix[slot, P.PINS]:
+        slot = links[slot, 1]
     return NONE if slot == ends else slot
 
 
 @inner
 def truncate(kv: KVState, rules: KVRules, slot: int, num_tokens: int) -> None:
-    """Keep the first tokens; a prefix that is left empty and unpinned is gone."""
+    """Keep the first tokens; release the prefix if it is empty and unpinned."""
     prefix = kv.prefix
     num_tokens = min(num_tokens, prefix[slot, P.TOKENS])
     _drop(kv, rules, slot, pages_for(rules, num_tokens))
@@ -349,6 +357,7 @@ def _pin(kv: KVState, slot: int) -> None:
 
 @inner
 def unpin(kv: KVState, rules: KVRules, slot: int) -> None:
+    """Release one pin; drop a prefix that was not kept once no step uses it."""
     prefix = kv.prefix
     prefix[slot, P.PINS] -= 1
     if prefix[slot, P.PINS]:
@@ -384,7 +393,7 @@ def _release_if_empty(kv: KVState, slot: int) -> None:
         return
     is_kept = prefix[slot, P.KIND] == KEPT
     if is_kept:
-        take_out(prefix, slot)
+        unlink(kv.links, slot)
     _release_slot(kv, slot)
     kv.counts[Kv.USERS] -= is_kept and _num_kept(kv, prefix[slot, P.USER]) == 0
 
@@ -408,44 +417,21 @@ def _release_slot(kv: KVState, slot: int) -> None:
 
 
 @inner
-def take_out(prefix: IntArray, slot: int) -> None:
-    before, after = prefix[slot, P.BEFORE], prefix[slot, P.AFTER]
-    prefix[before, P.AFTER] = after
-    prefix[after, P.BEFORE] = before
-
-
-@inner
-def put_last(prefix: IntArray, slot: int) -> None:
-    _put(prefix, slot, prefix[prefix.shape[0] - 1, P.BEFORE])
-
-
-@inner
-def put_first(prefix: IntArray, slot: int) -> None:
-    _put(prefix, slot, prefix.shape[0] - 1)
-
-
-@inner
-def _put(prefix: IntArray, slot: int, before: int) -> None:
-    """Behind `before`, which may be the line that holds the ends."""
-    after = prefix[before, P.AFTER]
-    prefix[slot, P.BEFORE], prefix[slot, P.AFTER] = before, after
-    prefix[before, P.AFTER] = prefix[after, P.BEFORE] = slot
-
-
-@inner
 def pages_for(rules: KVRules, num_tokens: int) -> int:
+    """Pages that hold so many tokens."""
     return -(-num_tokens // rules.page_tokens)
 
 
 def check_kv(kv: KVState, rules: KVRules) -> None:
-    counts, lines = kv.counts, kv.prefix[:-1]
+    """Assert the invariants of pages, prefixes and slots."""
+    counts, lines = kv.counts, kv.prefix
     held = lines[lines[:, P.KIND] != SPARE]
     kept = held[held[:, P.KIND] == KEPT]
     assert counts[[Kv.FREE, Kv.EMB, Kv.HELD, Kv.DRAINING]].sum() == len(lines), "a page is lost"
     assert held[:, P.PAGES].sum() == counts[Kv.HELD], "pages held and prefixes disagree"
     assert np.array_equal(held[:, P.PAGES], -(-held[:, P.TOKENS] // rules.page_tokens)), "a page is not filled"
     assert (held[:, P.PAGES] > 0).all(), "an empty prefix is kept"
-    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are off"
-    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are off"
-    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are off"
+    assert kept[kept[:, P.PINS] == 0, P.PAGES].sum() == counts[Kv.IDLE], "idle pages are miscounted"
+    assert held[held[:, P.KIND] == RUNNING, P.PAGES].sum() == counts[Kv.RUNNING], "running pages are miscounted"
+    assert np.unique(kept[:, P.USER]).size == counts[Kv.USERS], "resident users are miscounted"
     assert counts[Kv.SPARE] + len(held) == len(lines), "a slot is lost"

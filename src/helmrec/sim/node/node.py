@@ -1,7 +1,7 @@
-"""One simulated node under a virtual clock: send it requests, let time pass, look at it, move its boundary.
+"""One simulated node under a virtual clock: send it requests, advance time, read its statistics, move its boundary.
 
-The state machine behind it is compiled (`loop`) and decides what the engine's own classes would decide; this class
-holds its arrays. It knows no policy and no router.
+This class holds the arrays; the compiled `loop` works on them and makes the decisions of the engine's own classes. It
+knows no policy and no router.
 """
 
 from typing import TypeVar
@@ -18,17 +18,29 @@ from helmrec.sim.node.loop import run_until
 from helmrec.sim.node.plan import row_capacity
 from helmrec.sim.node.relay import R, check_relay, make_relay, with_signals
 from helmrec.sim.node.rows import Row, check_rows, make_rows, resize
-from helmrec.sim.node.state import C, Faults, Inbox, Member, N, NodeState, Outcomes, Requests, Setup, no_faults
+from helmrec.sim.node.state import (
+    C,
+    Environment,
+    Faults,
+    Inbox,
+    Member,
+    N,
+    NodeState,
+    Outcomes,
+    Requests,
+    Setup,
+    no_faults,
+)
 from helmrec.steps import CAPACITY, Step, Steps, latest
 from helmrec.traffic.rows import candidate_rows, context_rows, history_rows
 from helmrec.types import IntArray
 
 _Number = TypeVar("_Number", np.int64, np.float64)
-_DRAINS = 16  # shrinks that wait for a step; there are two steps at most
+_DRAINS = 16  # shrinks that wait for running steps, of which there are at most two
 
 
 class Node:
-    """Requests go in by `send`; what became of them stands in `outcomes` and, in order, in `answered`."""
+    """A simulated node. `send` adds requests; `outcomes` and `answered` hold the results."""
 
     def __init__(
         self,
@@ -66,12 +78,12 @@ class Node:
 
     @property
     def num_unanswered(self) -> int:
-        """Sent and neither answered nor refused: the node's load."""
+        """Requests sent and neither answered nor refused: the load of the node."""
         return int(self.state.counts[N.INBOX_END] - self.state.counts[N.LOGGED])
 
     @property
     def has_evicted(self) -> bool:
-        """Whether both caches have been short of room; figures of a cache that is still filling up flatter."""
+        """Whether both caches have evicted. Results of a cache that is still filling up are too good."""
         return bool(self.state.rows.counts[Row.EVICTIONS] and self.state.kv.counts[Kv.EVICTED])
 
     @property
@@ -80,33 +92,34 @@ class Node:
         return self._inbox.log[: self.state.counts[N.LOGGED]]
 
     def send(self, requests: IntArray, times_s: NDArray[np.float64]) -> None:
-        """These requests of the trace arrive at these times, which never fall and lie after all that was run."""
+        """Add requests of the trace that arrive at these times, in order and later than the time simulated so far."""
         counts = self.state.counts
         begin, end = int(counts[N.INBOX_END]), int(counts[N.INBOX_END]) + requests.size
         if end > self._inbox.request.size:
             request, time_s, log = self._inbox
-            self._inbox = Inbox(_grown(request, end), _grown(time_s, end), _grown(log, end))
+            self._inbox = Inbox(_enlarged(request, end), _enlarged(time_s, end), _enlarged(log, end))
         self._inbox.request[begin:end] = requests
         self._inbox.time_s[begin:end] = times_s
         counts[N.INBOX_END] = end
 
     def send_signals(self, requests: IntArray, times_s: NDArray[np.float64]) -> None:
-        """Signals ahead of these requests of the trace come at these times, which never fall, as in `send`."""
+        """Add early signals of these requests of the trace; times as in `send`."""
         self.state = self.state._replace(relay=with_signals(self.state.relay, requests, times_s))
 
     def run_until(self, until_s: float) -> None:
-        """Everything sent so far arrives in its time; a step that is waited for may end later."""
-        run_until(self.state, self.setup, self.requests, (self._inbox, self.outcomes, self.faults), until_s)
+        """Advance to `until_s`; a step that the node waits for may end later."""
+        env = Environment(self.setup, self.requests, self._inbox, self.outcomes, self.faults)
+        run_until(self.state, env, until_s)
 
     def aim(self, alpha: float) -> None:
-        """Set where the boundary should go; it moves between steps, a bounded number of pages at a time."""
+        """Set the target of the boundary, which moves between steps, a bounded number of pages at a time."""
         target = self.config.pages_at(alpha)
         self.state.counts[N.TARGET] = target
         reserve = max(1, min(self.setup.batch_pages, (self.config.num_pages - target) // 4))
         self.state.kv.counts[Kv.RESERVE] = reserve
 
     def unanswered(self) -> IntArray:
-        """Requests sent to this node that it has not answered: on their way, queued or running."""
+        """Requests sent to this node that it has not answered: running, queued or not yet arrived."""
         counts, state = self.state.counts, self.state
         begin = int(counts[N.QUEUE_BEGIN])
         places = state.queue[(begin + np.arange(counts[N.QUEUED])) % state.queue.size]
@@ -117,12 +130,12 @@ class Node:
         return np.concatenate([*running, self._inbox.request[places], coming])
 
     def take_steps(self) -> Steps:
-        """Steps that ended since the last call, the oldest first; of more than fit, the latest."""
+        """Steps that ended since the last call, oldest first; at most the latest `CAPACITY` of them."""
         begin, self._num_taken = self._num_taken, int(self.state.counts[N.ENDED])
         return latest(self.state.ended, begin, self._num_taken)
 
     def stats(self) -> PoolStats:
-        """As the engine's pool would tell; rows are scaled up from the sample."""
+        """Statistics as the engine's pool reports them; rows are scaled up from the sample."""
         pages, counts, rate = self.state.kv.counts, self.state.counts, self.setup.rate
         rows, host = self.state.rows.counts, self.state.host.counts
         missed = min(round(float(self.state.clocks[C.MISSED_ROWS])), int(counts[N.ROWS_READ]))
@@ -149,7 +162,7 @@ class Node:
             kv_evicted_pages=int(pages[Kv.EVICTED]),
             kv_refused_prefixes=int(pages[Kv.REFUSED]),
             stale_cuts=int(pages[Kv.STALE]),
-            unmatched_histories=int(pages[Kv.STRANGERS]),
+            unmatched_histories=int(pages[Kv.UNMATCHED]),
             host_pages=int(host[Host.PAGES]),
             host_saved_pages=int(host[Host.SAVED]),
             host_reloaded_pages=int(host[Host.RELOADED]),
@@ -160,7 +173,7 @@ class Node:
         )
 
     def bytes_by_cause(self) -> dict[str, int]:
-        """Moved since the start."""
+        """Bytes moved since the start."""
         causes = {
             "row-miss": N.MISS_BYTES,
             "row-refill": N.REFILL_BYTES,
@@ -172,6 +185,7 @@ class Node:
         return {cause: int(self.state.counts[place]) for cause, place in causes.items()}
 
     def check(self) -> None:
+        """Assert the invariants of all parts."""
         counts = self.state.counts
         check_kv(self.state.kv, self.setup.rules)
         check_rows(self.state.rows)
@@ -211,7 +225,7 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
 
 
 def _compile_readers(requests: Requests, scratch: IntArray) -> None:
-    """Read the rows of one request, so that the functions that do so are compiled as they are meant (`jit`)."""
+    """Compile the functions that read rows and allocate, before functions that do not allocate call them (`jit`)."""
     if requests.window.size:
         history_rows(requests.reads, 0, int(requests.anchor[0]), scratch)
         candidate_rows(requests.reads, 0, scratch)
@@ -219,14 +233,14 @@ def _compile_readers(requests: Requests, scratch: IntArray) -> None:
 
 
 def _max_missed(config: NodeConfig, setup: Setup, requests: Requests) -> int:
-    """Rows a step may miss. Real events crowd some lanes: twice their share; what is beyond that is not admitted."""
+    """Most rows that a step may miss. Some lanes get twice their share of events; rows beyond are not admitted."""
     tokens = setup.max_batch_tokens + config.model.max_request_tokens
     num_lanes, tables = requests.reads.space.num_lanes, requests.reads.space.salt.size
     turns = tokens // num_lanes + 2 * setup.max_batch_requests + 2
     return int(min(2 * turns * requests.reads.space.lanes.size, tokens) + setup.max_batch_requests) * tables
 
 
-def _grown(column: NDArray[_Number], size: int) -> NDArray[_Number]:
+def _enlarged(column: NDArray[_Number], size: int) -> NDArray[_Number]:
     larger = np.empty(size + size // 2, column.dtype)
     larger[: column.size] = column
     return larger

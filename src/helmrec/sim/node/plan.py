@@ -1,25 +1,34 @@
-"""Which requests of a simulated node run next, and what follows when they have: `Scheduler` and `Pool`, compiled."""
+"""Planning and committing steps of a simulated node: compiled versions of `Scheduler` and `Pool`."""
 
 import numba
 import numpy as np
 
 from helmrec.sim.cost import reload_ms, tokens_ms
-from helmrec.sim.node.host import NONE, Host, find, note_sealed, page_key, save, want
-from helmrec.sim.node.jit import inner
-from helmrec.sim.node.kv import SHORT, Kv, P, commit, evict, find_prefix, note_lookup, plan, truncate, unpin
-from helmrec.sim.node.relay import J, T, add_share, end_lease
-from helmrec.sim.node.relay import R as Relay
+from helmrec.sim.node.host import Host, find, note_sealed, page_key, save, touch
+from helmrec.sim.node.jit import NONE, inner
+from helmrec.sim.node.kv import (
+    SHORT,
+    Kv,
+    P,
+    PinnedPrefix,
+    commit,
+    evict,
+    find_prefix,
+    note_lookup,
+    plan,
+    truncate,
+    unpin,
+)
+from helmrec.sim.node.relay import J, R, T, add_share, end_lease
 from helmrec.sim.node.rows import resize
 from helmrec.sim.node.state import (
     ALWAYS_RELOAD,
     NEVER_RELOAD,
     C,
-    Faults,
-    Inbox,
+    Environment,
     Member,
     N,
     NodeState,
-    Outcomes,
     Requests,
     Setup,
     Status,
@@ -27,23 +36,23 @@ from helmrec.sim.node.state import (
 from helmrec.traffic.popularity import Index, draw_event, mix, rules_at, user_word
 from helmrec.types import IntArray
 
-_SMOOTHING, _PROMISED, _CAUTION = 0.1, 0.85, 3  # as Scheduler
-_RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as ReloadCosts
+_SMOOTHING, _PROMISED, _CAUTION = 0.1, 0.85, 3  # as in Scheduler
+_NO_LIMIT = 1 << 62  # tokens of the first request of a step
+_RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as in ReloadCosts
 
 
 @inner
-def take_arrivals(node: NodeState, setup: Setup, inbox: Inbox, out: Outcomes, now_s: float) -> None:
-    """Queue what has come until now, or refuse it at once if it has no chance."""
-    counts = node.counts
+def take_arrivals(node: NodeState, env: Environment) -> None:
+    """Queue the requests that have arrived; refuse those that cannot meet their deadline."""
+    counts, inbox, now_s = node.counts, env.inbox, node.clocks[C.NOW_S]
     while counts[N.INBOX_NEXT] < counts[N.INBOX_END] and inbox.time_s[counts[N.INBOX_NEXT]] <= now_s:
         place = counts[N.INBOX_NEXT]
         counts[N.INBOX_NEXT] += 1
-        counts[N.ARRIVED] += 1
         num = counts[N.QUEUED]
-        if num >= setup.queue_limit:
-            _refuse(node, inbox, out, place, Status.QUEUE_FULL)
-        elif _is_hopeless(node, setup, num, inbox.time_s[place]):
-            _refuse(node, inbox, out, place, Status.HOPELESS)
+        if num >= env.setup.queue_limit:
+            _refuse(node, env, place, Status.QUEUE_FULL)
+        elif _is_hopeless(node, env.setup, num, inbox.time_s[place]):
+            _refuse(node, env, place, Status.HOPELESS)
         else:
             node.queue[(counts[N.QUEUE_BEGIN] + num) % node.queue.size] = place
             counts[N.QUEUED] += 1
@@ -51,7 +60,7 @@ def take_arrivals(node: NodeState, setup: Setup, inbox: Inbox, out: Outcomes, no
 
 @inner
 def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
-    """Would a request that comes now miss its deadline? An idle node always tries."""
+    """Whether a request that arrives now would miss its deadline. An idle node accepts every request."""
     clocks, oldest, newest = node.clocks, node.counts[N.ENDING], node.counts[N.IN_FLIGHT]
     num_running = (node.size[oldest] if oldest >= 0 else 0) + (node.size[newest] if newest >= 0 else 0)
     if not num and not num_running:
@@ -67,42 +76,32 @@ def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
 
 
 @inner
-def _refuse(node: NodeState, inbox: Inbox, out: Outcomes, place: int, status: int) -> None:
-    out.status[inbox.request[place]] = status
+def _refuse(node: NodeState, env: Environment, place: int, status: int) -> None:
+    request = env.inbox.request[place]
+    env.out.status[request] = status
     node.counts[N.REFUSED] += 1
-    _log(node, inbox, place)
-
-
-@inner
-def _log(node: NodeState, inbox: Inbox, place: int) -> None:
-    inbox.log[node.counts[N.LOGGED]] = inbox.request[place]
+    env.inbox.log[node.counts[N.LOGGED]] = request
     node.counts[N.LOGGED] += 1
 
 
 @inner
-def next_batch(
-    node: NodeState, setup: Setup, requests: Requests, io: tuple[Inbox, Outcomes, Faults], at: tuple[int, float]
-) -> int:
-    """Plan the oldest requests that fit one step into step place at[0], at time at[1]; returns how many."""
-    (inbox, out, faults), (which, now_s) = io, at
+def next_batch(node: NodeState, env: Environment, which: int) -> int:
+    """Plan the oldest requests that fit one step as step `which`; return how many."""
+    setup, inbox, now_s = env.setup, env.inbox, node.clocks[C.NOW_S]
     counts, budget, num = node.counts, setup.max_batch_tokens, 0
     node.clocks[C.PLANNED_COMPUTE_S] = node.clocks[C.PLANNED_LOAD_S] = 0.0
     while counts[N.QUEUED] and num < setup.max_batch_requests:
         place = node.queue[counts[N.QUEUE_BEGIN]]
-        request = inbox.request[place]
         likely_s = node.clocks[C.STEP_S] + _CAUTION * node.clocks[C.STEP_DEVIATION_S]
         step_s = likely_s if counts[N.QUEUED] > 1 else 0.0
         is_late = now_s + step_s > inbox.time_s[place] + setup.deadline_ms / 1e3
         if is_late:
-            out.status[request] = Status.EXPIRED
-            counts[N.REFUSED] += 1
-            counts[N.EXPIRED] += 1
-            _log(node, inbox, place)
-        elif not _plan_member(node, setup, requests, faults, (which, num, request, budget)):
+            _refuse(node, env, place, Status.EXPIRED)
+        elif not _plan_member(node, env, node.members[which, num], inbox.request[place], budget if num else _NO_LIMIT):
             break
         else:
             node.arrived_s[which, num] = inbox.time_s[place]
-            budget -= _computed(setup, requests, node.members[which, num])
+            budget -= _num_computed(setup, node.members[which, num])
             num += 1
         counts[N.QUEUE_BEGIN] = (counts[N.QUEUE_BEGIN] + 1) % node.queue.size
         counts[N.QUEUED] -= 1
@@ -112,30 +111,24 @@ def next_batch(
 
 
 @inner
-def _computed(setup: Setup, requests: Requests, member: IntArray) -> int:
-    """Tokens a member computes."""
+def _num_computed(setup: Setup, member: IntArray) -> int:
+    """Tokens that a member computes."""
     others = member[Member.ASKED] + setup.num_request_context
     return member[Member.TOKENS] - member[Member.RESIDENT] + others
 
 
 @inner
-def _plan_member(
-    node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int, int, int]
-) -> bool:
-    """Pin pages for a request if it fits the budget; the first of a step has none.
-
-    `at`: step, member, request, budget.
-    """
-    which, index, request, budget = at
-    kv, member = node.kv, node.members[which, index]
+def _plan_member(node: NodeState, env: Environment, member: IntArray, request: int, budget: int) -> bool:
+    """Pin pages for a request if it computes at most `budget` tokens."""
+    kv, setup, requests = node.kv, env.setup, env.requests
     tokens, num_candidates = requests.num_tokens[request], requests.reads.num_candidates[request]
     most = tokens + num_candidates + setup.num_request_context
-    if index and most > budget and most - resident_tokens(node, requests, request) > budget:
+    if most > budget and most - resident_tokens(node, requests, request) > budget:
         return False
     member[Member.REQUEST], member[Member.TOKENS], member[Member.ASKED] = request, tokens, num_candidates
-    if not plan_tokens(node, setup, requests, faults, (which, index)):
+    if not plan_tokens(node, env, member):
         return False
-    if index and _computed(setup, requests, member) > budget:  # less was fresh than was resident
+    if _num_computed(setup, member) > budget:  # fewer tokens were fresh than resident
         truncate(kv, setup.rules, member[Member.PREFIX], member[Member.BEFORE])
         unpin(kv, setup.rules, member[Member.PREFIX])
         return False
@@ -144,15 +137,15 @@ def _plan_member(
 
 @inner
 def resident_tokens(node: NodeState, requests: Requests, request: int) -> int:
-    """Tokens of a history that are at best resident."""
+    """Tokens of a history that are resident, fresh or not."""
     slot = find_prefix(node.kv, requests.reads.user[request], requests.window[request])
     return min(node.kv.prefix[slot, P.TOKENS], requests.num_tokens[request]) if slot != NONE else 0
 
 
 @inner
-def plan_tokens(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> bool:
-    """Pin pages for the tokens of a member, whose request is named; False if pages are short. `at`: step, member."""
-    kv, member = node.kv, node.members[at[0], at[1]]
+def plan_tokens(node: NodeState, env: Environment, member: IntArray) -> bool:
+    """Pin pages for the tokens of a member whose request is set; return False if too few pages can be freed."""
+    kv, setup, requests = node.kv, env.setup, env.requests
     request, tokens = member[Member.REQUEST], member[Member.TOKENS]
     user, window = requests.reads.user[request], requests.window[request]
     member[Member.PREFIX] = NONE
@@ -162,13 +155,13 @@ def plan_tokens(node: NodeState, setup: Setup, requests: Requests, faults: Fault
     slot = find_prefix(kv, user, window)
     note_lookup(kv, user, slot)
     if slot != NONE and kv.prefix[slot, P.VERIFIED] != kv.counts[Kv.EPOCH]:
-        _cut_stale(node, setup, requests, faults, (slot, request, tokens))
-    slot, resident, before = plan(kv, setup.rules, user, window, tokens)
-    if slot == SHORT:
+        _cut_stale(node, env, slot, request, tokens)
+    pinned = plan(kv, setup.rules, user, window, tokens)
+    if pinned.slot == SHORT:
         return False
-    member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = slot, resident, before
+    member[Member.PREFIX], member[Member.RESIDENT], member[Member.BEFORE] = pinned
     if node.host.counts[Host.PAGES]:
-        _reload(node, setup, requests, faults, at)
+        _reload(node, env, member)
         resident = member[Member.RESIDENT]
         node.clocks[C.PLANNED_COMPUTE_S] += tokens_ms(setup.terms, resident, tokens, setup.rows_per_event) / 1e3
         node.clocks[C.PLANNED_LOAD_S] += member[Member.LOADED] * _page_s(setup)
@@ -176,22 +169,21 @@ def plan_tokens(node: NodeState, setup: Setup, requests: Requests, faults: Fault
 
 
 @inner
-def _cut_stale(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int, int]) -> None:
-    """Cut a prefix at its first token whose row changed since it was last held against updates."""
-    kv, (slot, request, tokens) = node.kv, at
-    shared = min(kv.prefix[slot, P.TOKENS], tokens)
-    span = (shared, kv.prefix[slot, P.VERIFIED], kv.counts[Kv.EPOCH])
-    fresh = fresh_tokens(setup, requests, faults, request, span)
+def _cut_stale(node: NodeState, env: Environment, slot: int, request: int, num_tokens: int) -> None:
+    """Cut a prefix at its first token whose row changed since the prefix was last compared with updates."""
+    kv = node.kv
+    shared = min(kv.prefix[slot, P.TOKENS], num_tokens)
+    fresh = fresh_tokens(env, request, shared, kv.prefix[slot, P.VERIFIED], kv.counts[Kv.EPOCH])
     kv.prefix[slot, P.VERIFIED] = kv.counts[Kv.EPOCH]
     if fresh < shared:
         kv.counts[Kv.STALE] += 1
-        truncate(kv, setup.rules, slot, fresh)
+        truncate(kv, env.setup.rules, slot, fresh)
 
 
 @inner
-def fresh_tokens(setup: Setup, requests: Requests, faults: Faults, request: int, span: tuple[int, int, int]) -> int:
-    """Leading tokens of a history without an item that changed; span: tokens, and the row epochs since and until."""
-    reads, (num_tokens, since, until) = requests.reads, span
+def fresh_tokens(env: Environment, request: int, num_tokens: int, since: int, until: int) -> int:
+    """Leading tokens, of the first `num_tokens`, without an item that changed in the row epochs [since, until)."""
+    setup, requests, faults, reads = env.setup, env.requests, env.faults, env.requests.reads
     user = reads.user[request]
     backlog, own = np.int64(reads.backlog[user]), reads.own_start[user]
     word, draws = user_word(reads.draws, user), reads.draws
@@ -207,43 +199,42 @@ def fresh_tokens(setup: Setup, requests: Requests, faults: Faults, request: int,
 
 @numba.njit(cache=True)
 def has_changed(item: Index, salt: int, share: float) -> bool:
-    """Whether an update of `share` of all items touches this one."""
+    """Whether an update of `share` of all items changes this one."""
     return bool((mix(item, salt) >> np.uint64(11)) * 2.0**-53 < share)
 
 
 @inner
-def _reload(node: NodeState, setup: Setup, requests: Requests, faults: Faults, at: tuple[int, int]) -> None:
-    """Take pages the host holds instead of computing them, if that is worth it and they are fresh."""
-    member, host, page_tokens = node.members[at[0], at[1]], node.host, setup.rules.page_tokens
+def _reload(node: NodeState, env: Environment, member: IntArray) -> None:
+    """Load fresh pages from the host instead of computing them, if that takes less time."""
+    setup, requests, host, page_tokens = env.setup, env.requests, node.host, env.setup.rules.page_tokens
     request, resident = member[Member.REQUEST], member[Member.RESIDENT]
     user, window = requests.reads.user[request], requests.window[request]
     if resident % page_tokens and node.kv.prefix[member[Member.PREFIX], P.PINS] > 1:
-        return  # a page may not be loaded over what others still write or read
+        return  # another step still writes or reads this page
     first = resident // page_tokens
     page, oldest = first, 1 << 62
     while (page + 1) * page_tokens <= member[Member.TOKENS]:
         slot = find(host, page_key(user, window, page))
         if slot == NONE:
             break
-        want(host, slot)
+        touch(host, slot)
         oldest = min(oldest, host.epoch[slot])
         page += 1
     end = page * page_tokens
     current = node.kv.counts[Kv.EPOCH]
     if page > first and oldest < current:
-        end = fresh_tokens(setup, requests, faults, request, (end, oldest, current)) // page_tokens * page_tokens
+        end = fresh_tokens(env, request, end, oldest, current) // page_tokens * page_tokens
     num_pages = end // page_tokens - first
     if page == first or end <= resident or setup.reload == NEVER_RELOAD:
         return
-    if setup.reload == ALWAYS_RELOAD or _prefers_reload(node, setup, (resident, end, num_pages)):
+    if setup.reload == ALWAYS_RELOAD or _prefers_reload(node, setup, resident, end, num_pages):
         host.counts[Host.RELOADED] += num_pages
         member[Member.RESIDENT], member[Member.LOADED] = end, num_pages
 
 
 @inner
-def _prefers_reload(node: NodeState, setup: Setup, span: tuple[int, int, int]) -> bool:
-    """Whether pages are cheaper than computing tokens; span: first and end token, pages. A refusal is doubted."""
-    start, end, num_pages = span
+def _prefers_reload(node: NodeState, setup: Setup, start: int, end: int, num_pages: int) -> bool:
+    """Whether loading pages takes less time than computing tokens [start, end). A refusal lowers the learned cost."""
     clocks, computing_s = node.clocks, tokens_ms(setup.terms, start, end, setup.rows_per_event) / 1e3
     is_cheaper = num_pages * clocks[C.RELOAD_PAGE_S] < computing_s
     if not is_cheaper:
@@ -254,13 +245,13 @@ def _prefers_reload(node: NodeState, setup: Setup, span: tuple[int, int, int]) -
 
 @inner
 def _page_s(setup: Setup) -> float:
-    """That a page from the host takes on an idle bus."""
+    """Time to load a page from the host on an idle bus."""
     return reload_ms(setup.terms, float(setup.page_bytes), 1.0) / 1e3
 
 
 @inner
 def learn_reload_cost(node: NodeState, which: int) -> None:
-    """As `ReloadCosts`: what taking pages back delayed the step that did."""
+    """Learn how long loaded pages delayed their step, as `ReloadCosts` does."""
     num_pages = 0
     for index in range(node.size[which]):
         num_pages += node.members[which, index, Member.LOADED]
@@ -270,19 +261,26 @@ def learn_reload_cost(node: NodeState, which: int) -> None:
 
 
 @inner
-def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, now_s: float) -> None:
-    """The step has ended: settle its pages, then evict until the pages the next one may need are free."""
-    kv, page_tokens = node.kv, setup.rules.page_tokens
+def commit_step(node: NodeState, env: Environment, which: int, now_s: float) -> None:
+    """Commit the prefixes of a step that has ended, then evict until the reserve for the next step is free."""
+    kv, setup, page_tokens = node.kv, env.setup, env.setup.rules.page_tokens
     for index in range(node.size[which]):
         member = node.members[which, index]
-        slot, resident, tokens = member[Member.PREFIX], member[Member.RESIDENT], member[Member.TOKENS]
+        slot, tokens = member[Member.PREFIX], member[Member.TOKENS]
         if slot == NONE:
             continue
-        owner = (slot, kv.prefix[slot, P.GENERATION])
-        first = commit(kv, setup.rules, slot, (resident, tokens), now_s, not member[Member.ASKED])
+        generation = kv.prefix[slot, P.GENERATION]
+        served = PinnedPrefix(slot, member[Member.RESIDENT], member[Member.BEFORE])
+        first = commit(kv, setup.rules, served, tokens, now_s, not member[Member.ASKED])
         if first != NONE and node.host.key.size:
-            note_sealed(node.host, owner, first // page_tokens, tokens // page_tokens)
+            note_sealed(node.host, slot, generation, first // page_tokens, tokens // page_tokens)
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
+    _learn_step_time(node, env.requests, which, now_s)
+
+
+@inner
+def _learn_step_time(node: NodeState, requests: Requests, which: int, now_s: float) -> None:
+    """Update the moving averages of step times, and the leases of the users that the step served."""
     took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
     node.clocks[C.LAST_ENDED_S] = now_s
     error_s = took_s - node.clocks[C.STEP_S]
@@ -291,9 +289,9 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
     add_share(node.relay, T.LATE_BUSY_S, now_s, took_s)
     node.relay.clocks[T.STEPS_S] += took_s
     if is_ahead_step(node, which):
-        node.relay.counts[Relay.STEPS] += 1
-        for index in range(node.size[which]):  # the jobs of its chunks are still those to be looked at next
-            job = node.relay.job[node.relay.counts[Relay.JOB_NEXT] + index]
+        node.relay.counts[R.STEPS] += 1
+        for index in range(node.size[which]):  # the jobs of its chunks are still the next ones
+            job = node.relay.job[node.relay.counts[R.JOB_NEXT] + index]
             job[J.REACHED] = node.members[which, index, Member.TOKENS]
         node.relay.clocks[T.BUSY_S] += took_s
         add_share(node.relay, T.AHEAD_BUSY_S, now_s, took_s)
@@ -301,18 +299,18 @@ def commit_step(node: NodeState, setup: Setup, requests: Requests, which: int, n
     took_ms = took_s * 1e3 / node.size[which]
     node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
     for index in range(node.size[which]):
-        end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], Relay.USED)
+        end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], R.USED)
 
 
 @inner
 def is_ahead_step(node: NodeState, which: int) -> bool:
-    """Whether nobody asked for it yet."""
+    """Whether a step computes prefixes ahead of their requests."""
     return node.members[which, 0, Member.ASKED] == 0
 
 
 @inner
 def save_sealed(node: NodeState, setup: Setup) -> None:
-    """Copy sealed pages to the host, oldest first, within the budget of a step."""
+    """Copy sealed pages to the host, oldest first, up to the limit of a step."""
     host, kv, waiting = node.host, node.kv, node.host.waiting
     saved = 0
     while saved < setup.save_pages and host.counts[Host.WAITING]:
@@ -331,7 +329,7 @@ def save_sealed(node: NodeState, setup: Setup) -> None:
 
 @inner
 def advance_boundary(node: NodeState, setup: Setup) -> None:
-    """Free pages no step reads any more, then move the boundary towards its target by a bounded step."""
+    """Free drained pages that no step reads any more, then move the boundary towards its target by a bounded step."""
     counts, pages = node.counts, node.kv.counts
     while counts[N.DRAINS] and node.drains[counts[N.DRAIN_BEGIN], 0] <= counts[N.ENDED] - 1:
         drained = node.drains[counts[N.DRAIN_BEGIN], 1]
@@ -369,5 +367,5 @@ def _grow_rows(node: NodeState, setup: Setup, num: int) -> None:
 
 @numba.njit(cache=True)
 def row_capacity(setup: Setup, num_pages: int) -> int:
-    """Slots of so many pages, of sampled rows."""
+    """Sampled rows that fit into so many pages."""
     return int(num_pages * setup.rows_per_page * setup.rate + 1e-9)

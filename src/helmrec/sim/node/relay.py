@@ -1,7 +1,7 @@
-"""Prefixes computed ahead on a simulated node: trigger and leases of `helmrec.engine.relay`, compiled.
+"""Prefixes computed ahead on a simulated node: compiled versions of the trigger and leases of `helmrec.engine.relay`.
 
-Every decision is made as there; `tests/sim/node/test_relay.py` holds one to the other. All signals of a run are held
-equally long, so leases end in the order they were granted.
+All decisions equal those of the engine, which `tests/sim/node/test_relay.py` checks. All leases of a run last equally
+long, so they end in the order in which they were granted.
 """
 
 from enum import IntEnum
@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 
 from helmrec.config import EngineConfig
 from helmrec.engine.relay.trigger import SHARE_S
-from helmrec.sim.node.jit import inner
-from helmrec.sim.node.kv import KEPT, KVState, P, put_first, put_last, take_out
+from helmrec.sim.node.jit import NONE, inner
+from helmrec.sim.node.kv import KEPT, KVState, P
+from helmrec.sim.node.links import link, unlink
 from helmrec.types import IntArray
-
-NONE = -1
 
 
 class R(IntEnum):
-    """Places in `RelayState.counts`."""
+    """Indices into `RelayState.counts`."""
 
     SIGNAL_NEXT = 0
     SIGNAL_END = 1
-    GRANT_NEXT = 2  # of those granted, the first that may not have ended
+    GRANT_NEXT = 2  # the first lease granted that may not have ended
     GRANT_END = 3
     JOB_NEXT = 4
     JOB_END = 5
@@ -35,13 +34,13 @@ class R(IntEnum):
     EXPIRED = 9
     STEPS = 10
     MOST_HELD_PAGES = 11  # ever
-    ADMITTED = 12  # signals by what became of them
+    ADMITTED = 12  # from here on: signals by verdict
     RESIDENT = 13
     NOT_AT_RISK = 14
     HELD_ALREADY = 15
     NO_ROOM = 16
     TOO_BUSY = 17
-    LOST = 18  # leases whose prefix did not stay
+    LOST = 18  # leases whose prefix was evicted
 
 
 VERDICTS = (R.ADMITTED, R.RESIDENT, R.NOT_AT_RISK, R.HELD_ALREADY, R.NO_ROOM, R.TOO_BUSY)
@@ -50,26 +49,26 @@ VERDICTS = (R.ADMITTED, R.RESIDENT, R.NOT_AT_RISK, R.HELD_ALREADY, R.NO_ROOM, R.
 class J(IntEnum):
     """Columns of `RelayState.job`."""
 
-    REQUEST = 0  # whose history is to be computed
+    REQUEST = 0  # request whose history is to be computed
     LEASE = 1  # as in `RelayState.lease`
-    REACHED = 2  # tokens that were there when its last chunk had been computed
+    REACHED = 2  # tokens of its history that were resident after its last chunk
 
 
 class T(IntEnum):
-    """Places in `RelayState.clocks`."""
+    """Indices into `RelayState.clocks`."""
 
-    AHEAD_BUSY_S = 0  # fading, as `ComputeShare`
+    AHEAD_BUSY_S = 0  # decays, as in `ComputeShare`
     AHEAD_AT_S = 1
-    LATE_BUSY_S = 2  # with whatever steps
+    LATE_BUSY_S = 2  # the same, of steps of any kind
     LATE_AT_S = 3
-    BUSY_S = 4  # that steps ahead took, all together
+    BUSY_S = 4  # total time of steps that computed ahead
     MOST_SHARE = 5  # ever
-    PROMISED_S = 6  # of computing that has not been done
-    STEPS_S = 7  # that all steps took, of the engine's time
+    PROMISED_S = 6  # compute time promised to leases and not yet spent
+    STEPS_S = 7  # total time of all steps
 
 
 class RelayRules(NamedTuple):
-    """`RelayConfig` as compiled code takes it."""
+    """`RelayConfig` as plain numbers, for compiled code."""
 
     budget_ms: float
     risk: float
@@ -81,21 +80,22 @@ class RelayRules(NamedTuple):
 
 
 class RelayState(NamedTuple):
-    """Signals sent to a node, and what became of them; arrays by signal grow with what is sent."""
+    """Signals sent to a node, the leases granted and the histories to compute; arrays grow as signals are sent."""
 
     counts: IntArray
     clocks: NDArray[np.float64]
     request: IntArray  # (signals,)
-    time_s: NDArray[np.float64]  # (signals,) when they come
-    granted: IntArray  # (signals,) users, in order
-    end_s: NDArray[np.float64]  # (signals,) of the leases granted
+    time_s: NDArray[np.float64]  # (signals,) when they arrive
+    granted: IntArray  # (signals,) users with a lease, in order of grant
+    end_s: NDArray[np.float64]  # (signals,) end of the leases granted
     job: IntArray  # (signals, 3) histories to be computed, in order
-    lease: IntArray  # (users,) place among those granted plus one; zero is none
-    pages: IntArray  # (users,) its lease may take
-    promised_s: NDArray[np.float64]  # (users,) to be computed for its lease
+    lease: IntArray  # (users,) index into `granted` plus one; zero is none
+    pages: IntArray  # (users,) pages of the lease
+    promised_s: NDArray[np.float64]  # (users,) compute time promised to the lease
 
 
 def relay_rules(engine: EngineConfig) -> RelayRules:
+    """The relay's settings of an engine."""
     config = engine.relay
     return RelayRules(
         config.budget_ms,
@@ -109,6 +109,7 @@ def relay_rules(engine: EngineConfig) -> RelayRules:
 
 
 def make_relay(num_users: int) -> RelayState:
+    """A relay without signals."""
     clocks = np.zeros(len(T))
     clocks[T.AHEAD_AT_S] = clocks[T.LATE_AT_S] = -np.inf
     none, never = np.empty(0, np.int64), np.empty(0)
@@ -120,7 +121,7 @@ def make_relay(num_users: int) -> RelayState:
 
 
 def with_signals(relay: RelayState, requests: IntArray, times_s: NDArray[np.float64]) -> RelayState:
-    """Room for these signals after those there are."""
+    """The relay with these signals added after the existing ones."""
     room, empty = np.zeros(requests.size, np.int64), np.zeros(requests.size)
     relay.counts[R.SIGNAL_END] += requests.size
     return relay._replace(
@@ -134,57 +135,63 @@ def with_signals(relay: RelayState, requests: IntArray, times_s: NDArray[np.floa
 
 @inner
 def share(relay: RelayState, busy: int, now_s: float) -> float:
-    """Of late time; `busy` names a pair of clocks."""
+    """The share of recent time counted by a pair of clocks, of which `busy` is the first."""
     late_s = max(0.0, now_s - relay.clocks[busy + 1])
     return relay.clocks[busy] * exp(-late_s / SHARE_S) / SHARE_S
 
 
 @inner
 def add_share(relay: RelayState, busy: int, now_s: float, busy_s: float) -> None:
+    """Add busy time to a pair of clocks."""
     relay.clocks[busy] = share(relay, busy, now_s) * SHARE_S + busy_s
     relay.clocks[busy + 1] = now_s
 
 
-class Wanted(NamedTuple):
-    """A signal as the trigger sees it."""
+class SimulatedSignal(NamedTuple):
+    """A signal as the trigger sees it (`trigger.PrefillSignal`)."""
 
     inline_ms: float
     ahead_s: float
     num_missing: int
     num_pages: int
+    kv_pages: int  # pages that all prefixes may use
 
 
 @inner
-def judge(relay: RelayState, rules: RelayRules, user: int, wanted: Wanted, at: tuple[float, int]) -> int:
-    """As `trigger.decide`; `at`: now, and pages that prefixes may hold."""
-    counts, (now_s, kv_pages) = relay.counts, at
+def decide(relay: RelayState, rules: RelayRules, user: int, signal: SimulatedSignal, now_s: float) -> int:
+    """Return the verdict on a signal, as `trigger.decide` does."""
+    counts = relay.counts
     if relay.lease[user]:
         return R.HELD_ALREADY
-    if wanted.inline_ms < rules.risk * rules.budget_ms:
+    if signal.inline_ms < rules.risk * rules.budget_ms:
         return R.NOT_AT_RISK
-    if counts[R.LEASES] >= rules.max_leases or counts[R.HELD_PAGES] + wanted.num_pages > rules.max_held * kv_pages:
+    if (
+        counts[R.LEASES] >= rules.max_leases
+        or counts[R.HELD_PAGES] + signal.num_pages > rules.max_held * signal.kv_pages
+    ):
         return R.NO_ROOM
-    if not wanted.num_missing:
+    if not signal.num_missing:
         return R.RESIDENT
-    is_busy = compute_share(relay, now_s) + wanted.ahead_s / SHARE_S > rules.max_compute
+    is_busy = compute_share(relay, now_s) + signal.ahead_s / SHARE_S > rules.max_compute
     return R.TOO_BUSY if is_busy else R.ADMITTED
 
 
 @inner
 def compute_share(relay: RelayState, now_s: float) -> float:
-    """Of late time, that went into computing ahead, and what has been promised of the time to come."""
+    """The share of time for computing ahead: what was spent recently, and what is promised."""
     return share(relay, T.AHEAD_BUSY_S, now_s) + relay.clocks[T.PROMISED_S] / SHARE_S
 
 
 @inner
 def promise(relay: RelayState, user: int, seconds: float) -> None:
-    """What is to be computed for a user with a lease: none, if all is there."""
+    """Set the compute time promised to a user's lease."""
     relay.clocks[T.PROMISED_S] += seconds - relay.promised_s[user]
     relay.promised_s[user] = seconds
 
 
 @inner
 def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: float) -> None:
+    """Give a user a lease and hold its prefixes."""
     counts = relay.counts
     place = counts[R.GRANT_END]
     counts[R.GRANT_END] += 1
@@ -198,7 +205,7 @@ def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: floa
 
 @inner
 def end_lease(relay: RelayState, user: int, why: int) -> None:
-    """`why`: R.USED, R.EXPIRED or R.LOST; nothing happens to a user without one."""
+    """End a user's lease, if it has one. `why`: R.USED, R.EXPIRED or R.LOST."""
     if relay.lease[user]:
         promise(relay, user, 0.0)
         relay.lease[user] = 0
@@ -209,14 +216,14 @@ def end_lease(relay: RelayState, user: int, why: int) -> None:
 
 @inner
 def lose_lease(relay: RelayState, kv: KVState, user: int) -> None:
-    """What was computed for a user did not stay."""
+    """End the lease of a user whose prefix was evicted while it was computed."""
     end_lease(relay, user, R.LOST)
     _release(kv, user)
 
 
 @inner
 def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
-    """Let go what no rank has come for, and keep what is held away from eviction."""
+    """End leases whose time is over, and make the prefixes of the others the hottest."""
     counts = relay.counts
     while counts[R.GRANT_NEXT] < counts[R.GRANT_END] and relay.end_s[counts[R.GRANT_NEXT]] <= now_s:
         place = counts[R.GRANT_NEXT]
@@ -232,43 +239,30 @@ def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
 
 @inner
 def _hold(kv: KVState, user: int) -> None:
-    """As `KVCache.hold`, the prefix made first first."""
-    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
-        slot = _mate(kv, user, mate)
+    """Make a user's prefixes the hottest, the newest last, as `KVCache.hold` does."""
+    links, after, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
+    while slot != NONE:
         if kv.prefix[slot, P.KIND] == KEPT:
-            take_out(kv.prefix, slot)
-            put_last(kv.prefix, slot)
+            unlink(links, slot)
+            link(links, links[after, 0], slot, after)
+            after = slot
+        slot = kv.prefix[slot, P.MATE]
 
 
 @inner
 def _release(kv: KVState, user: int) -> None:
-    """As `KVCache.release`."""
-    for mate in range(_num_mates(kv, user) - 1, NONE, -1):
-        slot = _mate(kv, user, mate)
-        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.GUEST]:
-            take_out(kv.prefix, slot)
-            put_first(kv.prefix, slot)
-
-
-@inner
-def _num_mates(kv: KVState, user: int) -> int:
-    num, slot = 0, int(kv.head[user]) - 1
+    """Make a user's probationary prefixes the coldest, the newest first, as `KVCache.release` does."""
+    links, before, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
     while slot != NONE:
-        num += 1
+        if kv.prefix[slot, P.KIND] == KEPT and kv.prefix[slot, P.PROBATIONARY]:
+            unlink(links, slot)
+            link(links, before, slot, links[before, 1])
+            before = slot
         slot = kv.prefix[slot, P.MATE]
-    return num
-
-
-@inner
-def _mate(kv: KVState, user: int, number: int) -> int:
-    """The prefix of a user made so many before its last."""
-    slot = int(kv.head[user]) - 1
-    for _ in range(number):
-        slot = kv.prefix[slot, P.MATE]
-    return slot
 
 
 def check_relay(relay: RelayState) -> None:
+    """Assert that leases, pages, jobs and signals are counted right."""
     counts, held = relay.counts, relay.lease > 0
     assert counts[R.LEASES] == np.count_nonzero(held), "leases are miscounted"
     assert counts[R.HELD_PAGES] == relay.pages[held].sum(), "held pages are miscounted"

@@ -1,8 +1,8 @@
-"""The embedding cache of a simulated node: `EmbeddingCache` with an LRU order, compiled, over dense row numbers.
+"""The embedding cache of a simulated node: a compiled `EmbeddingCache` with LRU order, over dense row numbers.
 
-Which rows hit, which earn a slot, who leaves and who is read ahead are decided as `memory/embedding_cache.py` decides
-them; `tests/sim/node/test_conformance.py` holds one to the other. Slots and pages of rows are left out: no decision
-depends on them. Of sampled rows, capacities are scaled by the sampling rate.
+Hits, admissions, evictions and refills equal those of `memory/embedding_cache.py`, which
+`tests/sim/node/test_conformance.py` checks. The slots and pages of rows are left out: no decision depends on them.
+Where rows are sampled, capacities are scaled by the sampling rate.
 """
 
 from enum import IntEnum
@@ -13,41 +13,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.sim.node.jit import inner
+from helmrec.sim.node.links import Links, link_first, link_last, unlink
 from helmrec.types import IntArray
 
 ABSENT = -1
 
 
 class Row(IntEnum):
-    """Places in `RowState.counts`."""
+    """Indices into `RowState.counts`."""
 
     CAPACITY = 0
     RESIDENT = 1
-    HITS = 2
-    MISSES = 3
-    EVICTIONS = 4
-    REFILLS = 5
-    SEEN = 6  # by the admission filter since it last aged
-    GHOST_END = 7  # where the next ghost goes
-    GHOSTS = 8
-    MISSED = 9  # rows of the running step in `missed`
-    STEP = 10
+    EVICTIONS = 2
+    REFILLS = 3
+    SEEN = 4  # misses counted by the admission filter since it last aged
+    GHOST_END = 5  # index of the next ghost
+    GHOSTS = 6
+    MISSED = 7  # rows of the running step in `missed`
+    STEP = 8
 
 
 class RowState(NamedTuple):
+    """Resident rows in LRU order, the admission filter, and rows evicted recently (ghosts)."""
+
     counts: IntArray
-    links: NDArray[np.int32]  # (rows + 1, 2) previous and next, coldest first; the last line holds the ends
+    links: Links  # coldest first; ABSENT for rows that are not resident
     stamp: NDArray[np.int32]  # (rows,) step that last missed the row
-    touches: NDArray[np.uint8]  # (2, counters) of the admission filter; no counters: every row is admitted
+    touches: NDArray[np.uint8]  # (2, counters) of the admission filter; without counters every row is admitted
     ghosts: NDArray[np.int32]  # ring
     missed: NDArray[np.int32]
 
 
 def make_rows(num_rows: int, num_slots: int, max_missed: int, *, is_filtered: bool) -> RowState:
-    """`num_slots`: rows the whole pool could hold."""
+    """An empty cache. `num_slots`: rows that the whole pool could hold."""
     links = np.full((num_rows + 1, 2), ABSENT, np.int32)
     links[num_rows] = num_rows
-    num_counters = 1 << max(10, (8 * num_slots - 1).bit_length())  # as SecondTouch sizes itself
+    num_counters = 1 << max(10, (8 * num_slots - 1).bit_length())  # the size of SecondTouch
     return RowState(
         counts=np.zeros(len(Row), np.int64),
         links=links,
@@ -60,43 +61,34 @@ def make_rows(num_rows: int, num_slots: int, max_missed: int, *, is_filtered: bo
 
 @inner
 def begin_step(rows: RowState) -> None:
+    """Start to collect the misses of a step."""
     rows.counts[Row.MISSED] = 0
     rows.counts[Row.STEP] += 1
 
 
 @inner
 def look_up(rows: RowState, read: IntArray, count: int) -> int:
-    """Touch the first `count` of `read` in order; returns how many missed. Nothing is admitted before `admit`."""
+    """Touch the first `count` of `read` in order; return how many missed. Nothing is admitted before `admit`."""
     links, missed = rows.links, rows.missed
-    ends = links.shape[0] - 1
     num_missed = rows.counts[Row.MISSED]
     misses = 0
     for i in range(count):
         row = read[i]
-        after = links[row, 1]
-        if after == ABSENT:
+        if links[row, 1] == ABSENT:
             misses += 1
             if num_missed < missed.size:
                 missed[num_missed] = row
                 num_missed += 1
             continue
-        before = links[row, 0]
-        links[before, 1] = after
-        links[after, 0] = before
-        last = links[ends, 0]
-        links[row, 0] = last
-        links[row, 1] = ends
-        links[last, 1] = row
-        links[ends, 0] = row
+        unlink(links, row)
+        link_last(links, row)
     rows.counts[Row.MISSED] = num_missed
-    rows.counts[Row.HITS] += count - misses
-    rows.counts[Row.MISSES] += misses
     return misses
 
 
 @inner
 def admit(rows: RowState) -> None:
-    """Let in those rows the step missed that earn a slot, evicting the coldest where none is empty."""
+    """Admit the rows that the step missed and the filter passes; evict the coldest rows if no slot is empty."""
     counts, missed = rows.counts, rows.missed
     num = _distinct(rows)
     num_free = counts[Row.CAPACITY] - counts[Row.RESIDENT]
@@ -105,15 +97,14 @@ def admit(rows: RowState) -> None:
         num = _worthy(rows.touches, missed, num, num_free)
     begin = max(0, num - counts[Row.CAPACITY])
     evict(rows, num - begin - num_free)
-    ends = rows.links.shape[0] - 1
     for i in range(begin, num):
-        _link(rows.links, rows.links[ends, 0], missed[i], ends)
+        link_last(rows.links, missed[i])
     counts[Row.RESIDENT] += num - begin
 
 
 @inner
 def _distinct(rows: RowState) -> int:
-    """Pack the missed rows, each once, in order of first touch."""
+    """Remove repeated rows from `missed`, in order of first touch; return how many are left."""
     missed, stamp, step = rows.missed, rows.stamp, rows.counts[Row.STEP]
     num = 0
     for i in range(rows.counts[Row.MISSED]):
@@ -138,7 +129,7 @@ def _age(rows: RowState, num_seen: int) -> None:
 
 @inner
 def _worthy(touches: NDArray[np.uint8], missed: NDArray[np.int32], num: int, num_free: int) -> int:
-    """Keep rows missed before, lately, and as many others as there are empty slots; returns how many."""
+    """Keep rows that were missed before, and as many others as there are empty slots; return how many."""
     mask = np.uint64(touches.shape[1] - 1)
     kept = 0
     for i in range(num):
@@ -154,16 +145,8 @@ def _worthy(touches: NDArray[np.uint8], missed: NDArray[np.int32], num: int, num
 
 
 @inner
-def _link(links: NDArray[np.int32], before: int, row: int, after: int) -> None:
-    links[row, 0] = before
-    links[row, 1] = after
-    links[before, 1] = row
-    links[after, 0] = row
-
-
-@inner
 def evict(rows: RowState, num: int) -> None:
-    """The `num` coldest rows leave and become ghosts, the hottest of them on top."""
+    """Evict the `num` coldest rows; they become ghosts, the hottest of them last."""
     if num <= 0:
         return
     links, ghosts, counts = rows.links, rows.ghosts, rows.counts
@@ -186,9 +169,8 @@ def evict(rows: RowState, num: int) -> None:
 
 @inner
 def refill(rows: RowState, limit: int) -> int:
-    """Read up to `limit` of the hottest absent rows into empty slots, as the coldest; returns how many."""
+    """Read up to `limit` of the hottest ghosts into empty slots, as the coldest rows; return how many."""
     links, ghosts, counts = rows.links, rows.ghosts, rows.counts
-    ends = links.shape[0] - 1
     limit = min(limit, counts[Row.CAPACITY] - counts[Row.RESIDENT])
     done = 0
     while done < limit and counts[Row.GHOSTS] > 0:
@@ -196,7 +178,7 @@ def refill(rows: RowState, limit: int) -> int:
         counts[Row.GHOST_END] = (counts[Row.GHOST_END] if counts[Row.GHOST_END] > 0 else ghosts.size) - 1
         row = ghosts[counts[Row.GHOST_END]]
         if links[row, 1] == ABSENT:
-            _link(links, ends, row, links[ends, 1])
+            link_first(links, row)
             done += 1
     counts[Row.RESIDENT] += done
     counts[Row.REFILLS] += done
@@ -205,12 +187,13 @@ def refill(rows: RowState, limit: int) -> int:
 
 @numba.njit(cache=True)
 def resize(rows: RowState, capacity: int) -> None:
-    """The cache has `capacity` slots from now on; the coldest rows that no longer fit leave."""
+    """Set the number of slots; evict the coldest rows that no longer fit."""
     evict(rows, rows.counts[Row.RESIDENT] - capacity)
     rows.counts[Row.CAPACITY] = capacity
 
 
 def check_rows(rows: RowState) -> None:
+    """Assert the invariants of the LRU order and its size."""
     links, ends = rows.links, rows.links.shape[0] - 1
     seen, row = 0, int(links[ends, 1])
     while row != ends:

@@ -1,6 +1,6 @@
-"""What a simulated node is made of: settings, the requests of a trace, and the arrays its compiled loop works on.
+"""Values of a simulated node: settings, the requests of a trace, and the arrays that its compiled loop works on.
 
-Values only; `plan`, `step` and `loop` act on them.
+Defines types and constructors only; `plan`, `step` and `loop` hold the behaviour.
 """
 
 from enum import IntEnum
@@ -22,18 +22,18 @@ NEVER_RELOAD, ALWAYS_RELOAD, MEASURED_RELOAD = 0, 1, 2
 
 
 class Status(IntEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
-    WAITING = 0  # has not come yet, queues, or runs
+    WAITING = 0  # not yet arrived, queued, or running
     SERVED = 1
     QUEUE_FULL = 2
     HOPELESS = 3  # refused on arrival: its deadline could not be met
     EXPIRED = 4  # its deadline passed in the queue
-    LOST = 5  # its node died, and nobody served it again
+    LOST = 5  # its node failed, and no other node served it
 
 
 class Setup(NamedTuple):
-    """Settings in the form compiled code wants."""
+    """Settings of a node as plain numbers, for compiled code."""
 
     rules: KVRules
     terms: CostTerms
@@ -59,80 +59,77 @@ class Setup(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """What every request of a trace asks of a node, and which rows it reads."""
+    """The history window and the row reads of every request of a trace."""
 
     reads: RowReads
-    window: IntArray  # (requests,) which window of the user's history it is
+    window: IntArray  # (requests,) number of the window of the user's history
     anchor: IntArray  # (requests,) first event of the window
-    num_tokens: IntArray  # (requests,) that can be cached
+    num_tokens: IntArray  # (requests,) cacheable tokens of the history
     item: IntArray  # (events,) own events of all users
 
 
 class Outcomes(NamedTuple):
-    """What became of every request; filled by the nodes that serve them."""
+    """The outcome of every request, filled in by the nodes that serve them."""
 
     status: NDArray[np.int8]
     latency_ms: FloatArray  # from arrival to answer
     queue_ms: FloatArray
-    history_tokens: NDArray[np.int32]  # that can be cached
+    history_tokens: NDArray[np.int32]  # cacheable tokens
     reused_tokens: NDArray[np.int32]  # of those
     computed_tokens: NDArray[np.int32]  # candidates included
     missed_rows: FloatArray  # scaled up from the sample
 
 
 class Faults(NamedTuple):
-    """What goes wrong, when. Row updates are a storm if there are many."""
+    """Injected faults and their times, with row updates among them."""
 
-    slow_bus: FloatArray  # (n, 3) from, until, speed as a share of what it should be
-    stall: FloatArray  # (n, 2) from, until
+    slow_bus: FloatArray  # (n, 3) start, end, speed as a share of the normal one
+    stall: FloatArray  # (n, 2) start, end
     update_s: FloatArray  # (n,) rising
     update_share: FloatArray  # (n,) of all items
-    update_salt: IntArray  # (n,) which ones
+    update_salt: IntArray  # (n,) selects which items
 
 
 class N(IntEnum):
-    """Places in `NodeState.counts`."""
+    """Indices into `NodeState.counts`."""
 
     INBOX_NEXT = 0
     INBOX_END = 1
     QUEUE_BEGIN = 2
     QUEUED = 3
-    IN_FLIGHT = 4  # place of the step that computes, or -1
-    ENDING = 5  # place of the step that is waited for, or -1
+    IN_FLIGHT = 4  # index of the step that computes, or -1
+    ENDING = 5  # index of the step that the node waits for, or -1
     LAUNCHED = 6
     ENDED = 7
     SERVED = 8
     REFUSED = 9
-    EXPIRED = 10
-    LOGGED = 11
-    TARGET = 12  # pages
-    DRAIN_BEGIN = 13
-    DRAINS = 14
-    MISS_BYTES = 15
-    REFILL_BYTES = 16
-    SAVE_BYTES = 17
-    RELOAD_BYTES = 18
-    GROW_BYTES = 19
-    UPDATE_BYTES = 20
-    ROWS_READ = 21  # sampled or not
-    COMPUTED = 22  # tokens
-    ARRIVED = 23
+    LOGGED = 10
+    TARGET = 11  # pages
+    DRAIN_BEGIN = 12
+    DRAINS = 13
+    MISS_BYTES = 14
+    REFILL_BYTES = 15
+    SAVE_BYTES = 16
+    RELOAD_BYTES = 17
+    GROW_BYTES = 18
+    UPDATE_BYTES = 19
+    ROWS_READ = 20  # sampled or not
 
 
 class C(IntEnum):
-    """Places in `NodeState.clocks`."""
+    """Indices into `NodeState.clocks`."""
 
     NOW_S = 0
     BUS_FREE_S = 1
     COMPUTE_FREE_S = 2
     MS_PER_REQUEST = 3
     COMPUTE_BUSY_MS = 4
-    REFILL_CREDIT = 5  # part of a sampled row
+    REFILL_CREDIT = 5  # fraction of a sampled row carried over
     MISSED_ROWS = 6  # scaled up
     LAST_ENDED_S = 7
-    RELOAD_PAGE_S = 8  # that a page from the host delays a step, as learned
-    STEP_S = 9  # that a step takes, of late
-    STEP_DEVIATION_S = 10  # mean absolute error of that
+    RELOAD_PAGE_S = 8  # learned delay of a step per page loaded from the host
+    STEP_S = 9  # moving average of the time of a step
+    STEP_DEVIATION_S = 10  # moving average of its absolute error
     PLANNED_COMPUTE_S = 11  # of the step being planned
     PLANNED_LOAD_S = 12
 
@@ -145,22 +142,24 @@ class Member(IntEnum):
     RESIDENT = 2
     TOKENS = 3  # of its history
     LOADED = 4  # pages from the host
-    BEFORE = 5  # tokens its prefix held
-    ASKED = 6  # candidates; none of what is computed ahead
+    BEFORE = 5  # tokens of its prefix before this step
+    ASKED = 6  # candidates; 0 if the step computes ahead of a request
 
 
 class NodeState(NamedTuple):
+    """Everything about a node that changes while it runs."""
+
     counts: IntArray
     clocks: FloatArray
-    queue: IntArray  # ring of inbox places
-    size: IntArray  # (2,) members of the steps
+    queue: IntArray  # ring of inbox indices
+    size: IntArray  # (2,) number of members of each step
     members: IntArray  # (2, members, fields)
     arrived_s: FloatArray  # (2, members)
-    step: FloatArray  # (2, 4) started_s, end_s, bytes that missed, delay_s by pages from the host
-    log: FloatArray  # (2, columns of `steps.Step`) of the same steps, for the log
-    ended: FloatArray  # (CAPACITY, columns) ring: steps that ended, N.ENDED of them so far
+    step: FloatArray  # (2, 4) started_s, end_s, bytes that missed, delay_s caused by pages from the host
+    log: FloatArray  # (2, columns of `steps.Step`) log lines of the two steps
+    ended: FloatArray  # (CAPACITY, columns) ring of the log lines of ended steps; N.ENDED were written so far
     drains: IntArray  # ring of (epoch, pages)
-    scratch: IntArray  # rows of one request
+    scratch: IntArray  # room for the rows of one request
     kv: KVState
     rows: RowState
     host: HostState
@@ -175,7 +174,18 @@ class Inbox(NamedTuple):
     log: IntArray  # filled with requests in the order they were answered
 
 
+class Environment(NamedTuple):
+    """What a node runs with besides its own state."""
+
+    setup: Setup
+    requests: Requests
+    inbox: Inbox
+    out: Outcomes
+    faults: Faults
+
+
 def make_outcomes(num_requests: int) -> Outcomes:
+    """Outcomes of requests that no node has served yet."""
     return Outcomes(
         status=np.zeros(num_requests, np.int8),
         latency_ms=np.full(num_requests, np.nan),
@@ -188,4 +198,5 @@ def make_outcomes(num_requests: int) -> Outcomes:
 
 
 def no_faults() -> Faults:
+    """Faults of a node on which nothing goes wrong."""
     return Faults(np.empty((0, 3)), np.empty((0, 2)), np.empty(0), np.empty(0), np.empty(0, np.int64))

@@ -26,7 +26,7 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
 from helmrec.policies import make_policy
 from helmrec.router.cost import RouterCost, TokenShape
-from helmrec.sim.cluster import ClusterConfig, ClusterResult, Fleet, simulate_cluster
+from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig, prepare_requests
@@ -115,7 +115,7 @@ def run(job: "Job") -> dict[str, Any]:
     router_cost = RouterCost.from_calibration(cost.model_dump(), shape)
     policy = policies(router_cost, np.random.default_rng(seed))[tried.router]()
     router = ReportingRouter(policy, prepare_requests(trace, config), config, tried.reporting)
-    cluster = ClusterConfig(num_nodes=cell.num_nodes, slice_s=0.05, tick_s=tried.tick_s)
+    cluster = ClusterSimConfig(num_nodes=cell.num_nodes, slice_s=0.05, tick_s=tried.tick_s)
     result = simulate_cluster(trace, Fleet(config, cost, tried.policy_for, tried.has_curves), router, cluster)
     router.state.check()
     return {**figures(result, trace, len(config.model.features)), "cpu_s": round(time.process_time() - started_s, 1)}

@@ -21,9 +21,8 @@ from helmrec.engine.curves import CurveFeed
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
-from helmrec.memory.miss_curves import GRID, JointMissCurves, MissCurveConfig, Observed
+from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.pool import Demand, Pool
-from helmrec.memory.sampling import sampled
 from helmrec.model.profiles import profile
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.requests import Crowd, Visitors, make_request
@@ -178,19 +177,12 @@ class Replay:
         totals.rows_missed += missed.size
 
 
-def observed(visit: Visit, curves: JointMissCurves) -> Observed:
-    """The request as the curves see it: rows sampled, and only those that some alpha would read."""
-    first = curves.needed_from(visit.user_id)
-    num_features, num_tokens = visit.events.shape
-    rate = curves.config.sampling_rate
-    return Observed(
-        user_id=visit.user_id,
-        num_tokens=num_tokens,
-        num_history_rows=visit.events.size,
-        num_candidate_rows=visit.candidates.size,
-        candidate_rows=sampled(visit.candidates, rate),
-        history_rows=sampled(visit.rows[first * num_features :], rate),
-        first_token=first,
+def observed(visit: Visit) -> CurveRequest:
+    """The request as the curves take it."""
+    none, num_features = np.empty(0, np.int64), visit.events.shape[0]
+    candidates = np.ascontiguousarray(visit.candidates.reshape(-1, num_features).T)
+    return CurveRequest(
+        visit.user_id, visit.events.shape[1], none, np.ascontiguousarray(visit.events), none, candidates
     )
 
 
@@ -234,7 +226,7 @@ def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progre
             for shadow in shadows.values():
                 shadow.reset()
         for shadow in shadows.values():
-            shadow.observe(observed(visit, shadow))
+            shadow.observe(observed(visit))
         for replay in replays:
             replay.serve(visit)
         progress.advance(task)
@@ -265,7 +257,7 @@ def spread(setting: Setting, rates: tuple[float, ...], seeds: range, progress: P
             for shadow in shadows.values():
                 if number == Traffic().num_requests // 2:
                     shadow.reset()
-                shadow.observe(observed(visit, shadow))
+                shadow.observe(observed(visit))
             progress.advance(task)
         for rate in rates:
             found[rate].append(errors(predicted(shadows[1.0]), predicted(shadows[rate]))["emb_hit_rate"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from helmrec.config import EngineConfig
 from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
-from helmrec.sim.cluster import ByHash, ClusterConfig, Fleet, simulate_cluster
+from helmrec.sim.cluster import ByHash, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.simulate import Options, SimResult, simulate
@@ -99,7 +99,7 @@ def cluster(num_nodes: int, duration_s: float) -> dict[str, Any]:
     trace = traffic(duration_s, 100 * num_nodes, 2_000 * num_nodes)
     start, cpu_start = time.perf_counter(), time.process_time()
     fleet = Fleet(node("dlrmv3", 1), default_cost(), static)
-    run = simulate_cluster(trace, fleet, ByHash(), ClusterConfig(num_nodes=num_nodes))
+    run = simulate_cluster(trace, fleet, ByHash(), ClusterSimConfig(num_nodes=num_nodes))
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     found = {
         "nodes": num_nodes,
