@@ -19,7 +19,6 @@ LONG_FILES: dict[str, str] = {
     "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
     "helmrec_bench/measure/controller/live.py": "one measurement: a course of traffic, its driver and its figures",
     "helmrec_bench/measure/serving/ray_cluster.py": "one measurement: a deployment and six things done to it",
-    "helmrec_bench/measure/simulated/miss_curves.py": "one measurement: replays, predictions, and what they cost",
     "helmrec/sim/node/kv.py": "the compiled twin of kv_cache.py, and of the log of visits that admits its prefixes",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }

@@ -281,7 +281,7 @@ def test_the_command_imports_and_says_how_it_will_be_served(published: Path, tmp
     arguments = ["import", "dlrmv3", str(published), "--tables", str(published / "sparse"), "--heads", "2"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "model")])
     assert done.exit_code == 0, done.output
-    assert "inside a request only" in done.output
+    assert "within a request only" in done.output
     assert load_model(tmp_path / "model").config.query_frame is not None
     again = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "model")])
     assert again.exit_code == 2
