@@ -122,7 +122,7 @@ def test_every_measurement_can_be_made_again_with_its_command(path: Path) -> Non
     if arguments[:2] == ["bench", "run"]:
         measurement = REGISTERED[arguments[2]]
         assert path.name in measurement.writes or arguments[2].startswith("controller-")
-        measurement.parser().parse_args(arguments[3:])
+        measurement.parse(arguments[3:])
 
 
 def test_files_that_an_experiment_writes_are_those_of_one_experiment() -> None:

@@ -1,12 +1,13 @@
 """Every measurement by name: what it shows, what it needs, how long it takes and which files it writes.
 
-A measurement is a module with `main(flags)` and, where it has options of its own, `options(parser)`. It is imported
-when it is run, so that the list needs none of their libraries. Experiments of the evaluation, which share tiers and a
-report, are in `helmrec_bench.experiments.registry`.
+A measurement is a module with `main(flags)` and, where it has options of its own, `options(parser)`; where options
+decide which file is written, `default_out(flags)` names it. A module is imported when it is run, so that the list needs
+none of their libraries. Experiments of the evaluation, which share tiers and a report, are in
+`helmrec_bench.experiments.registry`.
 """
 
 import tomllib
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -51,13 +52,22 @@ class Measurement:
             description=module.__doc__,
             formatter_class=RawDescriptionHelpFormatter,
         )
-        parser.add_argument("--out", type=Path, default=self.out, help="file to write (default: %(default)s)")
+        parser.add_argument("--out", type=Path, help=f"file to write (default: {self.out})")
         if hasattr(module, "options"):
             module.options(parser)
         return parser
 
-    def run(self, arguments: Sequence[str]) -> None:
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """Options, with the file that a variant of the measurement writes if `--out` is not given."""
         flags = self.parser().parse_args(list(arguments))
+        if flags.out is None:
+            choose = getattr(self.load(), "default_out", lambda flags: None)
+            name = choose(flags)
+            flags.out = self.out if name is None else MEASUREMENTS / name
+        return flags
+
+    def run(self, arguments: Sequence[str]) -> None:
+        flags = self.parse(arguments)
         device = getattr(flags, "device", None)
         if device == "cuda" or (
             device is None and self.needs == CARD and not any(getattr(flags, name, None) for name in _WITHOUT_CARD)

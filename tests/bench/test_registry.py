@@ -81,6 +81,22 @@ def test_a_measurement_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPat
     assert cli.invoke(bench_app, ["run", "host", "--nothing"]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("pauses", "pauses-cpu.json"),
+        ("pauses --device cuda", "pauses-h200.json"),
+        ("sim-speed --headline", "sim-speed-headline.json"),
+        ("miss-curves cost", "miss-curves-cost.json"),
+        ("fidelity --small", "fidelity-cpu.json"),
+        ("fidelity --engine-only", "fidelity-engine-h200.json"),
+    ],
+)
+def test_variants_of_a_measurement_write_files_of_their_own(command: str, file: str) -> None:
+    name, *options = command.split()
+    assert REGISTERED[name].parse(options).out == Path("docs/measurements", file)
+
+
 def test_a_measurement_of_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused = cli.invoke(bench_app, ["run", "row-reads"])

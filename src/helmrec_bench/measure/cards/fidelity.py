@@ -313,6 +313,16 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--host-kv-bytes", type=int, help="of the host tier; default none")
 
 
+def default_out(flags: Namespace) -> str:
+    return (
+        "fidelity-cpu.json"
+        if flags.small
+        else "fidelity-engine-h200.json"
+        if flags.engine_only
+        else "fidelity-h200.json"
+    )
+
+
 def main(flags: Namespace) -> None:
     given = {name: getattr(flags, name) for name in ("share", "scored", "host_kv_bytes")}
     setting = replace(SMALL if flags.small else CARD, **{k: v for k, v in given.items() if v is not None})

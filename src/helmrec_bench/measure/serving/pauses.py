@@ -40,7 +40,6 @@ from helmrec_bench.measure.cards.traffic import serving_config
 from helmrec_bench.measure.requests import Crowd, Visitors
 from helmrec_bench.measure.server import ServerProcess
 
-FOLDER = Path("docs/measurements")
 LOAD = 0.7
 SLO_MS = 80.0
 ALPHA = 0.3
@@ -235,7 +234,10 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--load", type=float, default=LOAD, help="share of what the node bears")
     parser.add_argument("--rate", type=float, help="requests/s, instead of a share (--http)")
-    parser.set_defaults(out=None)  # the device decides
+
+
+def default_out(flags: Namespace) -> str:
+    return "pauses-h200.json" if flags.device == "cuda" else "pauses-cpu.json"
 
 
 def main(flags: Namespace) -> None:
@@ -244,7 +246,7 @@ def main(flags: Namespace) -> None:
         found = over_http(setup, flags.minutes, flags.load, flags.rate, is_cold=flags.cold)
     else:
         found = in_process(setup, flags.minutes, flags.load)
-    path = flags.out or FOLDER / ("pauses-h200.json" if setup.is_card else "pauses-cpu.json")
+    path = flags.out
     runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     runs[("http" + " cold" * flags.cold) if flags.http else "in process"] = {**provenance(this_command()), **found}
     write_measurement(path, {"runs": runs})

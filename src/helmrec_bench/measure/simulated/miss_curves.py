@@ -373,6 +373,10 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("part", nargs="?", choices=("errors", "cost"), default="errors")
 
 
+def default_out(flags: Namespace) -> str:
+    return "miss-curves-cost.json" if flags.part == "cost" else "miss-curves.json"
+
+
 def main(flags: Namespace) -> None:
     if flags.part == "cost":
         write_measurement(flags.out, {"what": "cost of predicting joint miss curves", **costs()})

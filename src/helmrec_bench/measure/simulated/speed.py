@@ -143,6 +143,10 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--headline", action="store_true", help="the most asked for figures alone")
 
 
+def default_out(flags: Namespace) -> str:
+    return "sim-speed-headline.json" if flags.headline else "sim-speed.json"
+
+
 def main(flags: Namespace) -> None:
     simulate(traffic(5), node("dlrmv3", 1), default_cost(), static())  # compile
     write_measurement(flags.out, {"calibration": default_cost().name, **(headline() if flags.headline else whole())})
