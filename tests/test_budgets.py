@@ -19,7 +19,7 @@ LONG_FILES: dict[str, str] = {
     "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
     "helmrec_bench/measure/controller/live.py": "one measurement: a course of traffic, its driver and its figures",
     "helmrec_bench/measure/serving/ray_cluster.py": "one measurement: a deployment and six things done to it",
-    "helmrec/sim/node/kv.py": "the compiled twin of kv_cache.py, and of the log of visits that admits its prefixes",
+    "helmrec/sim/node/kv.py": "the compiled version of kv_cache.py, and of the log of visits that admits prefixes",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {}

@@ -49,7 +49,7 @@ def test_a_longer_queue_is_never_a_sooner_answer(stages: Stages) -> None:
     assert all(later > sooner for sooner, later in itertools.pairwise(expected))
 
 
-def test_a_calibration_gives_the_figures_the_simulator_reckons_with(tmp_path: Path) -> None:
+def test_a_calibration_gives_the_costs_of_the_simulator(tmp_path: Path) -> None:
     calibration = default_cost()
     terms, theirs = RouterCost.from_calibration(calibration.model_dump(), SHAPE).terms(), calibration.terms()
     new, resident, candidates, missed = 700, 6_000, 2_048, 5_000
