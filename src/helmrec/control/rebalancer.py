@@ -143,8 +143,8 @@ class Rebalancer:
             alpha = min(max(move.alpha, window.alpha_min), window.alpha_max)
             self._steered.move_alpha(alpha)
             if log.isEnabledFor(logging.INFO):
-                told = move.reason if explanation is None else explanation.line()
-                log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, told)
+                reason = move.reason if explanation is None else explanation.line()
+                log.info("alpha %.3f -> %.3f: %s", window.alpha_target, alpha, reason)
         decision = Decision(window, move, explanation)
         self._on_decision(decision)
         return decision
@@ -238,8 +238,8 @@ def _quantiles(values: NDArray[np.float64], shares: tuple[float, ...]) -> list[f
 
 def _explanation(policy: Policy) -> Explanation | None:
     """What a policy with layers said last, limits or not."""
-    told = getattr(_unlimited(policy), "explanation", None)
-    return told if isinstance(told, Explanation) else None
+    found = getattr(_unlimited(policy), "explanation", None)
+    return found if isinstance(found, Explanation) else None
 
 
 def _unlimited(policy: Policy) -> Policy:

@@ -1,10 +1,9 @@
 """Learning curves of trainings, and what their networks and the plain rule lose on nodes that no training saw.
 
 Reads folders that `helmrec train --out build/train/NAME` wrote; writes docs/measurements/ppo.json and
-docs/images/ppo-learning.png. `--validation FILE` adds a comparison on the drawn validation range.
+docs/images/ppo-learning.png.
 """
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +82,6 @@ def plot(trainings: list[dict[str, Any]], rule_lost: float) -> None:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--validation", type=Path)
 
 
 def main(flags: Namespace) -> None:
@@ -93,7 +91,5 @@ def main(flags: Namespace) -> None:
         trainings.append({**network.record.training, "on_other_nodes": judge(chooser_of(network))})
         print(folder, trainings[-1]["on_other_nodes"])
     results: dict[str, Any] = {"rule_on_other_nodes": judge(rule), "trainings": trainings}
-    if flags.validation is not None:
-        results["validation"] = json.loads(flags.validation.read_text())
     write_measurement(flags.out, results)
     plot(trainings, results["rule_on_other_nodes"]["expected"])
