@@ -13,8 +13,9 @@ help:  ## Show this list
 demo: $(VENV)/ready  ## Watch two caches share a pool, over real HTTP (two minutes, CPU)
 	$(BIN)/helmrec demo
 
-test: $(VENV)/ready  ## Run the tests (CPU, about eight minutes)
-	$(BIN)/python -m pytest -q -m "not gpu and not slow"
+# Two workers, a file of tests on one of them: more start more Ray clusters and servers than a small machine bears.
+test: $(VENV)/ready  ## Run the tests (CPU, about ten minutes on two cores)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"
 
 test-slow: $(VENV)/ready  ## Run the long tests too
 	$(BIN)/python -m pytest -q -m "not gpu"

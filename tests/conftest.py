@@ -11,6 +11,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+for name in ("COLUMNS", "LINES"):  # set by pytest-xdist: a console made at import would keep them for ever
+    os.environ.pop(name, None)
 
 from helmrec.clock import ManualClock
 from helmrec.engine.engine import Engine
