@@ -11,8 +11,9 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
-for name in ("COLUMNS", "LINES"):  # set by pytest-xdist: a console made at import would keep them for ever
-    os.environ.pop(name, None)
+if "PYTEST_XDIST_WORKER" in os.environ:  # it sets both: a console made at import would keep them for ever
+    os.environ.pop("COLUMNS", None)
+    os.environ.pop("LINES", None)
 
 from helmrec.clock import ManualClock
 from helmrec.engine.engine import Engine
