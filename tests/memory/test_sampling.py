@@ -1,10 +1,16 @@
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError
-from helmrec.memory.sampling import is_sampled, row_hash, sampled, sampling_threshold
+from helmrec.memory.sampling import is_sampled, keep_sampled, row_hash, sampling_threshold
 
 MASK = (1 << 64) - 1
+
+
+def sampled(rows: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
+    kept = rows.copy()
+    return kept[: keep_sampled(kept, sampling_threshold(rate))]
 
 
 def plain_hash(row: int) -> int:

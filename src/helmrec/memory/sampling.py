@@ -35,17 +35,12 @@ def sampling_threshold(rate: float) -> np.uint64:
     return np.uint64(max(1, min(round(rate * 2**64), 2**64)) - 1)
 
 
-def sampled(rows: Rows, rate: float) -> Rows:
-    """Return the sampled rows, in order, with repeats."""
-    return _sampled(rows, sampling_threshold(rate))
-
-
 @numba.njit(cache=True)
-def _sampled(rows: Rows, threshold: np.uint64) -> Rows:
-    kept = np.empty(rows.size, np.int64)
+def keep_sampled(rows: Rows, threshold: np.uint64) -> int:
+    """Move the sampled rows to the front, in order, with repeats; return how many they are."""
     num_kept = 0
     for row in rows:
         if is_sampled(row, threshold):
-            kept[num_kept] = row
+            rows[num_kept] = row
             num_kept += 1
-    return kept[:num_kept].copy()
+    return num_kept

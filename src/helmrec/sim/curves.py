@@ -13,9 +13,11 @@ from helmrec.memory.miss_curves import (
     JointMissCurves,
     MissCurveConfig,
     put_aside,
+    sampling_rate_of,
     serve,
     shadows,
 )
+from helmrec.memory.sampling import keep_sampled, sampling_threshold
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
@@ -35,22 +37,29 @@ class _TraceRows(NamedTuple):
     anchor: IntArray  # (requests,) first event of the window
     num_context: int
     rows_per_event: int
+    threshold: np.uint64  # of the hash of a row, up to which it is sampled
 
 
 class NodeCurveFeed:
-    """Passes served requests to the miss curves, in order. The rows of a trace are sampled already: all are used."""
+    """Passes served requests to the miss curves, in order.
+
+    The curves see no more rows than an engine's would: the rows of a trace, which are a sample already, are sampled
+    again if they are more.
+    """
 
     def __init__(self, node: Node) -> None:
         config, setup = node.config, node.setup
         engine = config.engine
+        rate = min(setup.rate, sampling_rate_of(config.num_pages * setup.rows_per_page))
         self._node = node
+        self._threshold = sampling_threshold(rate / setup.rate)
         self._curves = JointMissCurves(
             MissCurveConfig(
                 num_pages=config.num_pages,
                 page_tokens=setup.rules.page_tokens,
                 rows_per_page=setup.rows_per_page,
                 batch_pages=setup.batch_pages,
-                sampling_rate=setup.rate,
+                sampling_rate=rate,
                 waiting_rows=_WAITING_ROWS,
                 kv_admission="always" if engine.kv_admission == "always" else "second-visit",
                 row_admission=engine.row_admission,
@@ -80,7 +89,7 @@ class NodeCurveFeed:
     def _serve(self, requests: IntArray) -> None:
         trace, setup, curves = self._node.requests, self._node.setup, self._curves
         curves.make_room(self._most_rows * requests.size, requests.size)
-        rows = _TraceRows(trace.reads, trace.anchor, setup.num_context, setup.rows_per_event)
+        rows = _TraceRows(trace.reads, trace.anchor, setup.num_context, setup.rows_per_event, self._threshold)
         _serve(curves.state, self._visits, rows, requests, curves.decay)
 
     def curves(self) -> JointCurves | None:
@@ -123,5 +132,6 @@ def _serve(arrays: tuple[Any, ...], visits: IntArray, rows: _TraceRows, requests
         num = 0 if first else context_rows(reads, request, out)
         event = rows.anchor[request] + max(0, first - rows.num_context)
         num += history_rows(reads, request, event, out[num:])
-        num_all = num + candidate_rows(reads, request, out[num:])
+        num = keep_sampled(out[:num], rows.threshold)
+        num_all = num + keep_sampled(out[num : num + candidate_rows(reads, request, out[num:])], rows.threshold)
         put_aside(pending, reused, first, history.num_tokens, num, num_all)

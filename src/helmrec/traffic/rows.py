@@ -7,8 +7,7 @@ n are found in n·m/L steps.
 
 Kept rows are numbered densely from 0 to `num_kept_rows`, so that a simulator can use arrays instead of hash maps.
 Capacities are scaled by `rate`. Hot rows make the *number* of kept reads noisy for real data: scale misses by 1/rate
-and take totals from token counts, which are exact (as in SHARDS-adj). A miss curve fed with these rows must not sample
-them again.
+and take totals from token counts, which are exact (as in SHARDS-adj).
 
 Tables with fewer rows than lanes are left out: every event reads them, and they are always resident. Rows of
 request-context tables are left out for the same reason.

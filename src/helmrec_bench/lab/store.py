@@ -28,10 +28,11 @@ def digest_of(cost: CostModel) -> str:
     return hashlib.sha256(details.encode()).hexdigest()[:12]
 
 
-def digest_of_code(*packages: str) -> str:
-    """Tells versions of these packages of helmrec apart by their source."""
+def digest_of_code(*packages: str, also: Sequence[str] = ()) -> str:
+    """Tells versions of these packages of helmrec, and of other source files, apart by their text."""
     source = Path(helmrec.__file__).parent
     files = sorted(path for package in packages for path in (source / package).rglob("*.py"))
+    files += [Path(name) for name in also]
     assert files, f"no source in {packages}"
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
 

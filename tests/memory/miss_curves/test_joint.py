@@ -9,7 +9,7 @@ from helmrec.config import EngineConfig
 from helmrec.errors import ConfigError
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
-from helmrec.memory.sampling import sampled
+from helmrec.memory.sampling import keep_sampled, sampling_threshold
 from helmrec_bench.measure.simulated.miss_curves import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
 
 NO_ROWS = np.empty(0, np.int64)
@@ -229,7 +229,8 @@ def test_exactly_the_sampled_rows_of_a_request_are_read(rate: float, num_events:
     rng = np.random.default_rng(0)
     context, events, single, candidates = (rng.integers(0, 10**9, shape) for shape in (2, (3, num_events), 1, (3, 40)))
     curves.observe(CurveRequest(1, 2 + num_events, context, events, single, candidates))
-    expected = sampled(np.concatenate((context, events.T.ravel(), single, candidates.T.ravel())), rate)
+    expected = np.concatenate((context, events.T.ravel(), single, candidates.T.ravel()))
+    expected = expected[: keep_sampled(expected, sampling_threshold(rate))]
     read = curves.curves().missed_rows_per_request * rate
     assert np.rint(read).astype(int).tolist() == [expected.size] * 3
     rows = curves._rows.state.rows

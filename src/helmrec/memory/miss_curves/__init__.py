@@ -10,6 +10,7 @@ from helmrec.memory.miss_curves.joint import (
     JointCurves,
     JointMissCurves,
     MissCurveConfig,
+    sampling_rate_of,
 )
 from helmrec.memory.miss_curves.kv import HistoryVisit
 from helmrec.memory.miss_curves.step import put_aside, serve, shadows
@@ -23,6 +24,7 @@ __all__ = [
     "JointMissCurves",
     "MissCurveConfig",
     "put_aside",
+    "sampling_rate_of",
     "serve",
     "shadows",
 ]

@@ -70,7 +70,7 @@ class MissCurveConfig(Frozen):
             page_tokens=geometry.page_tokens,
             rows_per_page=geometry.rows_per_page,
             batch_pages=geometry.pages_for(batch_tokens),
-            sampling_rate=min(1.0, _SAMPLED_SLOTS / (num_pages * geometry.rows_per_page)),
+            sampling_rate=sampling_rate_of(num_pages * geometry.rows_per_page),
             kv_admission="always" if config.kv_admission == "always" else "second-visit",
             row_admission=config.row_admission,
         )
@@ -78,6 +78,11 @@ class MissCurveConfig(Frozen):
     def emb_pages(self, alpha: float) -> int:
         """Pages for embedding rows at this split, rounded as in the pool."""
         return int(np.floor(alpha * self.num_pages + 0.5))
+
+
+def sampling_rate_of(num_slots: int) -> float:
+    """Share of rows that an engine samples, from the slots that its whole pool has for them."""
+    return min(1.0, _SAMPLED_SLOTS / num_slots)
 
 
 class CurveRequest(NamedTuple):

@@ -7,8 +7,9 @@
     helmrec bench run controller-trials --range test --numbers 60 --kinds steady --loads 0.5 0.7 0.9 0.95
     helmrec bench run controller-trials --range test --numbers 60 --every 3 --scored-from 120 --wrong-costs
 
-Constants lie on a grid of 0.05, and 0.03: every second one is run, then those beside the two best. The best is the one
-with the least mean latency, in hindsight, over all seeds. Everyone sees the same requests; a policy starts at one
+Constants lie on a grid of 0.05, and 0.03: every second one is run on the first seed, those within a quarter of the best
+on all seeds, then those beside the two best. The best is the one with the least mean latency, in hindsight, over all
+seeds. Everyone sees the same requests; a policy starts at one
 of `--starts` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the
 first burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes
 on.
@@ -16,7 +17,8 @@ on.
 
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +43,7 @@ from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.steps import Step
 from helmrec.traffic.trace import Trace
+from helmrec_bench import drawn as drawn_module
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
 from helmrec_bench.judging.contest import Shown
@@ -53,6 +57,7 @@ FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
 BURSTS = ("burst", "flood", "flash")  # names of phases
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
+NEAR_BEST = 1.25  # times the least mean latency of the first seed: what is above is not best over all seeds
 AFTER_BURST_S = 10.0  # that the first burst's queue may take to drain
 WRONG, TAUGHT_S = " with ", 30.0
 TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
@@ -67,7 +72,8 @@ TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
     "pair_ms": (Step.COMPUTE_MS, Step.PAIRS),
 }
 
-SIMULATOR, CONTROLLER = digest_of_code("sim", "traffic", "memory"), digest_of_code("control")  # when a run begins
+SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[drawn_module.__file__])  # when a run begins
+CONTROLLER = digest_of_code("control")
 
 
 class Case(NamedTuple):
@@ -87,14 +93,35 @@ class Case(NamedTuple):
 
     def curves(self) -> list[JointCurves | None]:
         """At every look; kept in a file once they are recorded."""
-        load = "" if self.load is None else f"-{self.load:g}"
-        path = BUILD / "curves" / f"{self.which}-{self.number}-{self.seed}{load}-{SIMULATOR}.npz"
+        path = self._path("curves", f"{self.seed}.npz")
         if not path.exists():
             drawn, trace = scene(self)
             recorded = record_curves(trace, drawn.node_at(UNTUNED_ALPHA), drawn.cost, LOOK_EVERY)
-            save_curves(path.with_suffix(f".{os.getpid()}"), recorded)
-            path.with_suffix(f".{os.getpid()}").rename(path)
+            with _replacing(path) as new:
+                save_curves(new, recorded)
         return load_curves(path)
+
+    def drawn(self) -> Drawn:
+        """The scenario; kept in a file, since its loads are found by simulation."""
+        assert self.which != "frozen"
+        path, adapter = self._path("drawn", "drawn.json"), TypeAdapter(Drawn)
+        if not path.exists():
+            with _replacing(path) as new:
+                new.write_bytes(adapter.dump_json(draw(self.which, self.number, self.load)))
+        return adapter.validate_json(path.read_bytes())
+
+    def _path(self, folder: str, ending: str) -> Path:
+        load = "" if self.load is None else f"-{self.load:g}"
+        return BUILD / folder / f"{self.which}-{self.number}{load}-{SIMULATOR}-{ending}"
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` when all is written: other processes write it too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    yield new
+    new.rename(path)
 
 
 class Finer(NamedTuple):
@@ -123,7 +150,7 @@ class Trial(NamedTuple):
 @cache
 def scene(case: Case) -> tuple[Drawn, Trace]:
     if case.which != "frozen":
-        drawn = draw(case.which, case.number, case.load)
+        drawn = case.drawn()
         return replace(drawn, scored_from_s=case.scored_from_s), drawn.make_trace(case.seed)
     scenario = load_scenario(SCENARIOS / f"{FROZEN[case.number]}.toml")
     trace = scenario.make_trace(case.seed)
@@ -168,9 +195,19 @@ def sweep_finer(finer: Finer) -> dict[str, Any]:
     }
 
 
+def near_best(scores: dict[str, Any]) -> tuple[float, ...]:
+    """Splits of the coarse grid that may be best over all seeds, by the scores of one; and the untuned one."""
+    most_ms = NEAR_BEST * min(one["mean_ms"] for one in scores.values())
+    return tuple(
+        alpha
+        for alpha, one in ((float(name), one) for name, one in scores.items())
+        if one["mean_ms"] <= most_ms or alpha == UNTUNED_ALPHA
+    )
+
+
 def beside_best(scores: Sequence[dict[str, Any]]) -> tuple[float, ...]:
     """Splits of the fine grid next to the two that are best over these seeds."""
-    best = sorted(scores[0], key=lambda alpha: _mean(scores, alpha, "mean_ms"))[:2]
+    best = sorted(_in_all(scores), key=lambda alpha: _mean(scores, alpha, "mean_ms"))[:2]
     around = {round(float(alpha) + side, 2) for alpha in best for side in (-FINE_STEP, FINE_STEP)}
     return tuple(sorted(alpha for alpha in around - set(COARSE) if LEAST <= alpha <= MOST))
 
@@ -228,7 +265,7 @@ def _figures(result: SimResult, chosen: NDArray[np.bool_]) -> dict[str, float]:
 
 def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One scenario over its seeds: the policy's figures over those of the best constant."""
-    best = min(constants[0], key=lambda alpha: _mean(constants, alpha, "mean_ms"))
+    best = min(_in_all(constants), key=lambda alpha: _mean(constants, alpha, "mean_ms"))
     mean_ms, p99_ms, within = (
         _mean([{"": one} for one in scores], "", name) for name in ("mean_ms", "p99_ms", "within_slo")
     )
@@ -247,6 +284,10 @@ def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]
         untuned_ms = _mean(constants, f"{UNTUNED_ALPHA:g}", "first_burst_p99_ms")
         details["first_burst_p99_over_untuned"] = float(first_ms / untuned_ms - 1)
     return details
+
+
+def _in_all(scores: Sequence[dict[str, Any]]) -> list[str]:
+    return [alpha for alpha in scores[0] if all(alpha in one for one in scores)]
 
 
 def _mean(scores: Sequence[dict[str, Any]], alpha: str, name: str) -> float:
@@ -347,17 +388,30 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
 
 
+def run_constants(
+    cases: dict[str, list[Case]], store: Store, processes: int
+) -> dict[str, list[dict[str, dict[str, float]]]]:
+    """Scores by alpha, of each seed, by scenario."""
+    finish([own[0] for own in cases.values()], sweep, store, processes, "constants")
+    scores = {number: [store.found[own[0].name]] for number, own in cases.items()}
+    others = {number: [Finer(case, near_best(scores[number][0])) for case in own[1:]] for number, own in cases.items()}
+    finish([one for own in others.values() for one in own], sweep_finer, store, processes, "constants, other seeds")
+    for number, own in others.items():
+        scores[number] += [store.found[one.name] for one in own]
+    finer = {number: [Finer(case, beside_best(scores[number])) for case in own] for number, own in cases.items()}
+    finish([one for own in finer.values() for one in own], sweep_finer, store, processes, "finer constants")
+    return {
+        number: [score | store.found[one.name] for score, one in zip(scores[number], own, strict=True)]
+        for number, own in finer.items()
+    }
+
+
 def main(flags: Namespace) -> None:
     if flags.wrong_costs:
         flags.policies = [f"helm{WRONG}{term} x {factor}" for term in TERMS for factor in ("0.5", "2")]
     cases = cases_of(flags)
     store = Store(BUILD / "controller-trials.jsonl", "2")
-    finish([case for own in cases.values() for case in own], sweep, store, flags.processes, "constants")
-    finer = {
-        number: [Finer(case, beside_best([store.found[case.name] for case in own])) for case in own]
-        for number, own in cases.items()
-    }
-    finish([one for own in finer.values() for one in own], sweep_finer, store, flags.processes, "finer constants")
+    constants = run_constants(cases, store, flags.processes)
     found: dict[str, Any] = {}
     for policy in flags.policies:
         for start in flags.starts:
@@ -366,10 +420,9 @@ def main(flags: Namespace) -> None:
             finish(everyone, judge, store, flags.processes, f"{policy} from {start:g}")
             rows: dict[str, dict[str, Any]] = {}
             for number, own in trials.items():
-                constants = [store.found[one.case.name] | store.found[one.name] for one in finer[number]]
                 drawn = scene(own[0].case)[0]
                 name = drawn.name if own[0].case.load is None else f"{drawn.name} at {drawn.load:g}"
-                rows[name] = {"kind": drawn.kind, **compare([store.found[one.name] for one in own], constants)}
+                rows[name] = {"kind": drawn.kind, **compare([store.found[one.name] for one in own], constants[number])}
             show(f"{policy} from {start:g}", rows)
             found[f"{policy} from {start:g}"] = {
                 "summary": summary(list(rows.values())),
