@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Estimator, StageCosts, add_steps
+from helmrec.control.costs import Estimator, StageCosts, add_steps, fit
 from helmrec.steps import Step, no_steps
 from tests.control.made_up_steps import COSTS, timed, work_of
 
@@ -140,3 +140,25 @@ def test_steps_are_added_as_plain_sums_are(num: int) -> None:
     assert add_steps(steps, 100.0, *ours) == pytest.approx(added_plainly(steps, 100.0, *plain))
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other)
+
+
+def fitted_plainly(moments: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
+    """The plain twin of `fit`."""
+    scale = np.sqrt(moments.diagonal())
+    used, terms = np.flatnonzero(scale > 0), np.zeros(scale.size)
+    while used.size:
+        scaled = moments[np.ix_(used, used)] / np.outer(scale[used], scale[used]) + ridge * np.eye(used.size)
+        fitted = np.linalg.solve(scaled, target[used] / scale[used])
+        if (fitted >= 0).all():
+            terms[used] = fitted / scale[used]
+            break
+        used = used[fitted >= 0]
+    return terms
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fit_equals_its_plain_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    work = rng.uniform(0, 1, (50, 4)) * (1.0, 300.0, 1e5, seed % 3)  # every third without any work of the last kind
+    target = work @ rng.normal(1.0, 1.5, 4) + rng.normal(0, 0.1, 50)  # some terms are negative
+    assert np.allclose(fit(work.T @ work, work.T @ target, 1e-6), fitted_plainly(work.T @ work, work.T @ target, 1e-6))

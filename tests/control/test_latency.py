@@ -8,7 +8,15 @@ import pytest
 
 from helmrec.control.costs import Floats
 from helmrec.control.helm import Helm
-from helmrec.control.latency import ALPHAS, RECENT_S, Bias, EngineModel, Fading, LatencyModel, play
+from helmrec.control.latency import (
+    ALPHAS,
+    RECENT_S,
+    Bias,
+    EngineModel,
+    Fading,
+    LatencyModel,
+    play,
+)
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps

@@ -60,7 +60,7 @@ class Estimator:
         self._moments = np.zeros((len(_STAGES), num, num))  # of a one and the work, weighted for each stage
         self._targets = np.zeros((num, len(_STAGES)))  # of the work with what the stage took
         self._seen = np.zeros(1 + 2)  # steps in all; with older ones fading; those of them that overlapped
-        self._terms: list[Floats] = []
+        self._terms: dict[int, Floats] = {}  # by stage, in order
         self._turn = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
@@ -77,30 +77,14 @@ class Estimator:
         num_steps, weight, num_overlapped = self._seen.tolist()
         if num_steps < _FEWEST_STEPS:
             return
-        if self._terms:
-            self._turn = (self._turn + 1) % len(_STAGES)
-            self._terms[self._turn] = self._fitted(self._turn)
-        else:
-            self._terms = [self._fitted(stage) for stage in range(len(_STAGES))]
-        self.costs = StageCosts(*np.concatenate((*self._terms, [num_overlapped / weight])).tolist())
+        self._turn = (self._turn + 1) % len(_STAGES)
+        for stage in [self._turn] if self._terms else range(len(_STAGES)):
+            self._terms[stage] = self._fitted(stage)
+        self.costs = StageCosts(*np.concatenate((*self._terms.values(), [num_overlapped / weight])).tolist())
 
     def _fitted(self, stage: int) -> Floats:
-        """Least squares; terms that come out negative are left out, and the others fitted again."""
         places = _TERMS[stage]
-        moments, target = self._moments[stage][places[:, None], places], self._targets[places, stage]
-        scale = np.sqrt(moments.diagonal())
-        used = np.flatnonzero(scale > 0)
-        terms = np.zeros(scale.size)
-        while used.size:
-            by = scale[used]
-            scaled = moments[used[:, None], used] / (by[:, None] * by)
-            scaled.reshape(-1)[:: used.size + 1] += _RIDGE
-            fitted = np.linalg.solve(scaled, target[used] / by)
-            if (fitted >= 0).all():
-                terms[used] = fitted / by
-                break
-            used = used[fitted >= 0]
-        return terms
+        return fit(self._moments[stage][places[:, None], places], self._targets[places, stage], _RIDGE)
 
     @property
     def learned(self) -> list[float]:
@@ -114,7 +98,7 @@ class Estimator:
         for part in self._parts():
             part.reshape(-1)[:] = values[at : at + part.size]
             at += part.size
-        self._terms = []
+        self._terms = {}
         self._know()
 
     def _parts(self) -> list[Floats]:
@@ -151,3 +135,24 @@ def add_steps(steps: Steps, half_life_steps: float, moments: Floats, targets: Fl
                 for other in range(work.size):
                     moments[place, term, other] += weighted * work[other]
     return float(num), num_overlapped, keep
+
+
+@numba.njit(cache=True, nogil=True)
+def fit(moments: Floats, target: Floats, ridge: float) -> Floats:
+    """Least squares of scaled terms; those that come out negative are left out, and the others fitted again."""
+    num, scale = target.size, np.sqrt(np.diag(moments))
+    is_used = scale > 0
+    while is_used.any():
+        inverse = np.array([1 / scale[i] if is_used[i] else 0.0 for i in range(num)])
+        rows = np.column_stack((moments * np.outer(inverse, inverse), target * inverse))
+        for i in range(num):
+            rows[i, i] = 1 + ridge
+        for i in range(num):  # elimination needs no pivots: positive definite
+            for j in range(num):
+                if j != i:
+                    rows[j] -= rows[j, i] / rows[i, i] * rows[i]
+        terms = inverse * rows[:, num] / np.diag(rows)
+        if (terms >= 0).all():
+            return terms
+        is_used &= terms >= 0
+    return np.zeros(num)

@@ -88,7 +88,7 @@ class Prediction:
     mean_ms: Floats  # latency: stages and waits
 
     def at(self, alpha: float) -> float:
-        return float(np.interp(alpha, ALPHAS, self.mean_ms))
+        return value_at(self.mean_ms, alpha)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,27 +158,32 @@ class LatencyModel:
         """For each of several corrections, once `update` has returned True."""
         costs, work = self.estimator.costs, self.work
         assert costs is not None and work is not None
+        fixed_ms = (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms)
         by_tokens, by_rows, pace = np.array(biases).T[:, :, None]
-        new = np.clip(work.new_users, _FEW, 1 - _FEW)
+        new = np.minimum(np.maximum(work.new_users, _FEW), 1 - _FEW)
         computed = by_tokens * work.computed_tokens  # (biases, ALPHAS)
-        long = np.minimum(computed / new, self._history)  # tokens, where none are found
-        tokens = self._others + np.stack(((computed - new * long) / (1 - new), long))  # (2, biases, ALPHAS)
+        tokens, work_ms = np.empty((2, *computed.shape)), np.empty((len(fixed_ms), 2, *computed.shape))
+        tokens[1] = np.minimum(computed / new, self._history)  # where none are found
+        tokens[0] = (computed - new * tokens[1]) / (1 - new)
+        tokens += self._others
         pair_ms = costs.pair_ms * self._history / 2  # a history token sees half of its history, a candidate all
         rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * by_rows * work.missed_rows
-        work_ms = pace * np.stack(  # (stages, 2, biases, ALPHAS)
-            (
-                costs.host_request_ms + costs.host_token_ms * tokens,
-                rows_ms / (self._others + computed) * tokens,
-                (costs.token_ms + pair_ms) * tokens + pair_ms * self._others,
-            )
-        )
-        fixed_ms = (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms)
+        work_ms[0] = costs.host_request_ms + costs.host_token_ms * tokens
+        work_ms[1] = rows_ms / (self._others + computed) * tokens
+        work_ms[2] = (costs.token_ms + pair_ms) * tokens + pair_ms * self._others
+        work_ms *= pace
         engine = EngineModel(*fixed_ms, self._most, costs.overlap > 0)
         self._turn = (self._turn + 1) % _NUM_STREAMS
         mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, new, work_ms, pace[:, 0], engine)
-        of_both = work_ms.sum(axis=0)
-        stages_ms = costs.step_ms + (of_both[0] + new * (of_both[1] - of_both[0])) / pace
+        of_known, of_new = work_ms.sum(axis=0)
+        stages_ms = costs.step_ms + (of_known + new * (of_new - of_known)) / pace
         return [Prediction(*one) for one in zip(stages_ms, mean_ms, strict=True)]
+
+
+@numba.njit(cache=True)
+def value_at(curve: Floats, alpha: float) -> float:
+    """A curve at ALPHAS, interpolated. Compiled: NumPy's own takes longer to call than to interpolate."""
+    return np.interp(alpha, ALPHAS, curve)
 
 
 def _stacked(curves: JointCurves) -> Floats:
@@ -221,6 +226,7 @@ def play(
     mean_ms = np.empty((num_biases, num_splits))
     for bias in range(num_biases):
         for split in range(num_splits):
+            (known_host, new_host), (known_rows, new_rows), (known_compute, new_compute) = work_ms[:, :, bias, split]
             host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free, and latency of all
             num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
             while at < num or num_running:
@@ -233,10 +239,10 @@ def play(
                 launched_ms = host_ms + pace[bias] * engine.host_ms
                 rows_ms, compute_ms, first = pace[bias] * engine.rows_ms, pace[bias] * engine.compute_ms, at
                 while at < num and at - first < engine.most and arrived_ms[at] <= host_ms:
-                    kind = 1 if stream[1, at] < new_users[split] else 0
-                    launched_ms += work_ms[0, kind, bias, split]
-                    rows_ms += work_ms[1, kind, bias, split]
-                    compute_ms += work_ms[2, kind, bias, split]
+                    is_new = stream[1, at] < new_users[split]
+                    launched_ms += new_host if is_new else known_host
+                    rows_ms += new_rows if is_new else known_rows
+                    compute_ms += new_compute if is_new else known_compute
                     total_ms -= arrived_ms[at]
                     at += 1
                 host_ms = launched_ms

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from helmrec.control.costs import Floats
-from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel, Prediction
+from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel, Prediction, value_at
 from helmrec.control.policy import WindowStats
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
@@ -74,7 +74,7 @@ def propose(layer: str, chooser: Chooser, mean_ms: Floats, view: View) -> Propos
     """What a chooser makes of the curve a layer predicts."""
     start = view.window.alpha_target
     alpha = chooser.choose(mean_ms, view)
-    here_ms, there_ms = np.interp((start, alpha), ALPHAS, mean_ms).tolist()
+    here_ms, there_ms = value_at(mean_ms, start), value_at(mean_ms, alpha)
     return Proposal(layer, alpha, f"predicts {there_ms:.2f} ms there, {here_ms:.2f} ms here", here_ms - there_ms)
 
 
@@ -90,7 +90,7 @@ class Residual:
         self._note_pace(window, predicted_ms)
         traffic, work = window.traffic, model.work
         if work is not None and abs(window.alpha - window.alpha_target) <= SETTLED:
-            promised = [np.interp(window.alpha, ALPHAS, one) for one in (work.computed_tokens, work.missed_rows)]
+            promised = [value_at(one, window.alpha) for one in (work.computed_tokens, work.missed_rows)]
             measured = (window.new_tokens_per_request, window.missed_rows_per_request)
             self._seen.add(np.array((measured, promised)), traffic.num_served, traffic.end_s - traffic.start_s)
         if self._seen.value is None:
@@ -150,7 +150,7 @@ class Bursts:
         if not was_burst:
             self._stood_at = window.alpha
         calm_ms = offered_ms if self._calm.value is None else self._calm.value
-        now, calm = (float(np.interp(self._stood_at, ALPHAS, one)) for one in (offered_ms, calm_ms))
+        now, calm = (value_at(one, self._stood_at) for one in (offered_ms, calm_ms))
         least = _BURST_FACTOR * calm
         if not was_burst and (predicted_ms is None or traffic.mean_ms <= _MOST_BIAS * predicted_ms):
             num = traffic.arrival_rate * dt_s

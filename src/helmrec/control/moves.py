@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from helmrec.control.latency import ALPHAS, Prediction
+from helmrec.control.latency import Prediction, value_at
 from helmrec.control.layers import JUDGED_S, SETTLED
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step, Steps
@@ -59,7 +59,7 @@ class MoveLog:
         else:
             time_s, self._before_ms = now_s, self._stage_ms
         self._moved_s = now_s
-        here_ms, there_ms = np.interp((start, alpha), ALPHAS, newest.stages_ms).tolist()
+        here_ms, there_ms = value_at(newest.stages_ms, start), value_at(newest.stages_ms, alpha)
         self.records.append(MoveRecord(time_s, start, alpha, layer, here_ms - there_ms))
 
     @property
@@ -77,4 +77,5 @@ class MoveLog:
 def _stage_ms(steps: Steps) -> float:
     """Measured stage time per request; NaN without requests."""
     num = steps[:, Step.REQUESTS].sum()
-    return float(np.nansum(steps[:, (Step.HOST_MS, Step.ROWS_MS, Step.COMPUTE_MS)]) / num) if num else float("nan")
+    times_ms = steps[:, Step.HOST_MS : Step.COMPUTE_MS + 1]
+    return float(times_ms[np.isfinite(times_ms)].sum() / num) if num else float("nan")

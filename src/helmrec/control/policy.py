@@ -139,15 +139,12 @@ class Limited:
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy = policy
         self.limits = limits
-        self._min, self._max = limits.min_alpha, limits.max_alpha  # read at every decision, which must take no time
         self._steps: deque[_Step] = deque()  # of the last minute
-        self._travelled = 0.0  # the sum of their sizes
 
     def decide(self, stats: WindowStats) -> Move | None:
-        asked, start, low, high = self.policy.decide(stats), stats.alpha_target, self._min, self._max
-        low = max(low, stats.alpha_min)
-        high = min(high, stats.alpha_max)
-        high = max(high, low)
+        asked, start = self.policy.decide(stats), stats.alpha_target
+        low = max(self.limits.min_alpha, stats.alpha_min)
+        high = max(low, min(self.limits.max_alpha, stats.alpha_max))
         if asked is None and low <= start <= high:
             return None
         inside = min(max(start if asked is None else asked.alpha, low), high)
@@ -156,7 +153,6 @@ class Limited:
         if allowed == start:
             return None
         self._steps.append(_Step(stats.traffic.end_s, abs(allowed - start)))
-        self._travelled += abs(allowed - start)
         if asked is None:
             return Move(allowed, f"back inside {low:.2f}..{high:.2f}")
         if allowed == asked.alpha:
@@ -166,12 +162,8 @@ class Limited:
     def reset(self) -> None:
         self.policy.reset()
         self._steps.clear()
-        self._travelled = 0.0
 
     def _travel_left(self, now_s: float) -> float:
-        steps = self._steps
-        while steps and steps[0].time_s <= now_s - _TRAVEL_S:
-            self._travelled -= steps.popleft().size
-        if not steps:
-            self._travelled = 0.0  # what rounding left
-        return max(0.0, self.limits.travel_per_minute - self._travelled)
+        while self._steps and self._steps[0].time_s <= now_s - _TRAVEL_S:
+            self._steps.popleft()
+        return max(0.0, self.limits.travel_per_minute - sum(step.size for step in self._steps))
