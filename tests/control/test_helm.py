@@ -18,7 +18,7 @@ from helmrec.steps import no_steps
 from tests.control.bowl import Bowl
 from tests.control.served import Served, driven, latency_ms
 
-CALM, BURST = Served(Bowl(rate=60)), Served(Bowl(rate=250, kv_scale=0.15))
+CALM, BURST = Served(Bowl(rate=60)), Served(Bowl(rate=250, kv_scale=0.05))
 
 
 def limited(**settings: bool) -> Limited:
@@ -100,10 +100,10 @@ def after_a_burst(policy: Limited) -> float:
 def test_a_burst_is_answered_at_once() -> None:
     policy = limited()
     alpha = driven(policy, CALM, 0.5, 60)[-1]
-    path = driven(policy, BURST, alpha, 3, 60)
-    assert alpha < BURST.best() - 0.05
+    path = driven(policy, BURST, alpha, 4, 60)
+    assert alpha < BURST.best() - 0.2
     assert path[0] > alpha + 0.05
-    assert path[-1] == pytest.approx(BURST.best(), abs=0.07)
+    assert path[-1] == pytest.approx(BURST.best(), abs=0.1)
 
 
 def test_after_a_burst_it_stands_nearer_to_what_the_burst_wanted() -> None:

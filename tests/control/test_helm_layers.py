@@ -34,23 +34,29 @@ def chosen(mean_ms: Floats, at: WindowStats) -> float:
 
 
 def test_the_rule_goes_where_latency_is_least() -> None:
-    bowl = 10 + 20 * (ALPHAS - 0.3) ** 2
-    assert chosen(bowl, window(0.7)) == pytest.approx(ALPHAS[np.abs(ALPHAS - 0.3).argmin()], abs=0.05)
+    bowl = 10 + 200 * (ALPHAS - 0.3) ** 2
+    assert chosen(bowl, window(0.7)) == pytest.approx(ALPHAS[np.abs(ALPHAS - 0.3).argmin()], abs=0.035)
 
 
 def test_the_rule_stays_for_less_than_the_least_gain() -> None:
-    least = FLAT.copy()
-    least[3] = 10 * (1 - 0.9 * MIN_GAIN)
-    assert chosen(least, window(0.5)) == 0.5
-    least[3] = 10 * (1 - 1.1 * MIN_GAIN)
-    assert chosen(least, window(0.5)) == ALPHAS[3]
+    equal = 10 * (1 + 1.9 * MIN_GAIN)  # of the least at ALPHAS[3], and nearer the middle
+    for share, expected in ((0.9, 0.5), (1.1, ALPHAS[10])):
+        latency = np.full(ALPHAS.size, equal / (1 - share * MIN_GAIN))
+        latency[[3, 10]] = 10, equal
+        assert chosen(latency, window(0.5)) == expected
 
 
-def test_the_rule_takes_the_nearest_of_equal_splits() -> None:
+def test_of_equals_the_rule_takes_the_one_nearest_the_middle() -> None:
     two = FLAT.copy()
     two[[2, 20]] = 5.0
-    assert chosen(two, window(0.5)) == ALPHAS[20]
-    assert chosen(two, window(0.1)) == ALPHAS[2]
+    assert chosen(two, window(0.5)) == chosen(two, window(0.1)) == ALPHAS[20]
+    two[2] = 5.0 * (1 - 2.1 * MIN_GAIN)
+    assert chosen(two, window(0.5)) == ALPHAS[2]
+
+
+def test_the_rule_goes_back_to_the_middle_when_nothing_is_lost_there() -> None:
+    assert chosen(FLAT, window(0.9)) == pytest.approx(0.5, abs=0.02)
+    assert chosen(FLAT, window(0.52)) == 0.52
 
 
 def test_the_rule_stays_within_the_pool() -> None:

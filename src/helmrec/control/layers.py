@@ -16,7 +16,7 @@ from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel
 from helmrec.control.policy import WindowStats
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
-MIN_GAIN = 0.005  # share of the latency that a move must promise; half of it tells two splits apart
+MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
@@ -54,20 +54,24 @@ class Chooser(Protocol):
 
 
 class Rule:
-    """The split of least latency, if it promises enough; among equals the nearest."""
+    """Of the splits that are equals of the one with the least latency, the one nearest the middle of the pool.
+
+    Traffic that changes may want either cache next, and the middle is never far from what it wants.
+    """
 
     def choose(self, mean_ms: Floats, view: View) -> float:
-        window = view.window
-        start = window.alpha_target
+        window, start = view.window, view.window.alpha_target
         is_open = (window.alpha_min <= ALPHAS) & (window.alpha_max >= ALPHAS)
         if not is_open.any():
             return start
         alphas, mean_ms = ALPHAS[is_open], mean_ms[is_open]
-        here_ms, least_ms = np.interp(start, alphas, mean_ms), mean_ms.min()
-        if here_ms - least_ms < MIN_GAIN * here_ms:
-            return start
-        equals = alphas[mean_ms <= least_ms * (1 + MIN_GAIN / 2)]
-        return float(equals[np.abs(equals - start).argmin()])
+        is_equal = mean_ms <= mean_ms.min() * (1 + 2 * MIN_GAIN)
+        equals, equals_ms = alphas[is_equal], mean_ms[is_equal]
+        best = np.abs(equals - 1 / 2).argmin()
+        here_ms = np.interp(start, alphas, mean_ms)
+        is_gain = here_ms - equals_ms[best] >= MIN_GAIN * here_ms
+        is_nearer = abs(start - 1 / 2) - abs(equals[best] - 1 / 2) >= 2 * SETTLED
+        return float(equals[best]) if is_gain or is_nearer else start
 
 
 def propose(layer: str, chooser: Chooser, mean_ms: Floats, view: View) -> Proposal:
