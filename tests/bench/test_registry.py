@@ -84,7 +84,6 @@ def test_a_measurement_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPat
     [
         ("pauses", "pauses-cpu.json"),
         ("pauses --device cuda", "pauses-h200.json"),
-        ("miss-curves cost", "miss-curves-cost.json"),
         ("fidelity --small", "fidelity-cpu.json"),
         ("fidelity --engine-only", "fidelity-engine-h200.json"),
     ],

@@ -1,32 +1,26 @@
-"""How far predicted joint miss curves are from full replays, and what predicting costs.
+"""How far predicted joint miss curves are from full replays.
 
-`helmrec bench run miss-curves`, or with `cost` for the cost alone. A replay takes every request through a real
+`helmrec bench run miss-curves`. A replay takes every request through a real
 `Pool` (no data behind the slots) at one alpha; the curves see the same requests once, and a sample of their rows. Both
 are scored on the second half of the requests, when both caches have long been evicting.
 """
 
-import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
 from helmrec.config import EngineConfig
-from helmrec.engine.assemble import assemble
-from helmrec.engine.curves import CurveFeed
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.pool import Demand, Pool
-from helmrec.model.profiles import profile
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.requests import Crowd, Visitors, make_request
-from helmrec_bench.measure.serving.host import Host
 
 _KEY = HashKey(bytes(32))  # the same states in every run
 KVRule = Literal["always", "second-visit"]
@@ -244,26 +238,6 @@ def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progre
     }
 
 
-def spread(setting: Setting, rates: tuple[float, ...], seeds: range, progress: Progress) -> list[dict[str, Any]]:
-    """How the error varies with which rows fall into the sample.
-
-    Curves from all rows are the truth here: they count what replays count (`tests/memory/test_miss_curves.py`).
-    """
-    found: dict[float, list[float]] = {rate: [] for rate in rates}
-    task = progress.add_task("other seeds", total=len(seeds) * Traffic().num_requests)
-    for seed in seeds:
-        shadows = {rate: setting.curves(rate) for rate in (1.0, *rates)}
-        for number, visit in enumerate(Traffic(seed=seed).visits()):
-            for shadow in shadows.values():
-                if number == Traffic().num_requests // 2:
-                    shadow.reset()
-                shadow.observe(observed(visit))
-            progress.advance(task)
-        for rate in rates:
-            found[rate].append(errors(predicted(shadows[1.0]), predicted(shadows[rate]))["emb_hit_rate"])
-    return [{"sampling_rate": rate, "seeds": list(seeds), "emb_hit_rate_mae": found[rate]} for rate in rates]
-
-
 def errors(truth: Curves, guess: Curves) -> dict[str, float]:
     """Over the alphas: the mean absolute error of each rate; of amounts, as a share of their mean."""
     result = {}
@@ -274,127 +248,18 @@ def errors(truth: Curves, guess: Curves) -> dict[str, float]:
     return result
 
 
-EVENTS, CANDIDATES, BATCH, NUM_ITEMS = 6_700, 500, 8, 20_000_000
-
-
-RESIDENT = 64  # users that come again
-
-
-class Spent(NamedTuple):
-    """CPU time of the engine's thread for one batch, in microseconds per request."""
-
-    host: float
-    curves: float
-
-
-class Engineless:
-    """The host side of an engine, with the feed of its miss curves, timed apart."""
-
-    def __init__(self, pool_bytes: str) -> None:
-        shape = profile("dlrmv3", NUM_ITEMS).model_copy(update={"window": 65_536, "max_candidates": CANDIDATES})
-        crowd = Crowd(RESIDENT, EVENTS, EVENTS, CANDIDATES)
-        self.host, self.visitors = Host(shape, 4 * RESIDENT, 2 * EVENTS), Visitors(shape, crowd)
-        engine = EngineConfig(pool_bytes=pool_bytes)
-        self.config = MissCurveConfig.of_engine(engine, self.host.pool.geometry, BATCH * 8_192)
-        self.feed = CurveFeed(self.config, len(shape.features))
-        for first in range(0, RESIDENT, BATCH):
-            self._serve([self.visitors.hot(user) for user in range(first, first + BATCH)])
-        self._fill()
-        for _ in range(4 * RESIDENT // BATCH):
-            self.batch([False] * (BATCH - 1) + [True])
-
-    def _fill(self) -> None:
-        """Observe users who come once, until all shadows evict; one row in fifty is seen again and admitted."""
-        prepared = self.host.intake.prepare(make_request(self.visitors.model, *self.visitors.new()))
-        rng = np.random.default_rng(1)
-        num_slots = self.config.num_pages * self.config.rows_per_page
-        for user in range(10**6, 10**6 + round(3 * num_slots / (6 * EVENTS))):
-            columns = prepared.columns.copy()
-            columns[:6] = rng.integers(0, NUM_ITEMS // 50, (6, columns.shape[1])) * 49
-            history = replace(prepared.history, user_id=user)
-            self.feed.observe([replace(prepared, history=history, columns=columns)])
-            if user % 16 == 0:
-                self.feed.curves()  # waits, so that none is skipped
-
-    def batch(self, are_new: list[bool]) -> Spent:
-        return self._serve([self.visitors.new() if is_new else self.visitors.hot() for is_new in are_new])
-
-    def _serve(self, parts: list[tuple[int, Ints, Ints]]) -> Spent:
-        host, requests = self.host, [make_request(self.visitors.model, *each) for each in parts]
-        start = time.thread_time_ns()
-        for request in requests:
-            host.scheduler.submit(host.intake.prepare(request), 0.0)
-        batch = host.scheduler.next_batch(0.0)
-        assert batch is not None
-        members = [(member.request, member.plan) for member in batch.members]
-        assemble(members, host.config, host.pool.geometry.page_tokens)
-        host.scheduler.commit(batch, 0.0)
-        host.pool.stats()
-        middle = time.thread_time_ns()
-        self.feed.observe([prepared for prepared, _ in members])
-        end = time.thread_time_ns()
-        return Spent((middle - start) / 1e3 / len(parts), (end - middle) / 1e3 / len(parts))
-
-
-def costs(num_batches: int = 60) -> dict[str, Any]:
-    """Feed beside host, batch by batch: what the engine's thread spends, and what the feed's own thread does."""
-    engine, rng, rows = Engineless("80GB"), np.random.default_rng(2), []
-    for who, share in (("returning", 0.0), ("three in ten are new", 0.3), ("all are new", 1.0)):
-        process_s, thread_s = time.process_time(), time.thread_time()
-        spent = []
-        for number in range(num_batches):
-            spent.append(engine.batch((rng.random(BATCH) < share).tolist()))
-            if number % 20 == 19:
-                engine.feed.curves()  # waits, so that none is skipped
-        aside_s = time.process_time() - process_s - (time.thread_time() - thread_s)
-        host, curves = (float(np.mean([getattr(one, name) for one in spent])) for name in Spent._fields)
-        rows.append(
-            {
-                "users": who,
-                "host_cpu_us_per_request": round(host, 1),
-                "curves_on_the_engines_thread_us": round(curves, 2),
-                "share_of_host": round(curves / host, 4),
-                "curves_on_their_own_thread_us": round(1e6 * aside_s / (num_batches * BATCH), 1),
-            }
-        )
-        print(rows[-1], flush=True)
-    assert not engine.feed.num_skipped
-    engine.feed.close()
-    return {
-        "host_is": "intake, hash, lookup, plan, layout, commit and stats; not the model, the row gather or launches",
-        "request": {"events": EVENTS, "rows_per_token": 6, "candidates": CANDIDATES, "batch": BATCH},
-        "pool": "80GB",
-        "sampling_rate": round(engine.config.sampling_rate, 6),
-        "cost": rows,
-    }
-
-
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("part", nargs="?", choices=("errors", "cost"), default="errors")
-
-
-def default_out(flags: Namespace) -> str:
-    return "miss-curves-cost.json" if flags.part == "cost" else "miss-curves.json"
-
-
 def main(flags: Namespace) -> None:
-    if flags.part == "cost":
-        write_measurement(flags.out, {"what": "cost of predicting joint miss curves", **costs()})
-    else:
-        write_measurement(flags.out, measure_errors())
-
-
-def measure_errors() -> dict[str, Any]:
     traffic = Traffic()
     settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
     with Progress() as progress:
         results = [compare(setting, traffic, (0.1, ENGINE_RATE, 0.01), progress) for setting in settings]
-        other_seeds = spread(Setting(), (ENGINE_RATE, 0.01), range(1, 7), progress)
-    return {
-        "what": "predicted joint miss curves against full replays at nine alphas",
-        "traffic": asdict(traffic),
-        "alphas": GRID,
-        "scored_requests": traffic.num_requests // 2,
-        "curves": results,
-        "other_seeds": other_seeds,
-    }
+    write_measurement(
+        flags.out,
+        {
+            "what": "predicted joint miss curves against full replays at nine alphas",
+            "traffic": asdict(traffic),
+            "alphas": GRID,
+            "scored_requests": traffic.num_requests // 2,
+            "curves": results,
+        },
+    )
