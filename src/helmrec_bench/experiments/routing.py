@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from helmrec.sim.scenario import Scenario
 from helmrec_bench.baselines.routers import policies
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.experiments.strategies import FAMILIES
-from helmrec_bench.judging.judge import interval
+from helmrec_bench.judging.judge import interval, largest_of_each
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Settings
 from helmrec_bench.lab.store import digest_of
@@ -111,17 +111,17 @@ def measure_routing(lab: Lab) -> Figures:
 
 def largest_cluster_loads(lab: Lab, name: str, engine: Settings) -> dict[str, float]:
     """By router, of one seed: every load runs a whole cluster. In multiples of the scenario's arrivals on a node."""
-    loads = lab.tier.loads[::2]
     slo_ms = lab.scenario(name).slo_ms
-    bounds = {router: (-1, len(loads)) for router in (BY_USER, OURS)}
-    while open_ones := [router for router, (low, high) in bounds.items() if high - low > 1]:
-        middles = {router: sum(bounds[router]) // 2 for router in open_ones}
-        runs = [replace(_run(lab, name, r, load=loads[middles[r]]), engine=engine) for r in open_ones]
-        for router, one in zip(open_ones, lab.compute(runs, perform_cluster, "load of a cluster"), strict=True):
-            low, high = bounds[router]
-            is_met = one["num_refused"] == 0 and one["p99_ms"] <= slo_ms
-            bounds[router] = (middles[router], high) if is_met else (low, middles[router])
-    return {router: loads[low] if low >= 0 else 0.0 for router, (low, _) in bounds.items()}
+
+    def are_met(asked: Mapping[str, float]) -> dict[str, bool]:
+        runs = [replace(_run(lab, name, router, load=load), engine=engine) for router, load in asked.items()]
+        found = lab.compute(runs, perform_cluster, "load of a cluster")
+        return {
+            router: one["num_refused"] == 0 and one["p99_ms"] <= slo_ms
+            for router, one in zip(asked, found, strict=True)
+        }
+
+    return largest_of_each((BY_USER, OURS), lab.tier.loads[::2], are_met)
 
 
 def judge_routing(figures: Figures) -> Sequence[Verdict]:

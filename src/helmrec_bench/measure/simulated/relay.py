@@ -2,15 +2,16 @@
 
 Cascade, settings of the engine and traffic are those of experiment `relay-card`; costs are those measured on an H200.
 
-    helmrec bench run relay-routes                 # every part; finished ones are kept in docs/measurements/relay.json
-    helmrec bench run relay-routes --part nodes    # that part again; --workers N for several processes
-    helmrec bench run relay-routes --plot          # draws docs/images/relay.png from that file
+    helmrec bench run relay                 # every part; finished ones are kept in docs/measurements/relay.json
+    helmrec bench run relay --part nodes    # that part again; --workers N for several processes
+    helmrec bench run relay --plot          # draws docs/images/relay.png from that file
 """
 
 import json
 import time
 from argparse import ArgumentParser, Namespace
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +79,7 @@ def ways(budget_ms: float) -> dict[str, SimulatedWay]:
 
 def apart(way: SimulatedWay) -> SimulatedWay:
     """Signals and ranks go where chance sends them."""
-    fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
-    return way._replace(name=f"{way.name}, affinity off", relaying=Relaying(**fields | {"has_affinity": False}))
+    return way._replace(name=f"{way.name}, affinity off", relaying=replace(way.relaying, has_affinity=False))
 
 
 class Lengths(NamedTuple):
@@ -119,8 +119,7 @@ def node_config(way: SimulatedWay) -> NodeConfig:
 
 
 def run(way: SimulatedWay, lengths: Lengths, rate: float, num_nodes: int = 1, seed: int = 0) -> CascadeResult:
-    fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
-    relaying = Relaying(**fields | {"num_nodes": num_nodes, "seed": seed})
+    relaying = replace(way.relaying, num_nodes=num_nodes, seed=seed)
     trace = trace_of(lengths, rate, seed, num_nodes)
     return simulate_cascade(trace, node_config(way), default_cost(), relaying)
 
