@@ -83,23 +83,3 @@ class ServerProcess:
 def _status_kib(pid: int, field: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
-
-
-class MemoryWatch(threading.Thread):
-    """Memory of a server, once a second, by field."""
-
-    def __init__(self, server: ServerProcess, *fields: str) -> None:
-        super().__init__(daemon=True)
-        self._server, self._is_over = server, threading.Event()
-        self.mib: dict[str, list[float]] = {field: [] for field in fields or ("VmRSS",)}
-        self.start()
-
-    def run(self) -> None:
-        while not self._is_over.wait(1.0):
-            for field, values in self.mib.items():
-                values.append(self._server.memory_mib(field))
-
-    def end(self) -> dict[str, list[float]]:
-        self._is_over.set()
-        self.join()
-        return self.mib
