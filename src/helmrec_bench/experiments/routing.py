@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,7 @@ def measure_routing(lab: Lab) -> Figures:
     found = dict(zip(every, lab.compute(every, perform_cluster, "routing"), strict=True))
     routers = {}
     for name, ones in runs.items():
-        seen = {key: interval([found[run][key] for run in ones]) for key in found[ones[0]]}
-        routers[name] = {key: {"mean": one.mean, "low": one.low, "high": one.high} for key, one in seen.items()}
+        routers[name] = {key: asdict(interval([found[run][key] for run in ones])) for key in found[ones[0]]}
     return {"scenario": FAMILIES["Steady"], "num_nodes": NUM_NODES[lab.tier.name], "routers": routers}
 
 

@@ -44,33 +44,11 @@ def paired_change(values: Sequence[float], references: Sequence[float]) -> Inter
     return interval([value / reference - 1 for value, reference in zip(values, references, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """Where the largest load is looked for."""
-
-    low: float
-    high: float
-    tolerance: float = 0.01  # relative
-
-
-def largest_load(is_met: Callable[[float], bool], search: Search) -> float | None:
-    """The largest load that is met, by bisection over its logarithm; None if not even the lowest is.
+def largest_of(loads: Sequence[float], is_met: Callable[[float], bool]) -> float | None:
+    """The largest of these rising loads that is met, by bisection; None if none is.
 
     Supposes that a load is met if a larger one is; noise near the edge moves the answer by as much as it blurs that.
     """
-    low, high = search.low, search.high
-    if not is_met(low):
-        return None
-    if is_met(high):
-        return high
-    while high / low > 1 + search.tolerance:
-        middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if is_met(middle) else (low, middle)
-    return low
-
-
-def largest_of(loads: Sequence[float], is_met: Callable[[float], bool]) -> float | None:
-    """The largest of these rising loads that is met, by bisection; None if none is. Supposes as `largest_load` does."""
     return largest_of_each(("",), loads, lambda asked: {name: is_met(load) for name, load in asked.items()})[""] or None
 
 

@@ -6,7 +6,7 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.cost import CostModel
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.generate import generate
-from helmrec_bench.judging.judge import Search, largest_load
+from helmrec_bench.judging.judge import largest_of
 from helmrec_bench.map.cells import SLO_MS, Cell
 from helmrec_bench.map.load_curve import run_static
 
@@ -42,5 +42,5 @@ def held_capacity(cell: Cell, measured: CostModel, around: float) -> float:
         found = run_static(cell, measured, generate(cell.workload(warm_up, (calm,)), 1), _ALPHA).summary(cell.warm_up_s)
         return found.num_refused == 0 and found.p99_ms <= SLO_MS
 
-    found = largest_load(is_met, Search(0.8 * around, 1.2 * around, tolerance=0.02))
-    return 0.8 * around if found is None else found
+    rates = [around * (0.8 + 0.02 * step) for step in range(21)]
+    return largest_of(rates, is_met) or rates[0]

@@ -67,6 +67,13 @@ class Note:
 Block = Chart | Table | Note
 
 
+def change_text(change: Mapping[str, float | None]) -> str:
+    """An interval of a relative change as a cell; a single seed has no ends."""
+    if change["low"] is None:
+        return f"{change['mean']:+.1%}"
+    return f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+
+
 def lines(axes: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **labels: str) -> None:
     """Curves by name, as (x, y)."""
     for color, (name, (x, y)) in zip(_colors(len(series)), series.items(), strict=True):

@@ -4,8 +4,6 @@ Checks every kernel and the engine on the card, then times the engine's own dens
 engine, which lays them out, pads them to a graph and fills its pages; the graphs it replayed are then timed.
 """
 
-import cProfile
-import pstats
 import statistics
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,33 +178,13 @@ class Stopwatch:
         torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
 
 
-def profile_lines(profiler: cProfile.Profile, num_steps: int) -> list[str]:
-    """Where the host's time goes: the functions with the most time of their own, in microseconds a step."""
-    rows = []
-    for (file, line, name), (_, calls, own_s, total_s, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        where = f"{Path(file).name}:{line}({name})" if line else name
-        rows.append(
-            (own_s, f"{own_s / num_steps * 1e6:7.1f} own {total_s / num_steps * 1e6:7.1f} all  {calls:>6} {where}")
-        )
-    return [text for _, text in sorted(rows, reverse=True)[:16]]
-
-
 def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> dict[str, Any]:
     """Host milliseconds of a step, everything Python does from request to result, the wait for the card left out."""
     host, parts, probe = [], [], EngineProbe(engine)
-    profiler = cProfile.Profile()
-    for i in range(40):
+    for _ in range(30):
         before, timed = users.visits(sequences)
         if before:
             engine.rank(before)
-        if i >= 30:  # the last ones under the profiler, which slows them: they show where, not how long
-            for request in timed:
-                engine.submit(request)
-            profiler.enable()
-            while engine.step():
-                pass
-            profiler.disable()
-            continue
         with Stopwatch() as watch:
             started = time.perf_counter()
             prepared = [probe.prepare(request) for request in timed]
@@ -224,7 +201,6 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
         "step_ms_median": round(statistics.median(a - b for a, b in zip(host, parts, strict=True)), 3),
         "intake_ms_median": round(statistics.median(parts), 3),
         "sum_ms_p90": round(sorted(host)[int(0.9 * len(host))], 3),
-        "profile_us_per_step": profile_lines(profiler, 10),
     }
 
 
@@ -279,6 +255,5 @@ def main(flags: Namespace) -> None:
     ordered = [results[row.name] for row in ROWS if row.name in results]
     write_measurement(flags.out, {"gemm_tflops": round(ceiling, 1), "rows": ordered, "host": host, "engines": reports})
     for entry in host:
-        print("host", {key: value for key, value in entry.items() if key != "profile_us_per_step"})
-        print("\n".join(entry["profile_us_per_step"]))
+        print("host", entry)
     print_table(ordered, ceiling)
