@@ -140,9 +140,7 @@ def cascade(
     lone = traffic.prepare([visitors.new() for _ in lone_s])
     sent = zip([*(signal_s if signals else ()), *lone_s], [*(requests if signals else ()), *lone], strict=True)
     events += [
-        Event(
-            float(at_s), replace(request, candidate_rows=request.candidate_rows[:, :0], candidate_gap=0), False, False
-        )
+        Event(float(at_s), without_candidates(request), is_rank=False, is_warm_up=False)
         for at_s, request in sent
         if at_s < rank_s.max()
     ]

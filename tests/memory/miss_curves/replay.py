@@ -1,18 +1,11 @@
-"""How far predicted joint miss curves are from full replays.
+"""Requests, and their replay through a real `Pool` (no data behind the slots): what miss curves predict."""
 
-`helmrec bench run miss-curves`. A replay takes every request through a real
-`Pool` (no data behind the slots) at one alpha; the curves see the same requests once, and a sample of their rows. Both
-are scored on the second half of the requests, when both caches have long been evicting.
-"""
-
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from helmrec.config import EngineConfig
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
@@ -20,13 +13,11 @@ from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.pool import Demand, Pool
-from helmrec_bench.lab.provenance import write_measurement
 
 _KEY = HashKey(bytes(32))  # the same states in every run
 KVRule = Literal["always", "second-visit"]
 RowRule = Literal["always", "second-touch"]
 Ints = NDArray[np.int64]
-ENGINE_RATE = round((1 << 14) / (2_000 * 192), 4)  # what `MissCurveConfig.of_engine` takes for the pool below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,89 +168,4 @@ def observed(visit: Visit) -> CurveRequest:
     candidates = np.ascontiguousarray(visit.candidates.reshape(-1, num_features).T)
     return CurveRequest(
         visit.user_id, visit.events.shape[1], none, np.ascontiguousarray(visit.events), none, candidates
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Curves:
-    """The figures that are compared, one value per alpha."""
-
-    kv_token_hit_rate: list[float]
-    kv_user_hit_rate: list[float]
-    emb_hit_rate: list[float]
-    missed_rows_per_request: list[float]
-    computed_tokens_per_request: list[float]
-
-
-def replayed(replays: list[Replay]) -> Curves:
-    totals = [replay.totals for replay in replays]
-    return Curves(
-        [t.reused_tokens / t.tokens for t in totals],
-        [t.users_hit / t.requests for t in totals],
-        [1 - t.rows_missed / t.rows_read for t in totals],
-        [t.rows_missed / t.requests for t in totals],
-        [(t.tokens - t.reused_tokens) / t.requests for t in totals],
-    )
-
-
-def predicted(curves: JointMissCurves) -> Curves:
-    got = curves.curves()
-    return Curves(**{name: getattr(got, name).tolist() for name in Curves.__slots__})
-
-
-def compare(setting: Setting, traffic: Traffic, rates: tuple[float, ...], progress: Progress) -> dict[str, Any]:
-    """Replays at nine alphas beside predictions at several sampling rates, on the second half of the requests."""
-    shadows = {rate: setting.curves(rate) for rate in rates}
-    replays = [Replay(setting.pool(alpha, traffic)) for alpha in GRID]
-    task = progress.add_task(f"{setting.kv_rule}, {setting.row_rule}", total=traffic.num_requests)
-    for number, visit in enumerate(traffic.visits()):
-        if number == traffic.num_requests // 2:
-            assert all(r.rows.evictions and r.pool.kv.evicted_pages for r in replays), "a cache does not evict yet"
-            for replay in replays:
-                replay.totals = Totals()
-            for shadow in shadows.values():
-                shadow.reset()
-        for shadow in shadows.values():
-            shadow.observe(observed(visit))
-        for replay in replays:
-            replay.serve(visit)
-        progress.advance(task)
-    truth = replayed(replays)
-    guesses = {rate: predicted(shadow) for rate, shadow in shadows.items()}
-    return {
-        "kv_admission": setting.kv_rule,
-        "row_admission": setting.row_rule,
-        "row_slots_of_the_pool": setting.num_pages * setting.geometry.rows_per_page,
-        "replay": asdict(truth),
-        "predicted": [
-            {"sampling_rate": rate, **asdict(guess), "mean_absolute_error": errors(truth, guess)}
-            for rate, guess in guesses.items()
-        ],
-    }
-
-
-def errors(truth: Curves, guess: Curves) -> dict[str, float]:
-    """Over the alphas: the mean absolute error of each rate; of amounts, as a share of their mean."""
-    result = {}
-    for name in Curves.__slots__:
-        a, b = np.array(getattr(truth, name)), np.array(getattr(guess, name))
-        scale = 1.0 if name.endswith("rate") else a.mean()
-        result[name] = round(float(np.abs(a - b).mean() / scale), 6)
-    return result
-
-
-def main(flags: Namespace) -> None:
-    traffic = Traffic()
-    settings = [Setting(), Setting(kv_rule="always", row_rule="always")]
-    with Progress() as progress:
-        results = [compare(setting, traffic, (0.1, ENGINE_RATE, 0.01), progress) for setting in settings]
-    write_measurement(
-        flags.out,
-        {
-            "what": "predicted joint miss curves against full replays at nine alphas",
-            "traffic": asdict(traffic),
-            "alphas": GRID,
-            "scored_requests": traffic.num_requests // 2,
-            "curves": results,
-        },
     )
