@@ -12,8 +12,10 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
+from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.scenario import Scenario
+from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.routers import policies
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.experiments.strategies import FAMILIES
@@ -61,18 +63,19 @@ def perform_cluster(run: ClusterRun) -> dict[str, float]:
     config = scenario.node_config(trace)
     engine = config.engine.model_copy(update={"alpha": _ALPHA, **dict(run.engine)})
     config = config.model_copy(update={"engine": engine})
-    cost, rng = router_cost(scenario, config), np.random.default_rng(run.seed)
-    policy = policies(cost, rng)[run.router]()
-    router = ReportingRouter(policy, prepare_requests(trace, config), config, Reporting())
+    router = make_reporting_router(run.router, trace, config, scenario.cost(), Reporting(), run.seed)
     fleet = Fleet(config, scenario.cost(), lambda _: Static(StaticSettings(alpha=_ALPHA)))
     result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=run.num_nodes))
     return _figures(result, scenario, run.num_nodes)
 
 
-def router_cost(scenario: Scenario, config: NodeConfig) -> RouterCost:
-    geometry = config.geometry
-    shape = TokenShape(len(config.model.features), geometry.row_stride, geometry.token_bytes)
-    return RouterCost.from_calibration(scenario.cost().model_dump(), shape)
+def make_reporting_router(
+    name: str, trace: Trace, config: NodeConfig, cost: CostModel, reporting: Reporting, seed: int
+) -> ReportingRouter:
+    """A router by its name, which knows nodes of this kind by their reports."""
+    shape = TokenShape(len(config.model.features), config.geometry.row_stride, config.geometry.token_bytes)
+    known = policies(RouterCost.from_calibration(cost.model_dump(), shape), np.random.default_rng(seed))
+    return ReportingRouter(known[name](), prepare_requests(trace, config), config, reporting)
 
 
 def _figures(result: ClusterResult, scenario: Scenario, num_nodes: int) -> dict[str, float]:

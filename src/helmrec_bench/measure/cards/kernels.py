@@ -26,6 +26,7 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, RankRequest
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.requests import make_request
+from helmrec_bench.report.files import markdown_table
 
 WARM_UPS, REPEATS = 5, 30
 NUM_ROWS = 20_000
@@ -204,24 +205,11 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
     }
 
 
-def run_checks() -> None:
-    tests = ["tests/gpu/test_kernels_on_gpu.py", "tests/gpu/test_engine_on_gpu.py"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests], check=True
-    )
-
-
-def print_table(results: list[dict[str, Any]], ceiling: float) -> None:
-    print(f"\nbf16 8192^3 product: {ceiling:.0f} TFLOP/s")
-    print(
-        f"{'work':<43}{'layers':>8}{'p10':>8}{'p90':>8}{'Meta':>7}{'most':>6}{'aim':>6}{'TF/s':>6}{'share':>7}{'embed':>8}{'head':>7}{'pad':>6}"
-    )
-    for r in results:
-        meta, most, aim = (f"{r[k]:.2f}" if r[k] else "-" for k in ("meta_ms", "at_most_ms", "aim_ms"))
-        print(
-            f"{r['work']:<43}{r['layers_ms']:>8.3f}{r['p10_ms']:>8.3f}{r['p90_ms']:>8.3f}{meta:>7}{most:>6}{aim:>6}"
-            f"{r['tflops']:>6.0f}{r['share_of_ceiling']:>7.0%}{r['embed_ms']:>8.3f}{r['head_ms']:>7.3f}{r['padding']:>6.1%}"
-        )
+def run_checks(*names: str) -> None:
+    """Run tests/gpu/test_NAME_on_gpu.py; raises if one fails."""
+    tests = [f"tests/gpu/test_{name}_on_gpu.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests]
+    subprocess.run(command, check=True)
 
 
 def options(parser: ArgumentParser) -> None:
@@ -231,7 +219,7 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     if not flags.skip_checks:
-        run_checks()
+        run_checks("kernels", "engine")
     ceiling = gemm_ceiling()
     results: dict[str, dict[str, Any]] = {}
     host: list[dict[str, Any]] = []
@@ -256,4 +244,5 @@ def main(flags: Namespace) -> None:
     write_measurement(flags.out, {"gemm_tflops": round(ceiling, 1), "rows": ordered, "host": host, "engines": reports})
     for entry in host:
         print("host", entry)
-    print_table(ordered, ceiling)
+    print(f"bf16 8192^3 product: {ceiling:.0f} TFLOP/s")
+    print(markdown_table(list(ordered[0]), [[str(value) for value in row.values()] for row in ordered]))
