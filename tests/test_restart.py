@@ -111,7 +111,8 @@ def restart(folder: Path, *, has_snapshot: bool) -> Restarted:
     try:
         before = row_hit_rate(server, BEFORE_S)
         ranked_before = sum(customer.num_ranked for customer in customers)
-        server.kill()
+        server.process.kill()
+        server.process.wait()
         server.start()
         after, stats = row_hit_rate(server, FIRST_SECOND_S), server.stats()
     finally:

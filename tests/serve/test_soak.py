@@ -191,11 +191,16 @@ def soak(server: ServerProcess, workers: list[Worker], rate: float) -> Soaked:
                 time.sleep(left_s)
             due.put(True)
             if due_s > len(memory):
-                memory.append(server.memory_mib("RssAnon"))
+                memory.append(anonymous_mib(server.process.pid))
             if due_s > 4 * (moves + 1):
                 administer(server, "alpha", {"alpha": ALPHAS[moves % 2]})
                 moves += 1
     return Soaked(tally, moves, memory)
+
+
+def anonymous_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) / 1024
 
 
 def growth(values: list[float]) -> float:

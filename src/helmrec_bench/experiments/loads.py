@@ -1,4 +1,4 @@
-"""The largest load within the SLO: what an operator pays for. Who bears how much, and what each part adds to it."""
+"""The largest load within the SLO: what an operator pays for, and what each part adds to it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -33,52 +33,6 @@ def largest_loads(lab: Lab, scenario: str, entries: Mapping[str, Entry], what: s
 
     loads = largest_of_each(itertools.product(entries, lab.seeds), lab.tier.loads, are_met)
     return {name: [loads[name, seed] for seed in lab.seeds] for name in entries}
-
-
-def measure_loads(lab: Lab) -> Figures:
-    policies = ["static:0.5", *(f"static:{alpha:g}" for alpha in _TUNED), "argmin", OURS]
-    found = {}
-    for family in ("Steady", "Burst"):
-        entries: dict[str, Entry] = {policy: (policy, ()) for policy in policies}
-        found[family] = largest_loads(lab, FAMILIES[family], entries, f"largest load, {family}")
-    return {"families": found}
-
-
-def _best_static(loads: Mapping[str, Sequence[float]]) -> str:
-    return max((name for name in loads if name.startswith("static:")), key=lambda name: float(np.mean(loads[name])))
-
-
-def judge_loads(figures: Figures) -> Sequence[Verdict]:
-    ratios, details = [], []
-    for family, loads in figures["families"].items():
-        best = _best_static(loads)
-        ours, constant, untuned = (float(np.mean(loads[name])) for name in (OURS, best, "static:0.5"))
-        ratios.append(ours / constant if constant else float("nan"))
-        details.append(f"{family} {ours:.2f} against {constant:.2f} ({best}) and {untuned:.2f} (untuned)")
-    return (
-        judged(
-            "Throughput within the SLO is not worse than the best static policy's",
-            "throughput not worse",
-            min(ratios),
-            Rule(0.99, 0.95, unit="ratio"),
-            "largest load in multiples of the frozen arrivals: " + "; ".join(details),
-        ),
-    )
-
-
-def show_loads(figures: Figures, measured: Measured) -> Sequence[Block]:
-    families = figures["families"]
-
-    def draw(figure: Any) -> None:
-        for axes, (family, loads) in zip(figure.subplots(1, len(families)), families.items(), strict=True):
-            values = [float(np.mean(seen)) for seen in loads.values()]
-            bars(axes, list(loads), values, frozenset({OURS}), title=family, xlabel="x the frozen arrivals")
-
-    rows = [[name, *(_spread(loads[name]) for loads in families.values())] for name in next(iter(families.values()))]
-    return (
-        Chart(draw, "Largest load at P99 within the SLO, nothing refused."),
-        Table(("policy", *families), rows, "Mean over seeds, least and largest.", marked=frozenset({OURS})),
-    )
 
 
 def _spread(loads: Sequence[float]) -> str:
@@ -174,16 +128,6 @@ def show_ladder(figures: Figures, measured: Measured) -> Sequence[Block]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        "largest-load",
-        "Largest load within the SLO",
-        "throughput at the SLO",
-        "Throughput is not worse than the best static policy's.",
-        "Bisection over loads, for constants, miss-curve argmin and ours.",
-        measure_loads,
-        judge_loads,
-        show_loads,
-    ),
     Experiment(
         "ladder",
         "What a user gains, part by part",

@@ -14,7 +14,7 @@ from helmrec_bench.experiments import (
 from helmrec_bench.experiments.experiment import Experiment
 
 _ORDER = (
-    "ladder", "overall-p99", "slo-by-family", "largest-load", "control-strategies", "falsification", "hstu-settings",
+    "ladder", "overall-p99", "slo-by-family", "control-strategies", "falsification", "hstu-settings",
     "latency-vs-ratio", "fluctuation", "alpha-over-time", "scale-and-hot-share", "system-ablation",
     "allocator-ablation", "error-over-time", "decision-latency", "move-cost",
     "routing",

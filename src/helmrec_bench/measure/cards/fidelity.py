@@ -34,6 +34,7 @@ from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import Trace
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.traffic import hit_rates
 from helmrec_bench.report.files import markdown_table
 
 _OTHER_USERS = 1 << 32  # between the ids of two runs: what one leaves behind is of no use to the next
@@ -117,11 +118,10 @@ class Seen:
 
 
 def seen(before: PoolStats, after: PoolStats, **others: float) -> Seen:
-    hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
-    tokens = after.total_tokens - before.total_tokens
+    rates = hit_rates(before, after)
     return Seen(
-        emb_hit_rate=hits / max(1, hits + misses),
-        kv_hit_rate=(after.reused_tokens - before.reused_tokens) / max(1, tokens),
+        emb_hit_rate=rates["row_hit_rate"],
+        kv_hit_rate=rates["token_reuse_rate"],
         reloaded_pages=after.host_reloaded_pages - before.host_reloaded_pages,
         **others,
     )

@@ -37,20 +37,6 @@ COMPUTES = {
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Launch], None]
 
 
-class Target(NamedTuple):
-    at_least: float
-    aim: float
-
-
-TARGETS = {
-    ("miss alone", 1024): Target(30, 40),
-    ("miss alone", 4096): Target(48, 52),
-    ("miss beside compute", 1024): Target(25, 30),
-    ("miss beside compute", 4096): Target(45, 50),
-    ("hit alone", 1024): Target(1300, 2500),
-}
-
-
 def as_they_come(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
     gather_rows(arena, master, sources, out, launch=launch)
 
@@ -189,9 +175,7 @@ def measure_beside(work: ReadWork, way: ReadWay, compute: Compute) -> dict[str, 
 
 
 def describe(name: str, row_bytes: int, way: ReadWay) -> dict[str, Any]:
-    target = TARGETS.get((name, row_bytes))
-    asked = {"at_least": target.at_least, "aim": target.aim} if target else {}
-    return {"work": name, "row_bytes": row_bytes, **way.describe(), **asked}
+    return {"work": name, "row_bytes": row_bytes, **way.describe()}
 
 
 def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
