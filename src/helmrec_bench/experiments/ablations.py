@@ -23,7 +23,7 @@ _MOVES = ((0.5, 0.6), (0.5, 0.9), (0.6, 0.5), (0.9, 0.5))
 _AFTER = 10  # looks after a move that are held against the twin
 
 
-def _by_name(lab: Lab, runs: Mapping[str, Sequence[Run]], what: str) -> dict[str, list[Outcome]]:
+def _outcomes(lab: Lab, runs: Mapping[str, Sequence[Run]], what: str) -> dict[str, list[Outcome]]:
     found = lab.run([run for ones in runs.values() for run in ones], what)
     return {name: [found[run] for run in ones] for name, ones in runs.items()}
 
@@ -60,7 +60,7 @@ class Ablation:
             name: Field(FAMILIES["Burst"], load=_LOAD, engine=_sized(lab, engine)).runs(lab, policy)
             for name, (policy, engine) in self.variants.items()
         }
-        found = _by_name(lab, runs, self.first_column)
+        found = _outcomes(lab, runs, self.first_column)
         variants = {name: _beside(outcomes, found[self.shipped]) for name, outcomes in found.items()}
         return {"scenario": FAMILIES["Burst"], "load": _LOAD, "variants": variants}
 
@@ -149,7 +149,7 @@ def measure_moves(lab: Lab) -> Figures:
     at_s = start_s + at * tick_s
     runs = {f"{a:g} to {b:g}": Field(FAMILIES["Steady"]).runs(lab, f"jump:{a:g}>{b:g}@{at_s:g}") for a, b in _MOVES}
     runs |= {f"twin at {b:g}": Field(FAMILIES["Steady"]).runs(lab, f"static:{b:g}") for _, b in _MOVES}
-    found = _by_name(lab, runs, "cost of a move")
+    found = _outcomes(lab, runs, "cost of a move")
     return {
         "scenario": FAMILIES["Steady"],
         "tick_s": tick_s,
