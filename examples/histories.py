@@ -58,7 +58,7 @@ def read_histories(kind: str, path: Path, min_ratings: int = 20, min_events: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lessons:
+class Batch:
     """For each event that may be learned from, what came before it: as many rows as a batch is large."""
 
     items: IntArray  # (batch, window), the first `lengths` of each row
@@ -69,15 +69,15 @@ class Lessons:
     target_gap: IntArray
 
 
-def lessons(data: Histories, window: int, num_buckets: int, batch: int, rng: np.random.Generator) -> Iterator[Lessons]:
+def batches(data: Histories, window: int, num_buckets: int, batch: int, rng: np.random.Generator) -> Iterator[Batch]:
     """Every event of every history once, in random order."""
     places = [(u, i) for u, history in enumerate(data.users) for i in range(1, history.items.size - HELD_OUT)]
     order, waits = rng.permutation(len(places)), [history.gaps(num_buckets) for history in data.users]
     for start in range(0, len(places) - batch + 1, batch):
-        yield _lessons(data, waits, [places[i] for i in order[start : start + batch]], window)
+        yield _make_batch(data, waits, [places[i] for i in order[start : start + batch]], window)
 
 
-def _lessons(data: Histories, waits: list[IntArray], places: list[tuple[int, int]], window: int) -> Lessons:
+def _make_batch(data: Histories, waits: list[IntArray], places: list[tuple[int, int]], window: int) -> Batch:
     items, actions, gaps = np.zeros((3, len(places), window), np.int64)
     lengths, target, target_gap = np.zeros((3, len(places)), np.int64)
     for row, (user, end) in enumerate(places):
@@ -87,4 +87,4 @@ def _lessons(data: Histories, waits: list[IntArray], places: list[tuple[int, int
         actions[row, : end - start] = history.actions[start:end]
         gaps[row, 1 : end - start] = waits[user][start + 1 : end]  # the first of a window has none
         target[row], target_gap[row] = history.items[end], waits[user][end]
-    return Lessons(items, actions, gaps, lengths, target, target_gap)
+    return Batch(items, actions, gaps, lengths, target, target_gap)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.histories import Lessons
+from examples.histories import Batch
 from helmrec.model.config import ITEM, ModelConfig
 from helmrec.model.weights import random_dense
 
@@ -36,14 +36,14 @@ class Learner(torch.nn.Module):
     def tables(self) -> dict[str, Tensor]:
         return {ITEM: self.rows.detach().clone()}
 
-    def forward(self, lessons: Lessons, candidates: Tensor) -> Tensor:  # (batch, candidates) logits
+    def forward(self, batch: Batch, candidates: Tensor) -> Tensor:  # (batch, candidates) logits
         """candidates: (batch, candidates) items; each sees the history and itself, as when it is served."""
-        history, lengths = torch.from_numpy(lessons.items), torch.from_numpy(lessons.lengths)
+        history, lengths = torch.from_numpy(batch.items), torch.from_numpy(batch.lengths)
         w, window = self._w, history.shape[1]
-        past = F.embedding(torch.from_numpy(lessons.actions), w["action_embedding.weight"])
-        past = past + F.embedding(torch.from_numpy(lessons.gaps), w["time_embedding.weight"])
+        past = F.embedding(torch.from_numpy(batch.actions), w["action_embedding.weight"])
+        past = past + F.embedding(torch.from_numpy(batch.gaps), w["time_embedding.weight"])
         past = past + w["position_embedding.weight"][:window]
-        now = F.embedding(torch.from_numpy(lessons.target_gap), w["time_embedding.weight"])
+        now = F.embedding(torch.from_numpy(batch.target_gap), w["time_embedding.weight"])
         now = now + F.embedding(lengths, w["position_embedding.weight"]) + w["action_embedding.weight"][-1]
         x = self._encode("encoders.item", F.embedding(torch.cat([history, candidates], 1), self.rows))
         x = x + torch.cat([past, now[:, None].expand(-1, candidates.shape[1], -1)], 1)

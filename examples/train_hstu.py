@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from examples.histories import HELD_OUT, Histories, History, lessons, read_histories
+from examples.histories import HELD_OUT, Histories, History, batches, read_histories
 from examples.learner import Learner
 from helmrec import Engine, EngineConfig, RankRequest
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
@@ -63,7 +63,7 @@ def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Le
     optimiser = torch.optim.Adam(learner.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
     started, recent = time.monotonic(), deque[float](maxlen=100)
-    epochs = (lessons(data, config.window, config.time_buckets, BATCH, rng) for _ in count())
+    epochs = (batches(data, config.window, config.time_buckets, BATCH, rng) for _ in count())
     for step, batch in enumerate(islice(chain.from_iterable(epochs), num_steps), start=1):
         others = rng.integers(0, data.num_items, (BATCH, NUM_NEGATIVES))
         candidates = torch.from_numpy(np.concatenate([batch.target[:, None], others], axis=1))

@@ -17,8 +17,6 @@ LONG_FILES: dict[str, str] = {
     "helmrec/serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
     "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
-    "helmrec_bench/measure/controller/live.py": "one measurement: a course of traffic, its driver and its figures",
-    "helmrec_bench/measure/serving/ray_cluster.py": "one measurement: a deployment and six things done to it",
     "helmrec/sim/node/kv.py": "the compiled version of kv_cache.py, and of the log of visits that admits prefixes",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }

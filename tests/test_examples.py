@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples.histories import Histories, History, Lessons, lessons, read_histories
+from examples.histories import Batch, Histories, History, batches, read_histories
 from examples.learner import Learner
 from examples.train_hstu import model_config, run
 
@@ -46,14 +46,14 @@ def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
     config = model_config(data, window=16)
     learner = Learner(config, seed=1)
     save_model(tmp_path / "model", config, learner.dense(), learner.tables())
-    batch = next(lessons(data, config.window, config.time_buckets, 8, np.random.default_rng(0)))
+    batch = next(batches(data, config.window, config.time_buckets, 8, np.random.default_rng(0)))
     candidates = torch.arange(data.num_items).expand(8, -1)
     with torch.no_grad():
         logits = learner(batch, candidates).numpy()
     engine = Engine.from_model(tmp_path / "model", EngineConfig(pool_bytes="4MiB"))
     for i in range(8):
         seen = batch.items[i, : batch.lengths[i]].tolist()
-        history = next(h for h in data.users if is_lesson_of(h, batch, i))
+        history = next(h for h in data.users if is_example_of(h, batch, i))
         request = RankRequest(
             user_id=history.user,
             items=history.items[: len(seen)],
@@ -65,7 +65,7 @@ def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
         assert np.abs(engine.rank([request])[0].scores[:, 0] - logits[i]).max() <= 1e-4
 
 
-def is_lesson_of(history: History, batch: Lessons, i: int) -> bool:
+def is_example_of(history: History, batch: Batch, i: int) -> bool:
     num = int(batch.lengths[i])
     return (
         history.items[: num + 1].tolist() == [*batch.items[i, :num].tolist(), int(batch.target[i])]
@@ -78,7 +78,7 @@ def test_held_out_events_are_never_learned_from(tmp_path: Path) -> None:
     data = histories(tmp_path)
     learned = {
         (tuple(batch.items[i, : batch.lengths[i]].tolist()), int(batch.target[i]))
-        for batch in lessons(data, 32, 64, 1, np.random.default_rng(0))
+        for batch in batches(data, 32, 64, 1, np.random.default_rng(0))
         for i in range(1)
     }
     for history in data.users:

@@ -26,7 +26,7 @@ PRODUCT = (
 )
 EVALUATION = (
     *("scenarios", "report", "baselines", "judging", "map", "lab"),
-    *("cascade", "drawn", "loadgen", "train", "experiments", "measure", "maintain", "registry", "cli", "__main__"),
+    *("cascade", "drawn", "loadgen", "train", "experiments", "measure", "registry", "cli", "__main__"),
 )
 RANKS = {("helmrec", name): rank for rank, name in enumerate(PRODUCT)}
 RANKS |= {("helmrec_bench", name): len(PRODUCT) + rank for rank, name in enumerate(EVALUATION)}

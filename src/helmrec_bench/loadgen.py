@@ -16,9 +16,12 @@ from typing import Any
 
 from pydantic import Field
 
-from helmrec.config import Frozen
+from helmrec.config import EngineConfig, Frozen
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError
+from helmrec.memory.stats import PoolStats
+from helmrec.traffic.requests import rank_requests
+from helmrec.traffic.trace import Trace
 from helmrec.types import RankResult
 
 Offer = Callable[[], "Future[RankResult]"]
@@ -136,6 +139,17 @@ class ServerScenario:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
             if not self._engine.step():
                 self._has_work.wait(_IDLE_WAIT_S)
+
+
+def judge_trace(
+    model: Path, engine_config: EngineConfig, trace: Trace, config: LoadGenConfig, logs: Path | None = None
+) -> tuple[LoadGenVerdict, PoolStats]:
+    """Let LoadGen judge a model folder; the n-th query is the n-th request of the trace. Also the pool at the end."""
+    with Engine.from_model(model, engine_config) as engine:
+        engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
+        requests = rank_requests(trace, engine.model_config)
+        verdict = ServerScenario(engine, lambda: engine.submit(next(requests)), config).run(logs)
+        return verdict, engine.stats().pool
 
 
 def largest_valid(

@@ -80,7 +80,7 @@ def test_commands_of_the_product_run_without_evaluation_and_extras(tmp_path: Pat
 def test_a_scenario_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_scenario(find_scenario(Path("main-steady"))).name == "main-steady"
-    assert load_scenario(find_scenario(Path("evaluation/relay"))).name
+    assert load_scenario(find_scenario(Path("evaluation/taobao"))).name
 
 
 def test_a_file_wins_over_an_installed_scenario_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

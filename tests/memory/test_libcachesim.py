@@ -10,7 +10,7 @@ from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.row_admission import AdmitEveryRow
-from helmrec_bench.measure.simulated.miss_curves import Setting, Traffic
+from tests.memory.miss_curves.replay import Setting, Traffic
 
 lcs = pytest.importorskip("libcachesim", reason="no build of libCacheSim for this platform")
 

@@ -26,10 +26,6 @@ class Plan:
     running: float  # sum over windows
     switching: float  # sum over moves
 
-    @property
-    def total(self) -> float:
-        return self.running + self.switching
-
 
 class SwitchPrices(Frozen):
     """What a page costs that changes hands, in ms of work on the node."""

@@ -29,12 +29,6 @@ class ServiceCost(Frozen):
     missed_row_ms: float = Field(gt=0, description="ms of the host bus per missed row")
     host_token_ms: float = Field(0.0, ge=0, description="ms of the host per history token, before rows are read")
     host_floor_ms: float = Field(0.0, ge=0, description="ms of the host per request whatever is cached")
-    step_ms: float = Field(0.0, ge=0, description="ms of a step whatever it holds; its requests share them")
-    kv_token_bytes: float = Field(10_240.0, gt=0, description="bytes of KV of one history token, all layers")
-    row_bytes: float = Field(1_024.0, gt=0, description="bytes of one embedding row")
-    in_flight_requests: float = Field(
-        0.0, ge=0, description="requests of the steps under way, whose KV a node holds at once; 0: not known"
-    )
     host_kv_bytes: float = Field(0.0, ge=0, description="bytes of the host tier for KV; 0: there is none")
     reload_token_ms: float = Field(0.0, ge=0, description="ms of the host bus per history token taken back from it")
     is_overlapping: bool = Field(True, description="whether a step is prepared and its rows read while one computes")
@@ -115,11 +109,6 @@ def service_cost(cost: CostModel, config: NodeConfig, trace: Trace) -> ServiceCo
     """A calibration in the few coefficients that these policies use, for the mean request of a trace."""
     history = float((trace.backlog.mean() if trace.num_users else 0.0) + 1)
     candidates = float(trace.num_candidates.mean()) if trace.num_requests else 0.0
-    return mean_service_cost(cost, config, history, candidates)
-
-
-def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candidates: float) -> ServiceCost:
-    """The same, for requests with so many events and candidates in the mean."""
     token_ms = cost.compute_token_us / 1e3 + len(config.model.features) * cost.compute_row_ns / 1e6
     pair_ms = cost.compute_pair_ns / 1e6
     host_token_ms = cost.host_token_us / 1e3 + len(config.model.features) * cost.host_row_ns / 1e6
@@ -130,10 +119,6 @@ def mean_service_cost(cost: CostModel, config: NodeConfig, history: float, candi
         missed_row_ms=config.geometry.row_stride / (cost.sorted_beside_gb_per_s * 1e6),
         host_token_ms=host_token_ms,
         host_floor_ms=cost.host_request_ms + candidates * host_token_ms,
-        step_ms=cost.host_floor_ms + cost.compute_floor_ms,
-        kv_token_bytes=config.geometry.page_bytes / config.geometry.page_tokens,
-        row_bytes=config.geometry.row_stride,
-        in_flight_requests=config.engine.max_batch_requests * (1 if config.engine.overlap is False else 2),
         host_kv_bytes=config.engine.host_kv_bytes,
         reload_token_ms=config.geometry.page_bytes / config.geometry.page_tokens / (cost.reload_gb_per_s * 1e6),
         is_overlapping=config.engine.overlap is not False,

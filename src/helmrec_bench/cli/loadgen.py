@@ -10,11 +10,9 @@ from rich.table import Table
 
 from helmrec.cli.console import err, exit_on_error, out
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import Engine
 from helmrec.errors import TraceError
-from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace_file import read_trace
-from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario
+from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, judge_trace
 
 _SPARE = 1.2  # LoadGen draws how many queries fit the time
 
@@ -44,12 +42,8 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
                 f"{trace_path} has {trace.num_requests} requests; {qps:g}/s for {seconds:g} s need {needed}"
             )
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
-        with err.status("getting the model ready"):
-            engine = Engine.from_model(model, EngineConfig(**settings))
-            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles what runs compiled
-        requests = rank_requests(trace, engine.model_config)
-        with engine, err.status("LoadGen at work"):
-            verdict = ServerScenario(engine, lambda: engine.submit(next(requests)), config).run(logs)
+        with err.status("LoadGen at work"):
+            verdict, _ = judge_trace(model, EngineConfig(**settings), trace, config, logs)
     out.print(_table(verdict))
     if results is not None:
         results.write_text(json.dumps(asdict(verdict), indent=2) + "\n")

@@ -1,6 +1,7 @@
-"""What each part adds: the system less one of them, the allocator's settings, bytes off the critical path, moves."""
+"""What each part adds: the system less one of them, the allocator's settings, moves."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,38 +12,18 @@ from helmrec_bench.judging.judge import paired_change
 from helmrec_bench.lab.contests import Field
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Outcome, Run, Settings
-from helmrec_bench.report.blocks import Block, Chart, Table, bars, grouped, legend_above, lines
+from helmrec_bench.report.blocks import Block, Chart, Table, bars, change_text, lines
 from helmrec_bench.report.claims import Rule, Verdict, judged
 
 _MIB, _GB = 1 << 20, 10**9
 HOST_BYTES = 64 * _GB  # of the expander
 _LOAD = 1.15  # of the frozen arrivals: parts show where load is near its limit
 EXPANDER: Settings = (("host_kv_bytes", HOST_BYTES),)
-_FULL = "everything"
-_SYSTEM: Mapping[str, tuple[str, Settings]] = {
-    _FULL: (OURS, EXPANDER),
-    "without controller (stays at 0.5)": ("static:0.5", EXPANDER),
-    "without KV admission": (OURS, (*EXPANDER, ("kv_admission", "always"))),
-    "without row admission": (OURS, (*EXPANDER, ("row_admission", "always"))),
-    "without expander": (OURS, ()),
-    "without refill": (OURS, (*EXPANDER, ("refill_bytes_per_step", 0))),
-    "without overlap": (OURS, (*EXPANDER, ("overlap", False))),
-}
-_OUR_ALLOCATOR = "64 MiB a step, refill 16 MiB"
-_ALLOCATOR: Mapping[str, Settings] = {
-    _OUR_ALLOCATOR: (("move_bytes_per_step", 64 * _MIB), ("refill_bytes_per_step", 16 * _MIB)),
-    "moves of 16 MiB a step": (("move_bytes_per_step", 16 * _MIB), ("refill_bytes_per_step", 16 * _MIB)),
-    "moves at once": (("move_bytes_per_step", 8_000 * _MIB), ("refill_bytes_per_step", 16 * _MIB)),
-    "no refill": (("move_bytes_per_step", 64 * _MIB), ("refill_bytes_per_step", 0)),
-    "refill unbounded": (("move_bytes_per_step", 64 * _MIB), ("refill_bytes_per_step", 4_000 * _MIB)),
-    "no overlap": (("move_bytes_per_step", 64 * _MIB), ("refill_bytes_per_step", 16 * _MIB), ("overlap", False)),
-}
-_ON_PATH, _OFF_PATH = ("row-miss", "kv-reload"), ("row-refill", "kv-save", "row-update")
 _MOVES = ((0.5, 0.6), (0.5, 0.9), (0.6, 0.5), (0.9, 0.5))
 _AFTER = 10  # looks after a move that are held against the twin
 
 
-def _by_name(lab: Lab, runs: Mapping[str, Sequence[Run]], what: str) -> dict[str, list[Outcome]]:
+def _outcomes(lab: Lab, runs: Mapping[str, Sequence[Run]], what: str) -> dict[str, list[Outcome]]:
     found = lab.run([run for ones in runs.values() for run in ones], what)
     return {name: [found[run] for run in ones] for name, ones in runs.items()}
 
@@ -56,22 +37,67 @@ def _beside(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[s
         "p99_ms": float(np.mean([one.score.p99_ms for one in outcomes])),
         "slo_satisfaction": float(np.mean([one.score.slo_satisfaction for one in outcomes])),
         "num_refused": sum(one.score.num_refused for one in outcomes),
-        "p99_change": {"mean": p99.mean, "low": p99.low, "high": p99.high},
-        "mean_change": {"mean": mean.mean, "low": mean.low, "high": mean.high},
+        "p99_change": asdict(p99),
+        "mean_change": asdict(mean),
     }
 
 
-def measure_system(lab: Lab) -> Figures:
-    runs = {
-        name: Field(FAMILIES["Burst"], load=_LOAD, engine=_sized(lab, engine)).runs(lab, policy)
-        for name, (policy, engine) in _SYSTEM.items()
-    }
-    found = _by_name(lab, runs, "system ablation")
-    return {
-        "scenario": FAMILIES["Burst"],
-        "load": _LOAD,
-        "parts": {name: _beside(outcomes, found[_FULL]) for name, outcomes in found.items()},
-    }
+@dataclass(frozen=True)
+class Ablation:
+    """Variants of a node on bursts near its limit; the first is what is shipped, each other one lacks a part of it."""
+
+    first_column: str
+    claim: str
+    partly: float  # share of the parts without which P99 must rise for "partly"
+    variants: Mapping[str, tuple[str, Settings]]  # by name: policy and engine
+
+    @property
+    def shipped(self) -> str:
+        return next(iter(self.variants))
+
+    def measure(self, lab: Lab) -> Figures:
+        runs = {
+            name: Field(FAMILIES["Burst"], load=_LOAD, engine=_sized(lab, engine)).runs(lab, policy)
+            for name, (policy, engine) in self.variants.items()
+        }
+        found = _outcomes(lab, runs, self.first_column)
+        variants = {name: _beside(outcomes, found[self.shipped]) for name, outcomes in found.items()}
+        return {"scenario": FAMILIES["Burst"], "load": _LOAD, "variants": variants}
+
+    def judge(self, figures: Figures) -> Sequence[Verdict]:
+        changes = {name: one["p99_change"]["mean"] for name, one in figures["variants"].items()}
+        del changes[self.shipped]
+        details = ", ".join(f"{name} {change:+.1%}" for name, change in changes.items())
+        return (
+            judged(
+                self.claim,
+                "each ablation is worse",
+                sum(change > 0.01 for change in changes.values()) / len(changes),
+                Rule(1.0, self.partly),
+                f"share of ablations whose P99 is more than 1% higher: {details}",
+            ),
+        )
+
+    def show(self, figures: Figures, measured: Measured) -> Sequence[Block]:
+        variants, ours = figures["variants"], frozenset({self.shipped})
+
+        def draw(figure: Any) -> None:
+            values = [one["p99_ms"] for one in variants.values()]
+            bars(figure.subplots(), list(variants), values, ours, xlabel="P99 (ms), logarithmic", xscale="log")
+
+        rows = [
+            [
+                name,
+                f"{one['mean_ms']:.2f}",
+                f"{one['p99_ms']:.1f}",
+                change_text(one["p99_change"]),
+                f"{one['slo_satisfaction']:.2%}",
+            ]
+            for name, one in variants.items()
+        ]
+        header = (self.first_column, "mean ms", "P99 ms", "P99 change", "in SLO")
+        chart = Chart(draw, f"{figures['scenario']} at {figures['load']:g} x its arrivals.")
+        return chart, Table(header, rows, marked=ours)
 
 
 def _sized(lab: Lab, engine: Settings) -> Settings:
@@ -79,152 +105,38 @@ def _sized(lab: Lab, engine: Settings) -> Settings:
     return tuple((name, int(value * lab.tier.size) if name == "host_kv_bytes" else value) for name, value in engine)
 
 
-def judge_system(figures: Figures) -> Sequence[Verdict]:
-    parts = {name: one for name, one in figures["parts"].items() if name != _FULL}
-    details = ", ".join(f"{name} {one['p99_change']['mean']:+.0%}" for name, one in parts.items())
-    helping = sum(one["p99_change"]["mean"] > 0.01 for one in parts.values())
-    return (
-        judged(
-            "Every part of the system lowers P99",
-            "each ablation is worse",
-            helping / len(parts),
-            Rule(1.0, 0.5),
-            f"share of parts without which P99 rises by more than 1%: {details}",
-        ),
-    )
+def _allocator(move_mib: int = 64, refill_mib: int = 16, **other: object) -> tuple[str, Settings]:
+    sizes = (("move_bytes_per_step", move_mib * _MIB), ("refill_bytes_per_step", refill_mib * _MIB))
+    return OURS, (*sizes, *other.items())
 
 
-def show_system(figures: Figures, measured: Measured) -> Sequence[Block]:
-    parts = figures["parts"]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        values = [one["p99_ms"] for one in parts.values()]
-        bars(axes, list(parts), values, frozenset({_FULL}), xlabel="P99 (ms), logarithmic", xscale="log")
-
-    return (
-        Chart(draw, f"{figures['scenario']} at {figures['load']:g} x its arrivals."),
-        _table(parts, "part taken away", _FULL),
-    )
-
-
-def _table(parts: Mapping[str, Any], first: str, ours: str) -> Table:
-    rows = [
-        [
-            name,
-            f"{one['mean_ms']:.2f}",
-            f"{one['p99_ms']:.1f}",
-            _change(one["p99_change"]),
-            f"{one['slo_satisfaction']:.2%}",
-        ]
-        for name, one in parts.items()
-    ]
-    return Table((first, "mean ms", "P99 ms", "P99 change", "in SLO"), rows, marked=frozenset({ours}))
-
-
-def _change(change: Mapping[str, float | None]) -> str:
-    if change["low"] is None:
-        return f"{change['mean']:+.1%}"
-    return f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
-
-
-def measure_allocator(lab: Lab) -> Figures:
-    runs = {
-        name: Field(FAMILIES["Burst"], load=_LOAD, engine=engine).runs(lab, OURS) for name, engine in _ALLOCATOR.items()
-    }
-    found = _by_name(lab, runs, "allocator ablation")
-    return {
-        "scenario": FAMILIES["Burst"],
-        "load": _LOAD,
-        "settings": {name: _beside(outcomes, found[_OUR_ALLOCATOR]) for name, outcomes in found.items()},
-    }
-
-
-def judge_allocator(figures: Figures) -> Sequence[Verdict]:
-    others = {name: one["p99_change"]["mean"] for name, one in figures["settings"].items() if name != _OUR_ALLOCATOR}
-    details = ", ".join(f"{name} {change:+.1%}" for name, change in others.items())
-    return (
-        judged(
-            "Bounded moves, budgeted refill and overlap each lower P99",
-            "each allocator ablation is worse",
-            sum(change > 0.01 for change in others.values()) / len(others),
-            Rule(1.0, 0.2),
-            f"share of ablations whose P99 is more than 1% higher: {details}",
-        ),
-    )
-
-
-def show_allocator(figures: Figures, measured: Measured) -> Sequence[Block]:
-    def draw(figure: Any) -> None:
-        axes, settings = figure.subplots(), figures["settings"]
-        values = [one["p99_ms"] for one in settings.values()]
-        bars(axes, list(settings), values, frozenset({_OUR_ALLOCATOR}), xlabel="P99 (ms)")
-
-    return (
-        Chart(draw, f"{figures['scenario']} at {figures['load']:g} x its arrivals, steered by {OURS}."),
-        _table(figures["settings"], "allocator", _OUR_ALLOCATOR),
-    )
-
-
-def measure_refill(lab: Lab) -> Figures:
-    runs = {
-        "stays at 0.5": Field(FAMILIES["Burst"]).runs(lab, "static:0.5"),
-        OURS: Field(FAMILIES["Burst"]).runs(lab, OURS),
-        f"{OURS}, with expander": Field(FAMILIES["Burst"], engine=_sized(lab, EXPANDER)).runs(lab, OURS),
-    }
-    found = _by_name(lab, runs, "refill bytes")
-    return {
-        "scenario": FAMILIES["Burst"],
-        "mib_per_s": {name: _mib_per_s(outcomes) for name, outcomes in found.items()},
-    }
-
-
-def _mib_per_s(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    causes = sorted({cause for one in outcomes for cause in one.bytes_by_cause})
-    return {
-        cause: float(np.mean([one.bytes_by_cause.get(cause, 0) / _MIB / one.duration_s for one in outcomes]))
-        for cause in causes
-    }
-
-
-def judge_refill(figures: Figures) -> Sequence[Verdict]:
-    ours = figures["mib_per_s"][OURS]
-    on, off = (sum(ours.get(cause, 0.0) for cause in causes) for causes in (_ON_PATH, _OFF_PATH))
-    return (
-        judged(
-            "Bytes that moving the boundary brings stay off the critical path",
-            "refill overlaps compute",
-            ours.get("row-refill", 0.0) / max(1e-9, on + off),
-            Rule(0.05, 0.15, is_more_better=False),
-            f"share of refill in all bytes over the bus: {on:,.0f} MiB/s on the path (missed rows, reloads), "
-            f"{off:,.0f} off it; refill has the bus only when no step waits for it",
-        ),
-    )
-
-
-def show_refill(figures: Figures, measured: Measured) -> Sequence[Block]:
-    def draw(figure: Any) -> None:
-        causes = [*_ON_PATH, *_OFF_PATH]
-        series = {name: [one.get(cause, 0.0) for cause in causes] for name, one in figures["mib_per_s"].items()}
-        axes = figure.subplots()
-        labels = [f"{cause}\n({'on' if cause in _ON_PATH else 'off'} the path)" for cause in causes]
-        grouped(axes, labels, series, ylabel="MiB/s over the bus")
-        axes.set_yscale("symlog")
-        legend_above(figure)
-
-    return (Chart(draw, f"Bytes by cause on {figures['scenario']}, mean over seeds."), *_measured_refill(measured))
-
-
-def _measured_refill(measured: Measured) -> list[Block]:
-    if "gpu-moves-h200.json" not in measured:
-        return []
-    ones = measured["gpu-moves-h200.json"]["refill"]
-    rows = []
-    for size in sorted({one["mib_per_step"] for one in ones}):
-        p99 = [one["step_p99_ms"] for one in ones if one["mib_per_step"] == size]
-        rows.append([f"{size} MiB a step", str(len(p99)), f"{np.median(p99):.1f}", f"{min(p99):.1f} to {max(p99):.1f}"])
-    header = ("refill", "runs", "P99 of steps, ms, median", "range")
-    return [Table(header, rows, "Refill beside serving (gpu-moves-h200.json).", "measured on an H200")]
+SYSTEM = Ablation(
+    "part taken away",
+    "Every part of the system lowers P99",
+    0.5,
+    {
+        "everything": (OURS, EXPANDER),
+        "without controller (stays at 0.5)": ("static:0.5", EXPANDER),
+        "without KV admission": (OURS, (*EXPANDER, ("kv_admission", "always"))),
+        "without row admission": (OURS, (*EXPANDER, ("row_admission", "always"))),
+        "without expander": (OURS, ()),
+        "without refill": (OURS, (*EXPANDER, ("refill_bytes_per_step", 0))),
+        "without overlap": (OURS, (*EXPANDER, ("overlap", False))),
+    },
+)
+ALLOCATOR = Ablation(
+    "allocator",
+    "Bounded moves, budgeted refill and overlap each lower P99",
+    0.2,
+    {
+        "64 MiB a step, refill 16 MiB": _allocator(),
+        "moves of 16 MiB a step": _allocator(move_mib=16),
+        "moves at once": _allocator(move_mib=8_000),
+        "no refill": _allocator(refill_mib=0),
+        "refill unbounded": _allocator(refill_mib=4_000),
+        "no overlap": _allocator(overlap=False),
+    },
+)
 
 
 def measure_moves(lab: Lab) -> Figures:
@@ -237,7 +149,7 @@ def measure_moves(lab: Lab) -> Figures:
     at_s = start_s + at * tick_s
     runs = {f"{a:g} to {b:g}": Field(FAMILIES["Steady"]).runs(lab, f"jump:{a:g}>{b:g}@{at_s:g}") for a, b in _MOVES}
     runs |= {f"twin at {b:g}": Field(FAMILIES["Steady"]).runs(lab, f"static:{b:g}") for _, b in _MOVES}
-    found = _by_name(lab, runs, "cost of a move")
+    found = _outcomes(lab, runs, "cost of a move")
     return {
         "scenario": FAMILIES["Steady"],
         "tick_s": tick_s,
@@ -325,9 +237,9 @@ EXPERIMENTS = (
         "Figure 13",
         "P99 without the controller, the router or parts of the memory manager.",
         "Everything a node has, less one part at a time, on bursts near the limit. The router has its own experiment.",
-        measure_system,
-        judge_system,
-        show_system,
+        SYSTEM.measure,
+        SYSTEM.judge,
+        SYSTEM.show,
     ),
     Experiment(
         "allocator-ablation",
@@ -335,9 +247,9 @@ EXPERIMENTS = (
         "Figure 14",
         "P99 with moves all at once, without overlap and without throttled refill.",
         "The allocator's settings, one at a time, under the same controller.",
-        measure_allocator,
-        judge_allocator,
-        show_allocator,
+        ALLOCATOR.measure,
+        ALLOCATOR.judge,
+        ALLOCATOR.show,
     ),
     Experiment(
         "move-cost",
@@ -348,15 +260,5 @@ EXPERIMENTS = (
         measure_moves,
         judge_moves,
         show_moves,
-    ),
-    Experiment(
-        "refill-bytes",
-        "Bytes on and off the critical path",
-        "reviewers: refill bytes",
-        "How much crosses the bus because of the controller, and whether requests wait for it.",
-        "Bytes by cause, with and without a controller that moves.",
-        measure_refill,
-        judge_refill,
-        show_refill,
     ),
 )

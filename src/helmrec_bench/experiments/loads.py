@@ -1,7 +1,7 @@
-"""The largest load within the SLO: what an operator pays for. Who bears how much, and what each part adds to it."""
+"""The largest load within the SLO: what an operator pays for, and what each part adds to it."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.experiments.routing import BY_USER, NUM_NODES, largest_cluster_loads
 from helmrec_bench.experiments.routing import OURS as ROUTER
 from helmrec_bench.experiments.strategies import FAMILIES, OURS
-from helmrec_bench.judging.judge import interval
-from helmrec_bench.lab.contests import Field
+from helmrec_bench.judging.judge import interval, largest_of_each
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Run, Settings
 from helmrec_bench.report.blocks import Block, Chart, Table, bars
@@ -23,91 +22,17 @@ _TUNED = (0.7, 0.8, 0.9)  # splits an operator would try: lower ones bear less h
 Entry = tuple[str, Settings]  # policy and engine
 
 
-class _Search:
-    """Bisection over rising loads for one entry and seed: asks for one run at a time."""
-
-    def __init__(self, field: Field, policy: str, seed: int, loads: Sequence[float]) -> None:
-        self._field, self._policy, self.seed, self._loads = field, policy, seed, loads
-        self._low, self._high = -1, len(loads)
-
-    @property
-    def is_over(self) -> bool:
-        return self._high - self._low <= 1
-
-    def next_run(self, lab: Lab) -> Run:
-        load = self._loads[(self._low + self._high) // 2]
-        setup = lab.setup(self._field.scenario, self.seed, load * self._field.load)
-        return Run(setup, self._policy, self._field.engine)
-
-    def record(self, *, is_met: bool) -> None:
-        middle = (self._low + self._high) // 2
-        self._low, self._high = (middle, self._high) if is_met else (self._low, middle)
-
-    @property
-    def load(self) -> float:
-        """0 where not even the lowest is met."""
-        return self._loads[self._low] if self._low >= 0 else 0.0
-
-
-def largest_loads(lab: Lab, field: Field, entries: Mapping[str, Entry], what: str) -> dict[str, list[float]]:
+def largest_loads(lab: Lab, scenario: str, entries: Mapping[str, Entry], what: str) -> dict[str, list[float]]:
     """By seed, as multiples of the scenario's arrivals. All searches go on together, so runs share their setups."""
-    searches = {
-        name: [_Search(replace(field, engine=engine), policy, seed, lab.tier.loads) for seed in lab.seeds]
-        for name, (policy, engine) in entries.items()
-    }
-    slo_ms = lab.scenario(field.scenario).slo_ms
-    while open_ones := [one for ones in searches.values() for one in ones if not one.is_over]:
-        runs = [one.next_run(lab) for one in open_ones]
-        found = lab.run(runs, what)
-        for one, run in zip(open_ones, runs, strict=True):
-            one.record(is_met=found[run].score.meets(slo_ms))
-    return {name: [one.load for one in ones] for name, ones in searches.items()}
+    slo_ms = lab.scenario(scenario).slo_ms
 
+    def are_met(asked: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], bool]:
+        runs = {(name, seed): Run(lab.setup(scenario, seed, at), *entries[name]) for (name, seed), at in asked.items()}
+        found = lab.run(list(runs.values()), what)
+        return {key: found[run].score.meets(slo_ms) for key, run in runs.items()}
 
-def measure_loads(lab: Lab) -> Figures:
-    policies = ["static:0.5", *(f"static:{alpha:g}" for alpha in _TUNED), "argmin", OURS]
-    found = {}
-    for family in ("Steady", "Burst"):
-        entries: dict[str, Entry] = {policy: (policy, ()) for policy in policies}
-        found[family] = largest_loads(lab, Field(FAMILIES[family]), entries, f"largest load, {family}")
-    return {"families": found}
-
-
-def _best_static(loads: Mapping[str, Sequence[float]]) -> str:
-    return max((name for name in loads if name.startswith("static:")), key=lambda name: float(np.mean(loads[name])))
-
-
-def judge_loads(figures: Figures) -> Sequence[Verdict]:
-    ratios, details = [], []
-    for family, loads in figures["families"].items():
-        best = _best_static(loads)
-        ours, constant, untuned = (float(np.mean(loads[name])) for name in (OURS, best, "static:0.5"))
-        ratios.append(ours / constant if constant else float("nan"))
-        details.append(f"{family} {ours:.2f} against {constant:.2f} ({best}) and {untuned:.2f} (untuned)")
-    return (
-        judged(
-            "Throughput within the SLO is not worse than the best static policy's",
-            "throughput not worse",
-            min(ratios),
-            Rule(0.99, 0.95, unit="ratio"),
-            "largest load in multiples of the frozen arrivals: " + "; ".join(details),
-        ),
-    )
-
-
-def show_loads(figures: Figures, measured: Measured) -> Sequence[Block]:
-    families = figures["families"]
-
-    def draw(figure: Any) -> None:
-        for axes, (family, loads) in zip(figure.subplots(1, len(families)), families.items(), strict=True):
-            values = [float(np.mean(seen)) for seen in loads.values()]
-            bars(axes, list(loads), values, frozenset({OURS}), title=family, xlabel="x the frozen arrivals")
-
-    rows = [[name, *(_spread(loads[name]) for loads in families.values())] for name in next(iter(families.values()))]
-    return (
-        Chart(draw, "Largest load at P99 within the SLO, nothing refused."),
-        Table(("policy", *families), rows, "Mean over seeds, least and largest.", marked=frozenset({OURS})),
-    )
+    loads = largest_of_each(itertools.product(entries, lab.seeds), lab.tier.loads, are_met)
+    return {name: [loads[name, seed] for seed in lab.seeds] for name in entries}
 
 
 def _spread(loads: Sequence[float]) -> str:
@@ -119,13 +44,12 @@ RUNGS = ("untuned split, LRU", "tuned split, LRU", "+ admission", "+ expander", 
 
 def measure_ladder(lab: Lab) -> Figures:
     """Tuned: the split that bears most, tried on the very traffic it is judged on, which favours it."""
-    field = Field(FAMILIES["Burst"])
     host: Settings = tuple((name, int(value * lab.tier.size)) for name, value in EXPANDER)
     entries: dict[str, Entry] = {RUNGS[0]: ("static:0.5", _LRU), RUNGS[4]: (OURS, host)}
     kinds: dict[str, Settings] = {RUNGS[1]: _LRU, RUNGS[2]: (), RUNGS[3]: host}
     tried = {f"{rung} at {alpha:g}": (rung, alpha) for rung in kinds for alpha in _TUNED}
     entries |= {name: (f"static:{alpha:g}", kinds[rung]) for name, (rung, alpha) in tried.items()}
-    loads = largest_loads(lab, field, entries, "ladder")
+    loads = largest_loads(lab, FAMILIES["Burst"], entries, "ladder")
     rungs = {RUNGS[0]: {"alpha": 0.5, "loads": loads[RUNGS[0]]}}
     for rung in kinds:
         best = max((name for name in tried if tried[name][0] == rung), key=lambda name: float(np.mean(loads[name])))
@@ -204,16 +128,6 @@ def show_ladder(figures: Figures, measured: Measured) -> Sequence[Block]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        "largest-load",
-        "Largest load within the SLO",
-        "throughput at the SLO",
-        "Throughput is not worse than the best static policy's.",
-        "Bisection over loads, for constants, miss-curve argmin and ours.",
-        measure_loads,
-        judge_loads,
-        show_loads,
-    ),
     Experiment(
         "ladder",
         "What a user gains, part by part",

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
+from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.scenario import Scenario
+from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.routers import policies
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.experiments.strategies import FAMILIES
-from helmrec_bench.judging.judge import interval
+from helmrec_bench.judging.judge import interval, largest_of_each
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Settings
 from helmrec_bench.lab.store import digest_of
@@ -61,18 +63,19 @@ def perform_cluster(run: ClusterRun) -> dict[str, float]:
     config = scenario.node_config(trace)
     engine = config.engine.model_copy(update={"alpha": _ALPHA, **dict(run.engine)})
     config = config.model_copy(update={"engine": engine})
-    cost, rng = router_cost(scenario, config), np.random.default_rng(run.seed)
-    policy = policies(cost, rng)[run.router]()
-    router = ReportingRouter(policy, prepare_requests(trace, config), config, Reporting())
+    router = make_reporting_router(run.router, trace, config, scenario.cost(), Reporting(), run.seed)
     fleet = Fleet(config, scenario.cost(), lambda _: Static(StaticSettings(alpha=_ALPHA)))
     result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=run.num_nodes))
     return _figures(result, scenario, run.num_nodes)
 
 
-def router_cost(scenario: Scenario, config: NodeConfig) -> RouterCost:
-    geometry = config.geometry
-    shape = TokenShape(len(config.model.features), geometry.row_stride, geometry.token_bytes)
-    return RouterCost.from_calibration(scenario.cost().model_dump(), shape)
+def make_reporting_router(
+    name: str, trace: Trace, config: NodeConfig, cost: CostModel, reporting: Reporting, seed: int
+) -> ReportingRouter:
+    """A router by its name, which knows nodes of this kind by their reports."""
+    shape = TokenShape(len(config.model.features), config.geometry.row_stride, config.geometry.token_bytes)
+    known = policies(RouterCost.from_calibration(cost.model_dump(), shape), np.random.default_rng(seed))
+    return ReportingRouter(known[name](), prepare_requests(trace, config), config, reporting)
 
 
 def _figures(result: ClusterResult, scenario: Scenario, num_nodes: int) -> dict[str, float]:
@@ -104,24 +107,23 @@ def measure_routing(lab: Lab) -> Figures:
     found = dict(zip(every, lab.compute(every, perform_cluster, "routing"), strict=True))
     routers = {}
     for name, ones in runs.items():
-        seen = {key: interval([found[run][key] for run in ones]) for key in found[ones[0]]}
-        routers[name] = {key: {"mean": one.mean, "low": one.low, "high": one.high} for key, one in seen.items()}
+        routers[name] = {key: asdict(interval([found[run][key] for run in ones])) for key in found[ones[0]]}
     return {"scenario": FAMILIES["Steady"], "num_nodes": NUM_NODES[lab.tier.name], "routers": routers}
 
 
 def largest_cluster_loads(lab: Lab, name: str, engine: Settings) -> dict[str, float]:
     """By router, of one seed: every load runs a whole cluster. In multiples of the scenario's arrivals on a node."""
-    loads = lab.tier.loads[::2]
     slo_ms = lab.scenario(name).slo_ms
-    bounds = {router: (-1, len(loads)) for router in (BY_USER, OURS)}
-    while open_ones := [router for router, (low, high) in bounds.items() if high - low > 1]:
-        middles = {router: sum(bounds[router]) // 2 for router in open_ones}
-        runs = [replace(_run(lab, name, r, load=loads[middles[r]]), engine=engine) for r in open_ones]
-        for router, one in zip(open_ones, lab.compute(runs, perform_cluster, "load of a cluster"), strict=True):
-            low, high = bounds[router]
-            is_met = one["num_refused"] == 0 and one["p99_ms"] <= slo_ms
-            bounds[router] = (middles[router], high) if is_met else (low, middles[router])
-    return {router: loads[low] if low >= 0 else 0.0 for router, (low, _) in bounds.items()}
+
+    def are_met(asked: Mapping[str, float]) -> dict[str, bool]:
+        runs = [replace(_run(lab, name, router, load=load), engine=engine) for router, load in asked.items()]
+        found = lab.compute(runs, perform_cluster, "load of a cluster")
+        return {
+            router: one["num_refused"] == 0 and one["p99_ms"] <= slo_ms
+            for router, one in zip(asked, found, strict=True)
+        }
+
+    return largest_of_each((BY_USER, OURS), lab.tier.loads[::2], are_met)
 
 
 def judge_routing(figures: Figures) -> Sequence[Verdict]:

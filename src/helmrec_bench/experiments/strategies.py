@@ -10,7 +10,7 @@ from helmrec_bench.judging.judge import paired_change
 from helmrec_bench.lab.contests import Contest, Field, contest
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.policies import LAYERS
-from helmrec_bench.report.blocks import Block, Chart, Table, lines
+from helmrec_bench.report.blocks import Block, Chart, Table, change_text, lines
 from helmrec_bench.report.claims import Rule, Verdict, judged
 
 FAMILIES = {"Steady": "main-steady", "Trend": "main-trend", "Burst": "main-burst-20s"}
@@ -220,7 +220,7 @@ def judge_falsification(figures: Figures) -> Sequence[Verdict]:
 
 def show_falsification(figures: Figures, measured: Measured) -> Sequence[Block]:
     rows = [
-        [policy, family, *(_gain(one["gains"][policy][figure]) for figure in ("mean", "p99"))]
+        [policy, family, *(change_text(one["gains"][policy][figure]) for figure in ("mean", "p99"))]
         for family, one in figures["families"].items()
         for policy in (OURS, FROZEN)
     ]
@@ -228,12 +228,6 @@ def show_falsification(figures: Figures, measured: Measured) -> Sequence[Block]:
         "The same controller looks and decides; frozen, nothing of it is done. Gains over a node that stays at 0.5."
     )
     return (Table(("policy", "family", "gain in mean latency", "gain in P99"), rows, caption),)
-
-
-def _gain(one: dict[str, float | None]) -> str:
-    if one["low"] is None:
-        return f"{one['mean']:+.1%}"
-    return f"{one['mean']:+.1%} ({one['low']:+.1%} to {one['high']:+.1%})"
 
 
 EXPERIMENTS = (

@@ -11,7 +11,7 @@ from helmrec_bench.judging.judge import interval
 from helmrec_bench.lab.contests import Field, contest, sweep
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Outcome
-from helmrec_bench.report.blocks import Block, Chart, Table, grouped, legend_above
+from helmrec_bench.report.blocks import Block, Chart, Table, change_text, grouped, legend_above
 from helmrec_bench.report.claims import Rule, Verdict, judged
 
 PRESETS = {
@@ -40,7 +40,7 @@ def judge_overall(figures: Figures) -> Sequence[Verdict]:
         name: one["policies"][OURS]["p99_ms"]["mean"] / one["policies"][_UNTUNED]["p99_ms"]["mean"] - 1
         for name, one in presets.items()
     }
-    details = ", ".join(f"{name} {_change(change)}" for name, change in changes.items())
+    details = ", ".join(f"{name} {change_text(change)}" for name, change in changes.items())
     return (
         judged(
             "P99 against the best static policy",
@@ -66,12 +66,6 @@ def judge_overall(figures: Figures) -> Sequence[Verdict]:
     )
 
 
-def _change(change: dict[str, Any]) -> str:
-    if change["low"] is None:
-        return f"{change['mean']:+.1%}"
-    return f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
-
-
 def show_overall(figures: Figures, measured: Measured) -> Sequence[Block]:
     presets = figures["presets"]
     policies = [_UNTUNED, "best static", "argmin", OURS, "oracle, moves paid"]
@@ -92,7 +86,7 @@ def show_overall(figures: Figures, measured: Measured) -> Sequence[Block]:
             for one in presets.values()
             for text in (
                 f"{one['policies'][policy]['p99_ms']['mean']:.1f}",
-                _change(one["policies"][policy]["p99_change"]),
+                change_text(one["policies"][policy]["p99_change"]),
                 f"{one['policies'][policy]['slo_satisfaction']['mean']:.1%}",
             )
         ]

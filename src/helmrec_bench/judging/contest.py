@@ -4,7 +4,7 @@ Miss curves see requests, and those are the same at any split, so they are recor
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec.traffic.trace import Trace
-from helmrec.traffic.workload import Workload
+from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.baselines.service_cost import ServiceCost, service_cost
 
 Floats = NDArray[np.float64]
@@ -45,15 +45,17 @@ class Score:
         return self.num_refused == 0 and self.p99_ms <= slo_ms
 
 
+def each_phase(workload: Workload, change: Callable[[Phase], Phase]) -> Workload:
+    """The workload with every phase changed, those of the opening too."""
+    opening, phases = (tuple(change(one) for one in part) for part in (workload.opening, workload.phases))
+    return workload.model_copy(update={"opening": opening, "phases": phases})
+
+
 def scaled(workload: Workload, load: float) -> Workload:
     """The same traffic, so many times as dense."""
     if load == 1:
         return workload
-    opening, phases = (
-        tuple(one.model_copy(update={"rate": (one.rate[0] * load, one.rate[1] * load)}) for one in part)
-        for part in (workload.opening, workload.phases)
-    )
-    return workload.model_copy(update={"opening": opening, "phases": phases})
+    return each_phase(workload, lambda one: one.model_copy(update={"rate": (one.rate[0] * load, one.rate[1] * load)}))
 
 
 class Course:

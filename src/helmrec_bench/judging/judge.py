@@ -1,7 +1,8 @@
 """How runs are held against each other: intervals over paired seeds, and the largest load that meets a target."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from helmrec.errors import ConfigError
 # Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T95_BEYOND = 2.12  # of 16, and of more a little too wide
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +44,25 @@ def paired_change(values: Sequence[float], references: Sequence[float]) -> Inter
     return interval([value / reference - 1 for value, reference in zip(values, references, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """Where the largest load is looked for."""
-
-    low: float
-    high: float
-    tolerance: float = 0.01  # relative
-
-
-def largest_load(is_met: Callable[[float], bool], search: Search) -> float | None:
-    """The largest load that is met, by bisection over its logarithm; None if not even the lowest is.
+def largest_of(loads: Sequence[float], is_met: Callable[[float], bool]) -> float | None:
+    """The largest of these rising loads that is met, by bisection; None if none is.
 
     Supposes that a load is met if a larger one is; noise near the edge moves the answer by as much as it blurs that.
     """
-    low, high = search.low, search.high
-    if not is_met(low):
-        return None
-    if is_met(high):
-        return high
-    while high / low > 1 + search.tolerance:
-        middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if is_met(middle) else (low, middle)
-    return low
+    return largest_of_each(("",), loads, lambda asked: {name: is_met(load) for name, load in asked.items()})[""] or None
 
 
-def largest_of(loads: Sequence[float], is_met: Callable[[float], bool]) -> float | None:
-    """The largest of these rising loads that is met, by bisection; None if none is. Supposes as `largest_load` does."""
-    low, high = -1, len(loads)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_met(loads[middle]) else (low, middle)
-    return loads[low] if low >= 0 else None
+def largest_of_each(
+    names: Iterable[Name], loads: Sequence[float], are_met: Callable[[Mapping[Name, float]], Mapping[Name, bool]]
+) -> dict[Name, float]:
+    """For every name, the largest of these rising loads that is met, by bisection; 0 if none is.
+
+    All searches take their next step together: `are_met` gets the load that each open one asks for.
+    """
+    bounds = dict.fromkeys(names, (-1, len(loads)))
+    while middles := {name: (low + high) // 2 for name, (low, high) in bounds.items() if high - low > 1}:
+        met = are_met({name: loads[middle] for name, middle in middles.items()})
+        for name, middle in middles.items():
+            low, high = bounds[name]
+            bounds[name] = (middle, high) if met[name] else (low, middle)
+    return {name: loads[low] if low >= 0 else 0.0 for name, (low, _) in bounds.items()}

@@ -2,21 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-from helmrec.cli.console import err
 from helmrec.sim.cost import default_cost
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec_bench import scenarios
 from helmrec_bench.lab.provenance import code_digest
 from helmrec_bench.lab.runs import Outcome, Run, Settings, Setup, Task, perform, tasks_of
-from helmrec_bench.lab.store import Store, Unit, digest_of, spread
+from helmrec_bench.lab.store import Store, Unit, digest_of, spread_shown
 from helmrec_bench.lab.tiers import Tier, resized
 
 
@@ -81,21 +77,5 @@ class Lab:
     def _work(
         self, tasks: Sequence[Any], work: Callable[[Any], Any], keep: Callable[[Any, Any], None], what: str
     ) -> None:
-        if not tasks:
-            return
-        processes = min(self._processes, len(tasks))
-        with nullcontext() if self._is_quiet else _bar() as bar:
-            shown = None if bar is None else bar.add_task(what, total=len(tasks))
-            for task, result in spread(tasks, work, processes):
-                keep(task, result)
-                _advance(bar, shown, f"{what}: {task.name}")
-
-
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err, transient=True)
-
-
-def _advance(bar: Progress | None, task: TaskID | None, description: str) -> None:
-    if bar is not None and task is not None:
-        bar.update(task, advance=1, description=description)
+        for task, result in spread_shown(tasks, work, self._processes, what, is_quiet=self._is_quiet):
+            keep(task, result)

@@ -21,7 +21,7 @@ _PRODUCT, _BENCH = Path(helmrec.__file__).parent, Path(__file__).parents[1]
 _DECIDING = ("control", "engine/relay", "memory", "model", "router", "sim", "traffic")  # parts of the product
 _DECIDING_HERE = (  # parts of the evaluation
     *("baselines", "judging", "map", "cascade.py", "lab/policies.py", "lab/runs.py", "lab/tiers.py"),
-    *("experiments/relaying.py", "experiments/routing.py"),
+    "experiments/routing.py",
 )
 
 _COMMANDS = {"helmrec.__main__": ["helmrec"], "helmrec_bench.__main__": ["helmrec", "bench"]}

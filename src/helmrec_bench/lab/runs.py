@@ -6,22 +6,20 @@ All experiments are made of these, so a run that two of them ask for is made onc
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.control.policy import Move, WindowStats
 from helmrec.memory.miss_curves import JointCurves
-from helmrec.sim.curves import curves_at
 from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec_bench.baselines.service_cost import service_cost
-from helmrec_bench.judging.contest import Course, Score
+from helmrec_bench.judging.contest import Course, Score, Shown
 from helmrec_bench.lab.curve_file import load_curves, save_curves
-from helmrec_bench.lab.policies import StartedPolicy, is_blind, started_policy
+from helmrec_bench.lab.policies import is_blind, started_policy
 from helmrec_bench.lab.store import digest_of
 from helmrec_bench.lab.tiers import with_traffic
 
@@ -70,13 +68,8 @@ class Outcome:
     """What is kept of a run, warm-up left out; refused requests count as ten seconds."""
 
     score: Score
-    num_requests: int
-    duration_s: float
-    token_reuse_rate: float
-    row_hit_rate: float
     is_full: bool  # both caches had evicted before counting began
-    phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms, slo_satisfaction
-    bytes_by_cause: dict[str, int]
+    phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms
     ticks: dict[str, list[float]]  # by name: one value a tick, of the window that ended with it
 
     @classmethod
@@ -132,60 +125,28 @@ class _Stage:
         cost = service_cost(course.scenario.cost(), course.node(**settings), course.trace)
         found = started_policy(run.policy, cost)
         node, tick_s = course.node(found.alpha, **settings), course.scenario.tick_s
-        policy = _Shown(found, self._curves, tick_s) if found.has_curves else found.policy
+        policy = Shown(found.policy, self._curves, tick_s) if found.has_curves else found.policy
         result = simulate(course.trace, node, course.scenario.cost(), policy, tick_s)
         return _outcome(course, result)
 
 
-class _Shown:
-    """A policy that is shown recorded miss curves: requests, and so curves, are the same at any split."""
-
-    def __init__(self, found: StartedPolicy, curves: Sequence[JointCurves | None], tick_s: float) -> None:
-        self._policy, self._curves, self._tick_s = found.policy, curves, tick_s
-        self.reset()
-
-    def decide(self, stats: WindowStats) -> Move | None:
-        curves = curves_at(self._curves, self._tick_s, stats.traffic.end_s)
-        return self._policy.decide(replace(stats, curves=curves))
-
-    def reset(self) -> None:
-        self._policy.reset()
-
-
 def _outcome(course: Course, result: SimResult) -> Outcome:
     start_s, tick_s = course.scenario.warm_up_s, course.scenario.tick_s
-    windows = [window for window in result.windows if window.stats.traffic.end_s > start_s + 1e-9]
-    last_s, outcomes = result.windows[-1].stats.traffic.end_s, result.outcomes
+    last_s = result.windows[-1].stats.traffic.end_s
     ends_s = start_s + tick_s * np.arange(1, round((last_s - start_s) / tick_s) + 1, dtype=np.float64)
-    by_tick, summary = [window.stats for window in result.windows_at(ends_s)], result.summary(start_s)
-    causes = sorted({cause for window in windows for cause in window.bytes_by_cause})
+    by_tick = [window.stats for window in result.windows_at(ends_s)]
     ticks = {
         "alpha": [stats.alpha for stats in by_tick],
         "mean_ms": [stats.traffic.mean_ms for stats in by_tick],
         "p99_ms": [stats.traffic.p99_ms for stats in by_tick],
         "missed_rows": [stats.missed_rows_per_request for stats in by_tick],
     }
-    hits = [(window.stats.emb_hit_rate, window.stats.traffic.num_served) for window in windows]
-    served = max(1, sum(num for _, num in hits))
     return Outcome(
         score=course.score(result),
-        num_requests=summary.num_requests,
-        duration_s=course.trace.duration_s - start_s,
-        token_reuse_rate=summary.token_reuse_rate,
-        row_hit_rate=sum(rate * num for rate, num in hits) / served,
         is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, tick_s),
         phases=_phases(course, result),
-        bytes_by_cause={cause: sum(window.bytes_by_cause.get(cause, 0) for window in windows) for cause in causes},
-        ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()}
-        | {"arrivals": _arrivals(course, result, len(outcomes.latency_ms))},
+        ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()},
     )
-
-
-def _arrivals(course: Course, result: SimResult, num: int) -> list[float]:
-    """Requests a second, tick by tick."""
-    tick_s, start_s = course.scenario.tick_s, course.scenario.warm_up_s
-    edges = np.arange(start_s, course.trace.duration_s + tick_s / 2, tick_s)
-    return (np.histogram(result.arrived_s[:num], edges)[0] / tick_s).round(2).tolist()
 
 
 def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:
@@ -195,9 +156,5 @@ def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:
     for code, name in enumerate(trace.phase_names):
         chosen = latency_ms[counts & (trace.phase == code)]
         if chosen.size:
-            found[name] = {
-                "mean_ms": float(chosen.mean()),
-                "p99_ms": float(np.percentile(chosen, 99)),
-                "slo_satisfaction": float((chosen <= result.slo_ms).mean()),
-            }
+            found[name] = {"mean_ms": float(chosen.mean()), "p99_ms": float(np.percentile(chosen, 99))}
     return found

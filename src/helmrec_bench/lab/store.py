@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from rich.progress import Progress
 
 import helmrec
+from helmrec.cli.console import err
 from helmrec.sim.cost import CostModel
 
 
@@ -20,6 +21,7 @@ class Unit(Protocol):
 
 
 _Task = TypeVar("_Task")
+_Unit = TypeVar("_Unit", bound=Unit)
 
 
 def digest_of(cost: CostModel) -> str:
@@ -64,10 +66,18 @@ def _read(line: str) -> dict[str, Any] | None:
 def finish(units: Sequence[Unit], work: Callable[[Any], Any], store: Store, processes: int, what: str) -> None:
     """Run what is missing, in this process or in several, and keep each result as soon as it is there."""
     missing = [unit for unit in units if unit.name not in store.found]
-    with Progress() as bar:
-        task = bar.add_task(what, total=len(units), completed=len(units) - len(missing))
-        for unit, result in spread(missing, work, processes):
-            store.put(unit.name, result)
+    for unit, result in spread_shown(missing, work, processes, what):
+        store.put(unit.name, result)
+
+
+def spread_shown(
+    units: Sequence[_Unit], work: Callable[[_Unit], Any], processes: int, what: str, *, is_quiet: bool = False
+) -> Iterator[tuple[_Unit, Any]]:
+    """As `spread`, with a bar that shows how far it is."""
+    with Progress(console=err, transient=True, disable=is_quiet) as bar:
+        task = bar.add_task(what, total=len(units))
+        for unit, result in spread(units, work, min(processes, max(1, len(units)))):
+            yield unit, result
             bar.update(task, advance=1, description=f"{what}: {unit.name}")
 
 

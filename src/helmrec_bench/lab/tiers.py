@@ -10,6 +10,7 @@ from pydantic import ByteSize
 
 from helmrec.sim.scenario import Scenario
 from helmrec.traffic.workload import Phase, Workload
+from helmrec_bench.judging.contest import each_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,8 @@ def resized(scenario: Scenario, time: float, size: float) -> Scenario:
     scenario = spelled_out(scenario)
     if scenario.workload is None or (time == 1 and size == 1):
         return scenario
-    workload = scenario.workload
-    opening, phases = (
-        tuple(_resized(phase, time, size) for phase in part) for part in (workload.opening, workload.phases)
-    )
+    workload = each_phase(scenario.workload, lambda phase: _resized(phase, time, size))
     traffic = {
-        "opening": opening,
-        "phases": phases,
         "epoch_s": workload.epoch_s * time,
         "num_items": max(workload.lanes, round(workload.num_items * size)),
         "item_shift": workload.item_shift * size,
@@ -95,18 +91,12 @@ def with_traffic(workload: Workload, **settings: object) -> Workload:
     """Every phase with these settings: one number stands for a ramp that goes nowhere."""
     if not settings:
         return workload
-    opening, phases = (
-        tuple(Phase(**phase.model_dump() | settings) for phase in part) for part in (workload.opening, workload.phases)
-    )
-    return workload.model_copy(update={"opening": opening, "phases": phases})
+    return each_phase(workload, lambda phase: Phase(**phase.model_dump() | settings))
 
 
 def for_nodes(workload: Workload, num_nodes: int, load: float) -> Workload:
     """Traffic of a cluster: so many times the users and the requests of one node, over the same items."""
-    opening, phases = (
-        tuple(_for_nodes(phase, num_nodes, load) for phase in part) for part in (workload.opening, workload.phases)
-    )
-    return workload.model_copy(update={"opening": opening, "phases": phases})
+    return each_phase(workload, lambda phase: _for_nodes(phase, num_nodes, load))
 
 
 def _for_nodes(phase: Phase, num_nodes: int, load: float) -> Phase:

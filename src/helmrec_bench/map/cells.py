@@ -27,7 +27,7 @@ REGIMES: tuple[Regime, Regime] = ("returning", "browsing")
 _TABLES = {1: 1.0, 6: 2.0, 24: 6.5}  # rows of all tables per row of the item table: extra tables have a quarter
 _PROFILES = {1: "narrow", 6: "dlrmv3", 24: "wide"}
 _EXPONENT, _SHIFT_SHARE = 1.0, 1 / 40_000  # reuse between Meta's published traces of 2021 and 2022
-# One lane is simulated. What that does to a wide shape's latency stands in the map (`sampling`).
+# One lane is simulated.
 _LANES = {1: 256, 6: 512, 24: 1024}
 # Runs of wide shapes take longest and fill their row cache soonest.
 _WARM_UP_S = {1: 120.0, 6: 60.0, 24: 30.0}
@@ -63,7 +63,7 @@ class Cell(Frozen):
     def num_lanes(self) -> int:
         return _LANES[self.rows_per_token]
 
-    def node(self, alpha: float, num_lanes: int | None = None) -> NodeConfig:
+    def node(self, alpha: float) -> NodeConfig:
         engine = EngineConfig(
             pool_bytes=f"{POOL_GB:g}GB",
             alpha=alpha,
@@ -72,7 +72,7 @@ class Cell(Frozen):
             overlap=self.overlap,
         )
         model = profile(_PROFILES[self.rows_per_token], self.num_items)
-        return NodeConfig(model=model, engine=engine, row_sample=1 / (num_lanes or self.num_lanes), slo_ms=SLO_MS)
+        return NodeConfig(model=model, engine=engine, row_sample=1 / self.num_lanes, slo_ms=SLO_MS)
 
     def cost(self, measured: CostModel) -> CostModel:
         return with_bus_speed(measured, self.bus_speed)

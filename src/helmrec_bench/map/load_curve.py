@@ -1,7 +1,6 @@
 """What a node does as load grows: a run of rising arrivals tells latency at every load, and the largest within an SLO.
 
 Rising slowly, a run passes through all loads in a minute; a run for each load would take ten times as long.
-What is lost stands in the map (`rising`): capacities of steady runs beside those of rising ones.
 """
 
 from dataclasses import dataclass

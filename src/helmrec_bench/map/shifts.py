@@ -106,10 +106,6 @@ class ShiftResult:
     oracle_travel: float  # change of alpha per change of regime, of the path with the least mean
     quasi_static: Latency  # as if moves were free: each regime as the constant that suits it best served it
 
-    @property
-    def best_static(self) -> Latency:
-        return _least(list(self.statics.values()))
-
 
 def switch_prices(config: NodeConfig, cost: CostModel, load: float) -> SwitchPrices:
     """Prefixes are computed again, rows read again."""

@@ -1,7 +1,6 @@
-"""`helmrec serve` in processes of its own, started, watched, killed and ended from here."""
+"""`helmrec serve` in processes of its own, started, watched and ended from here."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -64,42 +63,7 @@ class ServerProcess:
         with urllib.request.urlopen(f"{self.url}/v1/pool", timeout=60) as reply:
             return msgspec.json.decode(reply.read(), type=EngineStats)
 
-    def memory_mib(self, field: str = "VmRSS") -> float:
-        """Memory of it and its children: a field of /proc/PID/status."""
-        pid = self.process.pid
-        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return sum(_status_kib(each, field) for each in (pid, *children)) / 1024
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
     def end(self) -> int:
         """Its exit status."""
         self.process.terminate()
         return self.process.wait(60)
-
-
-def _status_kib(pid: int, field: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
-
-
-class MemoryWatch(threading.Thread):
-    """Memory of a server, once a second, by field."""
-
-    def __init__(self, server: ServerProcess, *fields: str) -> None:
-        super().__init__(daemon=True)
-        self._server, self._is_over = server, threading.Event()
-        self.mib: dict[str, list[float]] = {field: [] for field in fields or ("VmRSS",)}
-        self.start()
-
-    def run(self) -> None:
-        while not self._is_over.wait(1.0):
-            for field, values in self.mib.items():
-                values.append(self._server.memory_mib(field))
-
-    def end(self) -> dict[str, list[float]]:
-        self._is_over.set()
-        self.join()
-        return self.mib

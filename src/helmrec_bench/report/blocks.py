@@ -1,4 +1,4 @@
-"""Pieces of a report: charts as inline SVG, tables, notes. Knows matplotlib and HTML, no experiment."""
+"""Pieces of a report: charts as inline SVG, and tables. Knows matplotlib and HTML, no experiment."""
 
 import html
 import io
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from helmrec.errors import ConfigError
+from helmrec_bench.report.files import new_figure
 
 BLUE, ORANGE, GREEN, RED, GREY, VIOLET = "#2563a8", "#d9702b", "#3a8a4d", "#b8373a", "#8a8f98", "#6f4fa3"
 PALETTE = (BLUE, ORANGE, GREEN, VIOLET, RED, "#1f8a8a", "#a07a1e", GREY, "#c2548b", "#444b55")
@@ -56,15 +56,14 @@ class Table:
         return f"<tr{kind}>{cells}</tr>"
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    text: str
-
-    def html(self) -> str:
-        return f'<p class="note">{html.escape(self.text)}</p>'
+Block = Chart | Table
 
 
-Block = Chart | Table | Note
+def change_text(change: Mapping[str, float | None]) -> str:
+    """An interval of a relative change as a cell; a single seed has no ends."""
+    if change["low"] is None:
+        return f"{change['mean']:+.1%}"
+    return f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
 
 
 def lines(axes: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **labels: str) -> None:
@@ -116,11 +115,9 @@ def _colors(num: int) -> list[str]:
 
 def _svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
     """Text stays text and nothing is dated or random: the same data give the same file."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("a report needs matplotlib: pip install 'helmrec[bench]'") from None
+    figure = new_figure(size)
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
+
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "helmrec",
@@ -128,7 +125,6 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
         "font.family": "sans-serif",
     }
     with mpl.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         for axes in figure.axes:
             if not axes.images:

@@ -14,14 +14,18 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-@contextmanager
-def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """A matplotlib figure to draw on, which is then written to `path`."""
+def new_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError:
         raise ConfigError("a picture needs matplotlib: pip install 'helmrec[bench]'") from None
-    figure = Figure(figsize=size, layout="constrained")
+    return Figure(figsize=size, layout="constrained")
+
+
+@contextmanager
+def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """A matplotlib figure to draw on, which is then written to `path`."""
+    figure = new_figure(size)
     yield figure
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

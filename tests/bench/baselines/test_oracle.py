@@ -43,7 +43,7 @@ def test_the_cheapest_path_is_that_of_trying_all(
     start = int(rng.integers(num_alphas)) if has_start else None
     plan = cheapest_path(costs, np.linspace(0.1, 0.9, num_alphas), switching, start)
     prices = np.broadcast_to(switching, (num_windows, num_alphas, num_alphas))
-    assert plan.total == pytest.approx(by_trying_all(costs, prices, start))
+    assert plan.running + plan.switching == pytest.approx(by_trying_all(costs, prices, start))
     before = plan.index[0] if start is None else start
     paid = [prices[window, a, b] for window, (a, b) in enumerate(pairwise([before, *plan.index]))]
     assert plan.switching == pytest.approx(sum(paid) - (paid[0] if start is None else 0))
@@ -56,8 +56,8 @@ def test_free_moves_give_the_quasi_static_path_and_dear_ones_the_best_static() -
     free, dear = (cheapest_path(costs, alphas, np.full((9, 9), p) * (1 - np.eye(9))) for p in (0.0, 1e6))
     exact = quasi_static(costs, alphas)
     np.testing.assert_array_equal(free.alpha, exact.alpha)
-    assert free.total == pytest.approx(exact.cost.sum())
-    assert dear.total == pytest.approx(best_static(costs, alphas).total)
+    assert free.running + free.switching == pytest.approx(exact.cost.sum())
+    assert dear.running + dear.switching == pytest.approx(best_static(costs, alphas).running)
     assert np.ptp(dear.alpha) == 0
 
 
@@ -70,7 +70,7 @@ def test_a_burst_shorter_than_its_price_is_not_chased() -> None:
         calm, burst = [[0.0, 1.0]] * 20, [[1.0, 0.0]] * length
         plan = cheapest_path(np.array([*calm, *burst, *calm]), alphas, move)
         chased[length] = bool(plan.index.any())
-        assert plan.total == min(length, 6)
+        assert plan.running + plan.switching == min(length, 6)
     assert not chased[5]
     assert chased[7]
 
@@ -94,5 +94,5 @@ def test_going_in_steps_costs_as_much_as_going_at_once() -> None:
 def test_best_static_is_the_column_of_least_sum() -> None:
     costs = np.array([[1.0, 2.0, 9.0], [9.0, 2.5, 1.0]])
     plan = best_static(costs, np.array([0.2, 0.5, 0.8]))
-    assert (plan.total, plan.switching) == (4.5, 0.0)
+    assert (plan.running + plan.switching, plan.switching) == (4.5, 0.0)
     assert plan.alpha.tolist() == [0.5, 0.5]

@@ -35,11 +35,6 @@ def routing(ours_ms: float) -> Figures:
     }
 
 
-def relay(loads: float) -> Figures:
-    one = {"loads": {"inline": [1.0], "ahead": [loads]}, "histories": {"inline": [4_000], "ahead": [4_000]}}
-    return {"scenarios": {"s": {"budget_ms": 50.0, **one}}}
-
-
 def slo(satisfaction: float) -> Figures:
     one = {"helm": {"mean": satisfaction}, "tuned on Steady": {"mean": 0.9}}
     return {"loads": {"1.15": dict.fromkeys(("Steady", "Trend", "Burst"), one)}}
@@ -65,9 +60,6 @@ def scale(stars: list[float]) -> Figures:
         ("routing", routing(25.0), "reproduced"),
         ("routing", routing(31.0), "partly"),
         ("routing", routing(35.0), "not"),
-        ("relay", relay(4.0), "reproduced"),
-        ("relay", relay(2.0), "partly"),
-        ("relay", relay(1.0), "not"),
         ("slo-by-family", slo(0.99), "reproduced"),
         ("slo-by-family", slo(0.9), "partly"),
         ("slo-by-family", slo(0.5), "not"),

@@ -1,10 +1,12 @@
 """Intervals and the search for the largest load."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec_bench.judging.judge import Search, interval, largest_load, largest_of, paired_change
+from helmrec_bench.judging.judge import interval, largest_of, largest_of_each, paired_change
 
 
 def test_intervals_are_student_s() -> None:
@@ -41,23 +43,6 @@ def test_pairing_takes_out_what_seeds_share() -> None:
         paired_change([1.0, 2.0], [1.0])
 
 
-def test_the_search_ends_just_below_the_edge() -> None:
-    found = largest_load(lambda load: load <= 137, Search(10, 1_000, tolerance=0.01))
-    assert found is not None
-    assert 137 / 1.01 <= found <= 137
-
-
-def test_the_search_knows_when_the_edge_is_outside() -> None:
-    assert largest_load(lambda _: False, Search(10, 100)) is None
-    assert largest_load(lambda _: True, Search(10, 100)) == 100
-
-
-def test_the_search_takes_few_tries() -> None:
-    tried: list[float] = []
-    largest_load(lambda load: tried.append(load) or load <= 50, Search(10, 100, tolerance=0.02))  # type: ignore[func-returns-value]
-    assert len(tried) <= 2 + 7
-
-
 def test_the_largest_of_some_loads_is_found_by_halving() -> None:
     tried: list[float] = []
 
@@ -70,3 +55,14 @@ def test_the_largest_of_some_loads_is_found_by_halving() -> None:
     assert len(tried) <= 4
     assert largest_of(loads, lambda load: True) == 1.0
     assert largest_of(loads, lambda load: False) is None
+
+
+def test_searches_that_go_on_together_each_find_their_own() -> None:
+    asked: list[set[str]] = []
+
+    def are_met(loads: Mapping[str, float]) -> dict[str, bool]:
+        asked.append(set(loads))
+        return {name: load <= {"none": 0.0, "some": 2.0, "all": 9.0}[name] for name, load in loads.items()}
+
+    assert largest_of_each(("none", "some", "all"), (1.0, 2.0, 3.0), are_met) == {"none": 0, "some": 2, "all": 3}
+    assert asked == [{"none", "some", "all"}] * 2

@@ -11,7 +11,6 @@ from helmrec.sim.scenario import load_scenario
 from helmrec_bench.experiments.loads import Entry, largest_loads
 from helmrec_bench.judging.contest import Course
 from helmrec_bench.lab import runs
-from helmrec_bench.lab.contests import Field
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.policies import is_blind, started_policy
@@ -159,7 +158,7 @@ class _Made:
 def test_the_largest_load_is_found_for_all_at_once(bears: float, constant: float, ours: float) -> None:
     lab = _Made(bears)
     entries: dict[str, Entry] = {"constant": ("static:0.5", ()), "ours": ("helm", ())}
-    found = largest_loads(cast("Lab", lab), Field(NAME), entries, "test")
+    found = largest_loads(cast("Lab", lab), NAME, entries, "test")
     assert found == {"constant": [constant] * 2, "ours": [ours] * 2}
     assert lab.num_runs <= 2 * 2 * 4, "four bisections over fifteen loads"
 

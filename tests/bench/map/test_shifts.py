@@ -30,10 +30,13 @@ def test_windows_divide_a_regime() -> None:
 def test_no_oracle_is_worse_than_the_best_constant_and_the_tracker_may_be() -> None:
     cell = Cell(rows_per_token=1, hot=0.05)
     found = run_shift(cell, default_cost(), Shift(20, (60, 60), 0.9), np.array((0.1, 0.5, 0.9)))
-    assert found.oracle.mean_ms <= found.best_static.mean_ms
-    assert found.oracle.p99_ms <= min(found.best_static.p99_ms, found.tracker.p99_ms)
+    best_mean_ms, best_p99_ms = (
+        min(getattr(one, name) for one in found.statics.values()) for name in ("mean_ms", "p99_ms")
+    )
+    assert found.oracle.mean_ms <= best_mean_ms
+    assert found.oracle.p99_ms <= min(best_p99_ms, found.tracker.p99_ms)
     assert set(found.statics) == {0.1, 0.5, 0.9}
-    assert found.quasi_static.mean_ms <= found.best_static.mean_ms + 1e-9
+    assert found.quasi_static.mean_ms <= best_mean_ms + 1e-9
 
 
 def test_moves_are_priced_by_what_must_be_computed_and_read_again() -> None:

@@ -10,7 +10,7 @@ from helmrec.errors import ConfigError
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.sampling import keep_sampled, sampling_threshold
-from helmrec_bench.measure.simulated.miss_curves import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
+from tests.memory.miss_curves.replay import KVRule, Replay, RowRule, Setting, Totals, Traffic, observed
 
 NO_ROWS = np.empty(0, np.int64)
 TINY = PageGeometry(8, 1, 1, 32, 32, 2, 16, 2)  # 8 tokens or 32 rows

@@ -34,6 +34,8 @@ from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import Trace
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.traffic import hit_rates
+from helmrec_bench.report.files import markdown_table
 
 _OTHER_USERS = 1 << 32  # between the ids of two runs: what one leaves behind is of no use to the next
 
@@ -116,11 +118,10 @@ class Seen:
 
 
 def seen(before: PoolStats, after: PoolStats, **others: float) -> Seen:
-    hits, misses = after.row_hits - before.row_hits, after.row_misses - before.row_misses
-    tokens = after.total_tokens - before.total_tokens
+    rates = hit_rates(before, after)
     return Seen(
-        emb_hit_rate=hits / max(1, hits + misses),
-        kv_hit_rate=(after.reused_tokens - before.reused_tokens) / max(1, tokens),
+        emb_hit_rate=rates["row_hit_rate"],
+        kv_hit_rate=rates["token_reuse_rate"],
         reloaded_pages=after.host_reloaded_pages - before.host_reloaded_pages,
         **others,
     )
@@ -275,32 +276,22 @@ def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> dict[str, An
         shares = {name: ours[name] / real[alpha][name] - 1 for name in ("p50_ms", "p99_ms", "capacity")}
         rows[alpha] = {name: round(value, 4) for name, value in (points | shares).items()}
     orders = {
-        name: {who: sorted(figures, key=lambda a: figures[a][name]) for who, figures in _both(real, simulated)}
+        name: {
+            who: sorted(figures, key=lambda a: figures[a][name])
+            for who, figures in (("engine", real), ("simulator", simulated))
+        }
         for name in ("p50_ms", "p99_ms")
     }
     return {"differences": rows, "orders": orders}
 
 
-def _both(real: dict[str, Any], simulated: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [("engine", real), ("simulator", simulated)]
-
-
-def print_table(measured: dict[str, Any], simulated: dict[str, Any], compared: dict[str, Any]) -> None:
-    print(f"\n{measured['rate']:.1f} requests/s; engine / simulator (difference)")
-    print(f"{'alpha':<7}{'EMB hit':>26}{'KV hit':>26}{'P50 ms':>26}{'P99 ms':>26}{'capacity':>26}")
+def table(measured: dict[str, Any], simulated: dict[str, Any], compared: dict[str, Any]) -> str:
+    """Engine / simulator (difference)."""
+    rows = []
     for alpha, ours in simulated.items():
         real, difference = measured["engine"][alpha], compared["differences"][alpha]
-        cells = [
-            f"{100 * real[name]:.1f} / {100 * ours[name]:.1f} ({difference[name]:+.1f})"
-            for name in ("emb_hit_rate", "kv_hit_rate")
-        ]
-        cells += [
-            f"{real[name]:.2f} / {ours[name]:.2f} ({difference[name]:+.1%})"
-            for name in ("p50_ms", "p99_ms", "capacity")
-        ]
-        print(f"{alpha:<7}" + "".join(f"{cell:>26}" for cell in cells))
-    for name, orders in compared["orders"].items():
-        print(f"alphas by {name}, best first: engine {orders['engine']}, simulator {orders['simulator']}")
+        rows.append([alpha, *(f"{real[name]:.4g} / {ours[name]:.4g} ({difference[name]:+.3g})" for name in difference)])
+    return markdown_table(["alpha", *next(iter(compared["differences"].values()))], rows)
 
 
 def options(parser: ArgumentParser) -> None:
@@ -308,24 +299,16 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="the demo's shape on a CPU")
     parser.add_argument("--engine-only", action="store_true", help="simulate later, with --again")
     parser.add_argument("--again", type=Path, help="measure nothing: simulate what that file measured")
-    parser.add_argument("--share", type=float, help="of the capacity at the worst alpha")
-    parser.add_argument("--scored", type=int, help="requests")
-    parser.add_argument("--host-kv-bytes", type=int, help="of the host tier; default none")
 
 
 def default_out(flags: Namespace) -> str:
-    return (
-        "fidelity-cpu.json"
-        if flags.small
-        else "fidelity-engine-h200.json"
-        if flags.engine_only
-        else "fidelity-h200.json"
-    )
+    if flags.small:
+        return "fidelity-cpu.json"
+    return "fidelity-engine-h200.json" if flags.engine_only else "fidelity-h200.json"
 
 
 def main(flags: Namespace) -> None:
-    given = {name: getattr(flags, name) for name in ("share", "scored", "host_kv_bytes")}
-    setting = replace(SMALL if flags.small else CARD, **{k: v for k, v in given.items() if v is not None})
+    setting = SMALL if flags.small else CARD
     cost = default_cost() if flags.calibration is None else load_cost(flags.calibration)
     results: dict[str, Any] = {}
     if flags.again:
@@ -343,5 +326,5 @@ def main(flags: Namespace) -> None:
     results["calibration"] = {"name": cost.name, "device": cost.device, **cost.terms()._asdict()}
     results["simulator"] = simulate(setting, trace, cost, results["measured"])
     results |= compare(results["measured"], results["simulator"])
-    print_table(results["measured"], results["simulator"], results)
+    print(table(results["measured"], results["simulator"], results))
     write_measurement(flags.out, results)

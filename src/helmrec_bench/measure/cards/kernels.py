@@ -4,8 +4,6 @@ Checks every kernel and the engine on the card, then times the engine's own dens
 engine, which lays them out, pads them to a graph and fills its pages; the graphs it replayed are then timed.
 """
 
-import cProfile
-import pstats
 import statistics
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +26,7 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, RankRequest
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.requests import make_request
+from helmrec_bench.report.files import markdown_table
 
 WARM_UPS, REPEATS = 5, 30
 NUM_ROWS = 20_000
@@ -48,8 +46,6 @@ class KernelRow:
     profile: str
     sequences: list[Sequence]
     meta_ms: float | None = None
-    at_most_ms: float | None = None
-    aim_ms: float | None = None
 
     def floating_point_operations(self, config: ModelConfig) -> float:
         """Multiply-adds of the layers' products and attention, twice; what masks hide and padding are not counted."""
@@ -65,15 +61,13 @@ class KernelRow:
 
 MIX = (200, 400, 800, 1_500, 3_000, 6_000, 10_000, 14_000)
 ROWS = [
-    KernelRow("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70, 13.0, 10.5),
-    KernelRow("dlrmv3 8 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)] * 8, 11.68, 10.0, 7.5),
-    KernelRow("dlrmv3 8 x 4096+256", "dlrmv3", [Sequence(0, 4_096, 256)] * 8, 7.68, 4.5, 3.0),
-    KernelRow("dlrmv3 8 x 1024+256", "dlrmv3", [Sequence(0, 1_024, 256)] * 8, 4.23, 1.2, 0.7),
-    KernelRow("dlrmv3 1 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)], 5.1, 2.0, 1.2),
-    KernelRow(
-        "nvidia-bench 8 x 3968 of 4096 cached, 256", "nvidia-bench", [Sequence(3_968, 128, 256)] * 8, None, 1.8, 1.1
-    ),
-    KernelRow("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8, None, 5.0, 3.0),
+    KernelRow("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70),
+    KernelRow("dlrmv3 8 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)] * 8, 11.68),
+    KernelRow("dlrmv3 8 x 4096+256", "dlrmv3", [Sequence(0, 4_096, 256)] * 8, 7.68),
+    KernelRow("dlrmv3 8 x 1024+256", "dlrmv3", [Sequence(0, 1_024, 256)] * 8, 4.23),
+    KernelRow("dlrmv3 1 x 6700+2048", "dlrmv3", [Sequence(0, 6_700, 2_048)], 5.1),
+    KernelRow("nvidia-bench 8 x 3968 of 4096 cached, 256", "nvidia-bench", [Sequence(3_968, 128, 256)] * 8),
+    KernelRow("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8),
     KernelRow("dlrmv3 mix of 200 to 14000, 256", "dlrmv3", [Sequence(0, n, 256) for n in MIX]),
     KernelRow("dlrmv3 as many tokens, equal lengths", "dlrmv3", [Sequence(0, sum(MIX) // 8, 256)] * 8),
 ]
@@ -151,8 +145,6 @@ def measure(engine: Engine, users: KernelUsers, row: KernelRow, ceiling: float) 
         "p10_ms": round(layer_times[len(layer_times) // 10], 4),
         "p90_ms": round(layer_times[-1 - len(layer_times) // 10], 4),
         "meta_ms": row.meta_ms,
-        "at_most_ms": row.at_most_ms,
-        "aim_ms": row.aim_ms,
         "tflops": round(rate, 1),
         "share_of_ceiling": round(rate / ceiling, 3),
         "embed_ms": round(statistics.median(times_ms(embed.replay)), 4),
@@ -181,33 +173,13 @@ class Stopwatch:
         torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
 
 
-def profile_lines(profiler: cProfile.Profile, num_steps: int) -> list[str]:
-    """Where the host's time goes: the functions with the most time of their own, in microseconds a step."""
-    rows = []
-    for (file, line, name), (_, calls, own_s, total_s, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        where = f"{Path(file).name}:{line}({name})" if line else name
-        rows.append(
-            (own_s, f"{own_s / num_steps * 1e6:7.1f} own {total_s / num_steps * 1e6:7.1f} all  {calls:>6} {where}")
-        )
-    return [text for _, text in sorted(rows, reverse=True)[:16]]
-
-
 def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> dict[str, Any]:
     """Host milliseconds of a step, everything Python does from request to result, the wait for the card left out."""
     host, parts, probe = [], [], EngineProbe(engine)
-    profiler = cProfile.Profile()
-    for i in range(40):
+    for _ in range(30):
         before, timed = users.visits(sequences)
         if before:
             engine.rank(before)
-        if i >= 30:  # the last ones under the profiler, which slows them: they show where, not how long
-            for request in timed:
-                engine.submit(request)
-            profiler.enable()
-            while engine.step():
-                pass
-            profiler.disable()
-            continue
         with Stopwatch() as watch:
             started = time.perf_counter()
             prepared = [probe.prepare(request) for request in timed]
@@ -224,28 +196,14 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
         "step_ms_median": round(statistics.median(a - b for a, b in zip(host, parts, strict=True)), 3),
         "intake_ms_median": round(statistics.median(parts), 3),
         "sum_ms_p90": round(sorted(host)[int(0.9 * len(host))], 3),
-        "profile_us_per_step": profile_lines(profiler, 10),
     }
 
 
-def run_checks() -> None:
-    tests = ["tests/gpu/test_kernels_on_gpu.py", "tests/gpu/test_engine_on_gpu.py"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests], check=True
-    )
-
-
-def print_table(results: list[dict[str, Any]], ceiling: float) -> None:
-    print(f"\nbf16 8192^3 product: {ceiling:.0f} TFLOP/s")
-    print(
-        f"{'work':<43}{'layers':>8}{'p10':>8}{'p90':>8}{'Meta':>7}{'most':>6}{'aim':>6}{'TF/s':>6}{'share':>7}{'embed':>8}{'head':>7}{'pad':>6}"
-    )
-    for r in results:
-        meta, most, aim = (f"{r[k]:.2f}" if r[k] else "-" for k in ("meta_ms", "at_most_ms", "aim_ms"))
-        print(
-            f"{r['work']:<43}{r['layers_ms']:>8.3f}{r['p10_ms']:>8.3f}{r['p90_ms']:>8.3f}{meta:>7}{most:>6}{aim:>6}"
-            f"{r['tflops']:>6.0f}{r['share_of_ceiling']:>7.0%}{r['embed_ms']:>8.3f}{r['head_ms']:>7.3f}{r['padding']:>6.1%}"
-        )
+def run_checks(*names: str) -> None:
+    """Run tests/gpu/test_NAME_on_gpu.py; raises if one fails."""
+    tests = [f"tests/gpu/test_{name}_on_gpu.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests]
+    subprocess.run(command, check=True)
 
 
 def options(parser: ArgumentParser) -> None:
@@ -255,7 +213,7 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     if not flags.skip_checks:
-        run_checks()
+        run_checks("kernels", "engine")
     ceiling = gemm_ceiling()
     results: dict[str, dict[str, Any]] = {}
     host: list[dict[str, Any]] = []
@@ -279,6 +237,6 @@ def main(flags: Namespace) -> None:
     ordered = [results[row.name] for row in ROWS if row.name in results]
     write_measurement(flags.out, {"gemm_tflops": round(ceiling, 1), "rows": ordered, "host": host, "engines": reports})
     for entry in host:
-        print("host", {key: value for key, value in entry.items() if key != "profile_us_per_step"})
-        print("\n".join(entry["profile_us_per_step"]))
-    print_table(ordered, ceiling)
+        print("host", entry)
+    print(f"bf16 8192^3 product: {ceiling:.0f} TFLOP/s")
+    print(markdown_table(list(ordered[0]), [[str(value) for value in row.values()] for row in ordered]))

@@ -4,7 +4,7 @@ On a GPU. A move of the boundary is compared with an engine that was at the new 
 """
 
 import statistics
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -76,31 +76,6 @@ def crossover(probe: EngineProbe, traffic: PreparedTraffic) -> list[dict[str, An
     return rows
 
 
-def exposure(probe: EngineProbe, traffic: PreparedTraffic) -> dict[str, Any]:
-    """How much longer a step of eight takes if one prefix of 6,700 tokens must come from the host."""
-    users = [traffic.user_of(6_700) for _ in range(8)]
-    expander = probe.pool.expander
-    serve(probe, users + users)
-    resident, one_reload = [], []
-    for _ in range(REPEATS):
-        resident.append(time_once(probe, users))
-        evict(probe)
-        expander.policy = "always"
-        serve(probe, users[1:])  # all but the first are resident again
-        one_reload.append(time_once(probe, users))
-    expander.policy = "measured"
-    medians = [statistics.median(each) for each in (resident, one_reload)]
-    found = {
-        "tokens": 6_700,
-        "load_alone_ms": round(probe.load_ms(-(-6_700 // probe.pool.geometry.page_tokens), REPEATS), 3),
-        "step_of_8_resident_ms": round(medians[0], 3),
-        "step_of_8_one_reload_ms": round(medians[1], 3),
-        "exposed_ms": round(medians[1] - medians[0], 3),
-    }
-    print(found, flush=True)
-    return found
-
-
 # Under load.
 
 
@@ -110,8 +85,7 @@ def of_steps(served: Served) -> dict[str, Any]:
 
 
 def with_and_without_tier(probe: EngineProbe, requests: list[Prepared]) -> list[dict[str, Any]]:
-    rows = []
-    expander = probe.pool.expander
+    rows, expander = [], probe.pool.expander
     for repeat in range(2):
         for has_tier in (False, True):
             probe.clear(START_ALPHA)
@@ -179,10 +153,6 @@ def moves(probe: EngineProbe, requests: list[Prepared]) -> list[dict[str, Any]]:
     return rows
 
 
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--no-saves", dest="saves", action="store_false", help="leave out saves to the host")
-
-
 def main(flags: Namespace) -> None:
     config = serving_config(6, 16 << 30)
     engine = serving_engine(config, pool_bytes="4GiB", alpha=START_ALPHA, host_kv_bytes="8GiB", kv_admission="always")
@@ -191,12 +161,10 @@ def main(flags: Namespace) -> None:
     probe.set_limit("save_bytes_per_step", 1 << 30)  # for now, so that what was computed is on the host at once
     traffic = PreparedTraffic(probe, card_crowd(32))
     results: dict[str, Any] = {"candidates": NUM_CANDIDATES, "crossover": crossover(probe, traffic)}
-    results["exposure"] = exposure(probe, traffic)
     probe.set_limit("save_bytes_per_step", 16 << 20)
     requests = traffic.take(WARM_UP + AFTER_MOVE, 0.6)
     print(f"{len(requests)} requests made", flush=True)
-    if flags.saves:
-        results["saves"] = with_and_without_tier(probe, requests)
+    results["saves"] = with_and_without_tier(probe, requests)
     results["refill"] = refill_budgets(probe, requests)
     results["moves"] = moves(probe, requests)
     engine.check()

@@ -71,15 +71,10 @@ class Way(NamedTuple):
 
 
 def ways(scale: Scale, budget_ms: float) -> list[Way]:
-    """First what is compared, then what is left out of it one by one."""
     relay = RelayConfig(budget_ms=budget_ms, chunk_tokens=scale.events(8_192), max_held=0.6, max_compute=0.9)
-    admit_all = relay.model_copy(update={"risk": 0.0, "max_held": 1.0, "max_compute": 1.0})
     return [
         Way("inline", signals=False, expander=False, relay=relay),
         Way("relay + expander", signals=True, expander=True, relay=relay),
-        Way("inline + expander", signals=False, expander=True, relay=relay),
-        Way("relay, expander off", signals=True, expander=False, relay=relay),
-        Way("relay + expander, trigger off", signals=True, expander=True, relay=admit_all),
     ]
 
 
@@ -107,13 +102,13 @@ def make_engine(scale: Scale, longest: int) -> Engine:
     return engine
 
 
-def traffic_of(probe: EngineProbe, scale: Scale, low: int, high: int) -> PreparedTraffic:
-    """Histories of `low` to `high` events; as many hot users as the host tier holds."""
-    low, high, geometry = scale.events(low), scale.events(high), probe.pool.geometry
+def traffic_of(probe: EngineProbe, scale: Scale, num_events: int) -> PreparedTraffic:
+    """Histories of so many events; as many hot users as the host tier holds."""
+    length, geometry = scale.events(num_events), probe.pool.geometry
     host_tokens = scale.host_bytes // geometry.page_bytes * geometry.page_tokens
-    num_hot = int(np.clip(1.6 * host_tokens / (low + high), 2, scale.most_hot))
+    num_hot = int(np.clip(0.8 * host_tokens / length, 2, scale.most_hot))
     kept = TEMPLATES if scale.device == "cuda" else 8
-    return PreparedTraffic(probe, Crowd(num_hot, low, high, scale.num_candidates, kept))
+    return PreparedTraffic(probe, Crowd(num_hot, length, length, scale.num_candidates, kept))
 
 
 class Event(NamedTuple):
@@ -140,9 +135,7 @@ def cascade(
     lone = traffic.prepare([visitors.new() for _ in lone_s])
     sent = zip([*(signal_s if signals else ()), *lone_s], [*(requests if signals else ()), *lone], strict=True)
     events += [
-        Event(
-            float(at_s), replace(request, candidate_rows=request.candidate_rows[:, :0], candidate_gap=0), False, False
-        )
+        Event(float(at_s), without_candidates(request), is_rank=False, is_warm_up=False)
         for at_s, request in sent
         if at_s < rank_s.max()
     ]
@@ -268,8 +261,8 @@ class RelayBench:
     def is_late(self) -> bool:
         return time.perf_counter() > self.deadline_s
 
-    def traffic(self, low: int, high: int | None = None) -> PreparedTraffic:
-        return traffic_of(self.probe, self.scale, low, high or low)
+    def traffic(self, num_events: int) -> PreparedTraffic:
+        return traffic_of(self.probe, self.scale, num_events)
 
     def capacity(self, traffic: PreparedTraffic) -> float:
         """Requests/s of new users, all queued at once."""
@@ -331,32 +324,21 @@ def measure(bench: RelayBench, wanted: Sequence[str]) -> Iterator[tuple[str, Any
     capacity, alone_ms = bench.capacity(base), bench.alone_ms(base)
     budget_ms = 2 * alone_ms
     yield "base", {"tokens": scale.events(6_700), "alone_ms": alone_ms, "budget_ms": budget_ms, "capacity": capacity}
-    every, slow = ways(scale, budget_ms), ways(scale, 80.0)
+    compared = ways(scale, budget_ms)
 
-    def over_length(num_events: int, compared: list[Way]) -> dict[str, Any]:
+    def over_length(num_events: int) -> dict[str, Any]:
         return {"tokens": num_events, **bench.largest_rates(compared, bench.traffic(num_events), budget_ms)}
 
     parts: dict[str, Callable[[], Any]] = {
-        "over_length_6700": lambda: over_length(6_700, every[:2]),
-        "chunks_at_base": lambda: bench.largest_rates(chunked(scale, every[1]), base, budget_ms),
-        "over_length_10000": lambda: over_length(10_000, every[:2]),
-        "longest_at_base": lambda: longest(bench, every[:2], budget_ms, 0.1 * capacity, 6_700),
-        "overload": lambda: overload(bench, every[1], base, budget_ms, capacity),
-        "over_length_8200": lambda: over_length(8_200, every[:2]),
-        "over_length_13400": lambda: over_length(13_400, every[:2]),
-        "throughput_to_30k": lambda: bench.largest_rates(slow[:2], bench.traffic(2_000, 30_000), 80.0),
-        "ablation_at_base": lambda: bench.largest_rates(every[2:], base, budget_ms),
-        "ablation_at_10000": lambda: over_length(10_000, every[2:]),
-        "ablation_to_30k": lambda: bench.largest_rates(slow[2:], bench.traffic(2_000, 30_000), 80.0),
+        "over_length_6700": lambda: over_length(6_700),
+        "over_length_10000": lambda: over_length(10_000),
+        "longest_at_base": lambda: longest(bench, compared, budget_ms, 0.1 * capacity, 6_700),
+        "overload": lambda: overload(bench, compared[1], base, budget_ms, capacity),
+        "over_length_8200": lambda: over_length(8_200),
+        "over_length_13400": lambda: over_length(13_400),
     }
     for name in wanted or parts:
         yield name, parts[name]()
-
-
-def chunked(scale: Scale, way: Way) -> list[Way]:
-    """Smaller and larger chunks."""
-    relays = {num: way.relay.model_copy(update={"chunk_tokens": scale.events(num)}) for num in (4_096, 16_384)}
-    return [way._replace(name=f"chunks of {num}", relay=relay) for num, relay in relays.items()]
 
 
 def longest(bench: RelayBench, compared: list[Way], budget_ms: float, rate: float, shortest: int) -> dict[str, Any]:

@@ -6,8 +6,6 @@ and beside dense compute on a high-priority stream, and with every row resident.
 
 import itertools
 import statistics
-import subprocess
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from torch import Tensor
 from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, gather_rows
 from helmrec.memory.host_tier import LockedBuffer
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.cards.kernels import times_ms
+from helmrec_bench.measure.cards.kernels import run_checks, times_ms
 
 TABLE_BYTES = 16 << 30
 READ_BYTES = 128 << 20
@@ -37,20 +35,6 @@ COMPUTES = {
     "products of 8192 x 8192 x 8192": [(8_192, 8_192, 8_192)],
 }
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Launch], None]
-
-
-class Target(NamedTuple):
-    at_least: float
-    aim: float
-
-
-TARGETS = {
-    ("miss alone", 1024): Target(30, 40),
-    ("miss alone", 4096): Target(48, 52),
-    ("miss beside compute", 1024): Target(25, 30),
-    ("miss beside compute", 4096): Target(45, 50),
-    ("hit alone", 1024): Target(1300, 2500),
-}
 
 
 def as_they_come(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
@@ -191,9 +175,7 @@ def measure_beside(work: ReadWork, way: ReadWay, compute: Compute) -> dict[str, 
 
 
 def describe(name: str, row_bytes: int, way: ReadWay) -> dict[str, Any]:
-    target = TARGETS.get((name, row_bytes))
-    asked = {"at_least": target.at_least, "aim": target.aim} if target else {}
-    return {"work": name, "row_bytes": row_bytes, **way.describe(), **asked}
+    return {"work": name, "row_bytes": row_bytes, **way.describe()}
 
 
 def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
@@ -214,30 +196,10 @@ def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
             yield {**describe("miss beside compute", row_bytes, way), **measure_beside(misses, way, compute)}
 
 
-def print_heading() -> None:
-    columns = f"{'work':<21}{'row':>6}{'order':>14}{'programs':>11}{'ms':>9}{'GB/s':>9}{'least':>7}{'aim':>7}"
-    print(f"\n{columns}{'slowdown':>10}")
-
-
-def print_row(r: dict[str, Any]) -> None:
-    slowdown = f"{r['compute_slowdown']:.1%}" if "compute_slowdown" in r else "-"
-    print(
-        f"{r['work']:<21}{r['row_bytes']:>6}{r['order']:>14}{r['programs']:>11}{r['ms']:>9.3f}{r['gb_per_s']:>9.1f}"
-        f"{r.get('at_least', '-'):>7}{r.get('aim', '-'):>7}{slowdown:>10}  {r.get('compute', '')}",
-        flush=True,
-    )
-
-
 def huge_bytes() -> int:
     """Memory of this machine that lies in huge pages."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
-
-
-def run_checks() -> None:
-    names = ("row_gather", "row_table", "row_updates")
-    tests = [f"tests/gpu/test_{name}_on_gpu.py" for name in names]
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests], check=True)
 
 
 def options(parser: ArgumentParser) -> None:
@@ -246,7 +208,7 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     if not flags.skip_checks:
-        run_checks()
+        run_checks("row_gather", "row_table", "row_updates")
     started = time.perf_counter()
     buffer = LockedBuffer(TABLE_BYTES)
     words = numbered(buffer.data)
@@ -262,9 +224,8 @@ def main(flags: Namespace) -> None:
     print(host, flush=True)
     arena = torch.arange(ARENA_BYTES // 8, device="cuda")
     results = []
-    print_heading()
     for result in measure(words, arena):
         results.append(result)
-        print_row(result)
+        print(result, flush=True)
     buffer.close()
     write_measurement(flags.out, {"host": host, "read_bytes": READ_BYTES, "rows": results})

@@ -83,14 +83,6 @@ def measure(
     return cells
 
 
-def kept(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cells of the file there is that were not measured again, each with the commit it was measured at."""
-    before = json.loads(path.read_text())
-    again = {tuple(cell[name] for name in NAMES) for cell in cells}
-    commit = before["commit"]
-    return [{"commit": commit, **c} for c in before["cells"] if tuple(c[name] for name in NAMES) not in again]
-
-
 def plot(path: Path) -> None:
     cells = json.loads(path.read_text())["cells"]
     ways = {(True, True): "o-", (True, False): "s-", (False, True): "o--", (False, False): "s--"}
@@ -112,7 +104,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=[24, 6, 1])
     parser.add_argument("--hot", type=float, nargs="*", choices=HOT_SHARES, default=HOT_SHARES)
     parser.add_argument("--tier", choices=("on", "off", "both"), default="both", help="the host tier for KV")
-    parser.add_argument("--merge", type=Path, help="keep cells of this file that are not measured again")
     parser.add_argument("--limit-s", type=float, default=3_600, help="stop after so long with what there is")
     parser.add_argument("--plot", action="store_true", help="draw the file there is")
 
@@ -123,8 +114,6 @@ def main(flags: Namespace) -> None:
     deadline_s = time.perf_counter() + flags.limit_s
     tiers = {"on": [True], "off": [False], "both": [False, True]}[flags.tier]
     cells = [cell for rows in flags.rows for cell in measure(rows, flags.hot, tiers, deadline_s)]
-    if flags.merge is not None:
-        cells += kept(flags.merge, cells)
     cells.sort(key=lambda cell: [cell[name] for name in NAMES])
     set_up = {"pool_bytes": POOL_BYTES, "table_bytes": TABLE_BYTES, "hot_users": NUM_HOT, "requests": MEASURED}
     return write_measurement(flags.out, {"set_up": set_up, "cells": cells})

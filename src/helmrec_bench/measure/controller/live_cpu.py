@@ -14,34 +14,26 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
-from helmrec.control.helm import Helm
-from helmrec.control.policy import Limited
-from helmrec.control.rebalancer import Rebalancer
 from helmrec.demo.plan import DemoPlan
 from helmrec.engine.engine import Engine
-from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import warm_up
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.policies import make_policy, needs_curves
+from helmrec.policies import needs_curves
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.controller.live import (
-    BEST,
+from helmrec_bench.measure.controller.turns import (
     SCREENED,
-    SLO_MS,
-    Driver,
     LiveCourse,
     LiveRun,
-    Notes,
-    describe,
-    figures,
+    serve_course,
+    start_of,
+    take_turns,
+    turn_options,
 )
 
 UTILISATION = 0.4  # of what the slowest constant answers one after another: bursts come on top
@@ -55,19 +47,19 @@ class CpuStand:
         self._folder, self._plan = folder, DemoPlan()
         init_model(folder, profile("demo", self._plan.num_items), self._plan.seed)
         PROCESS.take_over()
-        self._requests: list[Prepared] = []
+        self.rate = 20.0  # arrivals a second; of no matter until it is known what the engine bears
 
-    def engine(self, alpha: float, *, has_curves: bool) -> Engine:
+    def _engine(self, alpha: float, *, has_curves: bool) -> Engine:
         config = EngineConfig(pool_bytes=self._plan.pool, alpha=alpha, miss_curves=has_curves, queue_limit=1 << 16)
         engine = Engine.from_model(self._folder, config)
         warm_up(engine)
         return engine
 
-    def course(self, rate: float, seconds: float) -> LiveCourse:
+    def course(self, duration_s: float) -> LiveCourse:
         """Prepared ahead: what is measured is the engine."""
-        plan = self._plan.model_copy(update={"seconds": 2 * seconds})
-        trace = generate(plan.workload(rate), plan.seed)
-        with self.engine(0.5, has_curves=False) as engine:
+        plan = self._plan.model_copy(update={"seconds": 2 * duration_s})
+        trace = generate(plan.workload(self.rate), plan.seed)
+        with self._engine(0.5, has_curves=False) as engine:
             probe = EngineProbe(engine)
             prepared = [probe.prepare(one) for one in rank_requests(trace, engine.model_config)]
         due_s = trace.time_s - trace.time_s[0]
@@ -75,9 +67,9 @@ class CpuStand:
 
     def slowest_ms(self) -> float:
         """What a request takes at the constant that suits it worst."""
-        course, found = self.course(20.0, 30.0), []
+        course, found = self.course(30.0), []
         for alpha in (SCREENED[0], SCREENED[-1]):
-            with self.engine(alpha, has_curves=False) as engine:
+            with self._engine(alpha, has_curves=False) as engine:
                 started_s = time.perf_counter()
                 for one in course.requests[:PROBE]:
                     future = EngineProbe(engine).submit(one)
@@ -88,48 +80,18 @@ class CpuStand:
         return max(found)
 
     def run(self, course: LiveCourse, policy: str) -> LiveRun:
-        name, _, value = policy.partition(":")
-        alpha = float(value) if name == "static" else 0.5
-        run = LiveRun(np.full(len(course.requests), np.nan))
-        with self.engine(alpha, has_curves=needs_curves(policy)) as engine:
-            rebalancer = None
-            if name != "static":
-                limited = make_policy(policy)
-                assert isinstance(limited, Limited) and isinstance(limited.policy, Helm)
-                rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, limited.policy))
-            PROCESS.settle()
-            engine.reset_pauses()
-            run.before = engine.stats().pool
-            Driver(engine, course, rebalancer, run).go()
-            run.after, run.pauses = engine.stats().pool, engine.stats().pauses
-        return run
+        with self._engine(start_of(policy), has_curves=needs_curves(policy)) as engine:
+            return serve_course(engine, course, policy)
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--policies", nargs="*", default=[BEST, "static:0.5", "helm"], help="in the order of turns")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each policy")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")
-    parser.add_argument("--score-after", type=float, default=60.0, help="seconds of a run that are scored apart")
-    parser.add_argument("--screen-s", type=float, default=20.0, help="of traffic for each constant screened")
+    turn_options(parser)
 
 
 def main(flags: Namespace) -> None:
-    found: dict[str, Any] = {"screened": {}, "runs": {}, "seconds": flags.seconds, "score_after_s": flags.score_after}
     with tempfile.TemporaryDirectory() as name:
         stand = CpuStand(Path(name) / "model")
-        rate = UTILISATION * 1e3 / stand.slowest_ms()
-        found["arrivals_per_s"] = round(rate, 1)
-        print(f"{rate:.0f} requests/s", flush=True)
-        course = stand.course(rate, flags.screen_s)
-        for alpha in SCREENED:
-            found["screened"][f"{alpha:g}"] = details = figures(stand.run(course, f"static:{alpha:g}").latency_ms)
-            print(f"screened {alpha:g}: {details}", flush=True)
-        best = min(found["screened"], key=lambda alpha: found["screened"][alpha]["mean_ms"])
-        course = stand.course(rate, flags.seconds)
-        policies = [f"static:{best}" if policy == BEST else policy for policy in flags.policies]
-        for _ in range(flags.repeats):
-            for policy in dict.fromkeys(policies):
-                described = describe(course, stand.run(course, policy), flags.score_after)
-                found["runs"].setdefault(policy, []).append(described)
-                print(f"{policy}: {described['scored']}, {len(described['moves'])} moves", flush=True)
-                write_measurement(flags.out, found)
+        stand.rate = UTILISATION * 1e3 / stand.slowest_ms()
+        print(f"{stand.rate:.0f} requests/s", flush=True)
+        found: dict[str, Any] = {"arrivals_per_s": round(stand.rate, 1)}
+        take_turns(stand, flags, found, lambda: write_measurement(flags.out, found))

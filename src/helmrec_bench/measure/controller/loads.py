@@ -22,6 +22,7 @@ from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.drawn import OPENING_S
 from helmrec_bench.judging.contest import Shown, scaled
+from helmrec_bench.judging.judge import largest_of
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
@@ -72,11 +73,7 @@ def meets(scenario: Scenario, result: SimResult) -> bool:
 
 def largest(search: LoadSearch) -> float:
     """0, where not even the lowest load is met."""
-    low, high = -1, len(LOADS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_met(search, LOADS[middle]) else (low, middle)
-    return LOADS[low] if low >= 0 else 0.0
+    return largest_of(LOADS, lambda load: is_met(search, load)) or 0.0
 
 
 def options(parser: ArgumentParser) -> None:

@@ -8,7 +8,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from helmrec import Engine, EngineConfig, RankRequest
-from helmrec.engine.assemble import Assembly, assemble
+from helmrec.engine.assemble import assemble
 from helmrec.engine.intake import Intake
-from helmrec.engine.padding import RowLayout, StepArrays, context_places, pad_rows, pad_tokens
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.scheduler import Scheduler
 from helmrec.memory.geometry import PageGeometry
@@ -126,66 +124,6 @@ def first_visits(config: ModelConfig, num_events: int) -> dict[str, Any]:
     }
 
 
-class GraphBlock:
-    """The block a graph of one size reads, on the host."""
-
-    def __init__(self, config: ModelConfig, step: Assembly, num_sequences: int) -> None:
-        self._num_features, self._size = len(config.features), step.event_at.size * 9 // 8
-        self._num_sequences = num_sequences
-        num_context = len(step.context_counts) * num_sequences
-        lines = [np.empty(self._size, np.int64) for _ in range(4)]
-        others = [np.empty(n, np.int64) for n in (num_context, self._size + num_context + 1)]
-        lengths = [np.empty(num_sequences + extra, np.int32) for extra in (1, 0, 0)]
-        self._tokens = StepArrays(*lines, *others, *lengths, np.empty((num_sequences, 256), np.int32))  # type: ignore[call-arg, arg-type]
-        self._rows = np.empty(self._num_features * self._size + num_context, np.int32)
-
-    def fill(self, step: Assembly, slots: Any) -> None:
-        places = context_places(step, self._num_sequences)
-        pad_tokens(self._tokens, StepArrays.of(step), places)
-        pad_rows(self._rows, slots, RowLayout(self._num_features, step.event_at.size, self._size, places), -1)
-
-
-def stages(config: ModelConfig, resident: int, new: int) -> dict[str, Any]:
-    """Microseconds of CPU time of each part of a step of eight users with 256 candidates, the row index left out."""
-    host, users = Host(config, 8 * (REPEATS + 16), resident + new), HostUsers(config, 8, resident + new)
-    names = ("intake", "queue", "plan", "layout", "padding", "commit")
-    taken: list[list[float]] = []
-    block = None
-    for i in range(REPEATS):
-        first, second = (
-            [replace(users.request(j, n, 256), user_id=8 * i + j) for j in range(8)] for n in (resident, resident + new)
-        )
-        if resident:
-            host.batch(first)
-        times = [time.thread_time()]
-        prepared = [host.intake.prepare(request) for request in second]
-        times.append(time.thread_time())
-        for request in prepared:
-            host.scheduler.submit(request, 0.0)
-        times.append(time.thread_time())
-        batch = host.scheduler.next_batch(0.0)
-        assert batch is not None
-        times.append(time.thread_time())
-        members = [(member.request, member.plan) for member in batch.members]
-        step = assemble(members, config, host.pool.geometry.page_tokens)
-        times.append(time.thread_time())
-        block = block or GraphBlock(config, step, 8)
-        slots = np.zeros(step.rows.size, np.int32)
-        not_timed_s = time.thread_time() - times[-1]
-        block.fill(step, slots)
-        times.append(time.thread_time() - not_timed_s)
-        host.scheduler.commit(batch, 0.0)
-        times.append(time.thread_time() - not_timed_s)
-        taken.append(np.diff(times).tolist())
-    medians = np.median(np.array(taken[REPEATS // 4 :]), axis=0) * 1e6
-    return {
-        "rows_per_token": len(config.features),
-        "resident": resident,
-        "new": new,
-        "cpu_us_median": dict(zip(names, medians.round(1).tolist(), strict=True)),
-    }
-
-
 def reuse_ratio(folder: Path) -> dict[str, Any]:
     """A request with 90% of 2,000 tokens resident against the same request uncached, interleaved."""
     shape = profile("demo").model_copy(update={"window": 2_048, "normaliser": 2_048})
@@ -241,10 +179,9 @@ def main(flags: Namespace) -> None:
         "by_users": by_users,
         "by_requests": by_requests,
         "first_visits": cold,
-        "stages": [stages(config, *lengths) for config in (narrow, wide) for lengths in ((3_968, 128), (0, 1_024))],
         "prefix_reuse_on_cpu": reuse,
     }
-    for group in ("by_tokens", "by_users", "by_requests", "first_visits", "stages"):
+    for group in ("by_tokens", "by_users", "by_requests", "first_visits"):
         for row in results[group]:
             print(group, row)
     print("prefix reuse", reuse)

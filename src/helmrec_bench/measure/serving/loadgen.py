@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import Engine
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
-from helmrec.traffic.requests import rank_requests
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.loadgen import LoadGenConfig, ServerScenario
+from helmrec_bench.loadgen import LoadGenConfig, judge_trace
 
 
 def run(qps: float, seconds: float) -> dict[str, Any]:
@@ -27,13 +25,8 @@ def run(qps: float, seconds: float) -> dict[str, Any]:
     trace = generate(family("steady", shape), seed=0)
     with tempfile.TemporaryDirectory() as name:
         init_model(Path(name) / "model", profile("demo", trace.catalogue.num_items), 0)
-        engine = Engine.from_model(Path(name) / "model", EngineConfig(pool_bytes="64MiB"))
-        engine.rank([next(rank_requests(trace, engine.model_config))])
-        requests = rank_requests(trace, engine.model_config)
-        with engine:
-            config = LoadGenConfig(target_qps=qps, seconds=seconds)
-            verdict = ServerScenario(engine, lambda: engine.submit(next(requests)), config).run()
-            pool = engine.stats().pool
+        config = LoadGenConfig(target_qps=qps, seconds=seconds)
+        verdict, pool = judge_trace(Path(name) / "model", EngineConfig(pool_bytes="64MiB"), trace, config)
     return {
         "model": "demo",
         "scenario": "Server",

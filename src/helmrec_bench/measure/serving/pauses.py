@@ -15,7 +15,6 @@ pauses-h200.json there.
 
 import json
 import tempfile
-import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -133,9 +132,8 @@ def in_process(setup: PauseSetup, minutes: float, share: float) -> dict[str, Any
         engine.reset_pauses()
         times_s = arrival_times(np.zeros(int(share * capacity * 60 * minutes)), share * capacity, seed=1)
         print(f"{capacity:.1f} requests/s; {times_s.size} requests over {minutes:g} minutes", flush=True)
-        objects = Objects()
         load = EngineLoad(engine)
-        load.run(requests, times_s, objects.watch, watch_every_s=10.0)
+        load.run(requests, times_s, watch_every_s=1e9)
         stats = engine.stats()
         engine.check()
     return {
@@ -145,22 +143,8 @@ def in_process(setup: PauseSetup, minutes: float, share: float) -> dict[str, Any
         **described(load, minutes),
         "gaps": gaps(stats.pauses),
         "collector": asdict(PROCESS.stats()),
-        "tracked_objects": objects.counts,
         "resident_users": stats.pool.resident_users,
     }
-
-
-class Objects:
-    """Tracked objects over time, counted while serving goes on."""
-
-    def __init__(self) -> None:
-        import gc  # noqa: PLC0415 - only who counts needs it
-
-        self._gc = gc
-        self.counts: list[int] = []
-
-    def watch(self, seen: object) -> None:
-        self.counts.append(len(self._gc.get_objects()))
 
 
 def saturated(engine: Engine, requests: Iterator[RankRequest]) -> float:
@@ -178,19 +162,15 @@ def start_server(setup: PauseSetup, folder: Path, *, is_cold: bool) -> ServerPro
     return ServerProcess.of_model(folder / "model", settings, {name: tempfile.mkdtemp(dir=folder) for name in caches})
 
 
-def over_http(setup: PauseSetup, minutes: float, share: float, rate: float | None, *, is_cold: bool) -> dict[str, Any]:
-    """The load begins when the server says it is ready; what it bears is seen by a server before, if not given."""
+def over_http(setup: PauseSetup, minutes: float, share: float, *, is_cold: bool) -> dict[str, Any]:
+    """The load begins when the server says it is ready; what it bears is seen by a server before."""
     PROCESS.take_over()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        making = threading.Thread(target=init_model, args=(folder / "model", setup.model))
-        making.start()
+        init_model(folder / "model", setup.model)
         requests = setup.requests()
-        making.join()
-        capacity = None
-        if rate is None:
-            capacity = http_capacity(setup, folder, requests)
-            rate = share * capacity
+        capacity = http_capacity(setup, folder, requests)
+        rate = share * capacity
         times_s = arrival_times(np.zeros(int(rate * 60 * minutes)), rate, seed=1)
         PROCESS.settle()
         server = start_server(setup, folder, is_cold=is_cold)
@@ -205,7 +185,7 @@ def over_http(setup: PauseSetup, minutes: float, share: float, rate: float | Non
         return {
             "is_cold": is_cold,
             "ready_after_s": round(server.ready_s, 2),
-            "capacity_per_s": None if capacity is None else round(capacity, 1),
+            "capacity_per_s": round(capacity, 1),
             "offered_per_s": round(rate, 1),
             **described(load, minutes),
             "gaps": gaps(stats.pauses),
@@ -233,7 +213,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--cold", action="store_true", help="with empty caches of compiled code (--http)")
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--load", type=float, default=LOAD, help="share of what the node bears")
-    parser.add_argument("--rate", type=float, help="requests/s, instead of a share (--http)")
 
 
 def default_out(flags: Namespace) -> str:
@@ -243,7 +222,7 @@ def default_out(flags: Namespace) -> str:
 def main(flags: Namespace) -> None:
     setup = PauseSetup(flags.device)
     if flags.http:
-        found = over_http(setup, flags.minutes, flags.load, flags.rate, is_cold=flags.cold)
+        found = over_http(setup, flags.minutes, flags.load, is_cold=flags.cold)
     else:
         found = in_process(setup, flags.minutes, flags.load)
     path = flags.out

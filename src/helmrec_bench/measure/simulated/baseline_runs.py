@@ -6,7 +6,6 @@ that was stopped goes on where it was, and what has changed since is run again.
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -20,7 +19,6 @@ from helmrec.control.static import Static
 from helmrec.policies import make_policy
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.traffic.families import Shape, family
-from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.baselines.features import Episode
 from helmrec_bench.baselines.oracle import cheapest_path, switching_costs
 from helmrec_bench.baselines.tune import Family, Value, tune
@@ -29,6 +27,7 @@ from helmrec_bench.judging.contest import WINDOW_S, Course, Score, Wanderer
 from helmrec_bench.judging.contest_report import Hindsight, hindsight
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.store import Store, digest_of, digest_of_code
+from helmrec_bench.lab.tiers import with_traffic
 from helmrec_bench.map.shifts import Planned, switch_prices
 
 KEPT, CURVES, SCENARIOS = Path("build/baselines.jsonl"), Path("build/curves"), Path("src/helmrec_bench/scenarios")
@@ -42,7 +41,6 @@ BASELINES = (
     "bayesian optimisation", "milp", "xgboost", "lstm",
 )  # fmt: skip
 HELMREC = "HelmRec"
-OURS: dict[str, Callable[[], Policy]] = {HELMREC: lambda: make_policy("helm")}
 
 
 class RunPlace(NamedTuple):
@@ -102,15 +100,10 @@ def shown(place: RunPlace) -> Course:
     return found
 
 
-class OutOfTime(Exception):
-    """There is no time left for another run."""
-
-
 class Runs:
-    """Scores by policy and place. What is not kept yet is run and kept, until the time (`time.monotonic`) is up."""
+    """Scores by policy and place. What is not kept yet is run and kept."""
 
-    def __init__(self, until_s: float) -> None:
-        self._until_s = until_s
+    def __init__(self) -> None:
         details = {path.name: path.read_text() for path in sorted(SCENARIOS.glob("*.toml"))}
         self.store = Store(KEPT, _digest({"cost": digest_of(scenario("main-steady").cost()), "scenarios": details}))
 
@@ -132,8 +125,8 @@ class Runs:
 
         return self._score(f"{name} {_digest(dict(settings))}", place, run)
 
-    def ours(self, place: RunPlace, name: str) -> Score:
-        return self._score(f"{name} {CONTROLLER}", place, lambda: shown(place).judge(OURS[name]()))
+    def ours(self, place: RunPlace) -> Score:
+        return self._score(f"{HELMREC} {CONTROLLER}", place, lambda: shown(place).judge(make_policy("helm")))
 
     def replay(self, place: RunPlace, path: Sequence[float]) -> Score:
         """A planned path, for the oracles."""
@@ -148,7 +141,6 @@ class Runs:
         """The best of BUDGET settings on a mixed day."""
         key = f"tuning {name}, {BUDGET} trials"
         if key not in self.store.found:
-            self._check_time()
             place = RunPlace(f"{EPISODE} mixed-day", 101)
 
             def loss(policy: Policy) -> float:
@@ -166,13 +158,8 @@ class Runs:
     def _score(self, name: str, place: RunPlace, run: Callable[[], Score]) -> Score:
         key = f"{name} on {place}"
         if key not in self.store.found:
-            self._check_time()
             self.store.put(key, asdict(run()))
         return Score(**self.store.found[key])
-
-    def _check_time(self) -> None:
-        if time.monotonic() > self._until_s:
-            raise OutOfTime
 
 
 @cache
@@ -191,7 +178,7 @@ def _built(name: str, settings: str) -> Policy:
 
 def _episodes() -> tuple[Episode, ...]:
     """A wanderer's windows, labelled with the path that is cheapest with moves paid."""
-    runs, taught = Runs(until_s=float("inf")), []
+    runs, taught = Runs(), []
     for name in TAUGHT:
         place = RunPlace(f"{EPISODE} {name}", 100)
         seen = hindsight({alpha: [runs.constant(place, alpha)] for alpha in ALPHAS})
@@ -201,24 +188,16 @@ def _episodes() -> tuple[Episode, ...]:
     return tuple(taught)
 
 
-def warm_up(baselines: Sequence[str], until_s: float) -> None:
+def warm_up() -> None:
     """Tune, teach and compile before work is spread over processes."""
-    runs = Runs(until_s)
-    try:
-        for name in baselines:
-            _built(name, json.dumps(runs.tuned(name)))
-    except OutOfTime:
-        return
+    runs = Runs()
+    for name in BASELINES:
+        _built(name, json.dumps(runs.tuned(name)))
     short = scenario("main-steady")
     assert short.workload is not None
-    cut = [tuple(one.model_copy(update={"duration_s": 2.0}) for one in part) for part in _parts(short.workload)]
-    workload = short.workload.model_copy(update={"opening": cut[0], "phases": cut[1]})
+    workload = with_traffic(short.workload, duration_s=2.0)
     tiny = Course(short.model_copy(update={"workload": workload, "warm_up_s": 1.0}), 0)
     tiny.judge(make_policy("helm"))
-
-
-def _parts(workload: Workload) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
-    return workload.opening, workload.phases
 
 
 def plan(place: RunPlace, seen: Hindsight, price: float) -> Any:

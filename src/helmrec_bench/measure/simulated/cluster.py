@@ -15,7 +15,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,17 +24,16 @@ from helmrec.control.policy import Policy
 from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
 from helmrec.policies import make_policy
-from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
-from helmrec.sim.cluster_router import Reporting, ReportingRouter
+from helmrec.sim.cluster_router import Reporting
 from helmrec.sim.cost import default_cost
-from helmrec.sim.node.config import NodeConfig, prepare_requests
+from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
-from helmrec_bench.baselines.routers import policies
-from helmrec_bench.lab.provenance import provenance, this_command
+from helmrec_bench.experiments.routing import make_reporting_router
+from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.simulated.cluster_tables import ROUTERS, show_tables
 
 SLO_MS = 20.0
@@ -110,11 +108,7 @@ def run(job: "Job") -> dict[str, Any]:
     trace = make_trace(cell, seed)
     started_s = time.process_time()
     config, cost = node_config(cell, trace, tried.alpha), default_cost()
-    geometry = config.geometry
-    shape = TokenShape(len(config.model.features), geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
-    router_cost = RouterCost.from_calibration(cost.model_dump(), shape)
-    policy = policies(router_cost, np.random.default_rng(seed))[tried.router]()
-    router = ReportingRouter(policy, prepare_requests(trace, config), config, tried.reporting)
+    router = make_reporting_router(tried.router, trace, config, cost, tried.reporting, seed)
     cluster = ClusterSimConfig(num_nodes=cell.num_nodes, slice_s=0.05, tick_s=tried.tick_s)
     result = simulate_cluster(trace, Fleet(config, cost, tried.policy_for, tried.has_curves), router, cluster)
     router.state.check()
@@ -199,19 +193,16 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("part", choices=(*JOBS, "tables"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=600.0)
-    parser.add_argument("--shard", default="0/1", help="I/N: every Nth run from the Ith on")
 
 
 def main(flags: Namespace) -> None:
     if flags.part == "tables":
         return show_tables(json.loads(flags.out.read_text())["runs"])
-    kept: dict[str, Any] = json.loads(flags.out.read_text()) if flags.out.exists() else {}
-    runs: dict[str, Any] = kept.get("runs", {})
-    started_s, saved_s = time.monotonic(), time.monotonic()
-    which, num_shards = map(int, flags.shard.split("/"))
-    for number, job in enumerate(JOBS[flags.part](flags.seeds)):
+    runs: dict[str, Any] = json.loads(flags.out.read_text())["runs"] if flags.out.exists() else {}
+    started_s = time.monotonic()
+    for job in JOBS[flags.part](flags.seeds):
         name = job.name
-        if name in runs or number // len(ROUTERS) % num_shards != which:
+        if name in runs:
             continue
         if time.monotonic() - started_s > flags.limit_s:
             print("stopped at the limit; start again to go on", flush=True)
@@ -220,13 +211,5 @@ def main(flags: Namespace) -> None:
         print(
             name, {k: runs[name][k] for k in ("p99_ms", "slo_satisfaction", "kv_hit", "emb_hit", "cpu_s")}, flush=True
         )
-        if time.monotonic() - saved_s > 20:
-            saved_s = time.monotonic()
-            _save(flags.out, kept, runs)
-    return _save(flags.out, kept, runs)
-
-
-def _save(path: Path, kept: dict[str, Any], runs: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**kept, **provenance(this_command()), "slo_ms": SLO_MS, "warm_up": WARM_UP, "runs": runs}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+        write_measurement(flags.out, {"slo_ms": SLO_MS, "warm_up": WARM_UP, "runs": runs})
+    return None

@@ -1,6 +1,7 @@
 """Tables of docs/cluster.md from the runs of `helmrec bench run cluster`."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,18 @@ ROUTERS = (
 Runs = dict[str, Any]
 
 
-def routers(runs: Runs) -> None:
-    cells: dict[tuple[str, str], dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+def of_part(runs: Runs, wanted: str) -> Iterator[tuple[list[str], Any]]:
+    """Runs of a part of the measurement, each with the rest of its name."""
     for name, run in runs.items():
         part, *place = name.split("/")
-        if part == "routers":
-            preset, kind, router, seed = place
-            cells[preset, kind][router][int(seed)] = run
+        if part == wanted:
+            yield place, run
+
+
+def routers(runs: Runs) -> None:
+    cells: dict[tuple[str, str], dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for (preset, kind, router, seed), run in of_part(runs, "routers"):
+        cells[preset, kind][router][int(seed)] = run
     won = 0
     for (preset, kind), by_router in cells.items():
         seeds = sorted(set.intersection(*(set(of) for of in by_router.values())))
@@ -43,10 +49,8 @@ def routers(runs: Runs) -> None:
 
 def stale(runs: Runs) -> None:
     by_age: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, run in runs.items():
-        part, *place = name.split("/")
-        if part == "stale":
-            by_age[place[0]][place[1]] = run
+    for (age, seed), run in of_part(runs, "stale"):
+        by_age[age][seed] = run
     for age, by_seed in by_age.items():
         seeds = sorted(by_seed.keys() & by_age["fresh"].keys())
         cost = [by_seed[s]["p99_ms"] / by_age["fresh"][s]["p99_ms"] - 1 for s in seeds]
@@ -55,10 +59,8 @@ def stale(runs: Runs) -> None:
 
 def joint(runs: Runs) -> None:
     found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for name, run in runs.items():
-        part, *place = name.split("/")
-        if part == "joint":
-            found[place[0], place[1]][place[2]] = run["p99_ms"]
+    for (policy, router, seed), run in of_part(runs, "joint"):
+        found[policy, router][seed] = run["p99_ms"]
     for (policy, router), by_seed in sorted(found.items(), key=lambda item: np.mean(list(item[1].values()))):
         print(f"joint: {policy:14s} {router:14s} {np.mean(list(by_seed.values())):8.2f} ms over {len(by_seed)} seeds")
 

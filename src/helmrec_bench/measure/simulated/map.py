@@ -26,7 +26,6 @@ from helmrec_bench.map.cell_report import (
     regime_figures,
 )
 from helmrec_bench.map.cells import HOT_GB, HOT_USERS, NUM_ROWS, POOL_GB, REGIMES, SLO_MS, Cell, Regime
-from helmrec_bench.map.checks import held_capacity, sampled
 from helmrec_bench.map.load_curve import ALPHAS, LoadCurve, RegimeSweep, sweep_regime
 from helmrec_bench.map.shifts import Shift, run_shift, within_slo
 from helmrec_bench.measure.simulated.map_plots import plot_map
@@ -34,7 +33,6 @@ from helmrec_bench.measure.simulated.map_tables import show_tables
 
 IMAGES, KEPT = Path("docs/images"), Path("build/map.jsonl")
 LOAD = 0.9  # of the best constant's limit, at which shifts are run
-MODES = ("constant", "following")
 CELLS = tuple(
     Cell(rows_per_token=rows, bus_speed=bus, hot=hot, overlap=overlap)
     for rows in (24, 6, 1)
@@ -87,21 +85,7 @@ class ShiftUnit(NamedTuple):
         return f"{self.cell.name}, {self.mode} rate, {self.shift.length_s:g} s, of {rates}, seed {self.shift.seed}"
 
 
-class CheckUnit(NamedTuple):
-    """The shortcuts of the map on the main cell, near `rate`."""
-
-    rate: float
-
-    @property
-    def name(self) -> str:
-        return f"shortcuts near {self.rate:.0f}"
-
-
-def work(unit: RegimeUnit | ShiftUnit | CheckUnit) -> dict[str, Any]:
-    if isinstance(unit, CheckUnit):
-        lanes = [asdict(sampled(MAIN, default_cost(), 0.85 * unit.rate, num)) for num in (MAIN.num_lanes, 256)]
-        held = held_capacity(MAIN, default_cost(), unit.rate)
-        return {"sampling": lanes, "rising": {"capacity_rising": unit.rate, "capacity_held": held}}
+def work(unit: RegimeUnit | ShiftUnit) -> dict[str, Any]:
     if isinstance(unit, RegimeUnit):
         return as_json(sweep_regime(unit.cell, default_cost(), unit.regime))
     shift = within_slo(unit.cell, default_cost(), unit.shift, unit.static_alpha)
@@ -164,11 +148,6 @@ def shift_units(store: Store) -> list[ShiftUnit]:
     return units
 
 
-def check_unit(store: Store) -> CheckUnit:
-    sweep = sweeps_of(MAIN, store)[0]
-    return CheckUnit(round(float(sweep.capacity[ALPHAS.index(0.5)]), 1))
-
-
 def around(first: float, second: float, others: tuple[float, ...]) -> tuple[float, ...]:
     """Splits from one step below the least of these to one above the largest, and the untuned one."""
     places = [ALPHAS.index(alpha) for alpha in (first, second, *others)]
@@ -224,7 +203,6 @@ def report(store: Store, out: Path) -> None:
         "hot_users": HOT_USERS,
         "num_rows": NUM_ROWS,
         "load_of_shifts": LOAD,
-        **store.found.get(check_unit(store).name, {}),
         "cells": [cell_json(cell, store) for cell in CELLS if has_run(cell, store)],
         "shifts": [shift_json(unit, store) for unit in units],
     }
@@ -241,6 +219,6 @@ def main(flags: Namespace) -> None:
     store = Store(KEPT, digest_of(default_cost()))
     if not flags.only_report:
         finish(regime_units(), work, store, flags.processes, "regimes")
-        finish([check_unit(store), *shift_units(store)], work, store, flags.processes, "shifts")
+        finish(shift_units(store), work, store, flags.processes, "shifts")
     report(store, flags.out)
     show_tables(json.loads(flags.out.read_text()))

@@ -2,15 +2,16 @@
 
 Cascade, settings of the engine and traffic are those of experiment `relay-card`; costs are those measured on an H200.
 
-    helmrec bench run relay-routes                 # every part; finished ones are kept in docs/measurements/relay.json
-    helmrec bench run relay-routes --part nodes    # that part again; --workers N for several processes
-    helmrec bench run relay-routes --plot          # draws docs/images/relay.png from that file
+    helmrec bench run relay                 # every part; finished ones are kept in docs/measurements/relay.json
+    helmrec bench run relay --part nodes    # that part again; --workers N for several processes
+    helmrec bench run relay --plot          # draws docs/images/relay.png from that file
 """
 
 import json
 import time
 from argparse import ArgumentParser, Namespace
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +79,7 @@ def ways(budget_ms: float) -> dict[str, SimulatedWay]:
 
 def apart(way: SimulatedWay) -> SimulatedWay:
     """Signals and ranks go where chance sends them."""
-    fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
-    return way._replace(name=f"{way.name}, affinity off", relaying=Relaying(**fields | {"has_affinity": False}))
+    return way._replace(name=f"{way.name}, affinity off", relaying=replace(way.relaying, has_affinity=False))
 
 
 class Lengths(NamedTuple):
@@ -119,8 +119,7 @@ def node_config(way: SimulatedWay) -> NodeConfig:
 
 
 def run(way: SimulatedWay, lengths: Lengths, rate: float, num_nodes: int = 1, seed: int = 0) -> CascadeResult:
-    fields = {name: getattr(way.relaying, name) for name in Relaying.__slots__}
-    relaying = Relaying(**fields | {"num_nodes": num_nodes, "seed": seed})
+    relaying = replace(way.relaying, num_nodes=num_nodes, seed=seed)
     trace = trace_of(lengths, rate, seed, num_nodes)
     return simulate_cascade(trace, node_config(way), default_cost(), relaying)
 
@@ -145,9 +144,8 @@ def largest_rate(ask: "Ask") -> dict[str, Any]:
             high = rate
     trace_of.cache_clear()
     at_it, rate = (None, 0.0) if best is None else (details(best), low)
-    found = {"way": way.name, "rate": rate, "at_it": at_it}
-    print(f"  {lengths.median} tokens, {way.name}: {found['rate']:.0f}/s", flush=True)
-    return found
+    print(f"  {lengths.median} tokens, {way.name}: {rate:.0f}/s", flush=True)
+    return {"tokens": lengths.median, "num_nodes": ask.num_nodes, "way": way.name, "rate": rate, "at_it": at_it}
 
 
 def details(seen: CascadeResult) -> dict[str, Any]:
@@ -176,11 +174,6 @@ class Ask(NamedTuple):
     budget_ms: float
     num_nodes: int = 1
     bracket: tuple[float, float] | None = None  # requests/s of a node between which to look
-
-
-def answer(ask: Ask) -> dict[str, Any]:
-    found = largest_rate(ask)
-    return {"tokens": ask.lengths.median, "num_nodes": ask.num_nodes, **found}
 
 
 def asks(part: str, budget_ms: float) -> list[Ask]:
@@ -243,19 +236,7 @@ def trigger(rate: float) -> dict[str, Any]:
 
 
 TRIGGERS = ("inline + expander", "relay + expander", "relay + expander, trigger off")
-PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger", "limits")  # the longest first
-LIMITS = (
-    ("inline", 141.1),
-    ("inline", 362.0),
-    ("relay + expander", 141.1),
-    ("relay + expander", 362.0),
-    ("relay + expander", 440.0),
-)
-
-
-def limit(name: str, rate: float, budget_ms: float) -> dict[str, Any]:
-    """Where the time goes at the largest rates of 6,700 events."""
-    return {"way": name, "rate": rate, **details(run(ways(budget_ms)[name], Lengths(6_700), rate))}
+PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger")  # the longest first
 
 
 def plot(path: Path) -> None:
@@ -286,9 +267,7 @@ def begin(pool: ProcessPoolExecutor, part: str, budget_ms: float) -> list[Future
         return [pool.submit(overload, crowd, budget_ms) for crowd in CROWDS]
     if part == "trigger":
         return [pool.submit(trigger, rate) for rate in (60.0, 120.0, 180.0)]
-    if part == "limits":
-        return [pool.submit(limit, name, rate, budget_ms) for name, rate in LIMITS]
-    return [pool.submit(answer, ask) for ask in asks(part, budget_ms)]
+    return [pool.submit(largest_rate, ask) for ask in asks(part, budget_ms)]
 
 
 def options(parser: ArgumentParser) -> None:

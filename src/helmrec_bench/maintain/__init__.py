@@ -1,1 +1,0 @@
-"""Tools that write files of this repository other than measurements."""
