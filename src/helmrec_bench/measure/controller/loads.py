@@ -26,7 +26,8 @@ from helmrec_bench.judging.judge import largest_of
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
-from helmrec_bench.measure.controller.trials import AFTER_BURST_S, BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
+from helmrec_bench.measure.controller.cases import BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
+from helmrec_bench.measure.controller.trials import AFTER_BURST_S
 
 NAMES = tuple(f"{node}-{kind}" for node in ("main", "stress") for kind in ("steady", "trend", "burst-20s", "burst-60s"))
 CONSTANTS = tuple(f"static:{alpha / 100:g}" for alpha in range(5, 100, 5))

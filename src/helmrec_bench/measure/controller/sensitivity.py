@@ -19,7 +19,8 @@ from rich.table import Table
 from helmrec.control import costs, helm, latency, layers, moves, policy, rebalancer
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
-from helmrec_bench.measure.controller.trials import BUILD, Case, Trial, judge
+from helmrec_bench.measure.controller.cases import BUILD, Case, Trial
+from helmrec_bench.measure.controller.trials import judge
 
 MODULES: tuple[ModuleType, ...] = (costs, helm, latency, layers, moves, policy, rebalancer)
 NUMBERS = (  # module constants that decide where alpha goes, with their units; others are rounding or room

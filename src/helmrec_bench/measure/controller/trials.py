@@ -9,24 +9,17 @@
 
 Constants lie on a grid of 0.05, and 0.03: every second one is run on the first seed, those within a quarter of the best
 on all seeds, then those beside the two best. The best is the one with the least mean latency, in hindsight, over all
-seeds. Everyone sees the same requests; a policy starts at one
-of `--starts` and looks at miss curves recorded once per scenario and seed. The first minute is not counted, and the
-first burst is counted apart, against an untuned 0.5. Finished pieces are kept in build/, so a run that was stopped goes
-on.
+seeds. Everyone sees the same requests; a policy starts at one of `--starts` and looks at miss curves recorded once per
+scenario and seed. The first minute is not counted, and the first burst is counted apart, against an untuned 0.5.
+Finished pieces are kept in build/, so a run that was stopped goes on.
 """
 
-import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
@@ -34,27 +27,20 @@ from helmrec.control.costs import Estimator
 from helmrec.control.helm import Helm
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
-from helmrec.memory.miss_curves import JointCurves
-from helmrec.sim.curves import record_curves
 from helmrec.sim.node.config import prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes
-from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.steps import Step
 from helmrec.traffic.trace import Trace
-from helmrec_bench import drawn as drawn_module
 from helmrec_bench.baselines.service_cost import service_cost
-from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn, Range, draw
+from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn
 from helmrec_bench.judging.contest import Shown
-from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.lab.store import Store, digest_of_code, finish
+from helmrec_bench.lab.store import Store, finish
+from helmrec_bench.measure.controller.cases import BUILD, FROZEN, Case, Finer, Trial, scene
 
-BUILD, SCENARIOS = Path("build"), Path("src/helmrec_bench/scenarios")
-FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
-BURSTS = ("burst", "flood", "flash")  # names of phases
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
 NEAR_BEST = 1.25  # times the least mean latency of the first seed: what is above is not best over all seeds
@@ -71,112 +57,6 @@ TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
     "token_ms": (Step.COMPUTE_MS, Step.TOKENS),
     "pair_ms": (Step.COMPUTE_MS, Step.PAIRS),
 }
-
-SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[drawn_module.__file__])  # when a run begins
-CONTROLLER = digest_of_code("control")
-
-
-class Case(NamedTuple):
-    """A scenario and a seed: its miss curves, and constants on the coarse grid."""
-
-    which: Range | Literal["frozen"]
-    number: int
-    seed: int
-    load: float | None = None  # None: the one that was drawn
-    scored_from_s: float = OPENING_S
-
-    @property
-    def name(self) -> str:
-        changed = "" if self.load is None else f" load {self.load:g}"
-        changed += "" if self.scored_from_s == OPENING_S else f" from {self.scored_from_s:g} s"
-        return f"constants {self.which} {self.number} seed {self.seed}{changed} {SIMULATOR}"
-
-    def curves(self) -> list[JointCurves | None]:
-        """At every look; kept in a file once they are recorded."""
-        path = self._path("curves", f"{self.seed}.npz")
-        if not path.exists():
-            drawn, trace = scene(self)
-            recorded = record_curves(trace, drawn.node_at(UNTUNED_ALPHA), drawn.cost, LOOK_EVERY)
-            with _replacing(path) as new:
-                save_curves(new, recorded)
-        return load_curves(path)
-
-    def drawn(self) -> Drawn:
-        """The scenario; kept in a file, since its loads are found by simulation."""
-        assert self.which != "frozen"
-        path, adapter = self._path("drawn", "drawn.json"), TypeAdapter(Drawn)
-        if not path.exists():
-            with _replacing(path) as new:
-                new.write_bytes(adapter.dump_json(draw(self.which, self.number, self.load)))
-        return adapter.validate_json(path.read_bytes())
-
-    def _path(self, folder: str, ending: str) -> Path:
-        load = "" if self.load is None else f"-{self.load:g}"
-        return BUILD / folder / f"{self.which}-{self.number}{load}-{SIMULATOR}-{ending}"
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` when all is written: other processes write it too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    yield new
-    new.rename(path)
-
-
-class Finer(NamedTuple):
-    """Constants beside those that were best over all seeds."""
-
-    case: Case
-    alphas: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{' '.join(f'{alpha:g}' for alpha in self.alphas)} of {self.case.name}"
-
-
-class Trial(NamedTuple):
-    """A policy on a case."""
-
-    case: Case
-    policy: str
-    start: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy} from {self.start:g}, {CONTROLLER}, on {self.case.name}"
-
-
-@cache
-def scene(case: Case) -> tuple[Drawn, Trace]:
-    if case.which != "frozen":
-        drawn = case.drawn()
-        return replace(drawn, scored_from_s=case.scored_from_s), drawn.make_trace(case.seed)
-    scenario = load_scenario(SCENARIOS / f"{FROZEN[case.number]}.toml")
-    trace = scenario.make_trace(case.seed)
-    assert scenario.workload is not None
-    return Drawn(
-        name=scenario.name,
-        kind=scenario.name,
-        load=float("nan"),
-        workload=scenario.workload,
-        config=scenario.node_config(trace),
-        cost=scenario.cost(),
-        bursts_s=first_burst(scenario),
-        scored_from_s=case.scored_from_s,
-    ), trace
-
-
-def first_burst(scenario: Scenario) -> tuple[tuple[float, float], ...]:
-    """From and until; none, if the scenario has none."""
-    workload = scenario.workload
-    assert workload is not None
-    now_s = sum(phase.duration_s for phase in workload.opening)
-    for phase in workload.phases:
-        if phase.name in BURSTS:
-            return ((now_s, now_s + phase.duration_s),)
-        now_s += phase.duration_s
-    return ()
 
 
 def sweep(case: Case) -> dict[str, Any]:
