@@ -34,8 +34,8 @@ MANY_PARAMETERS = {
     "helmrec/model/profiles.py:_plain": "the columns of the table of published shapes",
     "helmrec/cli/plan.py:plan": "one parameter per flag",
     "helmrec/cli/serve.py:serve": "one parameter per flag",
-    "helmrec/cli/trace.py:import_": "one parameter per flag",
-    "helmrec/cli/trace.py:make": "one parameter per flag",
+    "helmrec_bench/cli/trace.py:import_": "one parameter per flag",
+    "helmrec_bench/cli/trace.py:make": "one parameter per flag",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

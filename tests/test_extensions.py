@@ -14,7 +14,7 @@ from tests.router.cases import COST
 
 
 def test_commands_of_the_evaluation_are_found() -> None:
-    assert {"bench", "loadgen", "train"} <= extensions(COMMANDS).keys()
+    assert {"bench", "loadgen", "trace", "train"} <= extensions(COMMANDS).keys()
 
 
 def test_every_baseline_is_found_as_a_simulated_policy() -> None:

@@ -25,7 +25,7 @@ PRODUCT = (
     *("calibrate", "cluster", "demo", "cli", "__main__"),
 )
 EVALUATION = (
-    *("scenarios", "report", "baselines", "judging", "map", "lab"),
+    *("scenarios", "report", "traces", "baselines", "judging", "map", "lab"),
     *("cascade", "drawn", "loadgen", "train", "experiments", "measure", "registry", "cli", "__main__"),
 )
 RANKS = {("helmrec", name): rank for rank, name in enumerate(PRODUCT)}

@@ -39,7 +39,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
 
 def test_help_lists_commands_of_the_evaluation_after_those_of_the_product() -> None:
     shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    places = [shown.index(f"│ {name} ") for name in ("serve", "demo", "trace", "bench", "loadgen", "train")]
+    places = [shown.index(f"│ {name} ") for name in ("serve", "demo", "bench", "loadgen", "trace", "train")]
     assert places == sorted(places)
 
 

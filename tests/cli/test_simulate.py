@@ -57,21 +57,9 @@ def scenario(tmp_path: Path) -> Path:
     return path
 
 
-def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Path) -> None:
-    report, plots = tmp_path / "r.json", tmp_path / "plots"
-    flags: list[str | Path] = [
-        "--policy",
-        "static:0.2",
-        "--policy",
-        "hill",
-        "--seeds",
-        "2",
-        "--out",
-        report,
-        "--plots",
-        plots,
-        "--star",
-    ]
+def test_policies_are_compared_and_reported(scenario: Path, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    flags: list[str | Path] = ["--policy", "static:0.2", "--policy", "hill", "--seeds", "2", "--out", report]
     code, output = simulate(scenario, *flags)
     assert code == 0, output
     assert "costs of h200" in output
@@ -86,10 +74,6 @@ def test_policies_are_compared_reported_and_plotted(scenario: Path, tmp_path: Pa
         assert set(np.round(alphas, 2)) == {0.2}
         assert len(ends_s) == len(alphas)
         assert ends_s == sorted(ends_s)
-    assert found["alpha_star"]["window_s"] == 10
-    assert len(found["alpha_star"]["alpha"]) == 1
-    assert found["alpha_star"]["alpha"][0] < 0.9, "six rows a token and eight requests at once: KV wants its share"
-    assert sorted(path.name for path in plots.iterdir()) == ["hill.png", "static-0.2.png"]
 
 
 def test_a_recorded_trace_may_be_the_traffic(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from helmrec.cli.main import app
 from helmrec.traffic.trace_file import read_trace
 
 runner = CliRunner()
-FIXTURES = Path(__file__).parents[1] / "traffic" / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "bench" / "traces" / "fixtures"
 SMALL = ["--preset", "amazon-video-games", "--rate", "10", "--duration", "20"]
 
 

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec.traffic.describe import return_times
 from helmrec.traffic.epochs import lay_out, plan_epochs
 from helmrec.traffic.families import FAMILIES, PRESETS, Shape, family, preset
 from helmrec.traffic.generate import _assign_users, generate
 from helmrec.traffic.trace import Trace, index_histories
 from helmrec.traffic.workload import Phase, Users, Workload
+from helmrec_bench.traces.describe import return_times
 from tests.traffic.cases import small_trace, small_workload
 
 

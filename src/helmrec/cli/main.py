@@ -16,7 +16,6 @@ from helmrec.cli.plan import plan
 from helmrec.cli.rank import rank
 from helmrec.cli.serve import serve
 from helmrec.cli.simulate import run_simulate
-from helmrec.cli.trace import trace_app
 from helmrec.extensions import COMMANDS, extensions
 
 
@@ -52,7 +51,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_app, name="model")
-app.add_typer(trace_app, name="trace")
 app.add_typer(import_app, name="import")
 app.command()(calibrate)
 app.command()(load)

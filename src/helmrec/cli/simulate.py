@@ -13,17 +13,11 @@ from rich.table import Table
 
 from helmrec.cli.console import err, exit_on_error, out
 from helmrec.control.static import Static, StaticSettings
-from helmrec.sim.node.state import FloatArray
-from helmrec.sim.plot import Star, plot_run
 from helmrec.sim.policies import find_policy, policy_names
-from helmrec.sim.quasi_static import quasi_static
 from helmrec.sim.scenario import Scenario, find_scenario, load_scenario
 from helmrec.sim.simulate import Options, SimResult, simulate
 
 _FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
-_STAR_ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_STAR_WINDOW_S = 10.0
-_REFUSED_MS = 10_000.0
 
 
 def run_simulate(
@@ -35,11 +29,6 @@ def run_simulate(
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.", min=1)] = 1,
     report: Annotated[Path | None, typer.Option("--out", help="Write the results as JSON.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for a plot per policy, of the first seed.")] = None,
-    has_star: Annotated[
-        bool,
-        typer.Option("--star", help="Sweep constant splits for alpha*, for results and plots: nine runs a seed."),
-    ] = False,
 ) -> None:
     """Simulate a node on a scenario under one or more policies and compare them."""
     with exit_on_error():
@@ -53,14 +42,11 @@ def run_simulate(
                 ]
                 for policy in policies
             }
-            star = _star(scenario, seeds, bar) if has_star else None
         out.print(_table(scenario, runs))
         for policy in _not_full(scenario, runs):
             err.print(f"{policy}: a cache was still filling up at the end of the warm-up; use a longer warm_up_s")
         if report is not None:
-            report.write_text(json.dumps(_as_json(scenario, runs, star), indent=2) + "\n")
-        if plots is not None:
-            _plot_all(scenario, runs, plots, star)
+            report.write_text(json.dumps(_as_json(scenario, runs), indent=2) + "\n")
 
 
 def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, float], None]) -> SimResult:
@@ -77,23 +63,6 @@ def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, 
         start = decider.settings
     engine = config.engine.model_copy(update={"alpha": start.alpha})
     return simulate(trace, config.model_copy(update={"engine": engine}), cost, decider, scenario.tick_s, options)
-
-
-def _star(scenario: Scenario, seeds: int, bar: Progress) -> Star:
-    """Find alpha* by a sweep. Latencies are summed over seeds; a refused request counts as ten seconds."""
-    window_s = max(_STAR_WINDOW_S, scenario.tick_s)
-    swept = []
-    for alpha in bar.track(_STAR_ALPHAS, description="sweeping constants"):
-        runs = [_run(scenario, f"static:{alpha}", seed, lambda done, total: None) for seed in range(seeds)]
-        swept.append(np.sum([_window_costs(run, window_s) for run in runs], axis=0))
-    return Star(window_s, quasi_static(np.column_stack(swept), np.array(_STAR_ALPHAS)))
-
-
-def _window_costs(run: SimResult, window_s: float) -> FloatArray:
-    place = (run.arrived_s // window_s).astype(np.int64)
-    num = int(np.ceil(run.windows[-1].stats.traffic.end_s / window_s))
-    latency_ms = np.nan_to_num(run.outcomes.latency_ms, nan=_REFUSED_MS)
-    return np.bincount(np.minimum(place, num - 1), latency_ms, num).astype(np.float64)
 
 
 def _figures(scenario: Scenario, results: list[SimResult]) -> dict[str, list[float]]:
@@ -129,11 +98,9 @@ def _spread(values: list[float]) -> str:
     return f" ±{np.std(values, ddof=1) / np.sqrt(len(values)):.2f}" if len(values) > 1 else ""
 
 
-def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]], star: Star | None) -> dict[str, Any]:
-    known = {} if star is None else {"alpha_star": {"window_s": star.window_s, "alpha": star.found.alpha.tolist()}}
+def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]]) -> dict[str, Any]:
     return {
         "scenario": scenario.model_dump(mode="json"),
-        **known,
         "policies": {
             policy: {
                 "calibration": results[0].calibration,
@@ -145,9 +112,3 @@ def _as_json(scenario: Scenario, runs: dict[str, list[SimResult]], star: Star | 
             for policy, results in runs.items()
         },
     }
-
-
-def _plot_all(scenario: Scenario, runs: dict[str, list[SimResult]], folder: Path, star: Star | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for policy, results in runs.items():
-        plot_run(results[0], f"{scenario.name}, {policy}", folder / f"{policy.replace(':', '-')}.png", star)

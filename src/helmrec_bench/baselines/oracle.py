@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.sim.quasi_static import Floats
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 

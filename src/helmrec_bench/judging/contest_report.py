@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helmrec.sim.quasi_static import QuasiStatic, quasi_static
 from helmrec_bench.baselines.oracle import best_static
 from helmrec_bench.judging.contest import Floats, Score
 from helmrec_bench.judging.judge import Interval, interval, paired_change
+from helmrec_bench.judging.quasi_static import QuasiStatic, quasi_static
 
 Scores = Sequence[Score]  # one per seed
 

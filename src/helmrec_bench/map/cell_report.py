@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helmrec.sim.quasi_static import quasi_static
+from helmrec_bench.judging.quasi_static import quasi_static
 from helmrec_bench.map.load_curve import Floats, RegimeSweep
 
 LOADS = (0.5, 0.75, 0.9)  # shares of the capacity at the best split

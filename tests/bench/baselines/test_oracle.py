@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmrec.sim.quasi_static import Floats, quasi_static
 from helmrec_bench.baselines.oracle import SwitchPrices, best_static, cheapest_path, switching_costs
+from helmrec_bench.judging.quasi_static import Floats, quasi_static
 
 PRICES = SwitchPrices(pool_bytes=80e9, rewarm_ms_per_byte=0.8 / 67e6, refill_ms_per_byte=1e3 / 50e9)
 ALPHAS = np.array([0.1, 0.3, 0.5, 0.9])

@@ -1,4 +1,4 @@
-"""Plots of a trace on one page, and what plots of other modules share."""
+"""Plots of a trace on one page."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -7,35 +7,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.errors import ConfigError, TraceError
-from helmrec.traffic.describe import item_counts, return_times
+from helmrec.errors import TraceError
 from helmrec.traffic.trace import Trace, index_histories
+from helmrec_bench.report.files import picture
+from helmrec_bench.traces.describe import item_counts, return_times
 
 _NUM_BINS = 240
-BLUE, ORANGE, GREY = "#2563a8", "#d9702b", "#8a8f98"
+_BLUE, _ORANGE, _GREY = "#2563a8", "#d9702b", "#8a8f98"
 
 
 def plot_trace(trace: Trace, path: Path) -> None:
     """Plot arrivals, users, history lengths, item popularity and return times; the suffix sets the format."""
     if not trace.num_requests:
         raise TraceError("a trace without requests cannot be plotted")
-    figure = make_figure(12, 7.5)
-    figure.suptitle(f"{trace.catalogue.source}: {trace.num_requests:,} requests, {trace.num_users:,} users")
-    (arrivals, users), (items, returns) = figure.subplots(2, 2)
-    _plot_arrivals(arrivals, trace)
-    _plot_users(users, trace)
-    _plot_items(items, trace)
-    _plot_returns(returns, trace)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"cannot write {path}: {error}") from None
+    with picture(path, (12, 7.5)) as figure:
+        figure.suptitle(f"{trace.catalogue.source}: {trace.num_requests:,} requests, {trace.num_users:,} users")
+        (arrivals, users), (items, returns) = figure.subplots(2, 2)
+        _plot_arrivals(arrivals, trace)
+        _plot_users(users, trace)
+        _plot_items(items, trace)
+        _plot_returns(returns, trace)
 
 
 def _plot_arrivals(axes: Any, trace: Trace) -> None:
     edges = _edges(trace)
     counts, _ = np.histogram(trace.time_s, edges)
-    axes.step(edges[:-1], counts / np.diff(edges), where="post", color=BLUE, linewidth=1.2)
+    axes.step(edges[:-1], counts / np.diff(edges), where="post", color=_BLUE, linewidth=1.2)
     axes.set(xlabel="time (s)", ylabel="requests per second", title="arrivals, shaded by phase", ylim=(0, None))
     changes = np.flatnonzero(np.diff(trace.phase)) + 1
     starts = np.concatenate(([0], changes, [trace.num_requests - 1]))
@@ -51,12 +48,12 @@ def _plot_arrivals(axes: Any, trace: Trace) -> None:
 
 def _plot_users(axes: Any, trace: Trace) -> None:
     histories, edges = index_histories(trace), _edges(trace)
-    axes.step(edges[:-1], _binned(trace, edges, histories.visit > 0), where="post", color=BLUE, linewidth=1.2)
+    axes.step(edges[:-1], _binned(trace, edges, histories.visit > 0), where="post", color=_BLUE, linewidth=1.2)
     axes.set(xlabel="time (s)", title="users and their history lengths", ylim=(0, 1))
-    axes.set_ylabel("share by users seen before", color=BLUE)
+    axes.set_ylabel("share by users seen before", color=_BLUE)
     lengths = axes.twinx()
-    lengths.step(edges[:-1], _binned(trace, edges, histories.length), where="post", color=ORANGE, linewidth=1.2)
-    lengths.set_ylabel("mean history (events)", color=ORANGE)
+    lengths.step(edges[:-1], _binned(trace, edges, histories.length), where="post", color=_ORANGE, linewidth=1.2)
+    lengths.set_ylabel("mean history (events)", color=_ORANGE)
     lengths.set_ylim(0, None)
 
 
@@ -66,9 +63,9 @@ def _plot_items(axes: Any, trace: Trace) -> None:
     if not counts.size:
         return
     ranks = np.arange(1, counts.size + 1)
-    axes.loglog(ranks, counts, color=BLUE, linewidth=1.4)
+    axes.loglog(ranks, counts, color=_BLUE, linewidth=1.4)
     anchor = counts.size**0.5
-    axes.loglog(ranks, counts[int(anchor) - 1] * (ranks / anchor) ** -1.2, color=GREY, linewidth=1, linestyle="--")
+    axes.loglog(ranks, counts[int(anchor) - 1] * (ranks / anchor) ** -1.2, color=_GREY, linewidth=1, linestyle="--")
     axes.set_ylim(0.7, counts[0] * 2.0)
 
 
@@ -77,8 +74,8 @@ def _plot_returns(axes: Any, trace: Trace) -> None:
     axes.set(xlabel="seconds since the user's last request", ylabel="share of returns", title="return times")
     if gaps.size:
         axes.set_xscale("log")
-        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=BLUE, linewidth=1.4)
-    axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=GREY, label="news clicks, published")
+        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, color=_BLUE, linewidth=1.4)
+    axes.plot([93, 3.4 * 3_600], [0.5, 0.75], "o", color=_GREY, label="news clicks, published")
     axes.legend(fontsize="small", loc="upper left")
     axes.set_ylim(0, 1)
     if gaps.size:  # last, so that the right limit includes everything drawn
@@ -94,12 +91,3 @@ def _binned(trace: Trace, edges: NDArray[np.float64], values: NDArray[Any]) -> N
     counts, _ = np.histogram(trace.time_s, edges)
     sums, _ = np.histogram(trace.time_s, edges, weights=values.astype(np.float64))
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-def make_figure(width: float, height: float) -> Any:
-    """An empty figure; matplotlib is imported here, since nothing else needs it."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'helmrec[bench]'") from None
-    return Figure(figsize=(width, height), layout="constrained")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helmrec.sim.quasi_static import quasi_static
+from helmrec_bench.judging.quasi_static import quasi_static
 
 ALPHAS = np.array([0.1, 0.3, 0.5, 0.9])
 

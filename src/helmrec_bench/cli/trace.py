@@ -8,15 +8,15 @@ from rich.table import Table
 
 from helmrec.cli.console import exit_on_error, out, pairs_table
 from helmrec.errors import ConfigError
-from helmrec.traffic.describe import PUBLISHED, Description, describe
 from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
 from helmrec.traffic.generate import generate
-from helmrec.traffic.imported import ImportConfig, trace_of_log
-from helmrec.traffic.importers import READERS, read_log
-from helmrec.traffic.plot import plot_trace
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.trace_file import read_trace, write_trace
 from helmrec.traffic.workload import Workload, load_workload
+from helmrec_bench.traces.describe import PUBLISHED, Description, describe
+from helmrec_bench.traces.imported import ImportConfig, trace_of_log
+from helmrec_bench.traces.importers import READERS, read_log
+from helmrec_bench.traces.plot import plot_trace
 
 trace_app = typer.Typer(help="Create, import, describe and plot traces of traffic.", no_args_is_help=True)
 
@@ -105,7 +105,6 @@ def plot(path: TraceFile, picture: Out) -> None:
     """Plot a trace: arrivals, users, item popularity, return times."""
     with exit_on_error():
         plot_trace(read_trace(path), picture)
-    out.print(f"{picture}", highlight=False)
 
 
 def _overview(source: str, found: Description) -> Table:
