@@ -8,18 +8,19 @@ nodes do not depend on each other, so they are run one after another. Knows no s
 
 from dataclasses import dataclass, field
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.sim.cluster import ByHash
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.relay import VERDICTS, R, T
 from helmrec.sim.node.state import C, FloatArray, Outcomes, Status, make_outcomes
 from helmrec.sim.simulate import finish
+from helmrec.traffic.popularity import mix
 from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 
@@ -82,10 +83,23 @@ class _CascadePlan:
         rng = np.random.default_rng(relaying.seed)
         self.signal_s = trace.time_s
         self.rank_s = relaying.cascade.rank_times(trace.time_s, rng)
-        loads = np.zeros(relaying.num_nodes)
-        self.rank_node = self.signal_node = ByHash().route(trace.user, loads)
+        self.rank_node = self.signal_node = highest_hash(trace.user, np.arange(relaying.num_nodes))
         if not relaying.has_affinity:
             self.rank_node, self.signal_node = rng.integers(0, relaying.num_nodes, (2, trace.num_requests))
+
+
+@numba.njit(cache=True)
+def highest_hash(users: IntArray, alive: IntArray) -> IntArray:
+    """The node of each user, by hash. When a node fails, only its own users move."""
+    chosen = np.empty(users.size, np.int64)
+    for i in range(users.size):
+        best, highest = alive[0], np.uint64(0)
+        for node in alive:
+            word = mix(users[i], node + 1)
+            if word > highest:
+                best, highest = node, word
+        chosen[i] = best
+    return chosen
 
 
 def simulate_cascade(trace: Trace, config: NodeConfig, cost: CostModel, relaying: Relaying) -> CascadeResult:

@@ -3,13 +3,15 @@ import pytest
 
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
-from helmrec.sim.cluster import ByHash, ClusterResult, ClusterSimConfig, Fleet, NodeLoss, simulate_cluster
+from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, NodeLoss, simulate_cluster
 from helmrec.sim.node.state import FloatArray, Status, no_faults
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
+from helmrec_bench.cascade import highest_hash
+from tests.sim.routers import ByHash, LeastLoaded
 from tests.sim.test_simulate import COST, dlrmv3
 
 CONFIG = dlrmv3(row_sample=1 / 256, deadline_ms=200.0, queue_limit=64)
@@ -28,18 +30,7 @@ def trace() -> Trace:
 
 
 def run(trace: Trace, *losses: NodeLoss, num_nodes: int = 4, fleet: Fleet = FLEET) -> ClusterResult:
-    return simulate_cluster(trace, fleet, ByHash(), ClusterSimConfig(num_nodes=num_nodes, losses=losses))
-
-
-class LeastLoaded:
-    """The node with the fewest unanswered requests, those just sent included."""
-
-    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-        chosen, loads = np.empty(users.size, np.int64), loads.copy()
-        for i in range(users.size):
-            chosen[i] = loads.argmin()
-            loads[chosen[i]] += 1
-        return chosen
+    return simulate_cluster(trace, fleet, ByHash(trace), ClusterSimConfig(num_nodes=num_nodes, losses=losses))
 
 
 def test_a_cluster_of_one_node_is_that_node(trace: Trace) -> None:
@@ -67,10 +58,8 @@ def test_affinity_keeps_kv_and_the_least_loaded_node_keeps_the_queue_short(trace
 
 
 def test_a_hash_router_avoids_a_failed_node_and_moves_only_its_users() -> None:
-    users, loads = np.arange(1_000), np.zeros(5)
-    before = ByHash().route(users, loads)
-    loads[2] = np.inf
-    after = ByHash().route(users, loads)
+    users = np.arange(1_000)
+    before, after = highest_hash(users, np.arange(5)), highest_hash(users, np.array([0, 1, 3, 4]))
     assert (after != 2).all()
     assert (after[before != 2] == before[before != 2]).all()
 
@@ -117,13 +106,13 @@ def test_the_same_faults_give_the_same_bytes(trace: Trace) -> None:
 
 
 def test_a_router_that_sends_to_a_failed_node_is_our_bug(trace: Trace) -> None:
-    class Stubborn:
-        def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-            return np.zeros(users.size, np.int64)
+    class Stubborn(ByHash):
+        def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
+            return np.zeros(requests.size, np.int64)
 
     config = ClusterSimConfig(num_nodes=2, losses=(NodeLoss(node=0, at_s=1.0),))
     with pytest.raises(AssertionError, match="failed node"):
-        simulate_cluster(trace, FLEET, Stubborn(), config)
+        simulate_cluster(trace, FLEET, Stubborn(trace), config)
 
 
 def test_a_loss_must_name_a_node_there_is(trace: Trace) -> None:

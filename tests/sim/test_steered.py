@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.policy import Move, WindowStats
-from helmrec.sim.cluster import ByHash, ClusterSimConfig, Fleet, NodeLoss, simulate_cluster
+from helmrec.sim.cluster import ClusterSimConfig, Fleet, NodeLoss, simulate_cluster
 from helmrec.sim.curves import curves_at, record_curves
 from helmrec.sim.node.config import prepare_requests
 from helmrec.sim.node.node import Node
@@ -16,6 +16,7 @@ from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.workload import Phase, Workload
+from tests.sim.routers import ByHash
 from tests.sim.test_simulate import COST, dlrmv3, static
 
 CONFIG = dlrmv3(row_sample=1 / 256)
@@ -134,7 +135,7 @@ def test_the_window_of_a_time_is_the_one_it_lies_in(burst: Trace) -> None:
 def test_a_node_that_comes_back_begins_its_windows_anew() -> None:
     trace = generate(family("steady", Shape(duration_s=6, rate=200, hot_users=50)), 3)
     config = ClusterSimConfig(num_nodes=2, losses=(NodeLoss(node=1, at_s=2.05, back_s=3.45),))
-    result = simulate_cluster(trace, Fleet(CONFIG, COST, lambda _: static(0.2)), ByHash(), config)
+    result = simulate_cluster(trace, Fleet(CONFIG, COST, lambda _: static(0.2)), ByHash(trace), config)
     starts_s = [round(window.stats.traffic.start_s, 3) for window in result.windows[1]]
     assert starts_s[:4] == pytest.approx([0, 1, 3.5, 4.5])
     assert all(window.stats.steps.size for window in result.windows[1])

@@ -8,9 +8,8 @@ latency counts from their first arrival.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
-import numba
 import numpy as np
 from pydantic import Field
 
@@ -23,7 +22,6 @@ from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, FloatArray, Requests, Status, make_outcomes
 from helmrec.sim.simulate import ServedTrace
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
-from helmrec.traffic.popularity import mix
 from helmrec.traffic.trace import Trace
 from helmrec.types import IntArray
 
@@ -45,47 +43,15 @@ class ClusterSimConfig(Frozen):
     notice_s: float = Field(1.0, ge=0, description="time until the requests of a lost node are sent again")
     losses: tuple[NodeLoss, ...] = ()
 
-    @property
-    def slices_per_tick(self) -> int:
-        return max(1, round(self.tick_s / self.slice_s))
-
 
 class Router(Protocol):
-    """A router that knows the load of each node only."""
-
-    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-        """A node for each request, in order. `loads`: unanswered requests of each node, infinite for failed nodes."""
-
-
-@runtime_checkable
-class InformedRouter(Protocol):
-    """A router that knows requests and nodes, like the one of a real cluster."""
+    """Chooses nodes, as the router of a real cluster does."""
 
     def observe(self, nodes: Mapping[int, Node], now_s: float) -> None:
         """Read the state of the running nodes before each slice."""
 
     def route_requests(self, requests: IntArray, when_s: FloatArray) -> IntArray:
         """A node for each request of the trace, in order of time."""
-
-
-class ByHash:
-    """Routes all requests of a user to the same node. When a node fails, only its own users move."""
-
-    def route(self, users: IntArray, loads: FloatArray) -> IntArray:
-        return _highest_hash(users, np.flatnonzero(np.isfinite(loads)))
-
-
-@numba.njit(cache=True)
-def _highest_hash(users: IntArray, alive: IntArray) -> IntArray:
-    chosen = np.empty(users.size, np.int64)
-    for i in range(users.size):
-        best, highest = alive[0], np.uint64(0)
-        for node in alive:
-            word = mix(users[i], node + 1)
-            if word > highest:
-                best, highest = node, word
-        chosen[i] = best
-    return chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,19 +76,16 @@ class Fleet(NamedTuple):
 def simulate_cluster(
     trace: Trace,
     fleet: Fleet,
-    router: Router | InformedRouter,
+    router: Router,
     config: ClusterSimConfig,
-    on_tick: Callable[[float], None] = lambda now_s: None,
 ) -> ClusterResult:
-    """Serve a trace on a cluster. `on_tick` is called with the time after each tick."""
+    """Serve a trace on a cluster."""
     started_s = time.perf_counter()
     cluster = _Cluster(trace, fleet, router, config)
     num_slices = int(np.ceil(trace.duration_s / config.slice_s)) + 1
     for index in range(1, num_slices + 1):
         cluster.run_slice(index * config.slice_s)
         cluster.tick(index * config.slice_s)
-        if index % config.slices_per_tick == 0:
-            on_tick(index * config.slice_s)
     cluster.finish(num_slices * config.slice_s)
     cluster.check()
     return ClusterResult(
@@ -138,7 +101,7 @@ def simulate_cluster(
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, fleet: Fleet, router: Router | InformedRouter, config: ClusterSimConfig) -> None:
+    def __init__(self, trace: Trace, fleet: Fleet, router: Router, config: ClusterSimConfig) -> None:
         if unknown := [loss.node for loss in config.losses if loss.node >= config.num_nodes]:
             raise ConfigError(f"losses must name nodes below {config.num_nodes}, got {unknown[0]}")
         self._trace, self._fleet, self._router, self._config = trace, fleet, router, config
@@ -159,6 +122,11 @@ class _Cluster:
     def num_retried(self) -> int:
         return len(self._retried_at)
 
+    @property
+    def _alive(self) -> list[int]:
+        """The running nodes."""
+        return np.flatnonzero(self._is_alive).tolist()
+
     def _make_node(self, index: int) -> Node:
         fleet = self._fleet
         return Node(fleet.config, fleet.cost, self._requests, self.outcomes, fleet.faults.get(index))
@@ -169,10 +137,9 @@ class _Cluster:
 
     def run_slice(self, end_s: float) -> None:
         """Route the requests that arrive before `end_s`, then advance every node to it."""
-        if isinstance(self._router, InformedRouter):
-            self._router.observe(self._running(), end_s - self._config.slice_s)
+        self._router.observe({index: self._nodes[index] for index in self._alive}, end_s - self._config.slice_s)
         self._send(*self._arrivals(end_s))
-        for index in np.flatnonzero(self._is_alive).tolist():
+        for index in self._alive:
             self._nodes[index].run_until(end_s)
         while self._events and self._events[0].time_s <= end_s:
             event = self._events.pop(0)
@@ -201,7 +168,7 @@ class _Cluster:
         if not self._is_alive.any():
             self.outcomes.status[requests] = Status.LOST
             return
-        chosen = self._chosen(requests, when_s)
+        chosen = self._router.route_requests(requests, when_s)
         assert self._is_alive[chosen].all(), "a request was sent to a failed node"
         self.node_of[requests] = chosen
         order = np.argsort(chosen, kind="stable")
@@ -209,19 +176,6 @@ class _Cluster:
         for index in np.unique(chosen).tolist():
             mine = order[ends[index] : ends[index + 1]]
             self._nodes[index].send(requests[mine], when_s[mine])
-
-    def _chosen(self, requests: IntArray, when_s: FloatArray) -> IntArray:
-        if isinstance(self._router, InformedRouter):
-            return self._router.route_requests(requests, when_s)
-        return self._router.route(self._trace.user[requests], self._loads())
-
-    def _running(self) -> dict[int, Node]:
-        return {index: self._nodes[index] for index in np.flatnonzero(self._is_alive).tolist()}
-
-    def _loads(self) -> FloatArray:
-        loads = np.array([node.num_unanswered for node in self._nodes], np.float64)
-        loads[~self._is_alive] = np.inf
-        return loads
 
     def _lose(self, index: int, now_s: float) -> None:
         """Remove a node; its unanswered requests are sent once more, or are lost if they were sent twice."""
@@ -242,13 +196,13 @@ class _Cluster:
 
     def tick(self, now_s: float) -> None:
         """Run the control loops of the running nodes."""
-        for index in np.flatnonzero(self._is_alive).tolist():
+        for index in self._alive:
             if (window := self._loops[index].tick(now_s)) is not None:
                 self.windows[index].append(window)
 
     def finish(self, now_s: float) -> None:
         """Advance without new requests until all are answered."""
-        while self._retries or any(self._loads()[self._is_alive]):
+        while self._retries or any(self._nodes[index].num_unanswered for index in self._alive):
             now_s += self._config.slice_s
             self.run_slice(now_s)
         for request, retried_s in self._retried_at.items():
@@ -259,7 +213,7 @@ class _Cluster:
     def check(self) -> None:
         """Assert that every request has an outcome, and the invariants of the nodes."""
         assert (self.outcomes.status != Status.WAITING).all(), "a request has no outcome"
-        for index in np.flatnonzero(self._is_alive).tolist():
+        for index in self._alive:
             self._nodes[index].check()
 
 
