@@ -111,11 +111,12 @@ class EagerDense:
         reading = self.rows.read(step)
         timeline.mark(Mark.READ, self.rows.stream)
         timeline.mark(Mark.COMPUTING)
-        logits = self._score(step, reading.values, wait_for_pages)
+        logits = self.score(step, reading.values, wait_for_pages)
         timeline.mark(Mark.ENDED)
         return EagerLaunch(logits, reading)
 
-    def _score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
+    @torch.inference_mode()
+    def score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """Compute logits. values: (rows, row_dim), in the order of `Assembly.rows`."""
         model, tokens = self._model, self._input(step, values)
         x = torch.empty((int(step.cu_tokens[-1]), model.config.dim), dtype=model.dtype, device=model.device)

@@ -1,4 +1,4 @@
-"""The row stage: reads the rows of a step through a cache indexed on the host or the device, or without a cache."""
+"""The row stage: reads the rows of a step through a cache indexed on the host or the device."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -171,34 +171,3 @@ class DeviceRowStage:
 
     def write(self, rows: IntArray, values: Tensor) -> None:
         self.cache.write(rows, values)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainReading:
-    """Rows of a step that were read without a cache."""
-
-    step: Assembly
-    values: Tensor
-
-    def count_misses(self) -> IntArray:
-        return self.step.num_rows
-
-    def admit(self) -> None:
-        """Do nothing: there is no cache."""
-
-
-class PlainRowStage:
-    """Reads every row from the master."""
-
-    stream = None
-
-    def __init__(self, master: RowMaster, device: torch.device) -> None:
-        self._master = master
-        self._device = device
-
-    def read(self, step: Assembly) -> PlainReading:
-        return PlainReading(step, self._master.gather(step.rows).to(self._device))
-
-    def refill(self, budget_bytes: int) -> None: ...
-
-    def write(self, rows: IntArray, values: Tensor) -> None: ...

@@ -16,7 +16,6 @@ from helmrec.clock import Clock
 from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared
-from helmrec.engine.row_stage import PlainRowStage
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
@@ -56,7 +55,6 @@ class Runner:
     """Runs steps on one device: model, arena and row master."""
 
     def __init__(self, parts: Parts, clock: Clock) -> None:
-        self._clock = clock
         self._model = parts.model
         self._dense = parts.dense
         self._arena = parts.arena
@@ -174,8 +172,10 @@ class Runner:
         k_pages, v_pages = (
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
-        plain = EagerDense(model, Memory(k_pages, v_pages), PlainRowStage(self._master, model.device))
-        return plain.launch(step, _no_pages_to_wait_for, Timeline(self._clock)).wait().logits
+        plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
+        rows = self._master.gather(step.rows).to(model.device)
+        scores: NDArray[np.float32] = plain.score(step, rows, _no_pages_to_wait_for).cpu().numpy()
+        return scores
 
 
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:

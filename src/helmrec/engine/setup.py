@@ -154,13 +154,4 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
 
 def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
     """Return the page geometry of this model's pool."""
-    return PageGeometry(
-        page_tokens=config.page_tokens or _PAGE_TOKENS[config.device],
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        qk_dim=shape.qk_dim,
-        v_dim=shape.v_dim,
-        kv_itemsize=getattr(torch, shape.dtype).itemsize,
-        row_dim=shape.row_dim,
-        row_itemsize=getattr(torch, shape.row_dtype).itemsize,
-    )
+    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device])

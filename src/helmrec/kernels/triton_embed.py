@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.embed import NORM_EPS, Lookups
-from helmrec.kernels.triton_layer import load_norm, norm_rows, row_block
+from helmrec.kernels.triton_layer import launch_rows, load_norm, norm_rows
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -69,62 +69,23 @@ def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # 
     """The sum of the rows of some features, added up in float32; shapes as the twin's, `features` on the device."""
     _, num_rows, width = rows.shape
     out = torch.empty((num_rows, width), dtype=dtype, device=rows.device)
-    block, warps = row_block(width)
-    _pool_kernel[(triton.cdiv(num_rows, block),)](
-        rows,
-        features,
-        out,
-        rows.stride(0),
-        rows.stride(1),
-        num_rows,
-        NUM_FEATURES=features.numel(),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        ROWS=block,
-        num_warps=warps,
-    )
+    strides = rows.stride(0), rows.stride(1)
+    launch_rows(_pool_kernel, out.shape, rows, features, out, *strides, NUM_FEATURES=features.numel())
     return out
 
 
 def gate_hidden(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # (n, width)
     """hidden * sigmoid(norm(hidden)), in place."""
-    num_rows, width = hidden.shape
-    block, warps = row_block(width)
-    _gate_kernel[(triton.cdiv(num_rows, block),)](
-        hidden,
-        weight,
-        bias,
-        num_rows,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        ROWS=block,
-        EPS=NORM_EPS,
-        num_warps=warps,
-    )
+    launch_rows(_gate_kernel, hidden.shape, hidden, weight, bias, EPS=NORM_EPS)
     return hidden
 
 
 def sum_parts(x: Tensor, at: Tensor, lookups: Lookups, encoded: Tensor, weight: Tensor, bias: Tensor) -> None:
     """x[at[i]] = the token's three lookups + norm(encoded[0, i]) + ..., added up in float32; shapes as the twin's."""
-    num_encoders, num_rows, width = encoded.shape
-    block, warps = row_block(width)
-    _sum_kernel[(triton.cdiv(num_rows, block),)](
-        x,
-        at,
-        lookups.actions,
-        lookups.action_table,
-        lookups.positions,
-        lookups.position_table,
-        lookups.gaps,
-        lookups.time_table,
-        encoded,
-        weight,
-        bias,
-        num_rows,
-        NUM_ENCODERS=num_encoders,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        ROWS=block,
-        EPS=NORM_EPS,
-        num_warps=warps,
+    num_encoders, *shape = encoded.shape
+    tables = (
+        *(lookups.actions, lookups.action_table),
+        *(lookups.positions, lookups.position_table),
+        *(lookups.gaps, lookups.time_table),
     )
+    launch_rows(_sum_kernel, shape, x, at, *tables, encoded, weight, bias, NUM_ENCODERS=num_encoders, EPS=NORM_EPS)

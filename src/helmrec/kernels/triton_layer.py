@@ -9,6 +9,9 @@ knows pages or requests.
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -108,44 +111,18 @@ def gate_output(
     module. In the concat form, joined may be a buffer of `joined_buffer` whose middle third is o.
     """
     y = joined_buffer(x, weights) if joined is None else joined
-    rows, warps = row_block(u.shape[1])
-    _gate_kernel[(triton.cdiv(u.shape[0], rows),)](
-        u,
-        o,
-        weights.output_norm_weight,
-        weights.output_norm_bias,
-        y,
-        u.stride(0),
-        o.stride(0),
-        y.stride(0),
-        u.shape[0],
-        WIDTH=u.shape[1],
-        PADDED=triton.next_power_of_2(u.shape[1]),
-        ROWS=rows,
-        EPS=NORM_EPS,
-        CONCAT=form == "concat",
-        COPY_O=joined is None,
-        num_warps=warps,
+    norm = weights.output_norm_weight, weights.output_norm_bias
+    strides = u.stride(0), o.stride(0), y.stride(0)
+    launch_rows(
+        _gate_kernel, u.shape, u, o, *norm, y, *strides, EPS=NORM_EPS, CONCAT=form == "concat", COPY_O=joined is None
     )
     return x.addmm_(y, weights.output_weight)
 
 
 def _norm(x: Tensor, weights: LayerWeights) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, warps = row_block(x.shape[1])
-    _norm_kernel[(triton.cdiv(x.shape[0], rows),)](
-        x,
-        weights.input_norm_weight,
-        weights.input_norm_bias,
-        out,
-        x.stride(0),
-        x.shape[0],
-        WIDTH=x.shape[1],
-        PADDED=triton.next_power_of_2(x.shape[1]),
-        ROWS=rows,
-        EPS=NORM_EPS,
-        num_warps=warps,
-    )
+    norm = weights.input_norm_weight, weights.input_norm_bias
+    launch_rows(_norm_kernel, x.shape, x, *norm, out, x.stride(0), EPS=NORM_EPS)
     return out
 
 
@@ -156,7 +133,14 @@ def _silu_in_place(x: Tensor) -> None:
     )
 
 
-def row_block(width: int) -> tuple[int, int]:
-    """Rows and warps of one program: about 16 values of each operand per thread keeps enough loads in flight."""
-    rows = max(1, 4096 // triton.next_power_of_2(width))
-    return rows, 8
+def launch_rows(kernel: Any, shape: Sequence[int], *args: Any, **constants: Any) -> None:
+    """Run a kernel over blocks of whole rows. shape: number and width of the rows; the number is the last argument.
+
+    About 16 values of each operand per thread keep enough loads in flight.
+    """
+    num_rows, width = shape
+    padded = triton.next_power_of_2(width)
+    rows = max(1, 4096 // padded)
+    kernel[(triton.cdiv(num_rows, rows),)](
+        *args, num_rows, WIDTH=width, PADDED=padded, ROWS=rows, num_warps=8, **constants
+    )

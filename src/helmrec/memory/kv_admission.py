@@ -3,7 +3,9 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+
+LINEAR_TOKENS = 2_048  # length of a history at which attention costs as much as the linear parts
+MOST_VISITORS = 1 << 16  # users whose visits are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,60 +19,41 @@ class Visit:
     coldest_idle_s: float  # idle time of the prefix that would be evicted next
 
 
-class KVAdmission(Protocol):
-    """Decides which new prefixes stay in the cache."""
-
-    def admits(self, visit: Visit) -> bool: ...
+KVAdmission = Callable[[Visit], bool]  # decides which new prefixes stay in the cache
 
 
-class AdmitEveryPrefix:
-    """Admits every prefix."""
-
-    def admits(self, visit: Visit) -> bool:
-        return True
+def admit_always(visit: Visit) -> bool:
+    """Admit every prefix."""
+    return True
 
 
-class SecondVisit:
-    """Admits the prefix of a user's second visit; of a first visit only while pages are free."""
-
-    def admits(self, visit: Visit) -> bool:
-        return visit.room or visit.count >= 2
+def second_visit(visit: Visit) -> bool:
+    """Admit the prefix of a user's second visit; of a first visit only while pages are free."""
+    return visit.room or visit.count >= 2
 
 
-class ExpectedBenefit:
-    """Admits a prefix whose expected saving per byte exceeds that of the prefix it would evict.
+def expected_benefit(visit: Visit) -> bool:
+    """Admit a prefix whose expected saving per byte exceeds that of the prefix it would evict.
 
     Saved work per token grows with length (attention is quadratic) while bytes grow linearly; the chance of
     a return before eviction is estimated from the user's own gap and the idle time of the coldest resident.
     """
-
-    def __init__(self, linear_tokens: int = 2_048) -> None:
-        self._linear_tokens = linear_tokens  # length at which attention costs as much as the linear parts
-
-    def admits(self, visit: Visit) -> bool:
-        if visit.room:
-            return True
-        if visit.idle_s is None:
-            return False
-        saving = 1 + visit.num_tokens / self._linear_tokens
-        return saving * visit.coldest_idle_s >= visit.idle_s
+    if visit.room or visit.idle_s is None:
+        return visit.room
+    return (1 + visit.num_tokens / LINEAR_TOKENS) * visit.coldest_idle_s >= visit.idle_s
 
 
-class AdmitNever:
-    """Admits no prefix, for models whose K/V are valid for one request only."""
-
-    def admits(self, visit: Visit) -> bool:
-        return False
+def admit_never(visit: Visit) -> bool:
+    """Admit no prefix, for models whose K/V are valid for one request only."""
+    return False
 
 
-def make_kv_admission(name: str) -> KVAdmission:
-    makers: dict[str, Callable[[], KVAdmission]] = {
-        "always": AdmitEveryPrefix,
-        "second-visit": SecondVisit,
-        "benefit": ExpectedBenefit,
-        "never": AdmitNever,
-    }
-    return makers[name]()
+KV_ADMISSIONS: dict[str, KVAdmission] = {
+    "always": admit_always,
+    "second-visit": second_visit,
+    "benefit": expected_benefit,
+    "never": admit_never,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,7 @@ class EarlierVisits:
 class VisitLog:
     """Counts the visits of the most recent users, with or without resident pages; drops the oldest users first."""
 
-    def __init__(self, limit: int = 1 << 16) -> None:
+    def __init__(self, limit: int = MOST_VISITORS) -> None:
         self._limit = limit
         self._seen: OrderedDict[int, tuple[int, float]] = OrderedDict()
 

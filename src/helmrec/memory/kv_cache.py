@@ -177,8 +177,8 @@ class KVCache:
         if id(prefix) in self._order and not prefix.is_probationary:
             return True
         visit = self._visit(prefix, seen, now)
-        prefix.is_probationary = not self._admission.admits(replace(visit, room=False))
-        return not prefix.is_probationary or self._admission.admits(visit)
+        prefix.is_probationary = not self._admission(replace(visit, room=False))
+        return not prefix.is_probationary or self._admission(visit)
 
     def hold(self, user_id: int) -> None:
         """Move a user's prefixes to the warm end of the eviction order."""

@@ -16,7 +16,7 @@ from helmrec.memory.eviction import make_order
 from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.history import RowEpochs
-from helmrec.memory.kv_admission import make_kv_admission
+from helmrec.memory.kv_admission import KV_ADMISSIONS
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.ledger import Owner, PageLedger
 from helmrec.memory.row_admission import make_row_admission
@@ -74,8 +74,7 @@ class Pool:
             max_forks=config.max_forks,
             lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
         )
-        admission = make_kv_admission(config.kv_admission)
-        return KVCache(limits, self.ledger, self.row_epochs, admission, self.expander)
+        return KVCache(limits, self.ledger, self.row_epochs, KV_ADMISSIONS[config.kv_admission], self.expander)
 
     @property
     def alpha(self) -> float:

@@ -7,9 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from helmrec.config import Frozen
+from helmrec.memory.geometry import PageGeometry
 
 ITEM = "item"
 Dtype = Literal["float32", "bfloat16", "float16"]
+_ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class TableConfig(Frozen):
@@ -105,6 +107,19 @@ class ModelConfig(Frozen):
     def is_append_stable(self) -> bool:
         """Whether K/V of a token depend on nothing after it, so that later requests may reuse them."""
         return self.query_frame is None
+
+    def page_geometry(self, page_tokens: int) -> PageGeometry:
+        """Pages of a pool for this model."""
+        return PageGeometry(
+            page_tokens=page_tokens,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            qk_dim=self.qk_dim,
+            v_dim=self.v_dim,
+            kv_itemsize=_ITEMSIZE[self.dtype],
+            row_dim=self.row_dim,
+            row_itemsize=_ITEMSIZE[self.row_dtype],
+        )
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:

@@ -53,18 +53,8 @@ class NodeCurveFeed:
         rate = min(setup.rate, sampling_rate_of(config.num_pages * setup.rows_per_page))
         self._node = node
         self._threshold = sampling_threshold(rate / setup.rate)
-        self._curves = JointMissCurves(
-            MissCurveConfig(
-                num_pages=config.num_pages,
-                page_tokens=setup.rules.page_tokens,
-                rows_per_page=setup.rows_per_page,
-                batch_pages=setup.batch_pages,
-                sampling_rate=rate,
-                waiting_rows=_WAITING_ROWS,
-                kv_admission="always" if engine.kv_admission == "always" else "second-visit",
-                row_admission=engine.row_admission,
-            )
-        )
+        seen = MissCurveConfig.of_engine(engine, config.geometry, engine.max_batch_tokens)
+        self._curves = JointMissCurves(seen.model_copy(update={"sampling_rate": rate, "waiting_rows": _WAITING_ROWS}))
         self._window: dict[int, int] = {}  # of each user's last request
         self._most_rows = 3 * node.requests.reads.max_rows  # of a request: each of three calls needs this room
         self._most_together = max(1, min(MOST_WAITING, _MOST_BYTES // (8 * self._most_rows)))

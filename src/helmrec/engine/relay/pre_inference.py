@@ -14,14 +14,12 @@ from typing import NamedTuple
 from helmrec.config import RelayConfig
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.leases import ComputeShare, Leases
-from helmrec.engine.relay.trigger import SHARE_S, PrefillSignal, RelayLoad, Verdict, decide
+from helmrec.engine.relay.trigger import LEAST_IDLE, SHARE_S, PrefillSignal, RelayLoad, Verdict, decide
 from helmrec.engine.scheduler import Batch, Reply, Scheduled, Scheduler
 from helmrec.errors import HelmRecError
 from helmrec.memory.expander import StepCosts
 from helmrec.memory.kv_cache import KVCache
 from helmrec.types import Lease, PrefillRequest, PrefillResult
-
-_LEAST_IDLE = 0.05  # share of time; the expected latency of a busier node exceeds any budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ class Relay:
         """
         pairs = missing * (total - missing / 2) + num_candidates * total
         step_ms = 1e3 * self._costs.seconds(missing + num_candidates, pairs, is_whole_step=True)
-        idle = max(_LEAST_IDLE, 1 - self._busy_share.share(now))
+        idle = max(LEAST_IDLE, 1 - self._busy_share.share(now))
         return self._scheduler.wait_ms + step_ms / idle
 
     def next_batch(self, now: float) -> Batch | None:

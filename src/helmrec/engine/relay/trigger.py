@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from helmrec.config import RelayConfig
 
+LEAST_IDLE = 0.05  # share of time; the expected latency of a busier node exceeds any budget
 SHARE_S = 1.0  # period over which the share of time for computing ahead is averaged
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.memory.miss_curves.lru import OUT, Lines, close_gaps_of, coldest, join, make_lines, with_ids, with_places
+from helmrec.memory.row_admission import count_touch, halve, num_counters
 from helmrec.memory.sampling import row_hash
 
 Rows = NDArray[np.int64]
@@ -114,7 +115,7 @@ def _make_filter(columns: int, slots: int | None, rate: float) -> tuple[NDArray[
     """Counters of the size that `SecondTouch` uses, scaled by the rate: they age after the same share of the stream."""
     if slots is None:
         return np.zeros((columns, 2, 0), np.uint8), np.zeros(1, np.int64)
-    scaled = rate * (1 << max(10, (8 * slots - 1).bit_length()))
+    scaled = rate * num_counters(slots)
     size = 1 << max(3, round(np.log2(scaled)))  # the nearest power of two
     return np.zeros((columns, 2, size), np.uint8), np.array([max(1, round(scaled / 4))])
 
@@ -203,9 +204,7 @@ def _age(state: RowShadowState, num_missed: int, column: int) -> None:
     seen[column] += num_missed
     if seen[column] >= state.age_after[0]:
         seen[column] //= 2
-        for at in range(sketch.shape[1]):
-            sketch[0, at] >>= 1
-            sketch[1, at] >>= 1
+        halve(sketch)
 
 
 @numba.njit(cache=True)
@@ -216,7 +215,7 @@ def _admit(state: RowShadowState, read: Rows, ids: Ids, fresh: Counts, column: i
     sketch, free = state.sketch[column], state.slots[0]
     room = free[column]  # empty slots: the first missed rows take them without passing the filter
     for i in fresh:
-        is_admitted = _is_second_touch(sketch, read[i]) or room > 0
+        is_admitted = not sketch.size or count_touch(sketch, read[i]) >= 2 or room > 0
         room -= 1
         if not is_admitted:
             continue
@@ -231,25 +230,6 @@ def _admit(state: RowShadowState, read: Rows, ids: Ids, fresh: Counts, column: i
                 _release(rows, after, bucket, numbers, cold)
         join(queue, place, ends, column, ids[i])
         free[column] -= 1
-
-
-@numba.njit(cache=True, inline="always")
-def _is_second_touch(sketch: NDArray[np.uint8], row: int) -> bool:
-    """Count a miss; return whether the row was missed recently, by the counters of `SecondTouch`.
-
-    Without a filter this is always true.
-    """
-    if not sketch.size:
-        return True
-    mask = np.uint64(sketch.shape[1] - 1)
-    mixed = np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    one, other = mixed & mask, (mixed >> np.uint64(32)) & mask
-    first = min(sketch[0, one] + 1, 255)
-    second = min(sketch[1, other] + 1, 255)
-    sketch[0, one] = first
-    sketch[1, other] = second
-    return min(first, second) >= 2
 
 
 @numba.njit(cache=True, inline="always")

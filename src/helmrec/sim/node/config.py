@@ -6,6 +6,7 @@ from pydantic import Field
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.kv_admission import LINEAR_TOKENS
 from helmrec.model.config import ModelConfig
 from helmrec.sim.cost import CostModel
 from helmrec.sim.node.host import MAX_POSITIONS
@@ -15,11 +16,9 @@ from helmrec.sim.node.state import ALWAYS_RELOAD, MEASURED_RELOAD, NEVER_RELOAD,
 from helmrec.traffic.rows import row_reads, row_space
 from helmrec.traffic.trace import Trace, index_histories
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PAGE_TOKENS = 128  # the engine's default on a GPU
 _ADMISSION = {"always": 0, "second-visit": 1, "benefit": 2}
 _RELOAD = {"never": NEVER_RELOAD, "always": ALWAYS_RELOAD, "measured": MEASURED_RELOAD}
-_LINEAR_TOKENS = 2_048  # as in ExpectedBenefit
 
 
 class NodeConfig(Frozen):
@@ -32,17 +31,7 @@ class NodeConfig(Frozen):
 
     @property
     def geometry(self) -> PageGeometry:
-        model = self.model
-        return PageGeometry(
-            page_tokens=self.engine.page_tokens or _PAGE_TOKENS,
-            num_layers=model.num_layers,
-            num_heads=model.num_heads,
-            qk_dim=model.qk_dim,
-            v_dim=model.v_dim,
-            kv_itemsize=_ITEMSIZE[model.dtype],
-            row_dim=model.row_dim,
-            row_itemsize=_ITEMSIZE[model.row_dtype],
-        )
+        return self.model.page_geometry(self.engine.page_tokens or _PAGE_TOKENS)
 
     @property
     def num_pages(self) -> int:
@@ -72,7 +61,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
     engine, geometry = config.engine, config.geometry
     page_bytes = geometry.page_bytes
     return Setup(
-        rules=KVRules(geometry.page_tokens, engine.max_forks, _ADMISSION[engine.kv_admission], _LINEAR_TOKENS),
+        rules=KVRules(geometry.page_tokens, engine.max_forks, _ADMISSION[engine.kv_admission], LINEAR_TOKENS),
         terms=cost.terms(),
         num_context=len(config.model.user_context),
         num_request_context=len(config.model.request_context),

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.memory.kv_admission import MOST_VISITORS
 from helmrec.sim.node.jit import NONE, inner
 from helmrec.sim.node.links import Links, link_first, link_last, make_links, unlink
 from helmrec.types import IntArray
 
 SHORT = -2  # too few pages can be freed now
-_MOST_VISITORS = 1 << 16  # users whose visits are counted, as in VisitLog
 
 
 class Kv(IntEnum):
@@ -115,7 +115,7 @@ def make_kv(num_pages: int, num_users: int) -> KVState:
 
 def make_visits(num_users: int) -> Visits:
     """A log without visits."""
-    limit = min(_MOST_VISITORS, max(1, num_users))
+    limit = min(MOST_VISITORS, max(1, num_users))
     return Visits(
         place=np.zeros(num_users, np.int32),
         user=np.zeros(limit, np.int64),

@@ -3,6 +3,7 @@
 A compiled version of `engine/relay/pre_inference.py`.
 """
 
+from helmrec.engine.relay.trigger import LEAST_IDLE
 from helmrec.sim.cost import ComputeWork, compute_ms
 from helmrec.sim.node.jit import inner
 from helmrec.sim.node.kv import Kv, pages_for
@@ -22,8 +23,6 @@ from helmrec.sim.node.relay import (
 )
 from helmrec.sim.node.state import C, Environment, Member, N, NodeState
 from helmrec.types import IntArray
-
-_LEAST_IDLE = 0.05  # as in engine/relay/pre_inference.py
 
 
 @inner
@@ -59,7 +58,7 @@ def _signal(node: NodeState, env: Environment, request: int, now_s: float) -> Si
     ahead = ComputeWork(missing, pairs, float(missing * setup.rows_per_event))
     num_steps = -(-missing // setup.relay.chunk_tokens)
     ahead_ms = compute_ms(setup.terms, ahead) + (num_steps - 1) * setup.terms.compute_floor_ms
-    idle = max(_LEAST_IDLE, 1 - share(node.relay, T.LATE_BUSY_S, now_s))
+    idle = max(LEAST_IDLE, 1 - share(node.relay, T.LATE_BUSY_S, now_s))
     wait_ms = node.clocks[C.MS_PER_REQUEST] * node.counts[N.QUEUED]
     return SimulatedSignal(
         wait_ms + compute_ms(setup.terms, rank) / idle,

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.memory.row_admission import count_touch, halve, num_counters
 from helmrec.sim.node.jit import inner
 from helmrec.sim.node.links import Links, link_first, link_last, unlink
 from helmrec.types import IntArray
@@ -48,12 +49,11 @@ def make_rows(num_rows: int, num_slots: int, max_missed: int, *, is_filtered: bo
     """An empty cache. `num_slots`: rows that the whole pool could hold."""
     links = np.full((num_rows + 1, 2), ABSENT, np.int32)
     links[num_rows] = num_rows
-    num_counters = 1 << max(10, (8 * num_slots - 1).bit_length())  # the size of SecondTouch
     return RowState(
         counts=np.zeros(len(Row), np.int64),
         links=links,
         stamp=np.zeros(num_rows, np.int32),
-        touches=np.zeros((2, num_counters if is_filtered else 0), np.uint8),
+        touches=np.zeros((2, num_counters(num_slots) if is_filtered else 0), np.uint8),
         ghosts=np.empty(max(1, num_slots), np.int32),
         missed=np.empty(max_missed, np.int32),
     )
@@ -121,24 +121,16 @@ def _age(rows: RowState, num_seen: int) -> None:
     touches, counts = rows.touches, rows.counts
     counts[Row.SEEN] += num_seen
     if counts[Row.SEEN] >= touches.shape[1] // 4:
-        for i in range(touches.shape[1]):
-            touches[0, i] >>= 1
-            touches[1, i] >>= 1
+        halve(touches)
         counts[Row.SEEN] //= 2
 
 
 @inner
 def _worthy(touches: NDArray[np.uint8], missed: NDArray[np.int32], num: int, num_free: int) -> int:
     """Keep rows that were missed before, and as many others as there are empty slots; return how many."""
-    mask = np.uint64(touches.shape[1] - 1)
     kept = 0
     for i in range(num):
-        mixed = np.uint64(missed[i]) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-        a, b = mixed & mask, (mixed >> np.uint64(32)) & mask
-        touches[0, a] = min(touches[0, a] + 1, 255)
-        touches[1, b] = min(touches[1, b] + 1, 255)
-        if i < num_free or min(touches[0, a], touches[1, b]) >= 2:
+        if count_touch(touches, missed[i]) >= 2 or i < num_free:
             missed[kept] = missed[i]
             kept += 1
     return kept
