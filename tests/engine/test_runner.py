@@ -29,7 +29,7 @@ def test_admitted_rows_are_what_the_step_read(rng: np.random.Generator, row_inde
             slots = (rows.table.row_of != ABSENT).nonzero().flatten().numpy()
             resident = rows.table.row_of[slots].numpy().astype(np.int64)
         else:
-            resident = host_rows(engine._pool).resident_rows()
+            resident = host_rows(engine._pool).by_heat()
             slots = host_rows(engine._pool).peek(resident)
         assert resident.size > 0
         assert torch.equal(engine._arena.rows[torch.from_numpy(slots).long()], engine._master.gather(resident))

@@ -11,7 +11,6 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is impo
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import page_copy, triton_page_copy
-from helmrec.kernels.triton_page_copy import PageLaunch
 
 SLOTS, PAGES = 9, 7
 
@@ -29,6 +28,6 @@ def test_pages_land_where_they_should_and_nowhere_else(page_bytes: int, num_load
     loads[0, 0] = num_loads
     loads[1 : 1 + num_loads] = torch.stack([slots, pages], 1)
     page_copy.load_pages(host, twin, loads)
-    triton_page_copy.load_pages(host, arena, loads, PageLaunch(programs, tile_bytes=256, num_warps=4))
+    triton_page_copy.load_pages(host, arena, loads, programs, tile_bytes=256)
     assert torch.equal(arena, twin)
     assert torch.equal(twin[pages], host[slots])

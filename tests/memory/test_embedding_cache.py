@@ -31,7 +31,7 @@ def shrink(cache: EmbeddingCache, num: int) -> None:
 
 
 def resident(cache: EmbeddingCache) -> set[int]:
-    return set(cache.resident_rows().tolist())
+    return set(cache.by_heat().tolist())
 
 
 def zipf(rng: np.random.Generator, num_rows: int, size: int) -> Rows:
@@ -229,7 +229,7 @@ def test_a_cache_that_grows_back_takes_the_hottest_absent_rows_and_holds_them_co
         cache.lookup(np.array([row]))
     shrink = cache.remove_pages(2)
     cache.finish_shrink(shrink)
-    assert sorted(cache.resident_rows()) == list(range(8, 16))
+    assert sorted(cache.by_heat()) == list(range(8, 16))
     cache.add_pages(shrink.pages)
     refill = cache.refill(3)
     assert refill.rows.tolist() == [7, 6, 5], "the hottest of those that went, hottest first"
@@ -239,10 +239,8 @@ def test_a_cache_that_grows_back_takes_the_hottest_absent_rows_and_holds_them_co
     assert rest.rows.tolist() == [4, 3, 2, 1, 0]
     cache.publish(rest, is_cold=True)
     assert cache.refill(100).rows.size == 0
-    cache.admit(np.array([50, 51]), np.array([0, 1]))
-    assert sorted(set(range(16)) - set(cache.resident_rows().tolist())) == [0, 1], (
-        "the coldest of the refilled go first"
-    )
+    cache.publish(cache.admit(np.array([50, 51]), np.array([0, 1])))
+    assert sorted(set(range(16)) - set(cache.by_heat().tolist())) == [0, 1], "the coldest of the refilled go first"
 
 
 def test_rows_that_came_back_on_demand_are_not_refilled() -> None:

@@ -220,7 +220,7 @@ def test_survivors_of_a_shrink_take_their_data_along() -> None:
     read(pool, hot, mover)
     pool.aim(0.1)
     settle(pool)
-    assert sorted(host_rows(pool).resident_rows().tolist()) == hot.tolist()
+    assert sorted(host_rows(pool).by_heat().tolist()) == hot.tolist()
     assert np.array_equal(mover.row_at[host_rows(pool).peek(hot)], hot)
     assert pool.stats().bytes_by_cause["boundary-compact"] > 0
 
@@ -246,7 +246,7 @@ def test_no_page_and_no_row_is_lost_while_the_boundary_moves(order: str, seed: i
             case "serve" if pool.ledger.num_free + pool.ledger.count(Owner.KV) >= 5:
                 serve(pool, number % 3, range(number, number + 9))
         pool.check()
-        rows = host_rows(pool).resident_rows()
+        rows = host_rows(pool).by_heat()
         assert np.array_equal(mover.row_at[host_rows(pool).peek(rows)], rows), "a row's data is not in its slot"
 
 

@@ -68,19 +68,25 @@ def warm_up(engine: Engine) -> None:
     engine.take_steps()  # discard: slower than the steps of traffic
 
 
-def made_up_request(model: ModelConfig, num_events: int, num_candidates: int = 1) -> RankRequest:
+def made_up_request(model: ModelConfig, num_events: int) -> RankRequest:
     """Return a valid request that reads only the first row of each table."""
+    return _request(
+        model, int(np.iinfo(np.int64).max), np.zeros(num_events, np.int64), np.zeros(1, np.int64), context=0
+    )
+
+
+def _request(model: ModelConfig, user_id: int, items: IntArray, candidates: IntArray, context: int) -> RankRequest:
+    """Return a request with rows of other tables that follow from the items."""
     extra = [table.name for table in model.features[1:]]
-    events, candidates = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
     return RankRequest(
-        user_id=int(np.iinfo(np.int64).max),
-        items=events,
-        actions=events,
-        timestamps=events,
+        user_id=user_id,
+        items=items,
+        actions=items % model.num_actions,
+        timestamps=np.arange(items.size) * 60,
         candidates=candidates,
-        features=dict.fromkeys(extra, events),
-        candidate_features=dict.fromkeys(extra, candidates),
-        context={table.name: 0 for table in (*model.user_context, *model.request_context)},
+        features={name: items * i % _SCRATCH_ITEMS for i, name in enumerate(extra, start=3)},
+        candidate_features={name: candidates * i % _SCRATCH_ITEMS for i, name in enumerate(extra, start=3)},
+        context={table.name: context for table in (*model.user_context, *model.request_context)},
     )
 
 
@@ -169,24 +175,9 @@ def scratch_requests(model: ModelConfig) -> Iterator[RankRequest]:
                 items[end - 7 :] = rng.integers(_SCRATCH_ITEMS, size=items.size - end + 7)
             if turn == 3 and user % 4 == 0:
                 end //= 2
-            yield _scratch_request(model, user, items[:end])
-    yield _scratch_request(model, _SCRATCH_USERS, rng.integers(_SCRATCH_ITEMS, size=_SCRATCH_WINDOW))
-
-
-def _scratch_request(model: ModelConfig, user: int, items: IntArray) -> RankRequest:
-    extra = [table.name for table in model.features[1:]]
-    candidates = items[:3]
-    context = {table.name: user % 4 for table in (*model.user_context, *model.request_context)}
-    return RankRequest(
-        user_id=user,
-        items=items,
-        actions=items % model.num_actions,
-        timestamps=np.arange(items.size) * 60,
-        candidates=candidates,
-        features={name: (items + i) % _SCRATCH_ITEMS for i, name in enumerate(extra)},
-        candidate_features={name: (candidates + i) % _SCRATCH_ITEMS for i, name in enumerate(extra)},
-        context=context,
-    )
+            yield _request(model, user, items[:end], items[:3], user % 4)
+    items = rng.integers(_SCRATCH_ITEMS, size=_SCRATCH_WINDOW)
+    yield _request(model, _SCRATCH_USERS, items, items[:3], context=0)
 
 
 def _change_everything(engine: Engine) -> None:

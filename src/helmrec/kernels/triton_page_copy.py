@@ -7,24 +7,13 @@ The list of pages is read from host memory too, so that nothing is copied before
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class PageLaunch:
-    """The number of programs, and the bytes that each has in flight."""
-
-    programs: int
-    tile_bytes: int
-    num_warps: int
-
-
-BESIDE_COMPUTE = PageLaunch(programs=8, tile_bytes=64 << 10, num_warps=8)  # half is enough without other compute
+_PROGRAMS = 8  # half as many are enough without other compute
+_TILE_BYTES = 64 << 10  # that each program has in flight
 
 
 @triton.jit
@@ -46,12 +35,13 @@ def _load_kernel(host, arena, loads, PAGE_WORDS: tl.constexpr, TILE: tl.constexp
         slot, page = next_slot, next_page
 
 
-def load_pages(host: Tensor, arena: Tensor, loads: Tensor, launch: PageLaunch = BESIDE_COMPUTE) -> None:
+def load_pages(
+    host: Tensor, arena: Tensor, loads: Tensor, programs: int = _PROGRAMS, tile_bytes: int = _TILE_BYTES
+) -> None:
     """arena[page] = host[slot] for each (slot, page) that `loads` names; shapes as the twin's.
 
     The memory of `host` and of `loads` must be locked, and neither may change until the kernel has run.
     """
     host, arena = host.view(torch.int32), arena.view(torch.int32)
-    tile = launch.tile_bytes // host.element_size()
-    grid = (launch.programs,)
-    _load_kernel[grid](host, arena, loads, PAGE_WORDS=host.shape[1], TILE=tile, num_warps=launch.num_warps)
+    tile = tile_bytes // host.element_size()
+    _load_kernel[(programs,)](host, arena, loads, PAGE_WORDS=host.shape[1], TILE=tile, num_warps=8)

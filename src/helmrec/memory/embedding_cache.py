@@ -64,11 +64,6 @@ class EmbeddingCache:
         self.moves = 0
 
     @property
-    def num_rows(self) -> int:
-        """Rows in the id space."""
-        return self._index.size
-
-    @property
     def capacity(self) -> int:
         return self._num_owned * self._rows_per_page
 
@@ -79,10 +74,6 @@ class EmbeddingCache:
     @property
     def index_bytes(self) -> int:
         return self._index.nbytes
-
-    def resident_rows(self) -> Rows:
-        """All resident rows, in slot order."""
-        return self._row_of[self._row_of != ABSENT]
 
     def by_heat(self) -> Rows:
         """Return the resident rows, coldest first."""

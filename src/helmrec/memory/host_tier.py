@@ -105,10 +105,6 @@ class RowMaster:
         return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
 
     @property
-    def num_rows(self) -> int:
-        return int(self._starts[-1])
-
-    @property
     def num_bytes(self) -> int:
         return sum(table.nbytes for table in self._tables)
 
