@@ -1,4 +1,4 @@
-"""`helmrec trace`: create, import, describe and plot traces."""
+"""`helmrec trace`: create, import and describe traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,15 +10,14 @@ from helmrec.cli.console import exit_on_error, out, pairs_table
 from helmrec.errors import ConfigError
 from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
 from helmrec.traffic.generate import generate
+from helmrec.traffic.imported import ImportConfig, trace_of_log
+from helmrec.traffic.importers import READERS, read_log
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.trace_file import read_trace, write_trace
 from helmrec.traffic.workload import Workload, load_workload
 from helmrec_bench.traces.describe import PUBLISHED, Description, describe
-from helmrec_bench.traces.imported import ImportConfig, trace_of_log
-from helmrec_bench.traces.importers import READERS, read_log
-from helmrec_bench.traces.plot import plot_trace
 
-trace_app = typer.Typer(help="Create, import, describe and plot traces of traffic.", no_args_is_help=True)
+trace_app = typer.Typer(help="Create, import and describe traces of traffic.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]
@@ -98,13 +97,6 @@ def describe_(path: TraceFile) -> None:
     out.print(_overview(trace.catalogue.source, found))
     out.print(_phases(found))
     out.print(_beside_published(found))
-
-
-@trace_app.command("plot")
-def plot(path: TraceFile, picture: Out) -> None:
-    """Plot a trace: arrivals, users, item popularity, return times."""
-    with exit_on_error():
-        plot_trace(read_trace(path), picture)
 
 
 def _overview(source: str, found: Description) -> Table:

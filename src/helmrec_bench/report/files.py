@@ -27,9 +27,6 @@ def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     """A matplotlib figure to draw on, which is then written to `path`."""
     figure = new_figure(size)
     yield figure
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     err.print(f"wrote {path}", highlight=False, soft_wrap=True)

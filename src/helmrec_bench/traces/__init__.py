@@ -1,1 +1,1 @@
-"""Traces of real and synthetic traffic: published logs imported, statistics beside published ones, pictures."""
+"""Statistics of traces beside published ones."""

@@ -1,18 +1,14 @@
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helmrec.errors import ConfigError
 from helmrec.traffic.families import Shape, family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import Trace
 from helmrec_bench.traces.describe import describe, return_times
-from helmrec_bench.traces.plot import plot_trace
 from tests.traffic.cases import model_of_many_tables, small_trace
 
 
@@ -87,18 +83,3 @@ def test_the_meta_preset_reads_rows_as_often_as_the_published_trace() -> None:
     assert found.once_rows == pytest.approx(0.47, abs=0.03)
     assert found.once_reads == pytest.approx(0.069, abs=0.005)
     assert found.hot_reads == pytest.approx(0.42, abs=0.02)
-
-
-def test_a_plot_is_a_picture_and_the_same_each_time(trace: Trace, tmp_path: Path) -> None:
-    for name in ("a.png", "b.png"):
-        plot_trace(trace, tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-def test_plotting_errors_are_clear(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="cannot write"):
-        plot_trace(trace, tmp_path / "picture.xyz")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"helmrec\[bench\]"):
-        plot_trace(trace, tmp_path / "a.png")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from helmrec.errors import ConfigError, TraceError
+from helmrec.traffic.imported import ImportConfig, trace_of_log
+from helmrec.traffic.importers import Log, read_log
 from helmrec.traffic.popularity import block_mass
 from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import index_histories
-from helmrec_bench.traces.imported import ImportConfig, trace_of_log
-from helmrec_bench.traces.importers import Log, read_log
 from tests.traffic.cases import model_of_many_tables
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import TraceError
+from helmrec.traffic.importers import Log
 from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Epoch, Trace, lanes_for
 from helmrec.types import IntArray
-from helmrec_bench.traces.importers import Log
 
 
 class ImportConfig(Frozen):
