@@ -57,12 +57,6 @@ def test_own_events_are_those_of_the_trace(trace: Trace) -> None:
         assert np.array_equal(request.timestamps[backlog:], trace.timestamp_s[stored])
 
 
-def test_starting_in_the_middle_gives_the_same_requests(trace: Trace) -> None:
-    middle = trace.num_requests // 2
-    late = [fields(request) for request in rank_requests(trace, MODEL, first=middle)]
-    assert late == [fields(request) for request in islice(rank_requests(trace, MODEL), middle, None)]
-
-
 def test_long_histories_are_sent_as_tails(trace: Trace) -> None:
     narrow = MODEL.model_copy(update={"window": 8})
     histories = index_histories(trace)

@@ -15,10 +15,8 @@ from helmrec.traffic.trace import Trace, index_histories
 from helmrec.types import IntArray, RankRequest
 
 
-def rank_requests(
-    trace: Trace, model: ModelConfig, *, first: int = 0, deadline_ms: float | None = None
-) -> Iterator[RankRequest]:
-    """Yield the requests of a trace from `first` on. Of a history longer than the model's window the tail is sent.
+def rank_requests(trace: Trace, model: ModelConfig) -> Iterator[RankRequest]:
+    """Yield the requests of a trace. Of a history longer than the model's window the tail is sent.
 
     The arrays of a request are read-only views of the user's history, valid until the user's next request.
     """
@@ -26,7 +24,7 @@ def rank_requests(
     most = int(trace.num_candidates.max(initial=1))
     if most > model.max_candidates:
         raise TraceError(f"the trace has {most} candidates in a request, {model.name!r} takes {model.max_candidates}")
-    return _Replay(trace, model).requests(first, deadline_ms)
+    return _Replay(trace, model).requests()
 
 
 class _Replay:
@@ -40,9 +38,9 @@ class _Replay:
         self._table_rows = np.array([table.num_rows for table in model.features], np.int64)
         self._users: dict[int, _Growing] = {}
 
-    def requests(self, first: int, deadline_ms: float | None) -> Iterator[RankRequest]:
+    def requests(self) -> Iterator[RankRequest]:
         trace, model = self._trace, self._model
-        for request in range(first, trace.num_requests):
+        for request in range(trace.num_requests):
             user = int(trace.user[request])
             history = self._history(user, int(self._histories.length[request]))
             begin = max(0, history.length - model.window)
@@ -59,7 +57,6 @@ class _Replay:
                 context=self._context(user, now),
                 first_event=begin,
                 request_time=now,
-                deadline_ms=deadline_ms,
             )
             if self._histories.is_last[request]:
                 del self._users[user]
