@@ -8,8 +8,9 @@ import pytest
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema
+from helmrec.history.store import HistoryStore
 from tests.history.helpers import SCHEMA
-from tests.history.places import Open, Store, running_redis
+from tests.history.places import Open, running_redis
 
 _PLACES = itertools.count()
 
@@ -29,7 +30,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
     url, prefix = request.getfixturevalue("redis_url"), f"place-{next(_PLACES)}"
 
-    def open_redis(config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> Store:
+    def open_redis(config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> HistoryStore:
         patient = {"read_timeout_ms": 30_000, "write_timeout_ms": 30_000}  # however busy the machine is
         return RedisHistory(url, schema, (config or HistoryConfig()).model_copy(update=patient), prefix)
 
@@ -37,7 +38,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 @pytest.fixture
-def store(opened: Open) -> Iterator[Store]:
+def store(opened: Open) -> Iterator[HistoryStore]:
     """An empty store, sound at teardown."""
     with opened(HistoryConfig(sync="os")) as store:
         yield store

@@ -1,4 +1,4 @@
-"""A process of its own for what needs several: children that are killed, and one that reads beside the writer.
+"""A separate process that starts children and kills them.
 
 `python -m tests.history.other_processes FOLDER NUM_ROUNDS SEED` prints what it saw as JSON. Children are forks: this
 process imports everything once and has no threads when it forks.
@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedHistory, EmbeddedReader
+from helmrec.history.embedded import EmbeddedHistory
 from tests.history.helpers import SCHEMA, events_of, same
 
 SYNCS: tuple[Literal["commit", "interval", "os"], ...] = ("commit", "interval", "os")
@@ -113,44 +113,10 @@ def kill_many(path: Path, num_rounds: int, seed: int) -> dict[str, int]:
     return seen
 
 
-def read_beside_the_writer(path: Path) -> dict[str, Any]:
-    """A reader in another process follows the writer, also when the map grows."""
-    config = HistoryConfig(sync="os", map_bytes=1 << 20)
-    lengths = [3, 200, 60_000, 7]
-    with EmbeddedHistory(path, SCHEMA, config) as store:
-        store.append(0, 0, events_of(0, 0, lengths[0]))
-    ask_read, ask_write = os.pipe()
-
-    def answer(pipe: int) -> None:
-        os.close(ask_write)
-        reader = EmbeddedReader(path, SCHEMA)
-        os.write(pipe, b"open\n")
-        with os.fdopen(ask_read) as questions:
-            for line in questions:
-                user = int(line)
-                is_same = same(reader.read_last(user, 10**9), events_of(user, 0, lengths[user]))
-                os.write(pipe, b"same\n" if is_same else b"other\n")
-
-    pid, pipe = child(answer)
-    os.close(ask_read)
-    with os.fdopen(pipe) as answers, EmbeddedHistory(path, SCHEMA, config) as store:
-        seen = [answers.readline().strip()]
-        for user, num in enumerate(lengths):
-            store.append(user, 0, events_of(user, 0, num))
-            os.write(ask_write, f"{user}\n".encode())
-            seen.append(answers.readline().strip())
-        map_bytes = store.stats().map_bytes
-        os.close(ask_write)
-        answers.read()
-    os.waitpid(pid, 0)
-    return {"answers": seen, "map_bytes": map_bytes}
-
-
 def main(folder: str, num_rounds: str, seed: str) -> None:
     warm_up(Path(folder) / "warm")
     killed = kill_many(Path(folder) / "killed", int(num_rounds), int(seed))
-    read = read_beside_the_writer(Path(folder) / "read")
-    sys.stdout.write(json.dumps({"killed": killed, "read": read}))
+    sys.stdout.write(json.dumps(killed))
 
 
 if __name__ == "__main__":

@@ -8,29 +8,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import pytest
 
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import HistoryStats
 from helmrec.history.events import EventSchema
 from helmrec.history.store import HistoryStore
 from tests.history.helpers import SCHEMA
 
 
-class Store(HistoryStore, Protocol):
-    """What both stores have beside the protocol."""
-
-    def stats(self) -> HistoryStats: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 class Open(Protocol):
-    def __call__(self, config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> Store:
+    def __call__(self, config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> HistoryStore:
         """Open the place of this test, once more if it was opened before."""
 
 

@@ -33,7 +33,7 @@ Make = Callable[..., GroupCommit]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Watched]:
-    file = Watched(tmp_path, SCHEMA, HistoryConfig(sync="interval", sync_interval_s=5), readonly=False)
+    file = Watched(tmp_path, SCHEMA, HistoryConfig(sync="interval", sync_interval_s=5))
     yield file
     file.close()
 
@@ -204,7 +204,7 @@ def test_after_a_failed_sync_nothing_more_is_acknowledged(make: Make, file: Watc
 
 @pytest.mark.parametrize(("sync", "is_forced"), [("commit", True), ("interval", False), ("os", False)])
 def test_the_policy_reaches_the_database(tmp_path: Path, sync: Any, is_forced: bool) -> None:
-    file = HistoryFile(tmp_path, SCHEMA, HistoryConfig(sync=sync), readonly=False)
+    file = HistoryFile(tmp_path, SCHEMA, HistoryConfig(sync=sync))
     assert file.env.flags()["sync"] is is_forced
     file.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedHistory, EmbeddedReader
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, FeatureTable
 from helmrec.history.pages import PAGE_EVENTS
 from tests.history.helpers import SCHEMA, events_of, same
@@ -42,15 +42,12 @@ def someone_elses_database(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_file, other_files, noise, someone_elses_database])
-@pytest.mark.parametrize("opener", [EmbeddedHistory, EmbeddedReader])
-def test_what_is_foreign_is_refused_and_left_alone(
-    tmp_path: Path, make: Callable[[Path], None], opener: Callable[[Path, EventSchema], object]
-) -> None:
+def test_what_is_foreign_is_refused_and_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "place"
     make(path)
     before = {p.name: p.read_bytes() for p in path.iterdir() if "lock" not in p.name} if path.is_dir() else None
     with pytest.raises(HistoryError, match="place"):
-        opener(path, SCHEMA)
+        EmbeddedHistory(path, SCHEMA)
     if before is not None:
         assert {p.name: p.read_bytes() for p in path.iterdir() if "lock" not in p.name} == before
 
@@ -59,12 +56,6 @@ def test_a_place_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(HistoryError, match="file"):
         EmbeddedHistory(tmp_path / "file" / "deeper", SCHEMA)
-
-
-def test_nothing_is_made_by_a_reader(tmp_path: Path) -> None:
-    with pytest.raises(HistoryError, match="holds no history store"):
-        EmbeddedReader(tmp_path / "none", SCHEMA)
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_store_of_other_fields_is_refused(tmp_path: Path) -> None:

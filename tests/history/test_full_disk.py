@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_and_fits_when_there_is_room(
     ids=str,
 )
 def test_a_disk_that_fails_is_not_taken_for_a_full_one(tmp_path: Path, error: Exception, is_full: bool) -> None:
-    file = HistoryFile(tmp_path, SCHEMA, HistoryConfig(), readonly=False)
+    file = HistoryFile(tmp_path, SCHEMA, HistoryConfig())
     size = (tmp_path / "data.mdb").stat().st_size
 
     def fail(_: object) -> None:

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from helmrec.errors import ConfigError, HistoryError
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedHistory, EmbeddedReader
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.identity import Found, check_identity
 from tests.history.helpers import SCHEMA, events_of, same
 from tests.history.places import Open
@@ -65,15 +65,15 @@ def test_stores_with_one_secret_agree_on_seals_and_others_do_not(tmp_path: Path)
     assert len(set(seals)) == 4
 
 
-def test_a_reader_needs_the_secret_of_the_writer(tmp_path: Path) -> None:
+def test_a_later_process_needs_the_secret_of_the_first(tmp_path: Path) -> None:
     with EmbeddedHistory(tmp_path, SCHEMA, SEALED) as store:
         store.append(1, 0, events_of(1, 0, 5))
         state = store.state(1)
-    with EmbeddedReader(tmp_path, SCHEMA, SEALED) as reader:
+    with EmbeddedHistory(tmp_path, SCHEMA, SEALED) as reader:
         assert reader.state(1) == state
         assert same(reader.read_last(1, 9), events_of(1, 0, 5))
     with pytest.raises(HistoryError, match="was made with history_secret"):
-        EmbeddedReader(tmp_path, SCHEMA)
+        EmbeddedHistory(tmp_path, SCHEMA)
 
 
 def test_a_store_of_an_older_release_is_refused_with_the_reason() -> None:

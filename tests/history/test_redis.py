@@ -13,17 +13,18 @@ from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable, StaleV
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_EVENTS
-from helmrec.history.store import Appended
+from helmrec.history.store import HistoryStore
+from helmrec.history.values import Appended
 from tests.history.helpers import SCHEMA, events_of, same
-from tests.history.places import Store, redis_process, running_redis
+from tests.history.places import redis_process, running_redis
 
 redis = pytest.importorskip("helmrec.history.redis", reason="helmrec[cluster] is not installed")
 PASSWORD = "hunter2secret"
 PATIENT = HistoryConfig(read_timeout_ms=30_000, write_timeout_ms=30_000)  # however busy the machine is
 
 
-def open_at(url: str, prefix: str, config: HistoryConfig | None = None) -> Store:
-    store: Store = redis.RedisHistory(url, SCHEMA, config or PATIENT, prefix)
+def open_at(url: str, prefix: str, config: HistoryConfig | None = None) -> HistoryStore:
+    store: HistoryStore = redis.RedisHistory(url, SCHEMA, config or PATIENT, prefix)
     return store
 
 
@@ -40,7 +41,7 @@ def test_what_one_node_appends_the_other_reads_at_once(redis_url: str) -> None:
 
 
 def test_of_two_nodes_that_append_to_one_version_one_is_kept_and_one_is_stale(redis_url: str) -> None:
-    def append(store: Store, base: int, whose: int) -> Appended | StaleVersion:
+    def append(store: HistoryStore, base: int, whose: int) -> Appended | StaleVersion:
         try:
             return store.append(1, base, events_of(whose, base, 3))
         except StaleVersion as stale:

@@ -8,8 +8,9 @@ from helmrec.errors import HistoryError, RequestError, TablesTooSmall
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, FeatureTable, NewEvents
 from helmrec.history.sizes import check_sizes, pack_sizes, sizes_of, unpack_sizes
+from helmrec.history.store import HistoryStore
 from tests.history.helpers import SCHEMA, events_of
-from tests.history.places import Open, Store
+from tests.history.places import Open
 
 
 def of(num_items: int = 1_000, num_categories: int = 20, num_actions: int = 4) -> EventSchema:
@@ -21,7 +22,7 @@ def item(number: int) -> NewEvents:
     return NewEvents([number], [0], [5_000], {"category": [0]})
 
 
-def test_a_store_follows_tables_that_grew(store: Store) -> None:
+def test_a_store_follows_tables_that_grew(store: HistoryStore) -> None:
     store.append(1, 0, events_of(1, 0, 3))
     with pytest.raises(RequestError, match=r"items\[0\]: values run from 0 to 999, got 1500"):
         store.append(1, 3, item(1_500))
@@ -56,12 +57,12 @@ def test_tables_that_shrank_are_refused_while_there_are_events(opened: Open, sma
         assert without_users.sizes() == sizes_of(smaller)
 
 
-def test_other_fields_cannot_be_followed(store: Store) -> None:
+def test_other_fields_cannot_be_followed(store: HistoryStore) -> None:
     with pytest.raises(HistoryError, match="keeps"):
         store.follow(EventSchema(num_items=5_000, num_actions=4))
 
 
-def test_appends_on_their_way_are_kept_when_tables_grow(store: Store) -> None:
+def test_appends_on_their_way_are_kept_when_tables_grow(store: HistoryStore) -> None:
     waiting = [store.submit(user, 0, events_of(user, 0, 40)) for user in range(50)]
     store.follow(of(3_000))
     waiting += [store.submit(user, 40, item(2_999)) for user in range(50)]

@@ -14,9 +14,10 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import Events, NewEvents
 from helmrec.history.pages import PAGE_EVENTS
-from helmrec.history.store import Appended
+from helmrec.history.store import HistoryStore
+from helmrec.history.values import Appended
 from tests.history.helpers import SCHEMA
-from tests.history.places import Store, running_redis
+from tests.history.places import running_redis
 
 KEEP = 300
 users = st.integers(0, 3)
@@ -71,7 +72,7 @@ class StoreBesideTwin(RuleBasedStateMachine):
         self.twin = Twin()
         self.sent_before: list[tuple[int, int, list[Event]]] = []
 
-    def open(self) -> Store:
+    def open(self) -> HistoryStore:
         return EmbeddedHistory(self.folder.name, SCHEMA, CONFIG)
 
     def both_append(self, user: int, base: int, new: list[Event]) -> None:
@@ -121,13 +122,6 @@ class StoreBesideTwin(RuleBasedStateMachine):
         found = self.store.read_last(user, num)
         assert (found.first_event, came(found)) == (first, kept[first:])
 
-    @rule(user=users, first=st.integers(0, 700))
-    def read_from(self, user: int, first: int) -> None:
-        kept = self.twin.users.get(user, [])
-        first = min(max(self.twin.first_kept(user), first), len(kept)) if kept else 0
-        found = self.store.read_from(user, first)
-        assert (found.first_event, came(found)) == (first, kept[first:])
-
     @rule()
     def reopen(self) -> None:
         self.store.close()
@@ -162,7 +156,7 @@ class RedisBesideTwin(StoreBesideTwin):
 
     url = ""
 
-    def open(self) -> Store:
+    def open(self) -> HistoryStore:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
 
         return RedisHistory(self.url, SCHEMA, CONFIG, self.folder.name)

@@ -26,7 +26,6 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
             times = list(range(base_version, base_version + 300))
             store.append(7, base_version, NewEvents([3] * 300, [1] * 300, times, {"category": [2] * 300}))
         store.read_last(7, 450)
-        store.read_from(7, 10)
         store.check()
     assert before["_copy_columns"] == before["_count_sound"] == 1
     assert compiled() == before

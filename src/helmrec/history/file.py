@@ -46,20 +46,19 @@ class Tables(NamedTuple):
 class HistoryFile:
     """The open file. A process that forks must open it after the fork."""
 
-    def __init__(self, path: Path, schema: EventSchema, config: HistoryConfig, *, readonly: bool) -> None:
+    def __init__(self, path: Path, schema: EventSchema, config: HistoryConfig) -> None:
         """Raise HistoryError if `path` is foreign, damaged, of other fields, or another process writes to it."""
         self.path = path
-        self.readonly = readonly
         self._config = config
         self._no_growth = threading.Lock()  # the map must not grow while a transaction of this process reads it
-        _check_place(path, readonly=readonly)
-        self._lock = None if readonly else _take_writer_lock(path)
+        _check_place(path)
+        self._lock: int | None = _take_writer_lock(path)
         self._env: lmdb.Environment | None = None
         try:
             with self._lmdb_errors():
                 self._env = self._open()
                 self._inode = _inode(path)
-                was_short = _fill_up(self._env, self.path, self._lock)
+                was_short = _fill_up(self._env, path)
                 self.key = self._identify(schema)
                 self.tables = Tables(
                     self._env.open_db(b"users", create=False), self._env.open_db(b"pages", create=False)
@@ -74,8 +73,6 @@ class HistoryFile:
         env = lmdb.open(
             str(self.path),
             map_size=min(self._config.map_bytes, self._config.max_bytes),
-            readonly=self.readonly,
-            create=not self.readonly,
             sync=self._config.sync == "commit",
             readahead=False,  # users come in no order
             max_dbs=2,
@@ -89,7 +86,7 @@ class HistoryFile:
             found, is_empty = Found(txn.get(_DESCRIPTION), txn.get(_OWN_SECRET)), txn.stat()["entries"] == 0
         if found.description is not None:
             return check_identity(self.path, found, schema, self._config.secret)
-        if self.readonly or not is_empty:
+        if not is_empty:
             raise HistoryError(f"{self.path} holds a database that is not a history store")
         own_secret = secrets.token_bytes(SECRET_BYTES) if self._config.secret is None else None
         key = make_key(self.path, self._config.secret, own_secret)
@@ -134,7 +131,7 @@ class HistoryFile:
     @contextmanager
     def reading(self) -> Iterator[Txn]:
         """Open a read transaction. Keep it short: meanwhile freed pages are not reused and the map does not grow."""
-        with self._no_growth, self._lmdb_errors(), self._begin() as txn:
+        with self._no_growth, self._lmdb_errors(), self.env.begin(buffers=True) as txn:
             yield txn
 
     def check_place(self) -> None:
@@ -145,13 +142,6 @@ class HistoryFile:
             raise HistoryUnavailable(f"{self.path} cannot be found any more ({error.strerror})") from None
         if found != self._inode:
             raise HistoryUnavailable(f"{self.path} was replaced while it was open")
-
-    def _begin(self) -> Txn:
-        try:
-            return self.env.begin(buffers=True)
-        except lmdb.MapResizedError:  # by the writer, in another process
-            self.env.set_mapsize(0)
-            return self.env.begin(buffers=True)
 
     def write(self, work: Callable[[Txn], T], *, may_exceed: bool = False) -> T:
         """Do `work` in one transaction and commit it. It runs again from the start if the map had to grow.
@@ -198,8 +188,7 @@ class HistoryFile:
             env, self._env = self._env, None
         if env is not None:
             with self._lmdb_errors():
-                if not self.readonly:
-                    env.sync(True)
+                env.sync(True)
                 env.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -213,7 +202,7 @@ class HistoryFile:
         except lmdb.MapFullError:
             raise
         except (lmdb.Error, OSError) as error:
-            kind = DiskFull if not self.readonly and _is_disk_full(error, self.path / _DATA) else HistoryError
+            kind = DiskFull if _is_disk_full(error, self.path / _DATA) else HistoryError
             raise kind(f"{self.path}: {error}") from error
 
 
@@ -247,12 +236,10 @@ def _inode(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _check_place(path: Path, *, readonly: bool) -> None:
+def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise HistoryError(f"{path} is not a folder")
-    if readonly and not (path / _DATA).exists():
-        raise HistoryError(f"{path} holds no history store")
-    if not readonly and not (path / _DATA).exists() and path.exists() and any(p.name != _LOCK for p in path.iterdir()):
+    if not (path / _DATA).exists() and path.exists() and any(p.name != _LOCK for p in path.iterdir()):
         raise HistoryError(f"{path} holds other files and no history store")
 
 
@@ -271,11 +258,10 @@ def _take_writer_lock(path: Path) -> int:
     return lock
 
 
-def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> bool:
+def _fill_up(env: lmdb.Environment, path: Path) -> bool:
     """Extend the file to its last page, since reading a map beyond the end of its file kills the process.
 
-    Return whether it was shorter: a copy may be incomplete, or the last pages were never written. If another process
-    holds the writer's lock, that process has extended the file.
+    Return whether it was shorter: a copy may be incomplete, or the last pages were never written.
     """
     page_bytes = env.stat()["psize"]
     end = (env.info()["last_pgno"] + 1) * page_bytes
@@ -284,13 +270,7 @@ def _fill_up(env: lmdb.Environment, path: Path, lock: int | None) -> bool:
         return False
     if size % page_bytes:
         raise HistoryError(f"{path} is cut short: {size} bytes of {end}")
-    try:
-        held = _take_writer_lock(path) if lock is None else None
-    except HistoryError:
-        return False
     os.truncate(path / _DATA, end)
-    if held is not None:
-        os.close(held)
     return True
 
 

@@ -8,22 +8,22 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self, TypeVar, cast
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import redis
 
 from helmrec.errors import HelmRecError, HistoryError, QueueFull
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import HistoryStats
-from helmrec.history.events import Events, EventSchema, NewEvents, check_whole, to_columns, to_events
+from helmrec.history.events import EventSchema
 from helmrec.history.file import Tables, Txn
 from helmrec.history.identity import Found, check_identity, describe, make_key
-from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, UserRecord, page_key, unpack_user, user_key, user_of_key
+from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, page_key, unpack_user, user_key, user_of_key
 from helmrec.history.redis_client import connect, redis_errors
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
-from helmrec.history.store import Appended, UserState
+from helmrec.history.store import HistoryStore
 from helmrec.history.users import Append, UserTable
+from helmrec.history.values import Appended, HistoryStats
 from helmrec.memory.history import SECRET_BYTES
 from helmrec.redaction import redact
 
@@ -31,15 +31,13 @@ T = TypeVar("T")
 _RECORD = b"record"
 _THREADS = 8
 _USERS_AT_ONCE = 1_024
-# Reads the record and pages of one user atomically. KEYS: the user; ARGV: the number of last events, or, if negative,
-# -1 - the first event; the events of a page. Numbers in Lua are doubles: exact up to 2^53 events.
+# Reads the record and pages of one user atomically. KEYS: the user; ARGV: the number of last events, the events of a
+# page. Numbers in Lua are doubles: exact up to 2^53 events.
 _READ = """
 local record = redis.call('HGET', KEYS[1], 'record')
 if not record then return {} end
 local version, first = struct.unpack('<I8I8', record)
-local from = tonumber(ARGV[1])
-if from < 0 then from = -from - 1 else from = version - from end
-from = math.max(first, from)
+local from = math.max(first, version - ARGV[1])
 local found = {record}
 if from >= version then return found end
 for page = math.floor(from / ARGV[2]), math.floor((version - 1) / ARGV[2]) do
@@ -98,15 +96,8 @@ def _field(key: bytes) -> bytes:
     return key[-8:] if len(key) == PAGE_KEY_BYTES else _RECORD
 
 
-def _num_pages(record: bytes) -> int:
-    """Return the number of pages of a user with this record."""
-    found = unpack_user(record)
-    assert found is not None, "it was just packed"
-    return -(-found.version // PAGE_EVENTS) - found.first_event // PAGE_EVENTS
-
-
-class RedisHistory:
-    """The store. `HistoryStore` documents the contract of its methods."""
+class RedisHistory(HistoryStore):
+    """The store."""
 
     def __init__(
         self, url: str, schema: EventSchema, config: HistoryConfig | None = None, prefix: str = "helmrec"
@@ -116,9 +107,7 @@ class RedisHistory:
         Raises HistoryUnavailable if the server does not answer, HistoryError if the store has other fields, and
         TablesTooSmall if it holds events of larger tables.
         """
-        self._config = config or HistoryConfig()
-        self._schema = schema
-        self._place = redact(url)  # as errors may name it
+        super().__init__(redact(url), schema, config or HistoryConfig())
         self._keys = _Keys(prefix)
         self._found = Found(None, None)
         self._closing = threading.Lock()
@@ -129,7 +118,7 @@ class RedisHistory:
             self._write_client = connect(url, self._config.write_timeout_ms)
             self._read_script = self._client.register_script(_READ)
             self._identify()
-            self._note_sizes(schema)
+        self._note_sizes(schema)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="history-redis")
 
     def _identify(self) -> None:
@@ -149,11 +138,7 @@ class RedisHistory:
         self._users = UserTable(tables, key, self._schema.num_fields, self._config.max_events_per_user)
 
     def _note_sizes(self, schema: EventSchema) -> None:
-        """Record these table sizes; raise TablesTooSmall if events were appended under larger ones.
-
-        A store without users drops the sizes recorded before.
-        """
-        with self._client.pipeline() as pipe:
+        with redis_errors(self._place), self._client.pipeline() as pipe:
             while True:
                 pipe.watch(self._keys.sizes, self._keys.users)
                 value = pipe.get(self._keys.sizes) if pipe.zcard(self._keys.users) else None
@@ -169,17 +154,9 @@ class RedisHistory:
                     continue
 
     def sizes(self) -> TableSizes:
-        """Return the largest table sizes, by field, under which any node appended events."""
         with redis_errors(self._place):
             value = self._client.get(self._keys.sizes)
         return sizes_of(self._schema) if value is None else unpack_sizes(value, self._place)
-
-    def follow(self, schema: EventSchema) -> None:
-        if schema.feature_names != self._schema.feature_names:
-            raise HistoryError(f"{self._place} keeps {self._schema.field_names}, not {schema.field_names}")
-        with redis_errors(self._place):
-            self._note_sizes(schema)
-        self._schema = schema  # events checked before are also within the larger limits
 
     def ping(self) -> None:
         """Raise HistoryUnavailable if the server does not answer.
@@ -188,16 +165,17 @@ class RedisHistory:
         """
         with redis_errors(self._place):
             description, sizes = self._client.mget(self._keys.description, self._keys.sizes)
-            if description != self._found.description or sizes is None:
+            is_lost = description != self._found.description or sizes is None
+            if is_lost:
                 self._identify()
-                self._note_sizes(self._schema)
+        if is_lost:
+            self._note_sizes(self._schema)
 
-    def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
-        check_whole("user_id", user_id)
-        check_whole("base_version", base_version)
-        columns = to_columns(self._schema, events, self._config.max_append_events)
-        new = Append(int(user_id), int(base_version), columns)
+    def _submit_append(self, new: Append) -> Future[Appended]:
         return self._start(lambda: self._append(new))
+
+    def _submit_delete(self, user_id: int) -> Future[bool]:
+        return self._start(lambda: self._delete(user_id))
 
     def _start(self, work: Callable[[], T]) -> Future[T]:
         with self._closing:
@@ -212,9 +190,6 @@ class RedisHistory:
     def _note_done(self, _: object) -> None:
         with self._closing:
             self._num_waiting -= 1
-
-    def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
-        return self.submit(user_id, base_version, events).result()
 
     def _append(self, new: Append) -> Appended:
         key = self._keys.user(new.user_id)
@@ -248,57 +223,24 @@ class RedisHistory:
         if txn.deletes:
             pipe.hdel(key, *txn.deletes)
         pipe.zadd(self._keys.users, {user_key(user_id): 0})
-        pipe.incrby(self._keys.num_pages, _num_pages(txn.writes[_RECORD]) - num_pages)
+        record = unpack_user(txn.writes[_RECORD])
+        assert record is not None, "it was just packed"
+        pipe.incrby(self._keys.num_pages, record.num_pages - num_pages)
 
-    def read_last(self, user_id: int, num_events: int) -> Events:
-        """Return the last events, at most this many; for an unknown user none, at version 0."""
-        check_whole("num_events", num_events)
-        return self._read(user_id, int(num_events), lambda version: version - num_events)
-
-    def read_from(self, user_id: int, first_event: int) -> Events:
-        """Return the events from this absolute index on that are still kept."""
-        check_whole("first_event", first_event)
-        return self._read(user_id, -int(first_event) - 1, lambda _: first_event)
-
-    def _read(self, user_id: int, wanted: int, start: Callable[[int], int]) -> Events:
-        check_whole("user_id", user_id)
-        record, txn = self._fetch(int(user_id), wanted, start)
-        version = 0 if record is None else record.version
-        first_event = version if record is None else max(record.first_event, start(version))
-        if record is None or first_event >= version:
-            empty = np.empty((self._schema.num_fields, 0), np.int64)
-            return to_events(self._schema, version, empty)
-        found = self._users.read(txn, int(user_id), record, first_event)
-        skip = first_event % PAGE_EVENTS
-        return to_events(self._schema, first_event, found.columns[:, skip:])
-
-    def _fetch(self, user_id: int, wanted: int, start: Callable[[int], int]) -> tuple[UserRecord | None, Txn]:
-        """Fetch a user's record and the wanted pages in one round trip."""
+    @contextmanager
+    def _reading(self, user_id: int, num_events: int) -> Iterator[Txn]:
+        """Yield a user's record and last events, which one round trip has read."""
         with self._closing:
             self._need_open()
         with redis_errors(self._place):
-            values = self._read_script(keys=[self._keys.user(user_id)], args=[wanted, PAGE_EVENTS])
-        if not values:
-            return None, cast("Txn", _FetchedTxn({}))
-        record = self._users.record(cast("Txn", _FetchedTxn({_RECORD: values[0]})), user_id)
-        assert record is not None, "it is there"
-        first_page = max(record.first_event, start(record.version)) // PAGE_EVENTS
-        pages = {_field(page_key(user_id, first_page + i)): value for i, value in enumerate(values[1:])}
-        return record, cast("Txn", _FetchedTxn({_RECORD: values[0], **pages}))
-
-    def state(self, user_id: int) -> UserState | None:
-        """None if the user is unknown."""
-        check_whole("user_id", user_id)
-        record, _ = self._fetch(int(user_id), 0, lambda version: version)
-        return None if record is None else self._users.state(record)
-
-    def submit_delete(self, user_id: int) -> Future[bool]:
-        """Delete a user; False if there was none."""
-        check_whole("user_id", user_id)
-        return self._start(lambda: self._delete(int(user_id)))
-
-    def delete(self, user_id: int) -> bool:
-        return self.submit_delete(user_id).result()
+            values = self._read_script(keys=[self._keys.user(user_id)], args=[num_events, PAGE_EVENTS])
+        fetched = {_RECORD: values[0]} if values else {}
+        if len(values) > 1:
+            record = self._users.record(cast("Txn", _FetchedTxn(fetched)), user_id)
+            assert record is not None, "it was read"
+            first_page = record.first_of_last(num_events) // PAGE_EVENTS
+            fetched |= {_field(page_key(user_id, first_page + i)): page for i, page in enumerate(values[1:])}
+        yield cast("Txn", _FetchedTxn(fetched))
 
     def _delete(self, user_id: int) -> bool:
         key = self._keys.user(user_id)
@@ -316,7 +258,6 @@ class RedisHistory:
                     continue
 
     def user_ids(self) -> Iterator[int]:
-        """Yield all users, ascending. Users added or removed during the iteration may or may not be included."""
         after = b"-"
         while True:
             with redis_errors(self._place):
@@ -335,21 +276,18 @@ class RedisHistory:
         return HistoryStats(num_users, num_pages, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
 
     def check(self) -> None:
-        """Read everything; raise HistoryError if any history or the index is damaged."""
+        super().check()
         num_pages = 0
         for user_id in self.user_ids():
-            record, txn = self._fetch(user_id, -1, lambda _: 0)
-            if record is None:
+            with redis_errors(self._place):
+                num_fields = self._client.hlen(self._keys.user(user_id))
+            if not num_fields:
                 raise HistoryError(f"the index is damaged: user {user_id} is not there")
-            self._users.check(txn, user_id)
-            num_pages += -(-record.version // PAGE_EVENTS) - record.first_event // PAGE_EVENTS
-        if num_pages != self.stats().num_pages:
-            raise HistoryError(
-                f"the index is damaged: {self.stats().num_pages} pages are counted, {num_pages} are there"
-            )
+            num_pages += num_fields - 1  # the record is no page
+        if num_pages != (counted := self.stats().num_pages):
+            raise HistoryError(f"the index is damaged: {counted} pages are counted, {num_pages} are there")
 
     def close(self) -> None:
-        """Finish all submitted work, then close the connections. Closing twice is allowed."""
         with self._closing:
             self._is_closed = True
         self._pool.shutdown()
@@ -359,9 +297,3 @@ class RedisHistory:
     def _need_open(self) -> None:
         if self._is_closed:
             raise HistoryError(f"{self._place} is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

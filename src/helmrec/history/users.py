@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from helmrec.history.pages import (
     user_key,
     user_of_key,
 )
-from helmrec.history.store import Appended, UserState
+from helmrec.history.values import Appended, UserState
 from helmrec.memory.history import ChainState, HashKey, advance
 from helmrec.types import IntArray
 
@@ -38,13 +37,6 @@ class Append:
     @property
     def num_events(self) -> int:
         return self.columns.shape[1]
-
-
-class StoredCounts(NamedTuple):
-    """Numbers of entries in a store."""
-
-    num_users: int
-    num_pages: int
 
 
 class UserTable:
@@ -148,9 +140,6 @@ class UserTable:
             if not cursor.set_range(user_key(start)):
                 return []
             return [user_of_key(key) for key in islice(cursor.iternext(values=False), limit)]
-
-    def sizes(self, txn: Txn) -> StoredCounts:
-        return StoredCounts(txn.stat(self._tables.users)["entries"], txn.stat(self._tables.pages)["entries"])
 
     def check(self, txn: Txn, user_id: int) -> None:
         """Raise HistoryError if the user's history is damaged. A user that does not exist is not."""

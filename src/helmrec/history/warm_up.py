@@ -20,6 +20,5 @@ def compile_loops() -> None:
             store.append(1, base_version, NewEvents(ones, ones, ones))
         store.append(1, _NUM_EVENTS, NewEvents(ones, ones, ones))  # sent again
         store.read_last(1, _NUM_EVENTS // 2)
-        store.read_from(1, _NUM_EVENTS - 1)
         store.check()
         store.delete(1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from helmrec import errors
 from helmrec.errors import ConfigError, HelmRecError, RequestError, ServerError, StaleVersion
-from helmrec.history.store import Appended, UserState
+from helmrec.history.values import Appended, UserState
 from helmrec.redaction import redact
 from helmrec.serve.prefill import PrefillAnswer
 from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.errors import (
@@ -27,10 +27,11 @@ from helmrec.errors import (
     TablesTooSmall,
 )
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedHistory, HistoryStats
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import Events, EventSchema, NewEvents, find_beyond
 from helmrec.history.sizes import check_sizes, sizes_of
-from helmrec.history.store import Appended, HistoryStore, UserState
+from helmrec.history.store import HistoryStore
+from helmrec.history.values import Appended, HistoryStats, UserState
 from helmrec.history.warm_up import compile_loops
 from helmrec.model.config import ModelConfig
 from helmrec.redaction import redact
@@ -40,12 +41,6 @@ log = logging.getLogger("helmrec.serve")
 T = TypeVar("T")
 _SHARED = ("redis://", "rediss://", "unix://")
 _PING_EVERY_S = 1.0  # while the store answers, so that /readyz is right without traffic
-
-
-class StoreWithStats(HistoryStore, Protocol):
-    """A history store that reports its size."""
-
-    def stats(self) -> HistoryStats: ...
 
 
 class _Read:
@@ -79,7 +74,7 @@ class StoredHistories:
     """
 
     def __init__(
-        self, store: StoreWithStats, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None
+        self, store: HistoryStore, model: ModelConfig, config: HistoryConfig, clock: Clock | None = None
     ) -> None:
         self._store = store
         self._config = config
@@ -319,7 +314,7 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> StoreWithStats:
+def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> HistoryStore:
     try:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

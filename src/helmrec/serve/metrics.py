@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from helmrec.engine.engine import EngineStats
-from helmrec.history.embedded import HistoryStats
+from helmrec.history.values import HistoryStats
 from helmrec.pauses import BUCKETS_MS
 from helmrec.types import RankResult
 
