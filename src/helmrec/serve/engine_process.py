@@ -10,8 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from helmrec.errors import EngineClosed, HelmRecError, QueueFull
 from helmrec.redaction import is_secret_name
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import swapping
-from helmrec.serve.port import Health, InProcessPort, Queued
+from helmrec.serve.port import Health
 from helmrec.serve.ring import Frame, Link, open_ring
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.swap import SwappingPort
@@ -36,7 +35,6 @@ from helmrec.serve.wire import (
     unpack_prefill,
     unpack_requests,
 )
-from helmrec.types import PrefillResult
 
 log = logging.getLogger("helmrec.serve")
 _LOOK_EVERY_S = 0.01
@@ -80,13 +78,14 @@ class EngineProcess:
         elif frame.kind == FrameKind.RANK:
             port = self._ready_port().current  # another may take over before this one has answered
             queued = port.enqueue(*unpack_requests(frame.payload))
-            self._start(self._answer_ranked(frame.call, port, queued))
+            self._start(self._reply(FrameKind.RESULTS, frame.call, port.results(queued)))
         elif frame.kind == FrameKind.PREFILL:
             result = self._ready_port().current.signal(unpack_prefill(frame.payload))
-            self._start(self._answer_signal(frame.call, result))
+            self._start(self._reply(FrameKind.VALUE, frame.call, asyncio.wrap_future(result)))
         else:
             name, arguments = unpack_call(frame.payload)
-            self._start(self._call(frame.call, name, arguments))
+            value = getattr(self._ready_port(), name)(**arguments)
+            self._start(self._reply(FrameKind.VALUE, frame.call, value))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -104,22 +103,12 @@ class EngineProcess:
         assert self._port is not None, "the front sends calls when the engine is ready"
         return self._port
 
-    async def _answer_signal(self, call: int, result: "Future[PrefillResult]") -> None:
+    async def _reply(self, kind: FrameKind, call: int, result: Awaitable[Any]) -> None:
+        """Answer a call with its result, or with the error it raises."""
         try:
-            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(await asyncio.wrap_future(result))])
-        except Exception as error:
-            self._fail(call, error)
-
-    async def _answer_ranked(self, call: int, port: InProcessPort, queued: Queued) -> None:
-        try:
-            self._answer(FrameKind.RESULTS, call, pack_results(await port.results(queued)))
-        except Exception as error:
-            self._fail(call, error)
-
-    async def _call(self, call: int, name: str, arguments: dict[str, Any]) -> None:
-        try:
-            value = await getattr(self._ready_port(), name)(**arguments)
-            self._answer(FrameKind.VALUE, call, [msgspec.msgpack.encode(value)])
+            value = await result
+            parts = pack_results(value) if kind == FrameKind.RESULTS else [msgspec.msgpack.encode(value)]
+            self._answer(kind, call, parts)
         except Exception as error:
             self._fail(call, error)
 

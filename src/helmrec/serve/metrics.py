@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,39 +16,59 @@ from helmrec.types import RankResult
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.08, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0)
-_GAUGES = {
-    "alpha": "embedding share of the pool's pages",
-    "alpha_target": "target embedding share of the pool's pages",
-    "num_pages": "pages of the pool",
-    "free_pages": "pages without an owner",
-    "emb_pages": "pages that hold embedding rows",
-    "kv_pages": "pages that hold KV prefixes",
-    "draining_pages": "pages that wait for running steps",
-    "resident_rows": "embedding rows in the pool",
-    "resident_users": "users with a prefix in the pool",
-    "host_pages": "KV pages in the host tier",
+_GAUGES = {  # name -> path in EngineStats, help
+    "queue_length": ("queue_length", "Requests that wait."),
+    "audit_max_error": ("audit_max_error", "Largest score difference an audit saw."),
+    "relay_leases": ("relay.leases", "Prefixes held for their ranks."),
+    "relay_compute_share": ("relay.compute_share", "Recent share of time for prefill."),
+    "tracked_objects": ("collector.tracked_objects", "Objects a full garbage collection would visit."),
+    "pool_alpha": ("pool.alpha", "embedding share of the pool's pages"),
+    "pool_alpha_target": ("pool.alpha_target", "target embedding share of the pool's pages"),
+    "pool_num_pages": ("pool.num_pages", "pages of the pool"),
+    "pool_free_pages": ("pool.free_pages", "pages without an owner"),
+    "pool_emb_pages": ("pool.emb_pages", "pages that hold embedding rows"),
+    "pool_kv_pages": ("pool.kv_pages", "pages that hold KV prefixes"),
+    "pool_draining_pages": ("pool.draining_pages", "pages that wait for running steps"),
+    "pool_resident_rows": ("pool.resident_rows", "embedding rows in the pool"),
+    "pool_resident_users": ("pool.resident_users", "users with a prefix in the pool"),
+    "pool_host_pages": ("pool.host_pages", "KV pages in the host tier"),
 }
 _COUNTERS = {
-    "row_hits": "embedding rows read from the pool",
-    "row_misses": "embedding rows read from the host",
-    "row_evictions": "rows evicted from their slot",
-    "row_refills": "rows prefetched into empty slots",
-    "reused_tokens": "history tokens whose KV was resident",
-    "total_tokens": "history tokens of all requests",
-    "kv_evicted_pages": "pages evicted from prefixes",
-    "kv_refused_prefixes": "prefixes refused by admission",
-    "stale_cuts": "prefixes cut because rows had changed",
-    "host_reloaded_pages": "KV pages reloaded from the host tier",
+    "steps": ("steps", "steps run"),
+    "served": ("served", "requests ranked"),
+    "non_finite": ("non_finite", "requests whose scores were not finite"),
+    "refused": ("refused", "requests refused because of a full queue or a deadline"),
+    "audits": ("audits", "requests scored again without caches"),
+    "audit_mismatches": ("audit_mismatches", "audits whose scores differed: alert on any"),
+    "background_failures": ("background_failures", "failures of background work"),
+    "controller_failures": (
+        "controller_failures",
+        "failures of the policy, each of which freezes alpha until a mode is set",
+    ),
+    "relay_leases_used": ("relay.used", "Leases whose rank came in time."),
+    "relay_leases_expired": ("relay.expired", "Leases whose rank did not come in time."),
+    "relay_leases_lost": ("relay.lost", "Leases whose prefix was evicted."),
+    "relay_busy_seconds": ("relay.busy_s", "Time spent on prefill."),
+    "gap_suspended_seconds": (
+        "pauses.suspended_s",
+        "Time inside gaps in which the operating system did not run the process.",
+    ),
+    "full_collections": ("collector.full", "Full garbage collections while serving."),
+    "postponed_collections": ("collector.postponed", "Full collections postponed because they would take long."),
+    "pool_row_hits": ("pool.row_hits", "embedding rows read from the pool"),
+    "pool_row_misses": ("pool.row_misses", "embedding rows read from the host"),
+    "pool_row_evictions": ("pool.row_evictions", "rows evicted from their slot"),
+    "pool_row_refills": ("pool.row_refills", "rows prefetched into empty slots"),
+    "pool_reused_tokens": ("pool.reused_tokens", "history tokens whose KV was resident"),
+    "pool_total_tokens": ("pool.total_tokens", "history tokens of all requests"),
+    "pool_kv_evicted_pages": ("pool.kv_evicted_pages", "pages evicted from prefixes"),
+    "pool_kv_refused_prefixes": ("pool.kv_refused_prefixes", "prefixes refused by admission"),
+    "pool_stale_cuts": ("pool.stale_cuts", "prefixes cut because rows had changed"),
+    "pool_host_reloaded_pages": ("pool.host_reloaded_pages", "KV pages reloaded from the host tier"),
 }
-_ENGINE_COUNTERS = {
-    "steps": "steps run",
-    "served": "requests ranked",
-    "non_finite": "requests whose scores were not finite",
-    "refused": "requests refused because of a full queue or a deadline",
-    "audits": "requests scored again without caches",
-    "audit_mismatches": "audits whose scores differed: alert on any",
-    "background_failures": "failures of background work",
-    "controller_failures": "failures of the policy, each of which freezes alpha until a mode is set",
+_BY_LABEL = {  # name -> path of a dictionary in EngineStats, label of its keys, help
+    "relay_signals": ("relay.verdicts", "reason", "Signals by outcome."),
+    "pool_bytes": ("pool.bytes_by_cause", "cause", "Bytes moved, by cause."),
 }
 
 
@@ -155,20 +176,17 @@ class _EngineCollector(Collector):
 
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("helmrec_queue_length", "Requests that wait.", stats.queue_length)
-    yield GaugeMetricFamily("helmrec_audit_max_error", "Largest score difference an audit saw.", stats.audit_max_error)
-    yield from _of_relay(stats)
-    yield from _of_pauses(stats)
-    for name, help_ in _ENGINE_COUNTERS.items():
-        yield CounterMetricFamily(f"helmrec_{name}", help_, getattr(stats, name))
-    for name, help_ in _GAUGES.items():
-        yield GaugeMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
-    for name, help_ in _COUNTERS.items():
-        yield CounterMetricFamily(f"helmrec_pool_{name}", help_, getattr(stats.pool, name))
-    moved = CounterMetricFamily("helmrec_pool_bytes", "Bytes moved, by cause.", labels=["cause"])
-    for cause, num_bytes in stats.pool.bytes_by_cause.items():
-        moved.add_metric([cause], num_bytes)
-    yield moved
+    for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (path, help_) in table.items():
+            yield kind(f"helmrec_{name}", help_, attrgetter(path)(stats))
+    held_bytes = stats.relay.held_pages * stats.pool.page_bytes
+    yield GaugeMetricFamily("helmrec_relay_leased_bytes", "Pool bytes reserved for them.", held_bytes)
+    for name, (path, label, help_) in _BY_LABEL.items():
+        counter = CounterMetricFamily(f"helmrec_{name}", help_, labels=[label])
+        for value, num in attrgetter(path)(stats).items():
+            counter.add_metric([value], num)
+        yield counter
+    yield _gaps(stats)
 
 
 def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:
@@ -182,26 +200,8 @@ def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:
     yield from found.values()
 
 
-def _of_relay(stats: EngineStats) -> Iterator[Metric]:
-    """Yield the metrics of prefixes that are computed before their ranks."""
-    relay, page_bytes = stats.relay, stats.pool.page_bytes
-    signals = CounterMetricFamily("helmrec_relay_signals", "Signals by outcome.", labels=["reason"])
-    for reason, num in relay.verdicts.items():
-        signals.add_metric([reason], num)
-    yield signals
-    yield GaugeMetricFamily("helmrec_relay_leases", "Prefixes held for their ranks.", relay.leases)
-    yield GaugeMetricFamily(
-        "helmrec_relay_leased_bytes", "Pool bytes reserved for them.", relay.held_pages * page_bytes
-    )
-    yield GaugeMetricFamily("helmrec_relay_compute_share", "Recent share of time for prefill.", relay.compute_share)
-    yield CounterMetricFamily("helmrec_relay_leases_used", "Leases whose rank came in time.", relay.used)
-    yield CounterMetricFamily("helmrec_relay_leases_expired", "Leases whose rank did not come in time.", relay.expired)
-    yield CounterMetricFamily("helmrec_relay_leases_lost", "Leases whose prefix was evicted.", relay.lost)
-    yield CounterMetricFamily("helmrec_relay_busy_seconds", "Time spent on prefill.", relay.busy_s)
-
-
-def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
-    """Yield the metrics of gaps, in which requests waited and no step ran, and of the garbage collector."""
+def _gaps(stats: EngineStats) -> Metric:
+    """Return the histogram of gaps, in which requests waited and no step ran."""
     gaps = HistogramMetricFamily(
         "helmrec_gap_seconds", "Gaps in which requests waited and no step ran, by cause.", labels=["cause"]
     )
@@ -209,17 +209,4 @@ def _of_pauses(stats: EngineStats) -> Iterator[Metric]:
     for cause, gap in stats.pauses.gaps.items():
         counts = itertools.accumulate(gap.counts)
         gaps.add_metric([cause], list(zip(bounds, map(float, counts), strict=True)), gap.total_s)
-    yield gaps
-    yield CounterMetricFamily(
-        "helmrec_gap_suspended_seconds",
-        "Time inside gaps in which the operating system did not run the process.",
-        stats.pauses.suspended_s,
-    )
-    collector = stats.collector
-    yield GaugeMetricFamily(
-        "helmrec_tracked_objects", "Objects a full garbage collection would visit.", collector.tracked_objects
-    )
-    yield CounterMetricFamily("helmrec_full_collections", "Full garbage collections while serving.", collector.full)
-    yield CounterMetricFamily(
-        "helmrec_postponed_collections", "Full collections postponed because they would take long.", collector.postponed
-    )
+    return gaps

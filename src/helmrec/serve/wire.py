@@ -5,9 +5,10 @@ Arrays are sent as they are in memory, behind a msgpack header. Both sides decod
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from helmrec.errors import HelmRecError, QueueFull, RequestError, ServerError
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing
 
 _ENCODER = msgspec.msgpack.Encoder()
+R = TypeVar("R", RankRequest, PrefillRequest)
 
 
 class FrameKind(IntEnum):
@@ -45,14 +47,17 @@ class Begin(Struct, frozen=True):
 
 
 class _WireRequest(Struct, frozen=True, array_like=True):
+    """The plain fields of a RankRequest or PrefillRequest, and the arrays that follow the header."""
+
+    arrays: dict[str, tuple[str, int]]  # by field, or "FIELD.TABLE": dtype and number of values, in order
     user_id: int
-    first_event: int
-    request_time: int | None
-    deadline_ms: float | None
     context: dict[str, int]
-    features: list[str]
-    candidate_features: list[str]
-    arrays: list[tuple[str, int]]  # dtype and number of values of each array, in order
+    first_event: int
+    request_time: int | None = None
+    deadline_ms: float | None = None
+    num_candidates: int = 0
+    budget_ms: float | None = None
+    hold_ms: float | None = None
 
 
 class _WireRequests(Struct, frozen=True, array_like=True):
@@ -65,28 +70,6 @@ class Received(NamedTuple):
 
     requests: list[RankRequest]
     spent_ms: float
-
-
-class _WireResult(Struct, frozen=True, array_like=True):
-    shape: tuple[int, int]
-    reused_tokens: int
-    computed_tokens: int
-    row_hits: int
-    row_misses: int
-    window_start: int
-    truncated_events: int
-    timing: Timing
-
-
-class _WirePrefill(Struct, frozen=True, array_like=True):
-    user_id: int
-    first_event: int
-    context: dict[str, int]
-    features: list[str]
-    num_candidates: int
-    budget_ms: float | None
-    hold_ms: float | None
-    arrays: list[tuple[str, int]]  # as in a request
 
 
 class WireError(Struct, frozen=True):
@@ -103,55 +86,57 @@ class NotForTheWire(Exception):
 
 
 _REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
-_PREFILL = msgspec.msgpack.Decoder(_WirePrefill)
+_PREFILL = msgspec.msgpack.Decoder(_WireRequest)
+_WireResult = tuple[tuple[int, int], int, int, int, int, int, int, Timing]  # shape of the scores, and all other fields
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
+_RESULT_FIELDS = [field.name for field in fields(RankResult) if field.name != "scores"]
+_IDS = ("items", "actions", "timestamps", "candidates")
+_TABLES = ("features", "candidate_features")  # ids by table
+_PLAIN = {
+    kind: [field.name for field in fields(kind) if field.name not in {*_IDS, *_TABLES}]
+    for kind in (RankRequest, PrefillRequest)
+}
 _HEADER_BYTES = 8
 _RESULT_BYTES = 128  # upper bound on the header of one result
 
 
 def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:
     """Pack the requests of a call that arrived `spent_ms` ago; NotForTheWire if one could not be unpacked."""
-    headers, arrays, came_s = [], [], time.monotonic() - spent_ms / 1e3
-    for request in requests:
-        _check_mappings(request.features, request.candidate_features, request.context)
-        lines = [
-            _line(values)
-            for values in (
-                *(request.items, request.actions, request.timestamps, request.candidates),
-                *request.features.values(),
-                *request.candidate_features.values(),
-            )
-        ]
-        headers.append(
-            _WireRequest(
-                _plain(request.user_id),
-                _plain(request.first_event),
-                _plain(request.request_time),
-                _milliseconds(request.deadline_ms),
-                {name: _plain(value) for name, value in request.context.items()},
-                list(request.features),
-                list(request.candidate_features),
-                [(line.dtype.str, line.size) for line in lines],
-            )
-        )
-        arrays.extend(lines)
-    return _joined(_readable(_WireRequests(came_s, headers), _REQUESTS), _raw(arrays))
+    came_s, lines = time.monotonic() - spent_ms / 1e3, [_lines_of(request) for request in requests]
+    headers = [_header(request, arrays) for request, arrays in zip(requests, lines, strict=True)]
+    header = _readable(_WireRequests(came_s, headers), _REQUESTS)
+    return _joined(header, [_raw(line) for arrays in lines for line in arrays.values()])
 
 
-def _plain(value: Any) -> Any:
-    """Convert a NumPy integer to a Python integer."""
+def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
+    """Pack a signal; NotForTheWire if it could not be unpacked."""
+    lines = _lines_of(request)
+    return _joined(_readable(_header(request, lines), _PREFILL), [_raw(line) for line in lines.values()])
+
+
+def _lines_of(request: RankRequest | PrefillRequest) -> dict[str, NDArray[np.integer]]:
+    """Return all arrays of a request, under the names of the header."""
+    lines = {name: _line(getattr(request, name)) for name in _IDS if hasattr(request, name)}
+    for name in _TABLES:
+        by_table = getattr(request, name, {})  # a signal has no candidates
+        if not isinstance(by_table, Mapping):
+            raise NotForTheWire(f"{type(by_table).__name__} where values by table name are needed")
+        lines |= {f"{name}.{table}": _line(ids) for table, ids in by_table.items()}
+    return lines
+
+
+def _header(request: RankRequest | PrefillRequest, lines: Mapping[str, NDArray[np.integer]]) -> _WireRequest:
+    arrays = {name: (line.dtype.str, line.size) for name, line in lines.items()}
+    return _WireRequest(arrays, **{name: _plain(name, getattr(request, name)) for name in _PLAIN[type(request)]})
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Convert NumPy integers to Python integers, and milliseconds to floats: they may have more than 64 bits."""
+    if isinstance(value, Mapping):
+        return {table: _plain(name, each) for table, each in value.items()}
+    if name.endswith("_ms") and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
     return int(value) if isinstance(value, np.integer) else value
-
-
-def _milliseconds(value: Any) -> Any:
-    """Convert an integer to a float: it may exceed the 64 bits of msgpack integers."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _check_mappings(*values: object) -> None:
-    for each in values:
-        if not isinstance(each, Mapping):
-            raise NotForTheWire(f"{type(each).__name__} where values by table name are needed")
 
 
 def _readable(header: Any, decoder: "msgspec.msgpack.Decoder[Any]") -> bytes:
@@ -177,9 +162,9 @@ def _line(values: Ids) -> NDArray[np.integer]:
     return line
 
 
-def _raw(lines: Sequence[NDArray[np.integer]]) -> list[bytes | memoryview]:
-    """Return the memory of each array."""
-    return [line.data.cast("B") if line.size else b"" for line in lines]
+def _raw(line: NDArray[np.integer]) -> bytes | memoryview:
+    """Return the memory of an array."""
+    return line.data.cast("B") if line.size else b""
 
 
 def unpack_requests(payload: memoryview) -> Received:
@@ -187,87 +172,33 @@ def unpack_requests(payload: memoryview) -> Received:
     header, at = _split(payload)
     sent, requests = _REQUESTS.decode(header), []
     for each in sent.requests:
-        lines = _lines(payload, at, each.arrays)
-        at += sum(line.nbytes for line in lines)
-        items, actions, timestamps, candidates, *extra = lines
-        features = dict(zip(each.features, extra, strict=False))
-        of_candidates = dict(zip(each.candidate_features, extra[len(features) :], strict=True))
-        requests.append(
-            RankRequest(
-                user_id=each.user_id,
-                items=items,
-                actions=actions,
-                timestamps=timestamps,
-                candidates=candidates,
-                features=features,
-                candidate_features=of_candidates,
-                context=each.context,
-                first_event=each.first_event,
-                request_time=each.request_time,
-                deadline_ms=each.deadline_ms,
-            )
-        )
+        requests.append(_unpacked(RankRequest, each, payload, at))
+        at += sum(np.dtype(dtype).itemsize * num for dtype, num in each.arrays.values())
     return Received(requests, (time.monotonic() - sent.came_s) * 1e3)
-
-
-def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
-    """Pack a signal; NotForTheWire if it could not be unpacked."""
-    _check_mappings(request.features, request.context)
-    lines = [_line(each) for each in (request.items, request.actions, request.timestamps, *request.features.values())]
-    sent = _WirePrefill(
-        _plain(request.user_id),
-        _plain(request.first_event),
-        {name: _plain(value) for name, value in request.context.items()},
-        list(request.features),
-        _plain(request.num_candidates),
-        _milliseconds(request.budget_ms),
-        _milliseconds(request.hold_ms),
-        [(line.dtype.str, line.size) for line in lines],
-    )
-    return _joined(_readable(sent, _PREFILL), _raw(lines))
 
 
 def unpack_prefill(payload: memoryview) -> PrefillRequest:
     """Unpack a signal. Its arrays are views of the payload."""
     header, at = _split(payload)
-    sent = _PREFILL.decode(header)
-    items, actions, timestamps, *extra = _lines(payload, at, sent.arrays)
-    return PrefillRequest(
-        user_id=sent.user_id,
-        items=items,
-        actions=actions,
-        timestamps=timestamps,
-        features=dict(zip(sent.features, extra, strict=True)),
-        context=sent.context,
-        first_event=sent.first_event,
-        num_candidates=sent.num_candidates,
-        budget_ms=sent.budget_ms,
-        hold_ms=sent.hold_ms,
-    )
+    return _unpacked(PrefillRequest, _PREFILL.decode(header), payload, at)
 
 
-def _lines(payload: memoryview, at: int, arrays: Sequence[tuple[str, int]]) -> list[NDArray[np.integer]]:
-    lines: list[NDArray[np.integer]] = []
-    for dtype, num in arrays:
-        lines.append(np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64))
-        at += lines[-1].nbytes
-    return lines
+def _unpacked(kind: type[R], sent: _WireRequest, payload: memoryview, at: int) -> R:
+    """Return the request of a header whose arrays begin at `at`."""
+    values: dict[str, Any] = {name: getattr(sent, name) for name in _PLAIN[kind]}
+    for name, (dtype, num) in sent.arrays.items():
+        line = np.frombuffer(payload, np.dtype(dtype), num, at) if num else np.empty(0, np.int64)
+        at += line.nbytes
+        field, _, table = name.partition(".")
+        if table:
+            values.setdefault(field, {})[table] = line
+        else:
+            values[field] = line
+    return kind(**values)
 
 
 def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
-    headers = [
-        _WireResult(
-            (result.scores.shape[0], result.scores.shape[1]),
-            result.reused_tokens,
-            result.computed_tokens,
-            result.row_hits,
-            result.row_misses,
-            result.window_start,
-            result.truncated_events,
-            result.timing,
-        )
-        for result in results
-    ]
+    headers = [(each.scores.shape, *(getattr(each, name) for name in _RESULT_FIELDS)) for each in results]
     return _joined(_ENCODER.encode(headers), [np.ascontiguousarray(each.scores).tobytes() for each in results])
 
 
@@ -279,20 +210,11 @@ def results_bytes(requests: Sequence[RankRequest], num_tasks: int) -> int:
 def unpack_results(payload: memoryview) -> list[RankResult]:
     """Unpack results. Scores are copies, independent of the payload."""
     header, at = _split(payload)
-    headers = _RESULTS.decode(header)
-    sizes = [each.shape[0] * each.shape[1] * 4 for each in headers]
+    headers: list[Any] = _RESULTS.decode(header)
+    sizes = [shape[0] * shape[1] * 4 for shape, *_ in headers]
     return [
-        RankResult(
-            scores=np.frombuffer(payload[start:end], np.float32).reshape(each.shape).copy(),
-            reused_tokens=each.reused_tokens,
-            computed_tokens=each.computed_tokens,
-            row_hits=each.row_hits,
-            row_misses=each.row_misses,
-            window_start=each.window_start,
-            truncated_events=each.truncated_events,
-            timing=each.timing,
-        )
-        for each, (start, end) in zip(headers, pairwise(accumulate(sizes, initial=at)), strict=True)
+        RankResult(np.frombuffer(payload[start:end], np.float32).reshape(shape).copy(), *others)
+        for (shape, *others), (start, end) in zip(headers, pairwise(accumulate(sizes, initial=at)), strict=True)
     ]
 
 
