@@ -4,7 +4,7 @@ import time
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,46 +13,26 @@ from helmrec.history.events import Events
 from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
 from helmrec.serve.routes import Endpoint, json_answer
-from helmrec.serve.schema import Count, given
+from helmrec.serve.schema import HistoryBody
 from helmrec.types import PrefillRequest, PrefillResult
 
 
-class PrefillBody(Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillBody(HistoryBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Compute this user's history ahead of its rank request, whose fields it shares.
 
     Without fields of events, the stored history of the user is used.
     """
 
-    user_id: Count
-    items: Annotated[list[int], Meta(description="one id per event")] | UnsetType = UNSET
-    actions: Annotated[list[int], Meta(description="one per event")] | UnsetType = UNSET
-    timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")] | UnsetType = UNSET
-    features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
-    context: Annotated[dict[str, int], Meta(description="by table of the user's context: one id")] = {}
-    first_event: Annotated[int, Meta(ge=0, description="number of events before those sent")] = 0
     num_candidates: Annotated[int, Meta(ge=0, description="expected number of candidates of the rank request")] = 0
     budget_ms: Annotated[float, Meta(gt=0, description="latency budget of the rank request")] | None = None
     hold_ms: Annotated[float, Meta(gt=0, description="time to hold the prefix, at most relay.max_hold_ms")] | None = (
         None
     )
 
-    @property
-    def is_without_events(self) -> bool:
-        """Whether the stored history is to be used."""
-        sent = (self.items is not UNSET, self.actions is not UNSET, self.timestamps is not UNSET)
-        return not (any(sent) or self.features or self.first_event)
-
     def request(self, stored: Events | None = None) -> PrefillRequest:
         """The request for the engine."""
-        history = self if stored is None else stored
         return PrefillRequest(
-            user_id=self.user_id,
-            items=given("items", history.items),
-            actions=given("actions", history.actions),
-            timestamps=given("timestamps", history.timestamps),
-            features=history.features,
-            context=self.context,
-            first_event=history.first_event,
+            **self.history(stored),
             num_candidates=self.num_candidates,
             budget_ms=self.budget_ms,
             hold_ms=self.hold_ms,

@@ -1,34 +1,31 @@
 """Types of the bodies and answers of `/v1`, used for decoding, encoding and the OpenAPI document."""
 
-from typing import Annotated, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from helmrec.errors import RequestError
 from helmrec.history.events import Events, NewEvents
-from helmrec.types import Ids, RankRequest, RankResult, Timing
+from helmrec.types import RankRequest, RankResult, Timing
 
 Count = Annotated[int, Meta(ge=0)]
 
 
-class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Rank candidates for a user with this history; events run from the oldest to the newest.
+class HistoryBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A user and a history; events run from the oldest to the newest.
 
     Without any field of events, the history is the one the server keeps of the user.
     """
 
     user_id: Count
-    candidates: Annotated[list[int], Meta(description="ids to score")]
     items: Annotated[list[int], Meta(description="one id per event")] | UnsetType = UNSET
     actions: Annotated[list[int], Meta(description="one per event")] | UnsetType = UNSET
     timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")] | UnsetType = UNSET
     features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
-    candidate_features: Annotated[dict[str, list[int]], Meta(description="by table: one id per candidate")] = {}
     context: Annotated[dict[str, int], Meta(description="by table: one id")] = {}
-    first_event: Annotated[int, Meta(ge=0, description="how many events came before those sent")] = 0
-    request_time: Annotated[Count | None, Meta(description="now, on the clock of the timestamps")] = None
-    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+    first_event: Annotated[int, Meta(ge=0, description="number of events before those sent")] = 0
 
     @property
     def is_without_events(self) -> bool:
@@ -36,29 +33,36 @@ class RankBody(Struct, frozen=True, forbid_unknown_fields=True):
         given = (self.items is not UNSET, self.actions is not UNSET, self.timestamps is not UNSET)
         return not (any(given) or self.features or self.first_event)
 
+    def history(self, stored: Events | None) -> dict[str, Any]:
+        """Return the fields that all requests have; RequestError if the client did not send one of them."""
+        source, history = self if stored is None else stored, {}
+        for name in ("items", "actions", "timestamps", "features", "first_event"):
+            history[name] = getattr(source, name)
+            if history[name] is UNSET:
+                raise RequestError(name, None, "is required")
+        return {"user_id": self.user_id, "context": self.context, **history}
+
+
+class RankBody(HistoryBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rank candidates for a user with this history; events run from the oldest to the newest.
+
+    Without any field of events, the history is the one the server keeps of the user.
+    """
+
+    candidates: Annotated[list[int], Meta(description="ids to score")]
+    candidate_features: Annotated[dict[str, list[int]], Meta(description="by table: one id per candidate")] = {}
+    request_time: Annotated[Count | None, Meta(description="now, on the clock of the timestamps")] = None
+    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+
     def request(self, header_deadline_ms: float | None, stored: Events | None = None) -> RankRequest:
         """Convert to the engine's type. If header and body both have a deadline, the smaller one applies."""
-        history = self if stored is None else stored
         return RankRequest(
-            user_id=self.user_id,
-            items=given("items", history.items),
-            actions=given("actions", history.actions),
-            timestamps=given("timestamps", history.timestamps),
+            **self.history(stored),
             candidates=self.candidates,
-            features=history.features,
             candidate_features=self.candidate_features,
-            context=self.context,
-            first_event=history.first_event,
             request_time=self.request_time,
             deadline_ms=tighter(self.deadline_ms, header_deadline_ms),
         )
-
-
-def given(field: str, values: Ids | UnsetType) -> Ids:
-    """Return the values of a field; RequestError if the client did not send it."""
-    if values is UNSET:
-        raise RequestError(field, None, "is required")
-    return values
 
 
 class RankAnswer(Struct, frozen=True):
@@ -76,29 +80,14 @@ class RankAnswer(Struct, frozen=True):
 
     @classmethod
     def of(cls, result: RankResult, history_version: int | None) -> "RankAnswer":
-        return cls(
-            scores=result.scores.tolist(),
-            reused_tokens=result.reused_tokens,
-            computed_tokens=result.computed_tokens,
-            row_hits=result.row_hits,
-            row_misses=result.row_misses,
-            window_start=result.window_start,
-            truncated_events=result.truncated_events,
-            timing=result.timing,
-            history_version=history_version,
-        )
+        others: dict[str, Any] = {name: getattr(result, name) for name in _RESULT_FIELDS}
+        return cls(scores=result.scores.tolist(), history_version=history_version, **others)
 
     def result(self) -> RankResult:
-        return RankResult(
-            scores=np.array(self.scores, np.float32),
-            reused_tokens=self.reused_tokens,
-            computed_tokens=self.computed_tokens,
-            row_hits=self.row_hits,
-            row_misses=self.row_misses,
-            window_start=self.window_start,
-            truncated_events=self.truncated_events,
-            timing=self.timing,
-        )
+        return RankResult(np.array(self.scores, np.float32), *(getattr(self, name) for name in _RESULT_FIELDS))
+
+
+_RESULT_FIELDS = [field.name for field in fields(RankResult) if field.name != "scores"]
 
 
 class EventsBody(Struct, frozen=True, forbid_unknown_fields=True):
