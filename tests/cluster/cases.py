@@ -1,5 +1,6 @@
 """A tiny model on disk, its settings, and a fleet of real engines behind the router's decisions, without Ray."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.cluster.port import ReplicaLost
 from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import EngineReplica, ReplicaReply, ReplicaSettings
-from helmrec.cluster.report import ReplicaReport, pack_report
+from helmrec.cluster.report import ReplicaReport
 from helmrec.model.weights import save_model
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.router.policy import EmbKVAware
@@ -25,6 +26,7 @@ from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
 
 COST = RouterCost.from_calibration(default_cost().model_dump(), TokenShape(2, 64, 256))
 MEMORY = StateSettings(sketch_bits=1_024)
+_NUMBERS = itertools.count(1)  # of reports
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:
@@ -70,7 +72,7 @@ def report_of(taken_s: float, **changes: Any) -> bytes:
         "row_hit_rate": 0.5,
         "users": [],
     }
-    return pack_report(ReplicaReport(**values | changes))
+    return msgspec.msgpack.encode(ReplicaReport(**values | {"sequence": next(_NUMBERS)} | changes))
 
 
 def make_dispatch(now_s: list[float] | None = None) -> Dispatch:

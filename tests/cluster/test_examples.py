@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helmrec.cluster.config import cluster_config, read_cluster_config
+from helmrec.cluster.config import ClusterConfig, read_cluster_config
 from helmrec.errors import ConfigError
 from helmrec.serve.settings import Given, resolve
 
@@ -40,7 +40,7 @@ def test_serve_configs_are_what_ray_takes_and_their_settings_are_ours(config: An
     assert set(application.args) <= {"model", "settings", "cluster"}
     given = {name: Given(value, "the example") for name, value in application.args["settings"].items()}
     assert resolve(given, {}, None).serve.history_path is not None
-    cluster = cluster_config(application.args["cluster"])
+    cluster = ClusterConfig(**application.args["cluster"])
     assert cluster.gpus_per_replica == 1
 
 
@@ -74,14 +74,15 @@ def test_the_settings_file_of_the_guide_is_read() -> None:
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
-    for wrong, told in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"router": "fastest"}, "router must be one of"),
         ({"scaling": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas must be at least min_replicas"),
         ({"speed": 9}, "speed is not a known setting"),
         ({"routing": {"load_gap_ms": -1}}, "load_gap_ms must be at least 0"),
-    ):
+    )
+    for wrong, told in cases:
         with pytest.raises(ConfigError, match=told):
-            cluster_config(wrong)
+            ClusterConfig(**wrong)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_cluster_config(tmp_path / "none.toml")

@@ -4,11 +4,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from helmrec.cluster.dispatch import Dispatch
-from helmrec.cluster.hint import Hint, pack_hint
+from helmrec.cluster.hint import Hint
 from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.sim.cost import default_cost
 
@@ -30,7 +31,7 @@ def test_a_decision_that_fails_leaves_the_choice_to_ray_and_the_others_are_still
     router._dispatch.meet({"a": None, "b": None})
     hint = Hint(1, 4, 2, 2, 0, np.empty(0, np.uint64).tobytes(), np.empty(0, np.int64).tobytes())
     pending: Any = SimpleNamespace(
-        args=[pack_hint(hint)],
+        args=[msgspec.msgpack.encode(hint)],
         routing_context=SimpleNamespace(should_backoff=False),
         metadata=SimpleNamespace(internal_request_id="request"),
     )

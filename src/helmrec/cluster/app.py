@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from helmrec.cluster.config import ClusterConfig, cluster_config
+from helmrec.cluster.config import ClusterConfig
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
@@ -60,7 +60,7 @@ class _Ingress:
     def __init__(
         self, engines: DeploymentHandle, model: str, settings: dict[str, Any], cluster: dict[str, Any]
     ) -> None:
-        given, chosen = _settings(settings), cluster_config(cluster)
+        given, chosen = _settings(settings), ClusterConfig(**cluster)
         log_to_stderr(given.serve.log_level, given.secrets)
         shape = read_manifest(Path(model)).model
         policy = make_policy(chosen.router, router_cost(chosen, given, shape).model_dump(), chosen.routing.model_dump())
@@ -82,7 +82,7 @@ def build(arguments: dict[str, Any]) -> Application:
         raise ConfigError(redact(f"{min(unknown)} is not a known argument, got {arguments[min(unknown)]!r}"))
     if "model" not in arguments:
         raise ConfigError("model is required")
-    cluster = cluster_config(dict(arguments.get("cluster") or {}))
+    cluster = ClusterConfig(**arguments.get("cluster") or {})
     return application(Path(arguments["model"]), _settings(arguments.get("settings") or {}), cluster)
 
 

@@ -76,14 +76,4 @@ def read_cluster_config(file: Path | None, **given: Any) -> ClusterConfig:
         settings = {} if file is None else tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the cluster's settings cannot be read ({error}), got {str(file)!r}") from None
-    return cluster_config(settings | given)
-
-
-def cluster_config(settings: dict[str, Any]) -> ClusterConfig:
-    """Make settings from plain values; groups of settings may be dictionaries."""
-    kinds: dict[str, type[Frozen]] = {"scaling": Scaling, "routing": RouterSettings, "memory": StateSettings}
-    made = {
-        name: kinds[name](**value) if name in kinds and isinstance(value, dict) else value
-        for name, value in settings.items()
-    }
-    return ClusterConfig(**made)
+    return ClusterConfig(**settings | given)

@@ -7,11 +7,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import msgspec
 import numpy as np
 
 from helmrec.cluster.hint import Hint
 from helmrec.cluster.remote_clock import RemoteClock
-from helmrec.cluster.report import ReplicaReport, pack_report, unpack_report
+from helmrec.cluster.report import ReplicaReport, unpack_report
 from helmrec.router.policy import RoutingPolicy
 from helmrec.router.sketch import build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
@@ -37,8 +38,8 @@ class _Inbox:
 
     def is_outdated(self, report: ReplicaReport) -> bool:
         """Return whether a report is older than the last accepted one, or from before a restart of the replica."""
-        is_older = report.is_numbered and report.sequence <= self._sequence
-        return report.incarnation in self._earlier or (report.incarnation == self._incarnation and is_older)
+        is_older = report.incarnation == self._incarnation and report.sequence <= self._sequence
+        return is_older or report.incarnation in self._earlier
 
     def is_restart(self, report: ReplicaReport) -> bool:
         """Return whether a report is the first after a restart. If so, sequence and clock are reset."""
@@ -50,12 +51,9 @@ class _Inbox:
         return True
 
     def node_report(self, report: ReplicaReport, node: int, now_s: float) -> NodeReport:
-        """Convert a report. Without a number it counts as the newest, and as taken when it arrives."""
-        if not report.is_numbered:
-            self._sequence += 1
-            return report.node_report(node, self._sequence, now_s)
+        """Convert a report."""
         self._sequence = report.sequence
-        return report.node_report(node, report.sequence, self._clock.local_s(report.taken_s, now_s))
+        return report.node_report(node, self._clock.local_s(report.taken_s, now_s))
 
 
 class Dispatch:
@@ -144,7 +142,7 @@ def warm_up(policy: RoutingPolicy, settings: StateSettings) -> None:
         0.0, 1.0, 1, 8, 0.5, 100, 0.5, [(1, 8)], int(sketch.threshold), sketch.fill, sketch.words.tobytes()
     )
     sample = sample_rows(np.arange(8).reshape(4, 2), np.arange(8, 12).reshape(2, 2))
-    dispatch.meet({"a": pack_report(report), "b": pack_report(report)})
+    dispatch.meet(dict.fromkeys(("a", "b"), msgspec.msgpack.encode(report)))
     for user in (1, 2, 2):
         hint = Hint(user, 4, 2, 2, int(sample.threshold), sample.hashes.tobytes(), sample.position.tobytes())
         chosen = dispatch.choose("warm-up", hint)

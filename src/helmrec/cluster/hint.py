@@ -36,10 +36,6 @@ class Hint(Struct, frozen=True, array_like=True):
 _DECODER = msgspec.msgpack.Decoder(Hint)
 
 
-def pack_hint(hint: Hint) -> bytes:
-    return msgspec.msgpack.encode(hint)
-
-
 def unpack_hint(value: object) -> Hint | None:
     """Unpack a hint; None for anything else."""
     if not isinstance(value, bytes):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 from numpy.typing import ArrayLike
 
-from helmrec.cluster.hint import Describer, pack_hint
+from helmrec.cluster.hint import Describer
 from helmrec.cluster.merge import merge_looks, merge_stats
 from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import ReplicaReply
@@ -180,7 +180,7 @@ class ClusterPort:
                 raise EngineClosed(f"two replicas were lost one after the other: {again}") from None
 
     async def _send_once(self, call: _Call, *, avoid: str) -> ReplicaReply:
-        hint = pack_hint(self._describer.hint(call.request, avoid))
+        hint = msgspec.msgpack.encode(self._describer.hint(call.request, avoid))
         now_s = time.monotonic()
         left_s = max(0.0, call.until_s - now_s)
         try:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from helmrec.cluster.remote_clock import RemoteClocks, Stamp
-from helmrec.cluster.report import RecentUsers, ReplicaReport, pack_report
+from helmrec.cluster.report import RecentUsers, ReplicaReport
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import EngineClosed, Forgotten, HelmRecError
@@ -158,7 +158,7 @@ class EngineReplica:
             self._sketch = await asyncio.to_thread(self._sketch_rows)
         pool, sketch = stats.pool, self._sketch
         self._num_reports += 1
-        return pack_report(
+        return msgspec.msgpack.encode(
             ReplicaReport(
                 taken_s=time.monotonic(),
                 queue_ms=len(self._waiting) * self._service_ms(stats),

@@ -30,20 +30,16 @@ class ReplicaReport(Struct, frozen=True, array_like=True):
     fill: float = 0.0
     words: bytes = b""
     incarnation: int = 0  # random number, drawn when the replica starts
-    sequence: int = 0  # 1, 2, ... within an incarnation; 0: not numbered, as written by earlier releases
+    sequence: int = 1  # 1, 2, ... within an incarnation
 
-    @property
-    def is_numbered(self) -> bool:
-        return self.sequence > 0
-
-    def node_report(self, node: int, sequence: int, as_of_s: float) -> NodeReport:
+    def node_report(self, node: int, as_of_s: float) -> NodeReport:
         """Convert to the router's type. `as_of_s` is the time of the report by the router's clock."""
         sketch = None
         if self.threshold:
             sketch = RowSketch(np.frombuffer(self.words, np.uint64), np.uint64(self.threshold), self.fill)
         return NodeReport(
             node=node,
-            sequence=sequence,
+            sequence=self.sequence,
             as_of_s=as_of_s,
             queue_ms=self.queue_ms,
             num_waiting=self.num_waiting,
@@ -57,10 +53,6 @@ class ReplicaReport(Struct, frozen=True, array_like=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(ReplicaReport)
-
-
-def pack_report(report: ReplicaReport) -> bytes:
-    return msgspec.msgpack.encode(report)
 
 
 def unpack_report(value: object) -> ReplicaReport | None:
