@@ -31,11 +31,19 @@ class Frozen(BaseModel):
             raise ConfigError(redact("; ".join(_explain(e) for e in error.errors()))) from None
 
     @classmethod
+    def secret_names(cls) -> frozenset[str]:
+        """Names of the fields that hold secrets."""
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        return frozenset(name for name, kind in kinds.items() if SecretStr in (kind, *get_args(kind)))
+
+    @classmethod
     def _hide(cls, name: str, value: Any) -> Any:
         """Wrap a secret before it is validated, so that an error message does not show it."""
-        field = cls.model_fields.get(name)
-        is_secret = field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
-        return SecretStr(value) if is_secret and isinstance(value, str) else value
+        if name not in cls.secret_names() or isinstance(value, SecretStr | None):
+            return value
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}: text is needed, got a value of type {type(value).__name__}")
+        return SecretStr(value)
 
 
 def _explain(error: ErrorDetails) -> str:

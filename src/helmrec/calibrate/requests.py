@@ -45,10 +45,6 @@ class User:
         self._user_id = user_id
         self._events = events  # (features, events)
 
-    @property
-    def num_events(self) -> int:
-        return self._events.shape[1]
-
     def request(self, num_events: int, candidates: IntArray) -> RankRequest:
         model, events = self._model, self._events[:, :num_events]
         return RankRequest(

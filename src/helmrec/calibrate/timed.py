@@ -1,10 +1,9 @@
 """Timed steps as values that can be written to a file and fitted again."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from helmrec.errors import ConfigError
@@ -79,22 +78,16 @@ class Measured:
         )
 
 
+class _File(msgspec.Struct, frozen=True):
+    measured: list[Measured]
+
+
 def write_measured(path: Path, measured: list[Measured]) -> None:
-    path.write_text(json.dumps({"measured": [asdict(each) for each in measured]}, indent=1) + "\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(_File(measured)), indent=1) + b"\n")
 
 
 def read_measured(path: Path) -> list[Measured]:
     try:
-        return [_from_json(each) for each in json.loads(path.read_text())["measured"]]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=_File).measured
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read timed steps {path}: {error}") from None
-
-
-def _from_json(values: dict[str, Any]) -> Measured:
-    timed = tuple(
-        Timed(
-            **each | {"steps": tuple(MeasuredWork(**step) for step in each["steps"]), "ends_ms": tuple(each["ends_ms"])}
-        )
-        for each in values["timed"]
-    )
-    return Measured(**values | {"timed": timed})

@@ -150,7 +150,7 @@ def provenance() -> dict[str, str]:
         "commit": os.environ.get("HELMREC_COMMIT") or _described(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "helmrec": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helmrec.errors import ModelError
+from helmrec.model.hstu import mlp_shapes
 
 _PREPROCESSOR = "_hstu_transducer._input_preprocessor."
 LAYERS = "_hstu_transducer._stu_module._stu_layers."
@@ -92,17 +93,15 @@ def published_shapes(s: CheckpointSizes) -> Shapes:
     }
     return {
         **{f"{LAYERS}{i}.{name}": shape for i in range(s.num_layers) for name, shape in layer.items()},
-        **_mlp(CONTENT, s.row_dim, s.input_hidden, s.dim),
-        **_norm(f"{CONTENT}.3", s.dim),
-        **_mlp(EXTRA, s.row_dim, s.input_hidden, s.dim),
-        **_norm(f"{EXTRA}.3", s.dim),
-        **_mlp(ACTION, action_dim, s.input_hidden, s.dim),
-        **_norm(f"{ACTION}.3", s.dim),
-        **_mlp(ITEM_MLP, 2 * s.row_dim, s.hidden, s.dim),
-        **_norm(f"{ITEM_MLP}.3", s.dim),
-        **_mlp(HEAD, s.dim, s.hidden, s.num_tasks),
-        **_norm(f"{POST}_layer_norm", s.dim),
-        **_linear(f"{POST}_time_feature_combiner", s.dim + 2 * s.num_cycles, s.dim),
+        **mlp_shapes(CONTENT, s.row_dim, s.input_hidden, s.dim, has_norm=True),
+        **mlp_shapes(EXTRA, s.row_dim, s.input_hidden, s.dim, has_norm=True),
+        **mlp_shapes(ACTION, action_dim, s.input_hidden, s.dim, has_norm=True),
+        **mlp_shapes(ITEM_MLP, 2 * s.row_dim, s.hidden, s.dim, has_norm=True),
+        **mlp_shapes(HEAD, s.dim, s.hidden, s.num_tasks, has_norm=False),
+        f"{POST}_layer_norm.weight": (s.dim,),
+        f"{POST}_layer_norm.bias": (s.dim,),
+        f"{POST}_time_feature_combiner.weight": (s.dim, s.dim + 2 * s.num_cycles),
+        f"{POST}_time_feature_combiner.bias": (s.dim,),
         UNIT_S: (1, s.num_cycles),
         NUM_UNITS: (1, s.num_cycles),
         BITS: (s.num_bits,),
@@ -113,22 +112,6 @@ def published_shapes(s: CheckpointSizes) -> Shapes:
         POSITIONS: (s.num_positions, s.dim),
         TIMES: (s.num_times, s.dim),
     }
-
-
-def _mlp(name: str, fan_in: int, hidden: int, out: int) -> Shapes:
-    return {
-        **_linear(f"{name}.0", fan_in, hidden),
-        **_norm(f"{name}.1", hidden),
-        **_linear(f"{name}.2", hidden, out),
-    }
-
-
-def _linear(name: str, fan_in: int, out: int) -> Shapes:
-    return {f"{name}.weight": (out, fan_in), f"{name}.bias": (out,)}
-
-
-def _norm(name: str, dim: int) -> Shapes:
-    return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
 
 
 def check_names(weights: Weights, source: str) -> int:

@@ -63,9 +63,9 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if frame is not None:
         shapes |= {"output_mix.weight": (dim, dim + 2 * len(frame.cycles)), "output_mix.bias": (dim,)}
     for encoder in config.encoders:
-        shapes |= _mlp_shapes(f"encoders.{encoder.name}", _fan_in(encoder, config), input_hidden, dim, has_norm=True)
-    shapes |= _mlp_shapes("candidate_encoder", _fan_in(config.candidate_encoder, config), hidden, dim, has_norm=True)
-    shapes |= _mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
+        shapes |= mlp_shapes(f"encoders.{encoder.name}", _fan_in(encoder, config), input_hidden, dim, has_norm=True)
+    shapes |= mlp_shapes("candidate_encoder", _fan_in(config.candidate_encoder, config), hidden, dim, has_norm=True)
+    shapes |= mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
     for i in range(config.num_layers):
         layer = (
             (dim, 2 * width + 2 * qk_width),
@@ -84,7 +84,8 @@ def _fan_in(encoder: EncoderConfig, config: ModelConfig) -> int:
     return config.row_dim * (len(encoder.tables) if encoder.pooling == "concat" else 1)
 
 
-def _mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool) -> dict[str, tuple[int, ...]]:
+def mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool) -> dict[str, tuple[int, ...]]:
+    """Return the weights of linear, norm, linear and, with `has_norm`, a norm of the result."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{name}.0.weight": (hidden, fan_in),
         f"{name}.0.bias": (hidden,),

@@ -1,10 +1,27 @@
 """Named model shapes: published ones, and a small one for a laptop."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from helmrec.errors import ConfigError
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
+
+PROFILES = ("demo", "kuairand", "narrow", "dlrmv3", "wide", "nvidia-bench", "paper")
+# DLRMv3 of Meta with this many event tables besides item and category: as published, only the items of events have a
+# large table; with 24 feature rows per token, both caches need much memory.
+_EXTRA_TABLES = {"narrow": 0, "dlrmv3": 4, "wide": 22}
+_ITEMS_ONLY: dict[str, dict[str, Any]] = {
+    "kuairand": {"num_layers": 3, "qk_dim": 128, "v_dim": 128, "dim": 512, "window": 4_096, "max_candidates": 100},
+    "nvidia-bench": {
+        "num_layers": 8,
+        "qk_dim": 256,
+        "v_dim": 256,
+        "dim": 1_024,
+        "window": 4_096,
+        "max_candidates": 256,
+    },
+    # KV per token of the HELM paper; its value width of about 195 is rounded to a multiple of 16
+    "paper": {"num_layers": 6, "qk_dim": 64, "v_dim": 192, "dim": 512, "window": 15_000, "max_candidates": 512},
+}
 
 
 def profile(name: str, num_rows: int | None = None) -> ModelConfig:
@@ -13,7 +30,9 @@ def profile(name: str, num_rows: int | None = None) -> ModelConfig:
         raise ConfigError(f"profile must be one of {', '.join(PROFILES)}, got {name!r}")
     if num_rows is not None and num_rows < 1:
         raise ConfigError(f"rows must be at least 1, got {num_rows}")
-    return PROFILES[name](num_rows)
+    if name in _EXTRA_TABLES:
+        return dlrmv3_shape(name, num_rows, _EXTRA_TABLES[name])
+    return _demo(num_rows) if name == "demo" else _items_only(name, num_rows)
 
 
 def _demo(num_rows: int | None) -> ModelConfig:
@@ -37,21 +56,6 @@ def _demo(num_rows: int | None) -> ModelConfig:
         encoders=(EncoderConfig(name="item", tables=(ITEM,)), EncoderConfig(name="extra", tables=("category",))),
         candidate_encoder=EncoderConfig(name="candidate", tables=(ITEM, "category")),
     )
-
-
-def _dlrmv3(num_rows: int | None) -> ModelConfig:
-    """Meta DLRMv3, with four extra event tables besides item and category."""
-    return dlrmv3_shape("dlrmv3", num_rows, num_extra=4)
-
-
-def _narrow(num_rows: int | None) -> ModelConfig:
-    """Meta DLRMv3 as published: only the items of events have a large table."""
-    return dlrmv3_shape("narrow", num_rows, num_extra=0)
-
-
-def _wide(num_rows: int | None) -> ModelConfig:
-    """DLRMv3 with 24 feature rows per token, for which both caches need much memory."""
-    return dlrmv3_shape("wide", num_rows, num_extra=22)
 
 
 def dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig:
@@ -82,43 +86,14 @@ def dlrmv3_shape(name: str, num_rows: int | None, num_extra: int) -> ModelConfig
     )
 
 
-class _Heads(NamedTuple):
-    """The attention heads of a layer."""
-
-    num: int
-    qk_dim: int
-    v_dim: int
-
-
-def _kuairand(num_rows: int | None) -> ModelConfig:
-    return _plain("kuairand", num_rows, layers=3, heads=_Heads(4, 128, 128), dim=512, window=4_096, candidates=100)
-
-
-def _nvidia_bench(num_rows: int | None) -> ModelConfig:
-    return _plain(
-        "nvidia-bench", num_rows, layers=8, heads=_Heads(4, 256, 256), dim=1_024, window=4_096, candidates=256
-    )
-
-
-def _paper(num_rows: int | None) -> ModelConfig:
-    """The HELM paper's KV per token; its value width of about 195 is rounded to a multiple of 16."""
-    return _plain("paper", num_rows, layers=6, heads=_Heads(4, 64, 192), dim=512, window=15_000, candidates=512)
-
-
-def _plain(  # noqa: PLR0913 - the columns of the table of published shapes
-    name: str, num_rows: int | None, *, layers: int, heads: _Heads, dim: int, window: int, candidates: int
-) -> ModelConfig:
+def _items_only(name: str, num_rows: int | None) -> ModelConfig:
+    """Return a published shape with one table."""
     return ModelConfig(
         name=name,
-        num_layers=layers,
-        num_heads=heads.num,
-        qk_dim=heads.qk_dim,
-        v_dim=heads.v_dim,
-        dim=dim,
-        normaliser=window,
+        **_ITEMS_ONLY[name],
+        num_heads=4,
+        normaliser=_ITEMS_ONLY[name]["window"],
         dtype="bfloat16",
-        window=window,
-        max_candidates=candidates,
         num_actions=16,
         row_dim=512,
         row_dtype="float16",
@@ -126,14 +101,3 @@ def _plain(  # noqa: PLR0913 - the columns of the table of published shapes
         encoders=(EncoderConfig(name="item", tables=(ITEM,)),),
         candidate_encoder=EncoderConfig(name="candidate", tables=(ITEM,)),
     )
-
-
-PROFILES: dict[str, Callable[[int | None], ModelConfig]] = {
-    "demo": _demo,
-    "kuairand": _kuairand,
-    "narrow": _narrow,
-    "dlrmv3": _dlrmv3,
-    "wide": _wide,
-    "nvidia-bench": _nvidia_bench,
-    "paper": _paper,
-}

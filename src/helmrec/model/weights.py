@@ -102,14 +102,11 @@ def stream_model(
 
 def init_model(folder: Path, config: ModelConfig, seed: int = 0, progress: Progress = lambda _: None) -> None:
     """Write a model with random weights in chunks, so that only the disk bounds its size."""
-    _make_empty(folder)
     generator = torch.Generator().manual_seed(seed)
-    save_file(random_dense(config, generator), folder / DENSE)
-    for table in config.tables:
-        shape = (table.num_rows, config.row_dim)
-        rows = _random_rows(shape, config.row_dtype, generator)
-        _write_table(folder / table_file(table.name), shape, config.row_dtype, rows, progress)
-    _write_manifest(folder, config, progress)
+    dense = random_dense(config, generator)  # drawn before the tables, which are drawn as they are written
+    shapes = {table.name: (table.num_rows, config.row_dim) for table in config.tables}
+    rows = {name: _random_rows(shape, config.row_dtype, generator) for name, shape in shapes.items()}
+    stream_model(folder, config, dense, rows, progress)
 
 
 def total_table_bytes(config: ModelConfig) -> int:

@@ -50,8 +50,7 @@ def build_sketch(rows: IntArray, num_bits: int = DEFAULT_BITS, rows_per_bit: flo
         raise ConfigError(f"bits of a sketch must be a power of two of at least {_WORD_BITS}, got {num_bits}")
     threshold = sampling_threshold(min(1.0, rows_per_bit * num_bits / max(1, rows.size)))
     words = np.zeros(num_bits // _WORD_BITS, np.uint64)
-    num_set = _set_bits(words, rows, threshold)
-    return RowSketch(words, threshold, num_set / num_bits)
+    return RowSketch(words, threshold, _set_bits(words, rows, threshold) / num_bits)
 
 
 def sketch_of_hashes(hashes: Words, num_rows: int, most: np.uint64, num_bits: int = DEFAULT_BITS) -> RowSketch:

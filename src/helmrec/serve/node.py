@@ -7,7 +7,7 @@ from helmrec.engine.engine import Engine
 from helmrec.model.weights import read_manifest
 from helmrec.serve.control import Steering, with_curves
 from helmrec.serve.port import EnginePort, InProcessPort
-from helmrec.serve.process_port import ProcessMemory, ProcessPort
+from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.settings import ServeConfig, for_engine, revealed
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.swap import SwappingPort
@@ -21,7 +21,8 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
     manifest = read_manifest(model)
     Steering.of(serve)  # raises if the policy is unknown, before anything starts
     begin = Begin(str(model), revealed(engine), for_engine(serve))
-    return ProcessPort(begin, manifest.model, engine.max_history, ProcessMemory(serve.ring_bytes, serve.replay_bytes))
+    memory = {"ring_bytes": serve.ring_bytes, "replay_bytes": serve.replay_bytes}
+    return ProcessPort(begin, manifest.model, engine.max_history, **memory)
 
 
 def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingPort:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from numpy.typing import ArrayLike
@@ -51,25 +51,21 @@ _LOOK_EVERY_S = 1.0
 T = TypeVar("T")
 
 
-class ProcessMemory(NamedTuple):
-    """Limits on the memory that the front uses for its engine process."""
-
-    ring_bytes: int  # shared with the process, in each direction
-    replay_bytes: int  # of row updates, to apply again after a restart
-
-
 class ProcessPort:
     """Runs one engine process at a time, each with rings of its own. Used in one event loop."""
 
-    def __init__(self, begin: Begin, model: ModelConfig, max_history: int, memory: ProcessMemory) -> None:
+    def __init__(
+        self, begin: Begin, model: ModelConfig, max_history: int, *, ring_bytes: int, replay_bytes: int
+    ) -> None:
+        """`ring_bytes` are shared with the process, in each direction; `replay_bytes` hold row updates."""
         self.model = model
         self.health = Health.STARTING
         self.reason: str | None = None
         self._begin = begin
         self._max_history = max_history
         self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
-        self._ring_bytes = memory.ring_bytes
-        self._replay = Replay(memory.replay_bytes)
+        self._ring_bytes = ring_bytes
+        self._replay = Replay(replay_bytes)
         self._failures = FailureLog(log)
         self._resuming: asyncio.Task[None] | None = None  # referenced here: the event loop keeps weak references
         self._failure: str | None = None  # reason that the engine gave before it ended

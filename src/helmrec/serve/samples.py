@@ -132,8 +132,8 @@ class Samples:
                 busy=min(1.0, (new.busy_s - old.busy_s) / span_s),
                 alpha=new.pool.alpha,
                 alpha_target=new.pool.alpha_target,
-                row_hit_rate=_share(old.pool, new.pool, "row_hits", "row_misses"),
-                token_reuse_rate=_reuse(old.pool, new.pool),
+                row_hit_rate=_share(old.pool, new.pool, "row_hits", "row_hits", "row_misses"),
+                token_reuse_rate=_share(old.pool, new.pool, "reused_tokens", "total_tokens"),
                 on_path_bytes=_grown(old.pool, new.pool, _ON_PATH),
                 off_path_bytes=_grown(old.pool, new.pool, _OFF_PATH),
                 inside_bytes=_grown(old.pool, new.pool, None),
@@ -173,14 +173,11 @@ def _within(intervals: Sequence[_Interval]) -> float | None:
     return in_time / num_calls if num_calls else None
 
 
-def _share(old: PoolStats, new: PoolStats, hit: str, miss: str) -> float | None:
-    hits, misses = (getattr(new, name) - getattr(old, name) for name in (hit, miss))
-    return hits / (hits + misses) if hits + misses else None
-
-
-def _reuse(old: PoolStats, new: PoolStats) -> float | None:
-    total = new.total_tokens - old.total_tokens
-    return (new.reused_tokens - old.reused_tokens) / total if total else None
+def _share(old: PoolStats, new: PoolStats, part: str, *whole: str) -> float | None:
+    """Return the share of one counter in the sum of others, as they grew."""
+    grown = {name: getattr(new, name) - getattr(old, name) for name in (part, *whole)}
+    total = sum(grown[name] for name in whole)
+    return grown[part] / total if total else None
 
 
 def _grown(old: PoolStats, new: PoolStats, causes: tuple[str, ...] | None) -> int:

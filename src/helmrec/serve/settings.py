@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ByteSize, Field, SecretStr, ValidationInfo, field_validator
 
@@ -79,12 +79,7 @@ _FIELDS: dict[type[Frozen], dict[str, str]] = {  # setting -> field of the confi
 }
 _NAMES = [name for fields in _FIELDS.values() for name in fields]
 assert len(set(_NAMES)) == len(_NAMES), "one name, one setting"
-_SECRETS = frozenset(
-    name
-    for kind, fields in _FIELDS.items()
-    for name, field in fields.items()
-    if SecretStr in (annotation := kind.model_fields[field].annotation, *get_args(annotation))
-)
+_SECRETS = [name for kind, fields in _FIELDS.items() for name in fields if fields[name] in kind.secret_names()]
 _FRONT_ONLY = frozenset({"admin_token", "history_path"})  # not passed to engine processes
 
 
@@ -162,18 +157,9 @@ def _made(kind: type[T], given: Mapping[str, Given]) -> T:
     """Make one configuration from its settings; ConfigError names the wrong setting."""
     fields = _FIELDS[kind]
     try:
-        return kind(**{fields[name]: _hidden(name, each.value) for name, each in given.items() if name in fields})
+        return kind(**{fields[name]: each.value for name, each in given.items() if name in fields})
     except ConfigError as error:
         raise ConfigError(f"{_HISTORY_PREFIX if kind is HistoryConfig else ''}{error}") from None
-
-
-def _hidden(name: str, value: Any) -> Any:
-    """Wrap a secret before it is validated, so that the error message does not contain it."""
-    if name not in _SECRETS or isinstance(value, SecretStr):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{name}: text is needed, got a value of type {type(value).__name__}")
-    return SecretStr(value)
 
 
 def revealed(config: Frozen) -> dict[str, Any]:
