@@ -26,7 +26,7 @@ def test_a_decision_that_fails_leaves_the_choice_to_ray_and_the_others_are_still
 ) -> None:
     router = HelmRequestRouter.__new__(HelmRequestRouter)  # without a cluster behind it
     cost = RouterCost.from_calibration(default_cost().model_dump(), TokenShape(2, 64, 512))
-    router.initialize_state("least-loaded", cost.model_dump(), {}, {})
+    router.initialize_state("least-loaded", cost._asdict(), {}, {})
     replicas = [replica("a"), replica("b")]
     router._dispatch.meet({"a": None, "b": None})
     hint = Hint(1, 4, 2, 2, 0, np.empty(0, np.uint64).tobytes(), np.empty(0, np.int64).tobytes())

@@ -12,11 +12,12 @@ from helmrec.types import IntArray
 NUM_BITS = 1 << 12
 COST = RouterCost(
     floor_ms=0.5,
+    request_ms=0.0,
     token_us=0.2,
     pair_ns=0.02,
     row_us=0.04,
     sorted_row_us=0.02,
-    sorted_from_rows=16_384,
+    sorted_from_rows=16_384.0,
     reload_token_us=0.3,
     reload_floor_ms=0.02,
 )

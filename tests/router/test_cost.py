@@ -1,24 +1,19 @@
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 
-from helmrec.errors import ConfigError
 from helmrec.router.cost import (
     RequestWork,
     RouterCost,
     Stages,
     TokenShape,
     expected_ms,
-    read_router_cost,
     service_ms,
     stages_of,
 )
 from helmrec.sim.cost import ComputeWork, compute_ms, default_cost, host_ms, reload_ms
 from tests.router.cases import COST
 
-TERMS = COST.terms()
 SHAPE = TokenShape(rows_per_token=6, row_bytes=1_024, kv_bytes=10_240)
 
 
@@ -26,32 +21,32 @@ def test_compute_is_the_published_formula() -> None:
     new, resident, candidates = 300, 3_700, 500
     pairs = new * (resident + new / 2) + candidates * (new + resident)
     by_hand = 0.5 + 0.2e-3 * (new + candidates) + 0.02e-6 * pairs
-    assert stages_of(TERMS, RequestWork(resident, new, 0, candidates, 0)) == pytest.approx(Stages(by_hand, 0.0))
+    assert stages_of(COST, RequestWork(resident, new, 0, candidates, 0)) == pytest.approx(Stages(by_hand, 0.0))
 
 
 def test_the_bus_brings_absent_rows_and_reloads() -> None:
-    bus_ms = stages_of(TERMS, RequestWork(1_000, 0, 400, 0, 10_000)).bus_ms
+    bus_ms = stages_of(COST, RequestWork(1_000, 0, 400, 0, 10_000)).bus_ms
     assert bus_ms == pytest.approx(10_000 * 0.04e-3 + 0.02 + 400 * 0.3e-3)
-    assert stages_of(TERMS, RequestWork(0, 0, 0, 0, 20_000)).bus_ms == pytest.approx(20_000 * 0.02e-3)
+    assert stages_of(COST, RequestWork(0, 0, 0, 0, 20_000)).bus_ms == pytest.approx(20_000 * 0.02e-3)
 
 
 def test_a_lone_request_pays_both_stages_and_a_saturated_node_the_longer() -> None:
     stages = Stages(compute_ms=2.0, bus_ms=3.0)
-    assert expected_ms(TERMS, stages, 0.0) == 5.0
-    assert service_ms(TERMS, stages) == 3.0
-    assert service_ms(TERMS, Stages(2.0, 0.5)) == pytest.approx(2.0 - 0.5 * 7 / 8), "eight requests share the floor"
-    assert expected_ms(TERMS, stages, 1e6) - 1e6 == pytest.approx(3.0, abs=1e-3)
+    assert expected_ms(COST, stages, 0.0) == 5.0
+    assert service_ms(COST, stages) == 3.0
+    assert service_ms(COST, Stages(2.0, 0.5)) == pytest.approx(2.0 - 0.5 * 7 / 8), "eight requests share the floor"
+    assert expected_ms(COST, stages, 1e6) - 1e6 == pytest.approx(3.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("stages", [Stages(2.0, 3.0), Stages(0.5, 0.0), Stages(0.7, 12.0)])
 def test_a_longer_queue_is_never_a_sooner_answer(stages: Stages) -> None:
-    expected = [expected_ms(TERMS, stages, queue_ms / 10) for queue_ms in range(500)]
+    expected = [expected_ms(COST, stages, queue_ms / 10) for queue_ms in range(500)]
     assert all(later > sooner for sooner, later in itertools.pairwise(expected))
 
 
-def test_a_calibration_gives_the_costs_of_the_simulator(tmp_path: Path) -> None:
+def test_a_calibration_gives_the_costs_of_the_simulator() -> None:
     calibration = default_cost()
-    terms, theirs = RouterCost.from_calibration(calibration.model_dump(), SHAPE).terms(), calibration.terms()
+    terms, theirs = RouterCost.from_calibration(calibration.model_dump(), SHAPE), calibration.terms()
     new, resident, candidates, missed = 700, 6_000, 2_048, 5_000
     ours = stages_of(terms, RequestWork(resident, new, 256, candidates, missed))
     pairs = new * (resident + new / 2) + candidates * (resident + new)
@@ -60,28 +55,3 @@ def test_a_calibration_gives_the_costs_of_the_simulator(tmp_path: Path) -> None:
     assert ours.compute_ms == pytest.approx(step_ms + theirs.intake_ms)
     rows_ms = missed * 1_024 / (theirs.alone_gb_per_s * 1e6)
     assert ours.bus_ms == pytest.approx(rows_ms + reload_ms(theirs, 256 * 10_240.0, 1.0))
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(calibration.model_dump()))
-    assert read_router_cost(path, SHAPE).terms() == terms
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "cannot read calibration"),
-        ("[]", "must be an object, got list"),
-        ('{"compute_row_ns": "fast"}', "must give compute_row_ns as a number, got 'fast'"),
-        ("{}", "must give compute_row_ns as a number, got None"),
-    ],
-)
-def test_a_bad_calibration_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "calibration.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_router_cost(path, SHAPE)
-
-
-def test_a_bus_without_speed_is_refused() -> None:
-    figures = default_cost().model_dump() | {"reload_gb_per_s": 0}
-    with pytest.raises(ConfigError, match=r"reload_gb_per_s must be more than 0, got 0\.0"):
-        RouterCost.from_calibration(figures, SHAPE)

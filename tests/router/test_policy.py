@@ -92,13 +92,13 @@ def plain_price(ask: RouteRequest, nodes: Nodes, place: int, is_reloading: bool)
         hit_rate = nodes.row_hit_rate[place]
     new = ask.num_tokens - held
     absent = (new + ask.num_candidates) * ask.rows_per_token * (1 - hit_rate)
-    return stages_of(COST.terms(), RequestWork(held, new, held - resident, ask.num_candidates, absent)), absent
+    return stages_of(COST, RequestWork(held, new, held - resident, ask.num_candidates, absent)), absent
 
 
 @given(any_nodes(), any_request())
 def test_prices_are_the_formulas_node_by_node(nodes: Nodes, ask: RouteRequest) -> None:
     nodes = nodes._replace(sketch_threshold=np.zeros(nodes.num_nodes, np.uint64))
-    found, terms = price(Weighing(COST.terms(), 8.0, 0.5), ask, nodes), COST.terms()
+    found, terms = price(Weighing(COST, 8.0, 0.5), ask, nodes), COST
     for place in range(nodes.num_nodes):
         ways = [plain_price(ask, nodes, place, is_reloading) for is_reloading in (False, True)]
         stages, absent = min(ways, key=lambda way: way[0].compute_ms + way[0].bus_ms)
@@ -114,7 +114,7 @@ def test_a_known_user_goes_home() -> None:
 
 
 def test_affinity_breaks_past_a_load_gap_and_returns() -> None:
-    slow = EmbKVAware(COST.model_copy(update={"token_us": 20.0}))  # recomputing would take 80 ms
+    slow = EmbKVAware(COST._replace(token_us=20.0))  # recomputing would take 80 ms
     for home_queue_ms, node in ((0.0, 1), (12.0, 1), (15.0, None), (12.0, 1)):  # a quarter of it is the mean
         choice = ours(fresh_nodes(4, queue_ms=[0, home_queue_ms, 0, 0], **AT_HOME), policy=slow)
         assert choice.reason == (Reason.YIELDED if node is None else Reason.AFFINITY)
@@ -148,7 +148,7 @@ def test_a_prefix_in_the_host_tier_is_worth_its_reload_and_no_more() -> None:
         for r, h in ((4_000, 0), (0, 4_000), (0, 0))
     )
     assert in_pool < in_host < nowhere
-    dear = EmbKVAware(COST.model_copy(update={"reload_token_us": 1e6}))
+    dear = EmbKVAware(COST._replace(reload_token_us=1e6))
     assert ours(fresh_nodes(1, host_tokens=[4_000]), policy=dear).expected_ms == pytest.approx(nowhere)
 
 
@@ -194,7 +194,7 @@ def test_what_a_stale_node_said_is_not_used() -> None:
     rng = np.random.default_rng(0)
     mine = rng.integers(0, 10**6, (4_000, 6))
     nodes = holding(fresh_nodes(3), {0: np.unique(mine)})._replace(row_hit_rate=np.array([1.0, 0.3, 0.5]))
-    ask, weighing = request(sample=sample_rows(mine, mine[:500])), Weighing(COST.terms(), 8.0, 0.5)
+    ask, weighing = request(sample=sample_rows(mine, mine[:500])), Weighing(COST, 8.0, 0.5)
     stale = nodes._replace(is_fresh=np.array([False, True, True]))
     assert price(weighing, ask, nodes).absent_rows[0] == 0
     absent = price(weighing, ask, stale).absent_rows

@@ -25,14 +25,14 @@ from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
 from helmrec.redaction import redact
-from helmrec.router.cost import RouterCost, TokenShape, read_router_cost
+from helmrec.router.cost import RouterCost, TokenShape
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
-from helmrec.sim.cost import default_cost
+from helmrec.sim.cost import default_cost, load_cost
 from helmrec.sim.node.config import NodeConfig
 
 ENGINES, INGRESS = "engines", "ingress"
@@ -63,7 +63,7 @@ class _Ingress:
         given, chosen = _settings(settings), ClusterConfig(**cluster)
         log_to_stderr(given.serve.log_level, given.secrets)
         shape = read_manifest(Path(model)).model
-        policy = make_policy(chosen.router, router_cost(chosen, given, shape).model_dump(), chosen.routing.model_dump())
+        policy = make_policy(chosen.router, router_cost(chosen, given, shape)._asdict(), chosen.routing.model_dump())
         warm_up(policy, chosen.memory)  # Ray constructs the router itself, in this process
         self._port = ClusterPort(RayFleet(engines), shape, given.engine.max_history, chosen.patience_s)
         path = given.serve.history_path
@@ -115,7 +115,7 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
         request_router_class=HelmRequestRouter,
         request_router_kwargs={
             "router": cluster.router,
-            "cost": router_cost(cluster, settings, model).model_dump(),
+            "cost": router_cost(cluster, settings, model)._asdict(),
             "routing": cluster.routing.model_dump(),
             "memory": cluster.memory.model_dump(),
         },
@@ -147,9 +147,8 @@ def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) 
     """Return the costs that the router predicts with, for the served model."""
     geometry = NodeConfig(model=model, engine=settings.engine).geometry
     shape = TokenShape(len(model.features), geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
-    if cluster.calibration is not None:
-        return read_router_cost(Path(cluster.calibration), shape)
-    return RouterCost.from_calibration(default_cost().model_dump(), shape)
+    cost = default_cost() if cluster.calibration is None else load_cost(Path(cluster.calibration))
+    return RouterCost.from_calibration(cost.model_dump(), shape)
 
 
 def _check_histories(path: str | None) -> None:

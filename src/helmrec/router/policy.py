@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.router.cost import RequestWork, RouterCost, RouterCostTerms, expected_ms, service_ms, stages_of
+from helmrec.router.cost import RequestWork, RouterCost, expected_ms, service_ms, stages_of
 from helmrec.router.hashing import NO_NODE, first_of, rendezvous_scores, within_bound
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
 from helmrec.router.sketch import RowPrior, SketchTable, absent_rows, count_clear, shared_rate
@@ -62,7 +62,7 @@ class Prices(NamedTuple):
 class Weighing(NamedTuple):
     """Parameters by which a request is priced."""
 
-    terms: RouterCostTerms
+    terms: RouterCost
     sketch_weight: float  # weight of the reported hit rate, in samples of a sketch
     hit_rate: float  # assumed where no node has reported one
 
@@ -185,7 +185,7 @@ class EmbKVAware:
     def __init__(self, cost: RouterCost, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
         limits = [getattr(self.settings, name) for name in _LoadLimits._fields]
-        self._figures = np.array([*limits, self.settings.sketch_weight, self.settings.hit_rate, *cost.terms()])
+        self._figures = np.array([*limits, self.settings.sketch_weight, self.settings.hit_rate, *cost])
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
         found = _Decision._make(_decide(self._figures, request, nodes))
@@ -221,11 +221,11 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
     """Choose a node. Returns the fields of a `_Decision`.
 
     One call with plain values, because each call into compiled code and each named tuple costs microseconds.
-    `figures`: the fields of `_LoadLimits`, the last two of `Weighing`, those of `RouterCostTerms`.
+    `figures`: the fields of `_LoadLimits`, the last two of `Weighing`, those of `RouterCost`.
     """
     limits = _LoadLimits(figures[0], figures[1], figures[2], figures[3], figures[4], figures[5], figures[6])
     c = figures[9:]
-    terms = RouterCostTerms(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
+    terms = RouterCost(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
     prices = price(Weighing(terms, figures[7], figures[8]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
     is_known, is_held, is_informed = False, False, False

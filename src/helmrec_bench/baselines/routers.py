@@ -24,7 +24,7 @@ class _Baseline(ABC):
 
     def __init__(self, cost: RouterCost) -> None:
         defaults = RouterSettings()
-        self._weighing = Weighing(cost.terms(), defaults.sketch_weight, defaults.hit_rate)
+        self._weighing = Weighing(cost, defaults.sketch_weight, defaults.hit_rate)
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
         alive = np.flatnonzero(nodes.is_alive)
