@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from helmrec.history.events import Events, EventSchema, FeatureTable, NewEvents
+from helmrec.history.events import Events, EventSchema, NewEvents
+from helmrec.model.config import TableConfig
 
-SCHEMA = EventSchema(num_items=1_000, num_actions=4, features=(FeatureTable(name="category", num_rows=20),))
+SCHEMA = EventSchema(num_items=1_000, num_actions=4, features=(TableConfig(name="category", num_rows=20),))
 
 
 def events_of(user_id: int, first: int, num: int) -> NewEvents:

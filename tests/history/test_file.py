@@ -9,8 +9,9 @@ import pytest
 from helmrec.errors import HistoryError, HistoryFull, HistoryUnavailable
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
-from helmrec.history.events import EventSchema, FeatureTable
+from helmrec.history.events import EventSchema
 from helmrec.history.pages import PAGE_EVENTS
+from helmrec.model.config import TableConfig
 from tests.history.helpers import SCHEMA, events_of, same
 
 FAST = HistoryConfig(sync="os")
@@ -60,7 +61,7 @@ def test_a_place_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None
 
 def test_a_store_of_other_fields_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, 1)
-    other = EventSchema(num_items=10, num_actions=2, features=(FeatureTable(name="colour", num_rows=3),))
+    other = EventSchema(num_items=10, num_actions=2, features=(TableConfig(name="colour", num_rows=3),))
     with pytest.raises(HistoryError, match=r"category.*colour"):
         EmbeddedHistory(tmp_path, other)
     fill(tmp_path, 0)  # and the refused one holds no lock

@@ -6,15 +6,16 @@ import pytest
 
 from helmrec.errors import HistoryError, RequestError, TablesTooSmall
 from helmrec.history.embedded import EmbeddedHistory
-from helmrec.history.events import EventSchema, FeatureTable, NewEvents
+from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.sizes import check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import HistoryStore
+from helmrec.model.config import TableConfig
 from tests.history.helpers import SCHEMA, events_of
 from tests.history.places import Open
 
 
 def of(num_items: int = 1_000, num_categories: int = 20, num_actions: int = 4) -> EventSchema:
-    category = FeatureTable(name="category", num_rows=num_categories)
+    category = TableConfig(name="category", num_rows=num_categories)
     return EventSchema(num_items=num_items, num_actions=num_actions, features=(category,))
 
 

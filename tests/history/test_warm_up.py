@@ -7,9 +7,10 @@ from numba.core.registry import CPUDispatcher
 from helmrec.history import pages
 from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
-from helmrec.history.events import EventSchema, FeatureTable, NewEvents
+from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.warm_up import compile_loops
 from helmrec.memory import history
+from helmrec.model.config import TableConfig
 
 
 def compiled() -> dict[str, int]:
@@ -20,7 +21,7 @@ def compiled() -> dict[str, int]:
 def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
     compile_loops()
     before = compiled()
-    schema = EventSchema(num_items=100, num_actions=4, features=(FeatureTable(name="category", num_rows=20),))
+    schema = EventSchema(num_items=100, num_actions=4, features=(TableConfig(name="category", num_rows=20),))
     with EmbeddedHistory(tmp_path, schema, HistoryConfig()) as store:
         for base_version in (0, 300):
             times = list(range(base_version, base_version + 300))

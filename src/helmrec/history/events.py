@@ -14,17 +14,10 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.errors import RequestError
-from helmrec.model.config import ModelConfig
+from helmrec.model.config import ITEM, ModelConfig, TableConfig
 from helmrec.types import Ids, IntArray
 
 MAX_ID = int(np.iinfo(np.int64).max)
-
-
-class FeatureTable(Frozen):
-    """A feature of events besides the item."""
-
-    name: str
-    num_rows: int = Field(ge=1, description="ids are smaller")
 
 
 class EventSchema(Frozen):
@@ -35,14 +28,12 @@ class EventSchema(Frozen):
 
     num_items: int = Field(ge=1)
     num_actions: int = Field(ge=1)
-    features: tuple[FeatureTable, ...] = ()
-    item_table: str = Field("item", description="what the model calls the table of items")
+    features: tuple[TableConfig, ...] = Field((), description="of events besides the item")
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> "EventSchema":
-        features = tuple(FeatureTable(name=t.name, num_rows=t.num_rows) for t in model.features[1:])
-        items = model.features[0]
-        return cls(num_items=items.num_rows, num_actions=model.num_actions, features=features, item_table=items.name)
+        items, *features = model.features
+        return cls(num_items=items.num_rows, num_actions=model.num_actions, features=features)
 
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
@@ -60,7 +51,7 @@ class EventSchema(Frozen):
     @cached_property
     def table_names(self) -> tuple[str, ...]:
         """In the order of columns; timestamps have no table."""
-        return (self.item_table, *self.feature_names, "actions")
+        return (ITEM, *self.feature_names, "actions")
 
     @cached_property
     def limits(self) -> NDArray[np.uint64]:  # (fields, 1) ids are smaller

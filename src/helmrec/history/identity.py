@@ -14,7 +14,7 @@ from helmrec.errors import HistoryError
 from helmrec.history.events import EventSchema
 from helmrec.memory.history import SECRET_BYTES, HashKey
 
-_FORMAT = 2  # 1: seals were made without a key
+_FORMAT = 2
 
 
 class Found(NamedTuple):
@@ -48,11 +48,6 @@ def check_identity(where: object, found: Found, schema: EventSchema, secret: Sec
     """Return the key of an existing store; raise HistoryError if it does not match these settings."""
     described = _parsed(found.description)
     wanted = {"format": _FORMAT, "features": list(schema.feature_names)}
-    if described.get("format") == 1:
-        raise HistoryError(
-            f"{where} was made by an older release (format 1, without a key); this release needs format {_FORMAT}: "
-            "append its events to a new store"
-        )
     if {name: described.get(name) for name in wanted} != wanted:
         raise HistoryError(
             f"{where} was made for {found.description!r}; this model and release need {json.dumps(wanted)}"
