@@ -15,7 +15,7 @@ import torch
 from helmrec.errors import ModelError
 from helmrec.model.inert_pickle import Named, PickledCall, read_pickle
 from helmrec.model.sharded_tables import read_index
-from helmrec.model.torch_zip import FileSlice, StoredTensor, TorchZip
+from helmrec.model.torch_zip import StoredTensor, TorchZip
 from tests.model.published import SMALL, tables, write_tables
 
 ANY_TENSORS = {
@@ -38,9 +38,9 @@ def saved(path: Path, value: Any) -> TorchZip:
 
 def test_tensors_of_every_kind_are_as_torch_reads_them(tmp_path: Path) -> None:
     with saved(tmp_path / "a.pt", {"weights": ANY_TENSORS, "others": [1, "x", None, (2.5, True)]}) as archive:
-        stored = archive.saved("weights")
+        read = archive.read_all(archive.saved("weights"))
         for name, tensor in ANY_TENSORS.items():
-            assert torch.equal(archive.read(stored[name]), tensor.detach()), name
+            assert torch.equal(read[name], tensor.detach()), name
         assert archive.saved("others") == [1, "x", None, (2.5, True)]
 
 
@@ -114,7 +114,7 @@ def test_other_byte_orders_and_archives_without_a_pickle_are_refused() -> None:
 )
 def test_a_storage_that_is_missing_or_of_another_size_is_refused(tmp_path: Path, wrong: StoredTensor) -> None:
     with saved(tmp_path / "a.pt", {"x": torch.randn(3, 4)}) as archive, pytest.raises((ModelError, RuntimeError)):
-        archive.read(wrong)
+        archive.read_all({"wrong": wrong})
 
 
 def test_damaged_archives_are_refused_and_never_read_wrong(tmp_path: Path) -> None:
@@ -141,18 +141,22 @@ def is_read_right(data: bytes, weights: dict[str, torch.Tensor]) -> bool:
                 stored = archive.saved("weights")
                 if not isinstance(stored, dict) or any(not isinstance(stored.get(k), StoredTensor) for k in weights):
                     return False
-                return all(torch.equal(archive.read(stored[name]), value) for name, value in weights.items())
+                read = archive.read_all({name: stored[name] for name in weights})
+                return all(torch.equal(read[name], value) for name, value in weights.items())
     except ModelError:
         return False
 
 
-def test_a_window_of_a_file_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(bytes(range(100)))
-    with FileSlice(tmp_path / "a", 10, 20) as window:
-        assert window.read() == bytes(range(10, 30))
-        assert window.seek(-5, os.SEEK_END) == 15
-        assert window.read(100) == bytes(range(25, 30))
-        assert window.read(1) == b""
+def test_an_archive_may_be_a_range_of_a_file() -> None:
+    saved, weights = io.BytesIO(), {"a": torch.arange(7.0), "b": torch.ones(3, 2)}
+    torch.save(weights, saved)
+    whole = saved.getvalue()
+    inside = whole[:1_000] + whole + whole[-1_000:]
+    with TorchZip(io.BytesIO(inside), "here", 1_000, len(whole)) as archive:
+        found = archive.read_all(archive.saved())
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    with pytest.raises(ModelError, match="is not an archive"):
+        TorchZip(io.BytesIO(inside), "here", 1_000, len(whole) - 50)
 
 
 def test_tables_in_shards_are_read_in_order_of_rows(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,27 +26,21 @@ _HIT_ROWS, _HIT_SLOTS = 65_536, 1 << 19
 _REPEATS, _QUICK_REPEATS = 5, 2
 
 
-class MemorySizes(NamedTuple):
-    """Bytes of tables, pool and host tier."""
-
-    tables: int
-    pool: int
-    host_kv: int
-
-
 @dataclass(frozen=True, slots=True)
 class MeasurePlan:
     """Settings of a measurement."""
 
     device: str
-    sizes: MemorySizes
+    table_bytes: int
+    pool_bytes: int
+    host_kv_bytes: int
     is_quick: bool
     made: dict[str, str]
 
 
 def measure(name: str, plan: MeasurePlan, progress: Progress) -> Measured:
     """Time every case on new engines of this profile, and close them."""
-    model = sized_profile(name, plan.sizes.tables)
+    model = sized_profile(name, plan.table_bytes)
     cases = make_cases(model, is_quick=plan.is_quick)
     timed: list[Timed] = []
     probes: list[Probe] = []
@@ -102,11 +95,11 @@ def make_engine(
     model: ModelConfig, plan: MeasurePlan, progress: Callable[[int, int], None], *, with_tier: bool
 ) -> Engine:
     config = EngineConfig(
-        pool_bytes=plan.sizes.pool,
+        pool_bytes=plan.pool_bytes,
         alpha=0.3,
         device=plan.device,
         max_batch_requests=STEP_REQUESTS,
-        host_kv_bytes=plan.sizes.host_kv if with_tier else 0,
+        host_kv_bytes=plan.host_kv_bytes if with_tier else 0,
         kv_reload="always",
         save_bytes_per_step=1 << 30,  # pages are saved to the host before they are evicted
         refill_bytes_per_step=0,  # the bus carries only what the steps need

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from helmrec import __version__
 from helmrec.calibrate.fit import Fitted, fit
-from helmrec.calibrate.measure import MeasurePlan, MemorySizes, measure
+from helmrec.calibrate.measure import MeasurePlan, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
 from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
@@ -67,10 +67,8 @@ def _plan(device: str | None, tables: str | None, pool: str | None, *, is_quick:
     if device not in _SIZES:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
     default = _SIZES[device]
-    sizes = MemorySizes(
-        _bytes("tables", tables or default[0]), _bytes("pool", pool or default[1]), _bytes("", default[2])
-    )
-    return MeasurePlan(device, sizes, is_quick, provenance())
+    table_bytes, pool_bytes = _bytes("tables", tables or default[0]), _bytes("pool", pool or default[1])
+    return MeasurePlan(device, table_bytes, pool_bytes, _bytes("", default[2]), is_quick, provenance())
 
 
 def _bytes(flag: str, text: str) -> int:

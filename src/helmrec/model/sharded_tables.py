@@ -6,7 +6,6 @@ of torch.save. Nothing pickled is executed. A table is streamed, since it may be
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from helmrec.errors import ModelError
 from helmrec.model.inert_pickle import MAX_BYTES, Named, PickledCall, read_pickle
-from helmrec.model.torch_zip import FileSlice, StoredTensor, TorchZip
+from helmrec.model.torch_zip import StoredTensor, TorchZip
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SIZE = Named("torch", "Size")
@@ -68,8 +67,7 @@ class ShardedTable:
         """Yield the bytes of its rows, in order."""
         for shard in self.shards:
             source = _source(shard, self)
-            window = BufferedReader(FileSlice(shard.path, shard.start, shard.length))
-            with TorchZip(window, source) as archive:
+            with TorchZip(shard.path.open("rb"), source, shard.start, shard.length) as archive:
                 yield from archive.stream(_checked(archive.saved(), shard, self, source))
 
 

@@ -4,7 +4,6 @@ The archive is a zip with one pickle, which describes the tensors, and one membe
 does not know models. The bytes of a tensor are read only when it is requested.
 """
 
-import io
 import math
 import os
 import struct
@@ -74,12 +73,13 @@ def _is_expected(named: Named) -> bool:
 class TorchZip:
     """An open archive; `close` also closes the file."""
 
-    def __init__(self, file: BinaryIO, source: str) -> None:
+    def __init__(self, file: BinaryIO, source: str, start: int = 0, length: int | None = None) -> None:
+        """`start`, `length`: the bytes of the file that are the archive; by default all."""
         self._source = source
         self._file = file
-        opening = _Opening(file)
+        self._num_bytes = file.seek(0, os.SEEK_END) - start if length is None else length
+        opening = _Range(file, start, self._num_bytes)
         try:
-            self._num_bytes = file.seek(0, os.SEEK_END)
             self._zip = zipfile.ZipFile(opening)
         except _DAMAGED as error:
             file.close()
@@ -139,9 +139,6 @@ class TorchZip:
                 raise ModelError(f"{self._source}: nothing was saved under {key!r}")
             value = value[key]
         return self._understand(value)
-
-    def read(self, tensor: StoredTensor) -> Tensor:
-        return self._view(self._storage(tensor), tensor).clone()
 
     def read_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Read tensors, each storage once. ModelError if tensors that share storages are far larger than the file."""
@@ -248,26 +245,33 @@ class TorchZip:
         return tensor
 
 
-class _Opening:
-    """A file whose reads are bounded while the directory of an archive is read."""
+class _Range:
+    """A range of bytes of a file, as `zipfile` reads it. One read is bounded while `max_bytes` is set."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file = file
+        self._start, self._length, self._at = start, length, 0
         self.max_bytes: int | None = _MAX_DIRECTORY_BYTES
 
     def read(self, size: int = -1) -> bytes:
-        if self.max_bytes is None:
-            return self._file.read(size)
-        data = self._file.read(self.max_bytes + 1 if size < 0 else min(size, self.max_bytes + 1))
-        if len(data) > self.max_bytes:
+        left = max(0, self._length - self._at)
+        num = left if size < 0 else min(size, left)
+        if self.max_bytes is not None and num > self.max_bytes:
             raise ValueError(f"its directory is larger than {self.max_bytes} bytes")
+        self._file.seek(self._start + self._at)
+        data = self._file.read(num)
+        self._at += len(data)
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError(f"seek to {base + offset}")  # as a file does, which `zipfile` expects
+        self._at = base + offset
+        return self._at
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._at
 
     def seekable(self) -> bool:
         return True
@@ -278,40 +282,3 @@ def _end(tensor: StoredTensor) -> int:
     if 0 in tensor.shape:
         return tensor.first
     return tensor.first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
-
-
-class FileSlice(io.RawIOBase):
-    """A range of bytes of a file as a separate file."""
-
-    def __init__(self, path: Path, start: int, length: int) -> None:
-        self._file = path.open("rb")
-        self._start, self._length, self._at = start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        num = max(0, min(len(view), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        data = self._file.read(num)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
