@@ -12,6 +12,7 @@ from helmrec.demo.plan import PARTS, QUICK, DemoPlan
 from helmrec.demo.report import DemoResults
 from helmrec.demo.run import run_demo, verdict
 from helmrec.demo.simulated import SCENARIO, Simulated, best_static, simulate_ways
+from helmrec.sim.scenario import load_scenario
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,13 @@ def test_the_traffic_goes_from_steady_over_trend_to_burst() -> None:
     ]
 
 
+def test_the_simulated_scenario_has_the_objective_that_the_report_names() -> None:
+    assert load_scenario(SCENARIO).slo_ms == 80
+
+
 @pytest.mark.slow
 def test_the_simulation_ranks_every_split_and_the_policy() -> None:
     found = simulate_ways("hill", 0, lambda: None)
     assert [each.name for each in found][-1] == "hill"
     assert best_static(found) in found[:-1]
     assert all(0 < each.mean_ms <= each.p99_ms for each in found)
-    assert SCENARIO.slo_ms == 80
