@@ -15,7 +15,7 @@ from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import EngineReplica, ReplicaReply, ReplicaSettings
 from helmrec.cluster.report import ReplicaReport
 from helmrec.model.weights import save_model
-from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware
 from helmrec.router.state import ClusterState, StateSettings
 from helmrec.serve.settings import Given, Settings, resolve
@@ -24,7 +24,7 @@ from helmrec.sim.cost import default_cost
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
 
-COST = RouterCost.from_calibration(default_cost().model_dump(), TokenShape(2, 64, 256))
+COST = RouterCost.from_calibration(default_cost().model_dump(), 2, 64)
 MEMORY = StateSettings(sketch_bits=1_024)
 _NUMBERS = itertools.count(1)  # of reports
 

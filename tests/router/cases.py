@@ -18,8 +18,6 @@ COST = RouterCost(
     row_us=0.04,
     sorted_row_us=0.02,
     sorted_from_rows=16_384.0,
-    reload_token_us=0.3,
-    reload_floor_ms=0.02,
 )
 
 

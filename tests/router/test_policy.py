@@ -34,7 +34,6 @@ def any_nodes(draw: st.DrawFn) -> Nodes:
         waiting_tokens=rng.integers(0, 10**6, count).astype(float),
         row_hit_rate=rng.choice([np.nan, 0.0, 0.5, 1.0], count),
         resident_tokens=rng.choice([0, 0, 500, 10**6], count),
-        host_tokens=rng.choice([0, 0, 900, 10**6], count),
         visits=rng.integers(0, 3, count),
         sketch_words=rng.integers(0, 2**63, (NUM_BITS // 64, count)).astype(np.uint64),
         sketch_threshold=rng.choice(np.array([0, 2**60, 2**64 - 1], np.uint64), count),
@@ -74,7 +73,7 @@ def test_the_same_inputs_make_the_same_choice(nodes: Nodes, ask: RouteRequest) -
 @given(any_nodes(), any_request())
 def test_cold_users_never_go_above_the_bound(nodes: Nodes, ask: RouteRequest) -> None:
     nobody = np.zeros(nodes.num_nodes, np.int64)
-    nodes = nodes._replace(resident_tokens=nobody, host_tokens=nobody, visits=nobody)
+    nodes = nodes._replace(resident_tokens=nobody, visits=nobody)
     choice = OURS.choose(ask, nodes, 0.0)
     if choice is not None:
         queues, limits = nodes.queue_ms[nodes.is_alive], OURS.settings
@@ -82,17 +81,16 @@ def test_cold_users_never_go_above_the_bound(nodes: Nodes, ask: RouteRequest) ->
         assert nodes.queue_ms[nodes.ids == choice.node][0] <= bound * (1 + 1e-9)
 
 
-def plain_price(ask: RouteRequest, nodes: Nodes, place: int, is_reloading: bool) -> tuple[Stages, float]:
+def plain_price(ask: RouteRequest, nodes: Nodes, place: int) -> tuple[Stages, float]:
     """A request on a node without a sketch, by the formulas alone."""
     resident = min(int(nodes.resident_tokens[place]), ask.num_tokens)
-    held = max(resident, min(int(nodes.host_tokens[place]), ask.num_tokens)) if is_reloading else resident
     known = nodes.row_hit_rate[nodes.is_fresh & nodes.is_alive & ~np.isnan(nodes.row_hit_rate)]
     hit_rate = known.mean() if known.size else 0.5
     if nodes.is_fresh[place] and not np.isnan(nodes.row_hit_rate[place]):
         hit_rate = nodes.row_hit_rate[place]
-    new = ask.num_tokens - held
+    new = ask.num_tokens - resident
     absent = (new + ask.num_candidates) * ask.rows_per_token * (1 - hit_rate)
-    return stages_of(COST, RequestWork(held, new, held - resident, ask.num_candidates, absent)), absent
+    return stages_of(COST, RequestWork(resident, new, ask.num_candidates, absent)), absent
 
 
 @given(any_nodes(), any_request())
@@ -100,8 +98,7 @@ def test_prices_are_the_formulas_node_by_node(nodes: Nodes, ask: RouteRequest) -
     nodes = nodes._replace(sketch_threshold=np.zeros(nodes.num_nodes, np.uint64))
     found, terms = price(Weighing(COST, 8.0, 0.5), ask, nodes), COST
     for place in range(nodes.num_nodes):
-        ways = [plain_price(ask, nodes, place, is_reloading) for is_reloading in (False, True)]
-        stages, absent = min(ways, key=lambda way: way[0].compute_ms + way[0].bus_ms)
+        stages, absent = plain_price(ask, nodes, place)
         assert found.alone_ms[place] == pytest.approx(stages.compute_ms + stages.bus_ms)
         assert found.service_ms[place] == pytest.approx(service_ms(terms, stages))
         assert found.expected_ms[place] == pytest.approx(expected_ms(terms, stages, nodes.queue_ms[place]))
@@ -140,16 +137,6 @@ def test_a_second_visit_goes_where_the_first_was_though_nothing_is_kept_yet() ->
     busy = ours(fresh_nodes(4, visits=[0, 1, 0, 0], queue_ms=[0, 50, 0, 0]))
     assert busy.node != 1
     assert busy.reason == Reason.YIELDED
-
-
-def test_a_prefix_in_the_host_tier_is_worth_its_reload_and_no_more() -> None:
-    in_pool, in_host, nowhere = (
-        ours(fresh_nodes(1, resident_tokens=[r], host_tokens=[h])).expected_ms
-        for r, h in ((4_000, 0), (0, 4_000), (0, 0))
-    )
-    assert in_pool < in_host < nowhere
-    dear = EmbKVAware(COST._replace(reload_token_us=1e6))
-    assert ours(fresh_nodes(1, host_tokens=[4_000]), policy=dear).expected_ms == pytest.approx(nowhere)
 
 
 def test_rows_decide_between_nodes_that_are_alike_otherwise() -> None:

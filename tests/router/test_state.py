@@ -78,11 +78,10 @@ def test_a_node_that_gives_more_of_its_pool_to_rows_is_believed_to_hold_fewer_pr
 def test_a_node_knows_better_than_a_guess() -> None:
     state = cluster(1, 2)
     state.sent(request(user=5), 1, 1.0, now_s=0.0)
-    state.report(report(1, 1.0, users=(UserTokens(5, 0, 0), UserTokens(6, 300, 800))), now_s=1.0)
+    state.report(report(1, 1.0, users=(UserTokens(5, 0), UserTokens(6, 300))), now_s=1.0)
     assert state.look(5, 1.0).visits.tolist() == [0, 0]
-    found = state.look(6, 1.0)
-    assert (found.resident_tokens.tolist(), found.host_tokens.tolist()) == ([300, 0], [800, 0])
-    state.correct(99, UserTokens(5, 1, 1), 1.0)
+    assert state.look(6, 1.0).resident_tokens.tolist() == [300, 0]
+    state.correct(99, UserTokens(5, 1), 1.0)
     state.check()
 
 
@@ -211,7 +210,7 @@ def test_whatever_happens_the_books_balance_and_the_living_are_chosen(events: li
         elif kind == 2:
             state.report(report(node, now_s - number / 8, queue_ms=float(number), num_waiting=number), now_s)
         elif kind == 3:
-            state.correct(node, UserTokens(number, number * 100 % 300, number * 50), now_s)
+            state.correct(node, UserTokens(number, number * 100 % 300), now_s)
         elif kind == 4 and open_sends:
             state.finished(open_sends.pop(number % len(open_sends)))
         else:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.cost import RouterCost
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, NodeLoss, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import prepare_requests
@@ -14,7 +14,7 @@ from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.routers import policies
 from tests.sim.test_cluster import CONFIG, FLEET
 
-COST = RouterCost.from_calibration(FLEET.cost.model_dump(), TokenShape(6, 1_024, 10_240))
+COST = RouterCost.from_calibration(FLEET.cost.model_dump(), 6, 1_024)
 NUM_NODES = 4
 
 

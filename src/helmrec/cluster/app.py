@@ -25,7 +25,7 @@ from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
 from helmrec.redaction import redact
-from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.cost import RouterCost
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.histories import StoredHistories
@@ -145,10 +145,9 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
 
 def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> RouterCost:
     """Return the costs that the router predicts with, for the served model."""
-    geometry = NodeConfig(model=model, engine=settings.engine).geometry
-    shape = TokenShape(len(model.features), geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
+    row_bytes = NodeConfig(model=model, engine=settings.engine).geometry.row_stride
     cost = default_cost() if cluster.calibration is None else load_cost(Path(cluster.calibration))
-    return RouterCost.from_calibration(cost.model_dump(), shape)
+    return RouterCost.from_calibration(cost.model_dump(), len(model.features), row_bytes)
 
 
 def _check_histories(path: str | None) -> None:

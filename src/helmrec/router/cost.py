@@ -1,6 +1,6 @@
 """Expected milliseconds of one request on one node: the unit of every routing decision.
 
-Compute time grows with new tokens and with the token pairs of attention; bus time with absent rows and reloaded KV.
+Compute time grows with new tokens and with the token pairs of attention; bus time with absent rows.
 Knows formulas and cost terms, not nodes or reports.
 """
 
@@ -8,14 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import numba
-
-
-class TokenShape(NamedTuple):
-    """Rows and bytes per token of the served model."""
-
-    rows_per_token: int
-    row_bytes: int
-    kv_bytes: int  # all layers
 
 
 class RouterCost(NamedTuple):
@@ -28,33 +20,28 @@ class RouterCost(NamedTuple):
     row_us: float  # per absent row
     sorted_row_us: float  # per absent row where absent rows are read in order of address
     sorted_from_rows: float  # number of absent rows from which they are read in order
-    reload_token_us: float  # per history token whose KV is reloaded from the host
-    reload_floor_ms: float  # per reload
     requests_per_step: float = 8.0  # requests that share a step's floor on a saturated node
 
     @classmethod
-    def from_calibration(cls, terms: Mapping[str, Any], shape: TokenShape) -> Self:
-        """Convert the terms of a calibration, given by their names there."""
+    def from_calibration(cls, terms: Mapping[str, Any], rows_per_token: int, row_bytes: int) -> Self:
+        """Convert the terms of a calibration, given by their names there, for the rows of a model."""
         row_us = (terms["compute_row_ns"] + terms["host_row_ns"]) / 1e3
         return cls(
             floor_ms=terms["compute_floor_ms"] + terms["host_floor_ms"],
             request_ms=terms["intake_ms"] + terms["host_request_ms"],
-            token_us=terms["compute_token_us"] + terms["host_token_us"] + row_us * shape.rows_per_token,
+            token_us=terms["compute_token_us"] + terms["host_token_us"] + row_us * rows_per_token,
             pair_ns=terms["compute_pair_ns"],
-            row_us=shape.row_bytes / (terms["alone_gb_per_s"] * 1e3),
-            sorted_row_us=shape.row_bytes / (terms["sorted_alone_gb_per_s"] * 1e3),
+            row_us=row_bytes / (terms["alone_gb_per_s"] * 1e3),
+            sorted_row_us=row_bytes / (terms["sorted_alone_gb_per_s"] * 1e3),
             sorted_from_rows=float(terms["sorted_from_rows"]),
-            reload_token_us=shape.kv_bytes / (terms["reload_gb_per_s"] * 1e3),
-            reload_floor_ms=terms["reload_floor_ms"],
         )
 
 
 class RequestWork(NamedTuple):
     """Work of a node for one request."""
 
-    resident_tokens: float  # reused, reloaded ones included
+    resident_tokens: float  # reused
     new_tokens: float
-    reloaded_tokens: float
     num_candidates: float
     absent_rows: float
 
@@ -76,8 +63,6 @@ def stages_of(terms: RouterCost, work: RequestWork) -> Stages:
     )
     is_sorted = work.absent_rows >= terms.sorted_from_rows
     bus_ms = work.absent_rows * (terms.sorted_row_us if is_sorted else terms.row_us) / 1e3
-    if work.reloaded_tokens > 0:
-        bus_ms += terms.reload_floor_ms + terms.reload_token_us * work.reloaded_tokens / 1e3
     return Stages(compute_ms, bus_ms)
 
 

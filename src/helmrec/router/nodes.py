@@ -37,7 +37,6 @@ class Nodes(NamedTuple):
     alpha: Floats  # NaN before the first report
     row_hit_rate: Floats  # 0..1, NaN if not reported
     resident_tokens: IntArray  # KV of the request's user in the pool
-    host_tokens: IntArray  # KV of the user in pool or host tier: at least resident_tokens
     visits: IntArray  # of the user, as far as remembered
     sketch_words: Words  # (words, nodes); this and the next two are the fields of a SketchTable
     sketch_threshold: Words
@@ -61,7 +60,6 @@ def blank_nodes(ids: IntArray, num_words: int = 1) -> Nodes:
         alpha=np.full(count, np.nan),
         row_hit_rate=np.full(count, np.nan),
         resident_tokens=np.zeros(count, np.int64),
-        host_tokens=np.zeros(count, np.int64),
         visits=np.zeros(count, np.int64),
         sketch_words=np.zeros((num_words, count), np.uint64),
         sketch_threshold=np.zeros(count, np.uint64),

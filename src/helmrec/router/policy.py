@@ -70,32 +70,25 @@ class Weighing(NamedTuple):
 @numba.njit(cache=True)
 def price(weighing: Weighing, request: RouteRequest, nodes: Nodes) -> Prices:
     """Price a request on every node. Reports of stale nodes are not used: the mean of fresh nodes stands in."""
-    count, num_tokens = nodes.ids.size, request.num_tokens
+    count, terms = nodes.ids.size, weighing.terms
     prices = Prices(np.empty(count), np.empty(count), np.empty(count), np.empty(count))
-    usual = _usual_hit_rate(weighing, nodes)
-    resident, held, is_any_reloadable = np.empty(count, np.int64), np.empty(count, np.int64), False
-    for i in range(count):
-        resident[i] = min(nodes.resident_tokens[i], num_tokens)
-        held[i] = max(resident[i], min(nodes.host_tokens[i], num_tokens))
-        is_any_reloadable |= held[i] > resident[i]
+    usual, resident = _usual_hit_rate(weighing, nodes), np.minimum(nodes.resident_tokens, request.num_tokens)
     table = SketchTable(nodes.sketch_words, nodes.sketch_threshold, nodes.sketch_fill)
     clear = count_clear(table, request.sample, resident)
-    clear_if_reloaded = count_clear(table, request.sample, held) if is_any_reloadable else clear
     for i in range(count):
         rate, hit_rate = 0.0, usual
         if nodes.is_fresh[i]:
             rate = shared_rate(nodes.sketch_threshold[i], request.sample.threshold)
             hit_rate = usual if np.isnan(nodes.row_hit_rate[i]) else nodes.row_hit_rate[i]
-        rows = _Rows(float(request.rows_per_token), hit_rate, nodes.sketch_fill[i], rate)
-        plan = _ServePlan(resident[i], num_tokens - resident[i], 0, request.num_candidates, clear[i])
-        best = _priced(weighing, plan, rows, nodes.queue_ms[i])
-        if held[i] > resident[i]:
-            reloaded = held[i] - resident[i]
-            plan = _ServePlan(held[i], num_tokens - held[i], reloaded, request.num_candidates, clear_if_reloaded[i])
-            reloading = _priced(weighing, plan, rows, nodes.queue_ms[i])
-            best = reloading if reloading.alone_ms < best.alone_ms else best
-        prices.alone_ms[i], prices.service_ms[i] = best.alone_ms, best.service_ms
-        prices.expected_ms[i], prices.absent_rows[i] = best.expected_ms, best.absent_rows
+        new_tokens = request.num_tokens - resident[i]
+        num_rows = (new_tokens + request.num_candidates) * float(request.rows_per_token)
+        prior = RowPrior(num_rows, 1 - hit_rate, weighing.sketch_weight)
+        absent = absent_rows(clear[i], nodes.sketch_fill[i], rate, prior)
+        stages = stages_of(terms, RequestWork(resident[i], new_tokens, request.num_candidates, absent))
+        prices.alone_ms[i] = stages.compute_ms + stages.bus_ms
+        prices.service_ms[i] = service_ms(terms, stages)
+        prices.expected_ms[i] = expected_ms(terms, stages, nodes.queue_ms[i])
+        prices.absent_rows[i] = absent
     return prices
 
 
@@ -107,49 +100,6 @@ def _usual_hit_rate(weighing: Weighing, nodes: Nodes) -> float:
             total += nodes.row_hit_rate[i]
             count += 1
     return total / count if count else weighing.hit_rate
-
-
-class _ServePlan(NamedTuple):
-    """One way to serve a request on a node. Numbers only: in compiled loops every array costs reference counting."""
-
-    held_tokens: int  # not computed
-    new_tokens: int
-    reloaded_tokens: int  # of those held
-    num_candidates: int
-    num_clear: int  # sampled rows that it reads and that have no bit
-
-
-class _Rows(NamedTuple):
-    """Rows per token, and what is known about the rows resident on a node."""
-
-    rows_per_token: float
-    hit_rate: float
-    fill: float
-    rate: float  # 0: no sketch
-
-
-class _Price(NamedTuple):
-    """`Prices` of one node."""
-
-    alone_ms: float
-    service_ms: float
-    expected_ms: float
-    absent_rows: float
-
-
-@_inner
-def _priced(weighing: Weighing, plan: _ServePlan, rows: _Rows, queue_ms: float) -> _Price:
-    num_rows = (plan.new_tokens + plan.num_candidates) * rows.rows_per_token
-    prior = RowPrior(num_rows, 1 - rows.hit_rate, weighing.sketch_weight)
-    absent = absent_rows(plan.num_clear, rows.fill, rows.rate, prior)
-    work = RequestWork(plan.held_tokens, plan.new_tokens, plan.reloaded_tokens, plan.num_candidates, absent)
-    stages = stages_of(weighing.terms, work)
-    return _Price(
-        stages.compute_ms + stages.bus_ms,
-        service_ms(weighing.terms, stages),
-        expected_ms(weighing.terms, stages, queue_ms),
-        absent,
-    )
 
 
 class RouterSettings(Frozen):
@@ -225,14 +175,14 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
     """
     limits = _LoadLimits(figures[0], figures[1], figures[2], figures[3], figures[4], figures[5], figures[6])
     c = figures[9:]
-    terms = RouterCost(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9])
+    terms = RouterCost(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
     prices = price(Weighing(terms, figures[7], figures[8]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
     is_known, is_held, is_informed = False, False, False
     for i in range(nodes.ids.size):
         if nodes.is_alive[i]:
             is_known |= _knows(nodes, i)
-            is_held |= nodes.host_tokens[i] > 0 or nodes.resident_tokens[i] > 0
+            is_held |= nodes.resident_tokens[i] > 0
             is_informed |= nodes.is_fresh[i]
     best = NO_NODE
     if is_held:
@@ -248,7 +198,7 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
 
 @_inner
 def _knows(nodes: Nodes, place: int) -> bool:
-    return nodes.visits[place] > 0 or nodes.host_tokens[place] > 0 or nodes.resident_tokens[place] > 0
+    return nodes.visits[place] > 0 or nodes.resident_tokens[place] > 0
 
 
 @_inner

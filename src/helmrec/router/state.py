@@ -38,11 +38,10 @@ class StateSettings(Frozen):
 
 
 class UserTokens(NamedTuple):
-    """KV tokens a node reports for a user; both counts are 0 when it holds none."""
+    """KV tokens a node reports for a user; 0 when it holds none."""
 
     user: int
     resident_tokens: int
-    host_tokens: int = 0  # in pool and host tier together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +76,13 @@ class _Guess(NamedTuple):
     """KV that a node is assumed to hold for a user."""
 
     resident_tokens: int
-    host_tokens: int
     visits: int
     written_tokens: int  # the node's count at the user's last visit
     expires_s: float
     life: int  # which join of the node it belongs to; after another join the node is empty
 
 
-_NOTHING = _Guess(0, 0, 0, 0, 0.0, 0)
+_NOTHING = _Guess(0, 0, 0, 0.0, 0)
 
 
 class _Load(NamedTuple):
@@ -202,7 +200,7 @@ class ClusterState:
 
     def _prefixes(self, guesses: dict[int, _Guess], now_s: float) -> dict[str, IntArray]:
         """Return the columns of `Nodes` that depend on the user."""
-        held = np.zeros((3, len(self._place)), np.int64)
+        held = np.zeros((2, len(self._place)), np.int64)
         for node, guess in guesses.items():
             place = self._place.get(node)
             if place is None or not self._holds(place, guess, now_s):
@@ -210,9 +208,8 @@ class ClusterState:
             is_kept = guess.visits >= self.settings.kept_from_visit
             others = self._written_tokens[place] - guess.written_tokens
             fits = is_kept and others + guess.resident_tokens <= self._room_tokens[place]
-            resident = guess.resident_tokens if fits else 0
-            held[0, place], held[1, place], held[2, place] = resident, max(resident, guess.host_tokens), guess.visits
-        return {"resident_tokens": held[0], "host_tokens": held[1], "visits": held[2]}
+            held[:, place] = guess.resident_tokens if fits else 0, guess.visits
+        return {"resident_tokens": held[0], "visits": held[1]}
 
     def _holds(self, place: int, guess: _Guess, now_s: float) -> bool:
         return guess.life == self._life[place] and guess.expires_s >= now_s
@@ -238,12 +235,11 @@ class ClusterState:
         if before.visits + 1 >= kept_from:
             known = before.resident_tokens if before.visits >= kept_from else 0
             self._written_tokens[place] += max(0, request.num_tokens - known)
-        held = UserTokens(request.user, request.num_tokens, before.host_tokens)
-        self._remember(place, held, before.visits + 1, now_s)
+        self._remember(place, UserTokens(request.user, request.num_tokens), before.visits + 1, now_s)
 
     def _remember(self, place: int, held: UserTokens, visits: int, now_s: float) -> None:
         expires_s = now_s + self.settings.prefix_ttl_s
-        guess = _Guess(*held[1:], visits, self._written_tokens[place], expires_s, self._life[place])
+        guess = _Guess(held.resident_tokens, visits, self._written_tokens[place], expires_s, self._life[place])
         guesses = self._guesses.setdefault(held.user, {})
         guesses.pop(node := int(self._nodes.ids[place]), None)
         guesses[node] = guess
@@ -298,7 +294,7 @@ class ClusterState:
         if place is None:
             return
         guesses = self._guesses.get(held.user, {})
-        if held.resident_tokens or held.host_tokens:
+        if held.resident_tokens:
             visits = guesses[node].visits if node in guesses else 0
             self._remember(place, held, max(self.settings.kept_from_visit, visits), now_s)
         elif guesses.pop(node, None) and not guesses:

@@ -14,7 +14,7 @@ from pydantic import ByteSize, Field
 from helmrec.config import EngineConfig, Frozen
 from helmrec.control.static import Static, StaticSettings
 from helmrec.model.profiles import profile
-from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware
 from helmrec.sim.cluster import ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
@@ -144,9 +144,8 @@ def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
     num = min(_CHECKED_NODES, point.num_nodes)
     trace = _share(config, point.num_nodes, num)
     node = _node(config, trace, point.alpha)
-    geometry, num_features = node.geometry, len(node.model.features)
-    shape = TokenShape(num_features, geometry.row_stride, geometry.page_bytes // geometry.page_tokens)
-    policy = EmbKVAware(RouterCost.from_calibration(cost.model_dump(), shape))
+    num_features, row_bytes = len(node.model.features), node.geometry.row_stride
+    policy = EmbKVAware(RouterCost.from_calibration(cost.model_dump(), num_features, row_bytes))
     router = ReportingRouter(policy, prepare_requests(trace, node), node, Reporting())
     fleet = Fleet(node, cost, lambda _: Static(StaticSettings(alpha=point.alpha)))
     result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=num))

@@ -117,8 +117,7 @@ class EmbAware(_HitScore):
     """Looks at load and at how many of the request's rows are resident, as if no KV were."""
 
     def _hits(self, request: RouteRequest, nodes: Nodes) -> Floats:
-        nothing = np.zeros(nodes.num_nodes, np.int64)
-        blind = nodes._replace(resident_tokens=nothing, host_tokens=nothing)
+        blind = nodes._replace(resident_tokens=np.zeros(nodes.num_nodes, np.int64))
         num_rows = (request.num_tokens + request.num_candidates) * request.rows_per_token
         return 1 - price(self._weighing, request, blind).absent_rows / max(1, num_rows)
 

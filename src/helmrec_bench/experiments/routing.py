@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.control.static import Static, StaticSettings
-from helmrec.router.cost import RouterCost, TokenShape
+from helmrec.router.cost import RouterCost
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.cost import CostModel
@@ -73,8 +73,9 @@ def make_reporting_router(
     name: str, trace: Trace, config: NodeConfig, cost: CostModel, reporting: Reporting, seed: int
 ) -> ReportingRouter:
     """A router by its name, which knows nodes of this kind by their reports."""
-    shape = TokenShape(len(config.model.features), config.geometry.row_stride, config.geometry.token_bytes)
-    known = policies(RouterCost.from_calibration(cost.model_dump(), shape), np.random.default_rng(seed))
+    rows_per_token, row_bytes = len(config.model.features), config.geometry.row_stride
+    priced = RouterCost.from_calibration(cost.model_dump(), rows_per_token, row_bytes)
+    known = policies(priced, np.random.default_rng(seed))
     return ReportingRouter(known[name](), prepare_requests(trace, config), config, reporting)
 
 
