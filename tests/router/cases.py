@@ -29,7 +29,7 @@ def request(user: int = 7, num_tokens: int = 4_000, sample: RowSample | None = N
 def fresh_nodes(count: int, **columns: Any) -> Nodes:
     """Idle nodes that have just reported half of all rows to hit, but for the columns given."""
     nodes = blank_nodes(np.arange(count), NUM_BITS // 64)
-    known = {"is_fresh": np.ones(count, np.bool_), "row_hit_rate": np.full(count, 0.5), "alpha": np.full(count, 0.4)}
+    known = {"is_fresh": np.ones(count, np.bool_), "row_hit_rate": np.full(count, 0.5)}
     given = {name: np.asarray(value, getattr(nodes, name).dtype) for name, value in columns.items()}
     return nodes._replace(**known | given)
 

@@ -127,20 +127,20 @@ def test_a_send_without_an_end_does_not_count_forever() -> None:
 
 def test_reports_go_stale_and_old_ones_do_not_undo_new_ones() -> None:
     state = cluster(1)
-    state.report(report(1, 5.0, alpha=0.3, sequence=8), now_s=5.1)
-    state.report(report(1, 5.2, alpha=0.9, sequence=7), now_s=5.2)
-    state.report(report(1, 5.2, alpha=0.9, sequence=8), now_s=5.2)
-    assert state.look(0, 7.0).alpha.tolist() == [0.3]
+    state.report(report(1, 5.0, row_hit_rate=0.3, sequence=8), now_s=5.1)
+    state.report(report(1, 5.2, row_hit_rate=0.9, sequence=7), now_s=5.2)
+    state.report(report(1, 5.2, row_hit_rate=0.9, sequence=8), now_s=5.2)
+    assert state.look(0, 7.0).row_hit_rate.tolist() == [0.3]
     assert state.look(0, 7.0).is_fresh.tolist() == [True]
     assert state.look(0, 7.1).is_fresh.tolist() == [False]
 
 
 def test_the_newer_report_counts_even_if_the_clock_went_back() -> None:
     state = cluster(1)
-    state.report(report(1, 5_000.0, alpha=0.3, queue_ms=80.0, sequence=1), now_s=5_000.0)
-    state.report(report(1, 10.0, alpha=0.9, sequence=2), now_s=10.0)
+    state.report(report(1, 5_000.0, row_hit_rate=0.3, queue_ms=80.0, sequence=1), now_s=5_000.0)
+    state.report(report(1, 10.0, row_hit_rate=0.9, sequence=2), now_s=10.0)
     seen = state.look(0, 10.0)
-    assert (seen.alpha.tolist(), seen.queue_ms.tolist(), seen.is_fresh.tolist()) == ([0.9], [0.0], [True])
+    assert (seen.row_hit_rate.tolist(), seen.queue_ms.tolist(), seen.is_fresh.tolist()) == ([0.9], [0.0], [True])
     assert state.look(0, 12.1).is_fresh.tolist() == [False]
     state.check()
 

@@ -34,7 +34,6 @@ class Nodes(NamedTuple):
     queue_ms: Floats  # estimated work before the request
     num_waiting: Floats  # requests sent and not answered
     waiting_tokens: Floats  # history tokens of those
-    alpha: Floats  # NaN before the first report
     row_hit_rate: Floats  # 0..1, NaN if not reported
     resident_tokens: IntArray  # KV of the request's user in the pool
     visits: IntArray  # of the user, as far as remembered
@@ -57,7 +56,6 @@ def blank_nodes(ids: IntArray, num_words: int = 1) -> Nodes:
         queue_ms=np.zeros(count),
         num_waiting=np.zeros(count),
         waiting_tokens=np.zeros(count),
-        alpha=np.full(count, np.nan),
         row_hit_rate=np.full(count, np.nan),
         resident_tokens=np.zeros(count, np.int64),
         visits=np.zeros(count, np.int64),

@@ -3,7 +3,6 @@
 Pure: a choice is a function of the request, the nodes and the clock. It fails for no state of the nodes.
 """
 
-from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -21,25 +20,11 @@ from helmrec.router.sketch import RowPrior, SketchTable, absent_rows, count_clea
 _inner = partial(numba.njit, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)()
 
 
-class Reason(StrEnum):
-    """Why a node was chosen."""
-
-    AFFINITY = "affinity"  # it has served the user
-    YIELDED = "yielded"  # another node has served the user, but is too busy
-    COLD = "cold"  # no node has served the user: chosen by hash, within a bound of load
-    DEGRADED = "degraded"  # no node has served the user, and no report is fresh
-    SCORE = "score"
-    HASH = "hash"
-    LOAD = "load"
-    RANDOM = "random"
-
-
 class Choice(NamedTuple):
     """A node, the expected latency of the request there, and the time it adds to the node's queue."""
 
     node: int
     expected_ms: float
-    reason: Reason
     service_ms: float
 
 
@@ -118,17 +103,6 @@ class RouterSettings(Frozen):
     hit_rate: float = Field(0.5, ge=0, le=1, description="of rows, assumed where no node has reported one")
 
 
-class _Decision(NamedTuple):
-    """The chosen node, and why it was chosen."""
-
-    place: int
-    expected_ms: float
-    service_ms: float
-    knows_user: bool  # the chosen node has served the user
-    is_known: bool  # some node that is alive has
-    is_informed: bool  # some node that is alive has a fresh report
-
-
 class EmbKVAware:
     """Sends known users to the node that answers first, among the least busy; unknown users by weighted hash."""
 
@@ -138,20 +112,8 @@ class EmbKVAware:
         self._figures = np.array([*limits, self.settings.sketch_weight, self.settings.hit_rate, *cost])
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
-        found = _Decision._make(_decide(self._figures, request, nodes))
-        if found.place == NO_NODE:
-            return None
-        return Choice(int(nodes.ids[found.place]), found.expected_ms, _reason(found), found.service_ms)
-
-
-def _reason(found: _Decision) -> Reason:
-    if found.is_known:
-        return Reason.AFFINITY if found.knows_user else Reason.YIELDED
-    return Reason.COLD if found.is_informed else Reason.DEGRADED
-
-
-def choice_at(place: int, nodes: Nodes, prices: Prices, reason: Reason) -> Choice:
-    return Choice(int(nodes.ids[place]), float(prices.expected_ms[place]), reason, float(prices.service_ms[place]))
+        place, expected_ms, service_ms = _decide(self._figures, request, nodes)
+        return None if place == NO_NODE else Choice(int(nodes.ids[place]), expected_ms, service_ms)
 
 
 class _LoadLimits(NamedTuple):
@@ -167,8 +129,8 @@ class _LoadLimits(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, float, float, bool, bool, bool]:
-    """Choose a node. Returns the fields of a `_Decision`.
+def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, float, float]:
+    """Choose a node. Returns its index, or `NO_NODE`, and the fields of a `Choice`.
 
     One call with plain values, because each call into compiled code and each named tuple costs microseconds.
     `figures`: the fields of `_LoadLimits`, the last two of `Weighing`, those of `RouterCost`.
@@ -178,27 +140,15 @@ def _decide(figures: Floats, request: RouteRequest, nodes: Nodes) -> tuple[int, 
     terms = RouterCost(c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
     prices = price(Weighing(terms, figures[7], figures[8]), request, nodes)
     near = _near_least_loaded(nodes, limits.load_gap_ms)
-    is_known, is_held, is_informed = False, False, False
+    is_held = False
     for i in range(nodes.ids.size):
-        if nodes.is_alive[i]:
-            is_known |= _knows(nodes, i)
-            is_held |= nodes.resident_tokens[i] > 0
-            is_informed |= nodes.is_fresh[i]
-    best = NO_NODE
-    if is_held:
-        best = _first_to_answer(nodes, prices, near, limits.work_weight)
-    elif is_known:
-        best = _most_visited(nodes, near)
+        is_held |= nodes.is_alive[i] and nodes.resident_tokens[i] > 0
+    best = _first_to_answer(nodes, prices, near, limits.work_weight) if is_held else _most_visited(nodes, near)
     if best == NO_NODE:
         best = _for_cold_user(limits, request.user, nodes, prices)
     if best == NO_NODE:
-        return NO_NODE, 0.0, 0.0, False, False, False
-    return best, prices.expected_ms[best], prices.service_ms[best], _knows(nodes, best), is_known, is_informed
-
-
-@_inner
-def _knows(nodes: Nodes, place: int) -> bool:
-    return nodes.visits[place] > 0 or nodes.resident_tokens[place] > 0
+        return NO_NODE, 0.0, 0.0
+    return best, prices.expected_ms[best], prices.service_ms[best]
 
 
 @_inner

@@ -274,7 +274,6 @@ class ClusterState:
             self._enqueue(place, sent.sent_s, sent.service_ms)
         self._reported_s[place] = report.as_of_s
         self._room_tokens[place] = (1 - report.alpha) * report.pool_tokens
-        self._nodes.alpha[place] = report.alpha
         self._nodes.row_hit_rate[place] = report.row_hit_rate
         if report.sketch is not None:
             self._take_sketch(place, report.sketch)

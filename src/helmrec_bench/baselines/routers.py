@@ -13,14 +13,12 @@ from helmrec.config import Frozen
 from helmrec.router.cost import RouterCost
 from helmrec.router.hashing import rendezvous
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
-from helmrec.router.policy import Choice, EmbKVAware, Reason, RouterSettings, RoutingPolicy, Weighing, choice_at, price
+from helmrec.router.policy import Choice, EmbKVAware, RouterSettings, RoutingPolicy, Weighing, price
 from helmrec.types import IntArray
 
 
 class _Baseline(ABC):
     """Prices the request, then picks a place among the living."""
-
-    reason = Reason.SCORE
 
     def __init__(self, cost: RouterCost) -> None:
         defaults = RouterSettings()
@@ -30,8 +28,8 @@ class _Baseline(ABC):
         alive = np.flatnonzero(nodes.is_alive)
         if not alive.size:
             return None
-        place = self._pick(request, nodes, alive)
-        return choice_at(place, nodes, price(self._weighing, request, nodes), self.reason)
+        place, prices = self._pick(request, nodes, alive), price(self._weighing, request, nodes)
+        return Choice(int(nodes.ids[place]), float(prices.expected_ms[place]), float(prices.service_ms[place]))
 
     @abstractmethod
     def _pick(self, request: RouteRequest, nodes: Nodes, alive: IntArray) -> int:
@@ -40,8 +38,6 @@ class _Baseline(ABC):
 
 class RandomNode(_Baseline):
     """Looks at nothing."""
-
-    reason = Reason.RANDOM
 
     def __init__(self, cost: RouterCost, rng: np.random.Generator) -> None:
         super().__init__(cost)
@@ -53,8 +49,6 @@ class RandomNode(_Baseline):
 
 class PowerOfTwo(_Baseline):
     """Looks at the waiting requests of two nodes drawn at random, and takes the less busy one."""
-
-    reason = Reason.LOAD
 
     def __init__(self, cost: RouterCost, rng: np.random.Generator) -> None:
         super().__init__(cost)
@@ -69,16 +63,12 @@ class PowerOfTwo(_Baseline):
 class LeastLoaded(_Baseline):
     """Looks at waiting requests; of equals the first."""
 
-    reason = Reason.LOAD
-
     def _pick(self, request: RouteRequest, nodes: Nodes, alive: IntArray) -> int:
         return int(alive[nodes.num_waiting[alive].argmin()])
 
 
 class SessionHash(_Baseline):
     """Looks at the user's id: always the same node, while it is there."""
-
-    reason = Reason.HASH
 
     def _pick(self, request: RouteRequest, nodes: Nodes, alive: IntArray) -> int:
         return rendezvous(request.user, nodes.ids, np.ones(nodes.num_nodes), nodes.is_alive)
