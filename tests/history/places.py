@@ -13,6 +13,7 @@ from typing import Protocol
 import pytest
 
 from helmrec.history.config import HistoryConfig
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema
 from helmrec.history.store import HistoryStore
 from tests.history.helpers import SCHEMA
@@ -21,6 +22,18 @@ from tests.history.helpers import SCHEMA
 class Open(Protocol):
     def __call__(self, config: HistoryConfig | None = None, schema: EventSchema = SCHEMA) -> HistoryStore:
         """Open the place of this test, once more if it was opened before."""
+
+
+def num_pages_kept(store: HistoryStore) -> int:
+    """Count the pages that a store holds, of whichever user."""
+    if isinstance(store, EmbeddedHistory):
+        with store._file.reading() as txn:
+            return txn.stat(store._file.tables.pages)["entries"]
+    from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
+
+    assert isinstance(store, RedisHistory)
+    users = store._client.keys(store._keys.user(0)[:-1] + b"*")
+    return sum(store._client.hlen(user) - 1 for user in users)  # the record is no page
 
 
 def redis_program() -> str | None:

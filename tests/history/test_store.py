@@ -15,7 +15,7 @@ from helmrec.history.values import Appended
 from helmrec.types import RankRequest
 from tests.helpers import tiny_config
 from tests.history.helpers import SCHEMA, events_of, same
-from tests.history.places import Open
+from tests.history.places import Open, num_pages_kept
 
 
 def test_an_append_is_acknowledged_with_the_new_version(store: HistoryStore) -> None:
@@ -96,7 +96,7 @@ def test_a_deleted_user_is_gone_and_may_come_again(store: HistoryStore) -> None:
     assert not store.delete(2)
     assert store.state(2) is None
     assert list(store.user_ids()) == [1, 3]
-    assert store.stats().num_pages == 6
+    assert num_pages_kept(store) == 6
     assert store.append(2, 0, events_of(2, 0, 1)).version == 1
     assert same(store.read_last(2, 9), events_of(2, 0, 1))
     assert same(store.read_last(1, 999), events_of(1, 0, 300))
@@ -179,7 +179,7 @@ def test_old_events_leave_by_the_page(opened: Open) -> None:
             assert min(200, at + 50) <= at + 50 - state.first_event < 200 + PAGE_EVENTS
         found = store.read_last(1, 10_000)
         assert same(found, events_of(1, found.first_event, found.num_events))
-        assert store.stats().num_pages <= 3
+        assert num_pages_kept(store) <= 3
         with pytest.raises(StaleVersion):
             store.append(1, 0, events_of(1, 0, 50))  # it may be a repeat; nobody can tell any more
         store.check()

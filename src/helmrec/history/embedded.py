@@ -70,8 +70,7 @@ class EmbeddedHistory(HistoryStore):
 
     def stats(self) -> HistoryStats:
         with self._file.reading() as txn:
-            num_users, num_pages = (txn.stat(table)["entries"] for table in self._file.tables)
-        return HistoryStats(num_users, num_pages, self._file.used_bytes, self._file.map_bytes)
+            return HistoryStats(txn.stat(self._file.tables.users)["entries"], self._file.used_bytes)
 
     def sizes(self) -> TableSizes:
         with self._file.reading() as txn:

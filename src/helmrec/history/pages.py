@@ -35,10 +35,6 @@ class UserRecord(NamedTuple):
     end: ChainState  # after the last event
     last_timestamp: int
 
-    @property
-    def num_pages(self) -> int:
-        return -(-self.version // PAGE_EVENTS) - self.first_event // PAGE_EVENTS
-
     def first_of_last(self, num_events: int) -> int:
         """Return the absolute index of the first of the last `num_events` events, or of the oldest event kept."""
         return max(self.first_event, self.version - num_events)

@@ -18,7 +18,7 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.file import Tables, Txn
 from helmrec.history.identity import Found, check_identity, describe, make_key
-from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, page_key, unpack_user, user_key, user_of_key
+from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, page_key, user_key, user_of_key
 from helmrec.history.redis_client import connect, redis_errors
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import HistoryStore
@@ -55,7 +55,6 @@ class _Keys:
         self.own_secret = f"{prefix}:history-key".encode()
         self.sizes = f"{prefix}:sizes".encode()
         self.users = f"{prefix}:users".encode()  # sorted: ids, big-endian
-        self.num_pages = f"{prefix}:pages".encode()
         self._user = f"{prefix}:user:".encode()
 
     def user(self, user_id: int) -> bytes:
@@ -202,9 +201,8 @@ class RedisHistory(HistoryStore):
                     outcome = self._users.append(cast("Txn", txn), new)
                 except HelmRecError as error:  # it may have read a partial write of another node
                     outcome = error
-                num_before = max(1, pipe.hlen(key))  # the record is no page
                 pipe.multi()
-                self._write(pipe, new.user_id, txn, num_before - 1)
+                self._write(pipe, new.user_id, txn)
                 try:
                     pipe.execute()
                 except redis.WatchError:  # another node has written the user: try again
@@ -213,7 +211,7 @@ class RedisHistory(HistoryStore):
                     raise outcome
                 return outcome
 
-    def _write(self, pipe: Any, user_id: int, txn: _WatchedTxn, num_pages: int) -> None:
+    def _write(self, pipe: Any, user_id: int, txn: _WatchedTxn) -> None:
         """Queue the writes of a transaction. Without writes, queue a read, so that executing detects a changed user."""
         key = self._keys.user(user_id)
         if not txn.writes:
@@ -223,9 +221,6 @@ class RedisHistory(HistoryStore):
         if txn.deletes:
             pipe.hdel(key, *txn.deletes)
         pipe.zadd(self._keys.users, {user_key(user_id): 0})
-        record = unpack_user(txn.writes[_RECORD])
-        assert record is not None, "it was just packed"
-        pipe.incrby(self._keys.num_pages, record.num_pages - num_pages)
 
     @contextmanager
     def _reading(self, user_id: int, num_events: int) -> Iterator[Txn]:
@@ -243,19 +238,10 @@ class RedisHistory(HistoryStore):
         yield cast("Txn", _FetchedTxn(fetched))
 
     def _delete(self, user_id: int) -> bool:
-        key = self._keys.user(user_id)
         with redis_errors(self._place), self._write_client.pipeline() as pipe:
-            while True:
-                pipe.watch(key)
-                num_fields = pipe.hlen(key)
-                pipe.multi()
-                pipe.delete(key)
-                pipe.zrem(self._keys.users, user_key(user_id))
-                pipe.decrby(self._keys.num_pages, max(0, num_fields - 1))
-                try:
-                    return bool(pipe.execute()[0])
-                except redis.WatchError:
-                    continue
+            pipe.delete(self._keys.user(user_id))
+            pipe.zrem(self._keys.users, user_key(user_id))
+            return bool(pipe.execute()[0])
 
     def user_ids(self) -> Iterator[int]:
         after = b"-"
@@ -271,21 +257,14 @@ class RedisHistory(HistoryStore):
         """Return the size of the store; bytes are those of the whole server."""
         with redis_errors(self._place):
             memory = self._client.info("memory")
-            num_pages = int(self._client.get(self._keys.num_pages) or 0)
-            num_users = self._client.zcard(self._keys.users)
-        return HistoryStats(num_users, num_pages, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
+            return HistoryStats(self._client.zcard(self._keys.users), int(memory["used_memory"]))
 
     def check(self) -> None:
         super().check()
-        num_pages = 0
         for user_id in self.user_ids():
             with redis_errors(self._place):
-                num_fields = self._client.hlen(self._keys.user(user_id))
-            if not num_fields:
-                raise HistoryError(f"the index is damaged: user {user_id} is not there")
-            num_pages += num_fields - 1  # the record is no page
-        if num_pages != (counted := self.stats().num_pages):
-            raise HistoryError(f"the index is damaged: {counted} pages are counted, {num_pages} are there")
+                if not self._client.exists(self._keys.user(user_id)):
+                    raise HistoryError(f"the index is damaged: user {user_id} is not there")
 
     def close(self) -> None:
         with self._closing:

@@ -27,6 +27,4 @@ class HistoryStats:
     """The size of a store."""
 
     num_users: int
-    num_pages: int
     used_bytes: int  # of the file, with free pages inside it, or of the whole Redis server
-    map_bytes: int  # of the memory map, which the file may fill before it is remapped
