@@ -31,7 +31,6 @@ MANY_PARAMETERS = {
     "helmrec/kernels/attention.py:attend": "six tensors and two scalars are the operation",
     "helmrec/kernels/triton_row_gather.py:gather_rows": "what its twin takes, and how it is launched",
     "helmrec/kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
-    "helmrec/model/profiles.py:_plain": "the columns of the table of published shapes",
     "helmrec/cli/plan.py:plan": "one parameter per flag",
     "helmrec/cli/serve.py:serve": "one parameter per flag",
     "helmrec_bench/cli/trace.py:import_": "one parameter per flag",
