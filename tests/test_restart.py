@@ -14,7 +14,7 @@ import pytest
 
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import Refused, ServerError, StaleVersion
-from helmrec.history.embedded import EmbeddedReader
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
@@ -126,7 +126,7 @@ def restart(folder: Path, *, has_snapshot: bool) -> Restarted:
 
 def check_histories(folder: Path, acknowledged: dict[int, int]) -> None:
     """Read the store itself: what was acknowledged must be there, each event its user's, in order, once."""
-    with EmbeddedReader(folder / "histories", EventSchema.of_model(MODEL)) as store:
+    with EmbeddedHistory(folder / "histories", EventSchema.of_model(MODEL)) as store:
         store.check()
         for user, version in acknowledged.items():
             found = store.read_last(user, 10**9)

@@ -22,7 +22,7 @@ import pytest
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.history.config import HistoryConfig
-from helmrec.history.embedded import EmbeddedReader
+from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
@@ -59,7 +59,7 @@ def serve(folder: Path, port: int) -> None:
         histories = StoredHistories.open(folder / "histories", MODEL, kept)
         serve_until_stopped(make_app(InProcessPort(engine), config, histories), config, listener)
     engine.check()
-    with EmbeddedReader(folder / "histories", EventSchema.of_model(MODEL)) as store:
+    with EmbeddedHistory(folder / "histories", EventSchema.of_model(MODEL)) as store:
         store.check()
     sys.stdout.write("clean\n")
 
