@@ -69,24 +69,23 @@ def warm_up(engine: Engine) -> None:
 
 
 def made_up_request(model: ModelConfig, num_events: int) -> RankRequest:
-    """Return a valid request that reads only the first row of each table."""
-    return _request(
-        model, int(np.iinfo(np.int64).max), np.zeros(num_events, np.int64), np.zeros(1, np.int64), context=0
-    )
+    """Return a valid request of the user with the largest id, of the first item alone."""
+    first = np.zeros(num_events, np.int64)
+    return make_request(model, int(np.iinfo(np.int64).max), first, first[:1])
 
 
-def _request(model: ModelConfig, user_id: int, items: IntArray, candidates: IntArray, context: int) -> RankRequest:
-    """Return a request with rows of other tables that follow from the items."""
-    extra = [table.name for table in model.features[1:]]
+def make_request(model: ModelConfig, user_id: int, items: IntArray, candidates: IntArray) -> RankRequest:
+    """Return a request whose other features are functions of the item, its context of the user; an event a minute."""
+    others = model.features[1:]
     return RankRequest(
         user_id=user_id,
         items=items,
         actions=items % model.num_actions,
         timestamps=np.arange(items.size) * 60,
         candidates=candidates,
-        features={name: items * i % _SCRATCH_ITEMS for i, name in enumerate(extra, start=3)},
-        candidate_features={name: candidates * i % _SCRATCH_ITEMS for i, name in enumerate(extra, start=3)},
-        context={table.name: context for table in (*model.user_context, *model.request_context)},
+        features={table.name: items * (2 * i + 3) % table.num_rows for i, table in enumerate(others)},
+        candidate_features={table.name: candidates * (2 * i + 3) % table.num_rows for i, table in enumerate(others)},
+        context={table.name: user_id % table.num_rows for table in (*model.user_context, *model.request_context)},
     )
 
 
@@ -175,9 +174,9 @@ def scratch_requests(model: ModelConfig) -> Iterator[RankRequest]:
                 items[end - 7 :] = rng.integers(_SCRATCH_ITEMS, size=items.size - end + 7)
             if turn == 3 and user % 4 == 0:
                 end //= 2
-            yield _request(model, user, items[:end], items[:3], user % 4)
+            yield make_request(model, user, items[:end], items[:3])
     items = rng.integers(_SCRATCH_ITEMS, size=_SCRATCH_WINDOW)
-    yield _request(model, _SCRATCH_USERS, items, items[:3], context=0)
+    yield make_request(model, _SCRATCH_USERS, items, items[:3])
 
 
 def _change_everything(engine: Engine) -> None:

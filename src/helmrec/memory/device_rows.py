@@ -15,20 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helmrec.kernels import row_table
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_kernels import RowKernels
-from helmrec.kernels.row_table import (
-    ABSENT,
-    CLAIMED,
-    EMPTY,
-    UNUSABLE,
-    Claims,
-    Control,
-    Missed,
-    RowTable,
-    RowTally,
-    Victims,
-)
+from helmrec.kernels.row_table import Claims, Control, Missed, RowTable, RowTally, Victims
 from helmrec.memory.row_cache import RowMover
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
@@ -151,7 +141,7 @@ class DeviceRows:
         """Return the coldest slots of the window, coldest first."""
         capacity, hand = (self.table.control[i].long() for i in (Control.CAPACITY, Control.HAND))
         slots = self._slots_at((hand + self._window) % capacity.clamp_min(1))
-        heat = torch.where(self._window < capacity, self.table.heat[slots], UNUSABLE)
+        heat = torch.where(self._window < capacity, self.table.heat[slots], row_table.UNUSABLE)
         heat, order = heat.sort(stable=True)
         limit = self._copies.numel()
         return Victims(slots[order[:limit]], heat[:limit])
@@ -257,13 +247,13 @@ class DeviceRows:
         table = self.table
         table.control.copy_(self._refill_control)
         coldest, now = self._coldest(), table.control[Control.NOW]
-        is_warm = (coldest.heat > EMPTY) & (coldest.heat < UNUSABLE)
+        is_warm = (coldest.heat > row_table.EMPTY) & (coldest.heat < row_table.UNUSABLE)
         now.copy_(torch.where(is_warm, coldest.heat, now.float()).amin() - 0.5)
         sources = self._pop_ghosts(num)
         self._claims.count.zero_()
         asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
         self._kernels.claim(table, asked, self._claims, is_filtered=False)
-        empty = Victims(coldest.slots, torch.where(coldest.heat == EMPTY, coldest.heat, UNUSABLE))
+        empty = Victims(coldest.slots, torch.where(coldest.heat == row_table.EMPTY, coldest.heat, row_table.UNUSABLE))
         self._kernels.publish(table, self._claims, empty, self._copies)
         is_read = self._copies != SKIP
         table.tally[RowTally.REFILLED] += is_read.sum()
@@ -278,14 +268,14 @@ class DeviceRows:
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
         table, top = self.table, self.table.tally[RowTally.GHOSTS]
         rows = table.ghosts[(top - 1 - self._count(num)) % len(table.ghosts)]
-        sources = torch.where((self._count(num) < top) & (rows != ABSENT), ~rows, SKIP)
+        sources = torch.where((self._count(num) < top) & (rows != row_table.ABSENT), ~rows, SKIP)
         table.tally[RowTally.GHOSTS] -= top.clamp_max(num)
         return sources.int()
 
     @_in_stream
     def by_heat(self) -> NDArray[np.int64]:
         """Return the resident rows, coldest first. Waits for the device."""
-        is_row = self.table.row_of != ABSENT
+        is_row = self.table.row_of != row_table.ABSENT
         order = self.table.heat[is_row].argsort()
         return self.table.row_of[is_row][order].cpu().numpy().astype(np.int64)
 
@@ -308,13 +298,13 @@ class DeviceRows:
         """Empty these slots. slots: coldest first; some may be empty already."""
         table, rows = self.table, self.table.row_of[slots]
         self._push_ghosts(rows)
-        table.slot_of.index_fill_(0, self._or_unused(rows), ABSENT)
-        table.slot_of[-1:].fill_(CLAIMED)
-        table.row_of.index_fill_(0, slots, ABSENT)
-        table.heat.index_fill_(0, slots, EMPTY)
+        table.slot_of.index_fill_(0, self._or_unused(rows), row_table.ABSENT)
+        table.slot_of[-1:].fill_(row_table.CLAIMED)
+        table.row_of.index_fill_(0, slots, row_table.ABSENT)
+        table.heat.index_fill_(0, slots, row_table.EMPTY)
 
     def _push_ghosts(self, rows: Tensor) -> None:
-        table, is_row = self.table, rows != ABSENT
+        table, is_row = self.table, rows != row_table.ABSENT
         num = is_row.sum()
         packed = _packed(rows, is_row)
         places = (table.tally[RowTally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
@@ -331,16 +321,16 @@ class DeviceRows:
         source, target = (torch.where(slots == SKIP, self._unused, slots) for slots in (source, target))
         rows = table.row_of[source]
         table.slot_of[self._or_unused(rows)] = target.int()
-        table.slot_of[-1:].fill_(CLAIMED)
+        table.slot_of[-1:].fill_(row_table.CLAIMED)
         table.row_of[target], table.heat[target] = rows, table.heat[source]
         emptied = torch.cat([source, self._unused])
-        table.row_of.index_fill_(0, emptied, ABSENT)
-        table.heat.index_fill_(0, emptied, EMPTY)
-        table.tally[RowTally.MOVED] += (rows != ABSENT).sum()
+        table.row_of.index_fill_(0, emptied, row_table.ABSENT)
+        table.heat.index_fill_(0, emptied, row_table.EMPTY)
+        table.tally[RowTally.MOVED] += (rows != row_table.ABSENT).sum()
 
     def _or_unused(self, rows: Tensor) -> Tensor:
-        """Return indices into `slot_of`; the unused last entry for ABSENT rows."""
-        return torch.where(rows == ABSENT, len(self.table.slot_of) - 1, rows).long()
+        """Return indices into `slot_of`; the unused last entry for row_table.ABSENT rows."""
+        return torch.where(rows == row_table.ABSENT, len(self.table.slot_of) - 1, rows).long()
 
     def _send(self, values: Sequence[float], target: Tensor) -> None:
         """Copy values to the device from pinned memory, so that the host does not wait for the stream."""
@@ -354,12 +344,14 @@ class DeviceRows:
     def check(self) -> None:
         """Assert the invariants of the table. Waits for the device."""
         slot_of, row_of, heat = (part.cpu() for part in (self.table.slot_of, self.table.row_of, self.table.heat))
-        slots = (row_of != ABSENT).nonzero().flatten()
-        assert slot_of[-1] == CLAIMED, "the unused last entry was written"
-        assert row_of[-1] == ABSENT, "the unused last entry was written"
+        slots = (row_of != row_table.ABSENT).nonzero().flatten()
+        assert slot_of[-1] == row_table.CLAIMED, "the unused last entry was written"
+        assert row_of[-1] == row_table.ABSENT, "the unused last entry was written"
         assert torch.equal(slot_of[row_of[slots].long()].long(), slots), "the index does not match the slots"
-        assert int((slot_of[:-1] != ABSENT).sum()) == len(slots), "a row points to a slot that is not its own"
-        assert torch.equal((heat != EMPTY).nonzero().flatten(), slots), "an empty slot is warm, or a full one is not"
+        assert int((slot_of[:-1] != row_table.ABSENT).sum()) == len(slots), "a row points to a slot that is not its own"
+        assert torch.equal((heat != row_table.EMPTY).nonzero().flatten(), slots), (
+            "an empty slot is warm, or a full one is not"
+        )
         assert np.isin(slots.numpy() // self._rows_per_page, self._pages).all(), "a row is in a page not owned"
         tally = self.table.tally.tolist()
         assert tally[RowTally.ADMITTED] - tally[RowTally.EVICTED] == len(slots), (

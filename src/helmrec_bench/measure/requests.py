@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
 from helmrec.types import IntArray, RankRequest
 
@@ -19,21 +20,6 @@ def popular_items(rng: np.random.Generator, num: int, num_items: int) -> IntArra
     """Items by Zipf's law with exponent one: the logarithm of the rank is uniform."""
     ranks = np.exp(rng.random(num) * np.log(num_items)).astype(np.int64) - 1
     return ranks * _SPREAD % num_items
-
-
-def make_request(model: ModelConfig, user_id: int, items: IntArray, candidates: IntArray) -> RankRequest:
-    """Every other feature is a function of the item, the context of the user; an event a minute."""
-    others = model.features[1:]
-    return RankRequest(
-        user_id=user_id,
-        items=items,
-        actions=items % model.num_actions,
-        timestamps=np.arange(items.size) * 60,
-        candidates=candidates,
-        features={table.name: items * (2 * i + 3) % table.num_rows for i, table in enumerate(others)},
-        candidate_features={table.name: candidates * (2 * i + 3) % table.num_rows for i, table in enumerate(others)},
-        context={table.name: user_id % table.num_rows for table in (*model.user_context, *model.request_context)},
-    )
 
 
 def in_threads(make: Callable[..., _Made], arguments: Sequence[tuple[object, ...]]) -> list[_Made]:

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from helmrec.engine.warm_up import make_request
 from helmrec.model.profiles import profile
-from helmrec_bench.measure.requests import NEW_EVENTS, Crowd, Visitors, make_request, popular_items
+from helmrec_bench.measure.requests import NEW_EVENTS, Crowd, Visitors, popular_items
 
 MODEL = profile("demo", 500)
 CROWD = Crowd(num_hot=3, shortest=20, longest=40, num_candidates=8)

@@ -20,12 +20,12 @@ from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import GraphedDense
 from helmrec.engine.probe import EngineProbe
+from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, RankRequest
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.requests import make_request
 from helmrec_bench.report.files import markdown_table
 
 WARM_UPS, REPEATS = 5, 30

@@ -23,12 +23,13 @@ from typing import Any
 from helmrec.collector import PROCESS
 from helmrec.engine.engine import Engine
 from helmrec.engine.probe import EngineProbe
+from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario, largest_valid
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, hit_rates, serving_config, serving_engine
-from helmrec_bench.measure.requests import Crowd, in_threads, make_request
+from helmrec_bench.measure.requests import Crowd, in_threads
 
 SPARE = 1.15  # LoadGen draws how many queries fit the time
 

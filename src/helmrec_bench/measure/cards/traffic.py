@@ -13,12 +13,12 @@ from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
-from helmrec.engine.warm_up import warm_up
+from helmrec.engine.warm_up import make_request, warm_up
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ITEM, EncoderConfig, ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense
-from helmrec_bench.measure.requests import Crowd, Visitors, in_threads, make_request
+from helmrec_bench.measure.requests import Crowd, Visitors, in_threads
 
 PROFILE_OF = {1: "dlrmv3", 6: "dlrmv3", 24: "wide"}
 NUM_CANDIDATES, MEAN_EVENTS = 2_048, 6_700

@@ -19,13 +19,13 @@ from helmrec.engine.assemble import assemble
 from helmrec.engine.intake import Intake
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.scheduler import Scheduler
+from helmrec.engine.warm_up import make_request
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Demand, Pool
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.measure.requests import make_request
 
 REPEATS = 40
 
