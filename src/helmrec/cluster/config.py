@@ -18,8 +18,8 @@ OURS = "emb-kv-aware"  # the router of the product; others come from packages th
 class Scaling(Frozen):
     """Bounds of a number of replicas that follows the load."""
 
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(ge=1)
+    min_replicas: int = Field(1, ge=1, description="fewest replicas")
+    max_replicas: int = Field(ge=1, description="most replicas")
     waiting_per_replica: float = Field(4.0, gt=0, description="target number of unanswered requests per replica")
     up_after_s: float = Field(10.0, ge=0, description="how long a higher load must last")
     down_after_s: float = Field(
@@ -40,25 +40,25 @@ class ClusterConfig(Frozen):
 
     app: str = Field("helmrec", min_length=1, description="name of the application on Ray Serve")
     address: str | None = Field(
-        None, min_length=1, description="of a Ray cluster, or 'auto'; unset: Ray is started on this machine"
+        None, min_length=1, description="address of a Ray cluster, or 'auto'; unset: Ray is started on this machine"
     )
     replicas: int = Field(2, ge=1, description="engines, each with its own pool and controller")
-    scaling: Scaling | None = Field(None, description="instead of a fixed number of replicas")
-    cpus_per_replica: float = Field(1.0, ge=0)
-    gpus_per_replica: float = Field(0.0, ge=0)
+    scaling: Scaling | None = Field(None, description="bounds between which the number of replicas follows the load, instead of replicas")
+    cpus_per_replica: float = Field(1.0, ge=0, description="cores that Ray reserves for a replica")
+    gpus_per_replica: float = Field(0.0, ge=0, description="GPUs that Ray reserves; set device = \"cuda\" with them")
     ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by its own state and the reports of replicas")
-    cpus_per_ingress: float = Field(0.5, ge=0)
+    cpus_per_ingress: float = Field(0.5, ge=0, description="cores that Ray reserves for an HTTP front")
     max_waiting: int = Field(256, ge=1, description="requests a replica accepts at once; its engine queues and refuses")
     router: str = Field(OURS, description="policy that chooses a replica")
-    routing: RouterSettings = RouterSettings()
+    routing: RouterSettings = Field(RouterSettings(), description="how the router weighs caches and queues")
     memory: StateSettings = Field(StateSettings(sketch_bits=1 << 15), description="bounds of a router's state")
     calibration: str | None = Field(
-        None, min_length=1, description="file of costs the router predicts with; unset: H200"
+        None, min_length=1, description="file of device costs that the router predicts with; unset: those of an H200"
     )
-    report_every_s: float = Field(0.5, gt=0, description="between two reports of a replica")
-    health_every_s: float = Field(1.0, gt=0, description="between two health checks of a replica")
-    drain_s: float = Field(30.0, gt=0, description="for a replica that is removed to answer its requests")
-    patience_s: float = Field(60.0, gt=0, description="for a replica to answer a request without a deadline")
+    report_every_s: float = Field(0.5, gt=0, description="time between two reports of a replica")
+    health_every_s: float = Field(1.0, gt=0, description="time between two health checks of a replica")
+    drain_s: float = Field(30.0, gt=0, description="time in which a replica that is removed may answer its requests")
+    patience_s: float = Field(60.0, gt=0, description="time in which a replica must answer a request that has no deadline")
     object_store_bytes: Annotated[ByteSize, Field(ge=75 << 20)] = Field(
         ByteSize(256 << 20), description="shared memory of Ray, where it is started on this machine"
     )

@@ -19,7 +19,7 @@ class HistoryConfig(Frozen):
     """
 
     sync: Literal["commit", "interval", "os"] = Field("commit", description="when events are forced to the disk")
-    sync_interval_s: float = Field(1.0, gt=0, description="between two forced writes where sync is 'interval'")
+    sync_interval_s: float = Field(1.0, gt=0, description="time between two forced writes where sync is 'interval'")
     max_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 30), description="most the file may take; appends beyond it are refused"
     )
@@ -27,7 +27,7 @@ class HistoryConfig(Frozen):
         ByteSize(64 << 20), description="address space at start; doubles automatically, up to max_bytes"
     )
     max_events_per_user: int = Field(
-        100_000, ge=1, description="least events kept of a user; older ones are dropped by whole pages"
+        100_000, ge=1, description="events of a user that are always kept; older ones are dropped by whole pages"
     )
     max_append_events: int = Field(100_000, ge=1, description="most events of one append")
     max_commit_appends: int = Field(1_024, ge=1, description="most appends that share a transaction")
@@ -42,5 +42,5 @@ class HistoryConfig(Frozen):
     secret: SecretStr | None = Field(
         None,
         min_length=32,
-        description="seals pages; the same for all processes that open the store; none: a key kept in the store",
+        description="seals pages; the same for all processes that open the store; unset: a key kept in the store",
     )

@@ -94,13 +94,13 @@ class RouterSettings(Frozen):
         10.0, ge=0, description="affinity ends where a queue exceeds the shortest by this and one mean queue"
     )
     load_factor: float = Field(1.0, ge=1, description="cold users go to queues of at most this times the mean")
-    load_slack_ms: float = Field(0.0, ge=0, description="added to that bound: fewer moves, longer queues")
+    load_slack_ms: float = Field(0.0, ge=0, description="added to the bound of load_factor: fewer moves, longer queues")
     cold_scale_ms: float = Field(0.25, gt=0, description="a node slower by this gets 1/e of the cold users")
     cold_floor: float = Field(0.25, gt=0, le=1, description="least share of cold users, against the fastest node")
     cold_choices: int = Field(8, ge=1, description="nodes, by hash, of which a cold user takes the shortest queue")
     work_weight: float = Field(2.0, ge=0, description="weight of the delay that work causes for each waiting request")
     sketch_weight: float = Field(8.0, ge=0, description="weight of the reported hit rate, in samples of a sketch")
-    hit_rate: float = Field(0.5, ge=0, le=1, description="of rows, assumed where no node has reported one")
+    hit_rate: float = Field(0.5, ge=0, le=1, description="hit rate of rows that is assumed where no node has reported one")
 
 
 class EmbKVAware:

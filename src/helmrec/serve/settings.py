@@ -27,17 +27,19 @@ class ServeConfig(Frozen):
     """Settings of the HTTP front. Sizes take units: max_body_bytes="16MiB"."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; by default loopback only")
-    port: int = Field(8000, ge=0, le=65_535, description="0 takes any free port")
+    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0 takes any free port")
     node_name: str = Field("local", min_length=1, description="name of this node in leases")
-    max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(16 << 20), description="of one request")
+    max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(16 << 20), description="largest body of one request"
+    )
     max_bodies_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(128 << 20),
-        description="of all requests that are being read or answered, together; at least twice max_body_bytes",
+        description="largest sum of the bodies of all requests in memory; at least twice max_body_bytes",
         validate_default=True,
     )
     body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to arrive")
     admin_token: SecretStr | None = Field(
-        None, min_length=8, description="bearer token of admin calls; unset: no calls"
+        None, min_length=8, description="bearer token of admin calls; unset: they are refused"
     )
     engine_process: bool = Field(False, description="run the engine in its own process, restarted if it ends")
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
@@ -54,13 +56,13 @@ class ServeConfig(Frozen):
         None, min_length=1, repr=False, description="folder or Redis of stored histories; unset: none are stored"
     )
     policy: str = Field("helm", min_length=1, description="policy that moves the boundary: helm, static:ALPHA, or none")
-    slo_ms: float = Field(80.0, gt=0, description="latency objective of a ranking call, in milliseconds")
-    tick_s: float = Field(1.0, gt=0, description="between two decisions of the policy")
+    slo_ms: float = Field(80.0, gt=0, description="latency objective of a ranking call, shown on the dashboard")
+    tick_s: float = Field(1.0, gt=0, description="time between two decisions of the policy")
     snapshot_path: str | None = Field(
         None, min_length=1, description="file that keeps hot rows and the controller's state over a restart"
     )
-    snapshot_every_s: float = Field(60.0, gt=0, description="between two snapshots; one more is written at the end")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
+    snapshot_every_s: float = Field(60.0, gt=0, description="time between two snapshots; one more is written at the end")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line that is written; debug logs every request")
 
     @field_validator("max_bodies_bytes")
     @classmethod
