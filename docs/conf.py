@@ -1,5 +1,6 @@
 """How Sphinx builds the site: `make docs`."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from docs.reference import routes_table, settings_table
 from helmrec import __version__
 
+logging.getLogger("helmrec").setLevel(logging.WARNING)  # an engine starts while the reference is generated
+
 project = "HelmRec"
 version = release = __version__
 html_title = f"HelmRec {version}"
 copyright = "the HelmRec authors, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns: list[str] = []
-nitpicky = False
 default_role = "code"  # docstrings mark names with single backquotes
 highlight_language = "text"
 
