@@ -11,6 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from docs.reference import routes_table, settings_table
+
 from helmrec import __version__
 
 logging.getLogger("helmrec").setLevel(logging.WARNING)  # an engine starts while the reference is generated
@@ -18,7 +19,7 @@ logging.getLogger("helmrec").setLevel(logging.WARNING)  # an engine starts while
 project = "HelmRec"
 version = release = __version__
 html_title = f"HelmRec {version}"
-copyright = "the HelmRec authors, Apache-2.0"
+project_copyright = "the HelmRec authors, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 default_role = "code"  # docstrings mark names with single backquotes
 highlight_language = "text"
@@ -48,6 +49,7 @@ class Generated(SphinxDirective):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # the code may have changed
         text = settings_table(self.arguments[0]) if self.arguments else routes_table()
         return [nodes.container("", *self.parse_text_to_nodes(text), classes=["reference", self.name])]
 

@@ -43,7 +43,7 @@ PREFIXES = {"HistoryConfig": "history_"}  # of the setting's name on a server
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text, secret"}
 _UNITS = {"ms": "ms", "us": "µs", "s": "s", "bytes": "bytes", "tokens": "tokens", "events": "events", "bits": "bits"}
 _UNITS |= {"cpus": "cores", "gpus": "GPUs", "requests": "requests", "threads": "threads"}
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def settings_table(name: str) -> str:
@@ -56,7 +56,7 @@ def settings_table(name: str) -> str:
 def _setting(name: str, info: FieldInfo, group: str) -> tuple[str, ...]:
     kind = _type(info.annotation)
     bounds = _bounds(info.metadata)
-    named = f"[`{name}`]{{#{group.lower()}-{name}}}"
+    named = f"[`{name}`]{{#{group.lower()}-{name.replace('_', '-')}}}"
     return named, kind + (f", {bounds}" if bounds else ""), _default(info), unit(name), info.description or ""
 
 

@@ -89,12 +89,6 @@ def test_measurement_files_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text())
-    assert not [link for link in links if not (page.parent / link).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_table_of_figures_names_its_measurement(page: Path) -> None:
     bare = [
         section.title

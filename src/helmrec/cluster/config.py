@@ -43,9 +43,11 @@ class ClusterConfig(Frozen):
         None, min_length=1, description="address of a Ray cluster, or 'auto'; unset: Ray is started on this machine"
     )
     replicas: int = Field(2, ge=1, description="engines, each with its own pool and controller")
-    scaling: Scaling | None = Field(None, description="bounds between which the number of replicas follows the load, instead of replicas")
+    scaling: Scaling | None = Field(
+        None, description="bounds between which the number of replicas follows the load, instead of replicas"
+    )
     cpus_per_replica: float = Field(1.0, ge=0, description="cores that Ray reserves for a replica")
-    gpus_per_replica: float = Field(0.0, ge=0, description="GPUs that Ray reserves; set device = \"cuda\" with them")
+    gpus_per_replica: float = Field(0.0, ge=0, description='GPUs that Ray reserves; set device = "cuda" with them')
     ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by its own state and the reports of replicas")
     cpus_per_ingress: float = Field(0.5, ge=0, description="cores that Ray reserves for an HTTP front")
     max_waiting: int = Field(256, ge=1, description="requests a replica accepts at once; its engine queues and refuses")
@@ -58,7 +60,9 @@ class ClusterConfig(Frozen):
     report_every_s: float = Field(0.5, gt=0, description="time between two reports of a replica")
     health_every_s: float = Field(1.0, gt=0, description="time between two health checks of a replica")
     drain_s: float = Field(30.0, gt=0, description="time in which a replica that is removed may answer its requests")
-    patience_s: float = Field(60.0, gt=0, description="time in which a replica must answer a request that has no deadline")
+    patience_s: float = Field(
+        60.0, gt=0, description="time in which a replica must answer a request that has no deadline"
+    )
     object_store_bytes: Annotated[ByteSize, Field(ge=75 << 20)] = Field(
         ByteSize(256 << 20), description="shared memory of Ray, where it is started on this machine"
     )

@@ -100,7 +100,9 @@ class RouterSettings(Frozen):
     cold_choices: int = Field(8, ge=1, description="nodes, by hash, of which a cold user takes the shortest queue")
     work_weight: float = Field(2.0, ge=0, description="weight of the delay that work causes for each waiting request")
     sketch_weight: float = Field(8.0, ge=0, description="weight of the reported hit rate, in samples of a sketch")
-    hit_rate: float = Field(0.5, ge=0, le=1, description="hit rate of rows that is assumed where no node has reported one")
+    hit_rate: float = Field(
+        0.5, ge=0, le=1, description="hit rate of rows that is assumed where no node has reported one"
+    )
 
 
 class EmbKVAware:

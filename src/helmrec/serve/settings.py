@@ -61,8 +61,12 @@ class ServeConfig(Frozen):
     snapshot_path: str | None = Field(
         None, min_length=1, description="file that keeps hot rows and the controller's state over a restart"
     )
-    snapshot_every_s: float = Field(60.0, gt=0, description="time between two snapshots; one more is written at the end")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line that is written; debug logs every request")
+    snapshot_every_s: float = Field(
+        60.0, gt=0, description="time between two snapshots; one more is written at the end"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe log line that is written; debug logs every request"
+    )
 
     @field_validator("max_bodies_bytes")
     @classmethod
