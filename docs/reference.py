@@ -6,6 +6,7 @@ Does not know Sphinx; `conf.py` puts the text on pages.
 import asyncio
 import json
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -141,6 +142,6 @@ def openapi_document() -> dict[str, Any]:
     return document
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
