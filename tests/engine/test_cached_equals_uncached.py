@@ -28,10 +28,10 @@ from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows
-from helmrec.memory.history import History, RowEpochs
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan, Match, Prefix
+from helmrec.memory.prefix_hash import History, RowEpochs
 from helmrec.model.hstu import HstuModel
 from helmrec.types import PrefillRequest, RankRequest, RankResult
 from tests.helpers import tiny_engine, tiny_geometry, tiny_model

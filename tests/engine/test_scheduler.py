@@ -8,7 +8,7 @@ from helmrec import DeadlineExceeded, Engine, EngineClosed, QueueFull, RankReque
 from helmrec.clock import ManualClock
 from helmrec.engine.runner import Runner, Running
 from helmrec.engine.scheduler import Batch
-from helmrec.memory.history import chain
+from helmrec.memory.prefix_hash import chain
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
 from tests.helpers import random_request, tiny_engine, tiny_model

@@ -10,10 +10,10 @@ if not torch.cuda.is_available():
 from helmrec.kernels import page_copy
 from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.triton_page_copy import load_pages
-from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.host_pages import HostPages
-from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.kv_host_tier import KVHostTier, PageSave
 from helmrec.memory.prefix import PageLoad
+from helmrec.memory.row_master import LockedBuffer
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_pages_land_where_they_should_and_nowhere_else(page_bytes: int, num_load
 def test_a_page_is_saved_as_it_was_though_it_is_overwritten_at_once() -> None:
     num, arena = 256, torch.zeros((512, 1 << 20), dtype=torch.uint8, device="cuda")
     arena[:num] = 7
-    host = HostPages(Expander(num), arena, row_kernels("triton"))
+    host = HostPages(KVHostTier(num), arena, row_kernels("triton"))
     try:
         torch.cuda.synchronize()
         host.save([PageSave(page, slot=page) for page in range(num)])  # some milliseconds of copying

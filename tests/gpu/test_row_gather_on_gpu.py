@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from helmrec.kernels import row_gather
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, gather_rows
-from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.row_master import LockedBuffer
 
 pytestmark = pytest.mark.gpu
 

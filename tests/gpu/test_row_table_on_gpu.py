@@ -9,7 +9,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.row_table import ABSENT, Missed, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
-from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.row_master import LockedBuffer
 from helmrec.types import IntArray
 
 pytestmark = [

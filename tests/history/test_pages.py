@@ -18,7 +18,7 @@ from helmrec.history.pages import (
     user_key,
     user_of_key,
 )
-from helmrec.memory.history import ChainState, advance, begin_chain
+from helmrec.memory.prefix_hash import ChainState, advance, begin_chain
 from helmrec.types import IntArray
 from tests.memory.test_chained_hash import KEY
 

@@ -9,12 +9,12 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.embedded import EmbeddedHistory
 from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.warm_up import compile_loops
-from helmrec.memory import history
+from helmrec.memory import prefix_hash
 from helmrec.model.config import TableConfig
 
 
 def compiled() -> dict[str, int]:
-    loops = {**vars(pages), "_begin": history._begin}
+    loops = {**vars(pages), "_begin": prefix_hash._begin}
     return {name: len(loop.overloads) for name, loop in loops.items() if isinstance(loop, CPUDispatcher)}
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.memory.history import MODULUS, ChainState, HashKey, advance, begin_chain, chain, common_tokens
+from helmrec.memory.prefix_hash import MODULUS, ChainState, HashKey, advance, begin_chain, chain, common_tokens
 from helmrec.types import IntArray
 
 SECRET = bytes(range(32))

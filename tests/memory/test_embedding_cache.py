@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
-from helmrec.memory.eviction import make_order
 from helmrec.memory.row_admission import AdmitEveryRow, SecondTouch
+from helmrec.memory.row_order import make_order
 
 Rows = NDArray[np.int64]
 

@@ -1,7 +1,7 @@
 """Who must wait for pages on their way to the host, and who need not."""
 
-from helmrec.memory.expander import PageSave
 from helmrec.memory.host_pages import SavesInFlight
+from helmrec.memory.kv_host_tier import PageSave
 
 
 class Copy:

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from helmrec.memory.expander import Expander
-from helmrec.memory.history import HashKey, History, RowEpochs, chain
 from helmrec.memory.kv_admission import KVAdmission, admit_always, second_visit
 from helmrec.memory.kv_cache import KVCache, KVLimits
+from helmrec.memory.kv_host_tier import KVHostTier
 from helmrec.memory.ledger import Owner, PageLedger
 from helmrec.memory.prefix import KVPlan, PageCopy
+from helmrec.memory.prefix_hash import HashKey, History, RowEpochs, chain
 
 PAGE_TOKENS = 4
 NUM_ROWS = 100
@@ -44,8 +44,8 @@ class Bench:
         self.ledger = PageLedger(self.num_pages)
         self.epochs = RowEpochs(NUM_ROWS)
         limits = KVLimits(PAGE_TOKENS, self.max_forks, self.lag_s)
-        self.expander = Expander(self.num_slots)
-        self.cache = KVCache(limits, self.ledger, self.epochs, self.admission, self.expander)
+        self.host_tier = KVHostTier(self.num_slots)
+        self.cache = KVCache(limits, self.ledger, self.epochs, self.admission, self.host_tier)
         self.cache.reserve_pages = self.reserve
 
     def plan(self, user_id: int, events: Sequence[int], context: Sequence[int] = ()) -> KVPlan:
@@ -440,13 +440,13 @@ def test_forgetting_a_user_takes_its_pages_off_the_host_and_nobody_elses() -> No
         bench.serve(user_id, range(8))
     assert len(bench.cache.next_saves(9)) == 4, "the first page had to make room for the fourth"
     bench.cache.forget(1)
-    bench.expander.check()
-    assert bench.expander.num_pages == 2
+    bench.host_tier.check()
+    assert bench.host_tier.num_pages == 2
     assert bench.cache.next_saves(9) == []
     bench.serve(3, range(8))
     bench.cache.next_saves(9)
     bench.cache.forget(1)
-    assert bench.expander.num_pages == 3, "its old slots belong to others now"
+    assert bench.host_tier.num_pages == 3, "its old slots belong to others now"
 
 
 users = st.integers(0, 2)
@@ -643,5 +643,5 @@ def test_the_host_loses_pages_that_scores_were_not_finite_with() -> None:
     bench.cache.commit(bench.plan(1, range(12)), now=1.0, is_ahead=True)
     assert len(bench.cache.next_saves(8)) == 3
     bench.cache.reject(bench.plan(1, range(13)))
-    bench.expander.check()
-    assert bench.expander.num_pages == 1
+    bench.host_tier.check()
+    assert bench.host_tier.num_pages == 1

@@ -5,11 +5,11 @@ import pytest
 from numpy.typing import NDArray
 
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
-from helmrec.memory.eviction import LruOrder
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
+from helmrec.memory.prefix_hash import HashKey, History, chain
 from helmrec.memory.row_admission import AdmitEveryRow
+from helmrec.memory.row_order import LruOrder
 from tests.memory.miss_curves.replay import Setting, Traffic
 
 lcs = pytest.importorskip("libcachesim", reason="no build of libCacheSim for this platform")

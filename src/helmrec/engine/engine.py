@@ -90,7 +90,7 @@ class Engine:
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)
-        self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.expander.costs.steps)
+        self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.host_tier.costs.steps)
         self._intake = Intake(model.config, model.version, config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
@@ -271,9 +271,9 @@ class Engine:
 
     def _learn_costs(self, batch: Batch, seconds: float) -> None:
         """Update the cost model that decides reloads and prefills, as long as one of them may use it."""
-        is_used = self._pool.expander.num_slots or self._relay.is_used
+        is_used = self._pool.host_tier.num_slots or self._relay.is_used
         if is_used or self._pipeline.num_ended <= _FIRST_STEPS:
-            self._pool.expander.costs.observe_step(batch.work(), seconds)
+            self._pool.host_tier.costs.observe_step(batch.work(), seconds)
 
     def move_alpha(self, alpha: float) -> None:
         """Set the target of the boundary; it moves between steps, a bounded number of bytes at a time."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from helmrec.errors import DeadlineExceeded, RequestError
-from helmrec.memory.history import HashKey, History, chain
+from helmrec.memory.prefix_hash import HashKey, History, chain
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import latest_window
 from helmrec.model.window import gap_bucket, window_anchor

@@ -18,7 +18,7 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.kernels.row_table import RowTally
 from helmrec.memory.device_rows import DeviceRows
-from helmrec.memory.expander import ReloadCosts, StepCosts
+from helmrec.memory.kv_host_tier import ReloadCosts, StepCosts
 from helmrec.memory.pool import Pool
 from helmrec.memory.prefix import PageLoad
 from helmrec.types import PrefillRequest, RankRequest, RankResult
@@ -29,7 +29,7 @@ class EngineProbe:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.num_slots = self.pool.expander.num_slots  # of the host tier
+        self.num_slots = self.pool.host_tier.num_slots  # of the host tier
 
     @property
     def pool(self) -> Pool:
@@ -74,7 +74,7 @@ class EngineProbe:
         """Forget all signals and leases and go on with other settings."""
         engine = self.engine
         engine.check()
-        engine._relay = Relay(config, engine._scheduler, self.pool.kv, self.pool.expander.costs.steps)
+        engine._relay = Relay(config, engine._scheduler, self.pool.kv, self.pool.host_tier.costs.steps)
 
     def set_curves(self, *, is_on: bool) -> None:
         """Start new miss curves, or none."""
@@ -93,8 +93,8 @@ class EngineProbe:
             pool.rows.table.seen.zero_()
             torch.cuda.synchronize()
         if self.num_slots:  # what reloads cost was learned under the load before
-            pool.expander.costs = ReloadCosts(StepCosts(), engine._runner.host.time_a_page())
-        pool.expander.clear(self.num_slots)
+            pool.host_tier.costs = ReloadCosts(StepCosts(), engine._runner.host.time_a_page())
+        pool.host_tier.clear(self.num_slots)
         engine.move_alpha(alpha)
         engine.settle()
         engine.check()
@@ -103,7 +103,7 @@ class EngineProbe:
         """Empty KV and the host tier, and turn the tier on or off; rows and learned costs stay."""
         self.engine.check()
         self.pool.kv.clear()
-        self.pool.expander.clear(self.num_slots if has_tier else 0)
+        self.pool.host_tier.clear(self.num_slots if has_tier else 0)
 
     def refill(self, budget_bytes: int) -> None:
         """Read evicted rows back ahead of demand, so many bytes."""

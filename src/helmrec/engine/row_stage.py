@@ -13,7 +13,7 @@ from helmrec.kernels.row_table import Missed
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
-from helmrec.memory.host_tier import RowMaster
+from helmrec.memory.row_master import RowMaster
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 

@@ -60,7 +60,7 @@ class Runner:
         self._arena = parts.arena
         self._master = parts.master
         self._pool = parts.pool
-        self.host = HostPages(parts.pool.expander, parts.arena.pages, parts.row_kernels, parts.capture)
+        self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
         timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
         self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
 
@@ -127,7 +127,7 @@ class Runner:
         try:
             self.host.save(saves)
         except BaseException:
-            self._pool.expander.withdraw(saves)
+            self._pool.host_tier.withdraw(saves)
             raise
 
     def finish_saves_before_moves(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import Prepared
 from helmrec.errors import DeadlineExceeded, Forgotten, HelmRecError, QueueFull
-from helmrec.memory.expander import StepWork
 from helmrec.memory.kv_cache import KVCache
+from helmrec.memory.kv_host_tier import StepWork
 from helmrec.memory.prefix import KVPlan
 from helmrec.types import RankResult
 

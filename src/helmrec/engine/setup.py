@@ -19,8 +19,8 @@ from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.host_tier import RowMaster
 from helmrec.memory.pool import Demand, Pool, make_host_rows
+from helmrec.memory.row_master import RowMaster
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel

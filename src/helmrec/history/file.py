@@ -21,7 +21,7 @@ from helmrec.history.events import EventSchema
 from helmrec.history.identity import Found, check_identity, describe, make_key
 from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
-from helmrec.memory.history import SECRET_BYTES, HashKey
+from helmrec.memory.prefix_hash import SECRET_BYTES, HashKey
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"

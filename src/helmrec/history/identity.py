@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from helmrec.errors import HistoryError
 from helmrec.history.events import EventSchema
-from helmrec.memory.history import SECRET_BYTES, HashKey
+from helmrec.memory.prefix_hash import SECRET_BYTES, HashKey
 
 _FORMAT = 2
 

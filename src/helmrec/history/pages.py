@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from helmrec.memory.history import ChainKeys, ChainState, HashKey, advance_lanes, begin_chain
+from helmrec.memory.prefix_hash import ChainKeys, ChainState, HashKey, advance_lanes, begin_chain
 from helmrec.types import IntArray
 
 # Four or eight fields of 126 events, with headers, just fit one or two disk pages; 128 of eight would take three.

@@ -24,7 +24,7 @@ from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of,
 from helmrec.history.store import HistoryStore
 from helmrec.history.users import Append, UserTable
 from helmrec.history.values import Appended, HistoryStats
-from helmrec.memory.history import SECRET_BYTES
+from helmrec.memory.prefix_hash import SECRET_BYTES
 from helmrec.redaction import redact
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from helmrec.history.pages import (
     user_of_key,
 )
 from helmrec.history.values import Appended, UserState
-from helmrec.memory.history import ChainState, HashKey, advance
+from helmrec.memory.prefix_hash import ChainState, HashKey, advance
 from helmrec.types import IntArray
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.memory.eviction import EvictionOrder
-from helmrec.memory.ghost import GhostRows
+from helmrec.memory.evicted_rows import GhostRows
 from helmrec.memory.row_admission import RowAdmission
 from helmrec.memory.row_cache import RowMover, Slots
+from helmrec.memory.row_order import EvictionOrder
 
 ABSENT = -1  # value of the residency index for a row that is not in the pool
 Rows = NDArray[np.int64]

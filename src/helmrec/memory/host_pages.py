@@ -13,9 +13,9 @@ from torch import Tensor
 
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.memory.device_rows import Capture
-from helmrec.memory.expander import Expander, PageSave
-from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.kv_host_tier import KVHostTier, PageSave
 from helmrec.memory.prefix import PageLoad
+from helmrec.memory.row_master import LockedBuffer
 from helmrec.memory.streams import InStream
 
 _TIMED_PAGES = 32
@@ -62,7 +62,7 @@ class _LoadLaunch(NamedTuple):
 
 
 class HostPages:
-    """The expander's slots as host memory beside an arena, locked where the arena is on a card.
+    """the slots of the host tier as host memory beside an arena, locked where the arena is on a card.
 
     On a card, saves and loads run in their own streams and return at once: saves as copies, loads as one launch that
     reads all pages, since issuing one copy per page took longer than the transfer. Only work that overwrites a page
@@ -71,20 +71,20 @@ class HostPages:
     """
 
     def __init__(
-        self, expander: Expander, arena_pages: Tensor, kernels: RowKernels, capture: Capture | None = None
+        self, host_tier: KVHostTier, arena_pages: Tensor, kernels: RowKernels, capture: Capture | None = None
     ) -> None:
         """arena_pages: (pages, page_bytes) uint8, the whole arena; capture: captures graphs, if steps are graphs."""
         self._arena = arena_pages
         is_card, device = arena_pages.is_cuda, arena_pages.device
         self._saving, self._loading = (torch.cuda.Stream(device) if is_card else None for _ in range(2))
         self._saves = SavesInFlight()
-        self._buffer = LockedBuffer(expander.num_slots * arena_pages.shape[1])
-        self._host = self._buffer.data.view(expander.num_slots, arena_pages.shape[1])
-        if expander.num_slots:
+        self._buffer = LockedBuffer(host_tier.num_slots * arena_pages.shape[1])
+        self._host = self._buffer.data.view(host_tier.num_slots, arena_pages.shape[1])
+        if host_tier.num_slots:
             if is_card:
                 self._buffer.lock()
             self._launches = [self._make_launch(kernels, capture) for _ in range(_STEPS_IN_FLIGHT)]
-            expander.costs.set_bus_time(self.time_a_page())
+            host_tier.costs.set_bus_time(self.time_a_page())
 
     @property
     def loading_stream(self) -> torch.cuda.Stream | None:

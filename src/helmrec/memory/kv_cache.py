@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from helmrec.memory.expander import Expander, PageKey, PageSave
-from helmrec.memory.history import History, RowEpochs, common_tokens
 from helmrec.memory.kv_admission import EarlierVisits, KVAdmission, Visit, VisitLog
+from helmrec.memory.kv_host_tier import KVHostTier, PageKey, PageSave
 from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
+from helmrec.memory.prefix_hash import History, RowEpochs, common_tokens
 from helmrec.memory.shared_pages import SharedPages
 
 
@@ -35,10 +35,10 @@ class KVCache:
         ledger: PageLedger,
         epochs: RowEpochs,
         admission: KVAdmission,
-        expander: Expander | None = None,
+        host_tier: KVHostTier | None = None,
     ) -> None:
         self.limits = limits
-        self._expander = expander or Expander(num_slots=0)
+        self._host_tier = host_tier or KVHostTier(num_slots=0)
         self.reserve_pages = 1  # kept free for the next step, so that one-time users evict no other prefix
         self._pages = SharedPages(ledger)
         self._epochs = epochs
@@ -60,7 +60,7 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Start planning a step: its first plans may reload as much as they compute."""
-        self._expander.costs.begin_step()
+        self._host_tier.costs.begin_step()
 
     def plan(self, history: History, now: float) -> KVPlan | None:
         """Find the longest verified prefix, and allocate pages for the rest; None if too few pages can be freed now.
@@ -79,9 +79,9 @@ class KVCache:
             plan = self._extend(match.prefix, history)
         else:
             plan = self._fork(match, history) or self._overwrite(match.prefix, match.num_tokens, history)
-        if plan is not None and self._expander.num_pages:
+        if plan is not None and self._host_tier.num_pages:
             plan = self._reload(plan, history)
-            self._expander.costs.note_planned(plan.num_resident, plan.num_tokens, len(plan.loads))
+            self._host_tier.costs.note_planned(plan.num_resident, plan.num_tokens, len(plan.loads))
         return plan
 
     def _reload(self, plan: KVPlan, history: History) -> KVPlan:
@@ -90,7 +90,7 @@ class KVCache:
         if prefix is None or (plan.num_resident % page_tokens and prefix.pins > 1):
             return plan  # other steps still read or write the page that would be overwritten
         first = plan.num_resident // page_tokens
-        found = self._expander.find(history.user_id, history.states, first, page_tokens)
+        found = self._host_tier.find(history.user_id, history.states, first, page_tokens)
         if not found:
             return plan
         end = (first + len(found)) * page_tokens
@@ -99,10 +99,10 @@ class KVCache:
         oldest = np.full(end, min(page.epoch for page in found), np.uint32)
         end = self._epochs.fresh_tokens(history, oldest) // page_tokens * page_tokens
         num_pages = end // page_tokens - first
-        if end <= plan.num_resident or not self._expander.is_worth_it(plan.num_resident, end, num_pages):
+        if end <= plan.num_resident or not self._host_tier.is_worth_it(plan.num_resident, end, num_pages):
             return plan
         loads = tuple(PageLoad(page.slot, prefix.pages[first + i]) for i, page in enumerate(found[:num_pages]))
-        self._expander.reloaded_pages += len(loads)
+        self._host_tier.reloaded_pages += len(loads)
         return plan._replace(num_resident=end, copy=None, loads=loads)
 
     def next_saves(self, limit: int) -> list[PageSave]:
@@ -116,13 +116,13 @@ class KVCache:
                 continue
             epoch = int(epoch_per_token(prefix.made_at, end).min())  # oldest of all tokens that the page depends on
             key = PageKey(prefix.user_id, int(prefix.states[end - 1]), prefix.pages[i], epoch)
-            if (save := self._expander.save(key)) is not None:
+            if (save := self._host_tier.save(key)) is not None:
                 saves.append(save)
         return saves
 
     def _note_unsaved(self, start: int, end: int, prefix: Prefix) -> None:
         """Queue the pages that tokens [start, end) have filled for saving, if there is a tier."""
-        if self._expander.num_slots:
+        if self._host_tier.num_slots:
             page_tokens = self.limits.page_tokens
             self._unsaved.extend((prefix, i) for i in range(start // page_tokens, end // page_tokens))
 
@@ -210,7 +210,7 @@ class KVCache:
             assert prefix.pins == 0, "a running step still reads a prefix that is forgotten"
             self._drop(prefix)
         self._visits.forget(user_id)
-        self._expander.forget(user_id)
+        self._host_tier.forget(user_id)
 
     def clear(self) -> None:
         """Evict every prefix and forget all visits; the host tier keeps its pages. No step may be running."""
@@ -385,7 +385,7 @@ class KVCache:
         """Drop the tokens beyond `sound` of a suspect prefix, here and on the host."""
         page_tokens = self.limits.page_tokens
         ends = range((prefix.sound // page_tokens + 1) * page_tokens, prefix.num_tokens + 1, page_tokens)
-        self._expander.discard(prefix.user_id, [int(prefix.states[end - 1]) for end in ends])
+        self._host_tier.discard(prefix.user_id, [int(prefix.states[end - 1]) for end in ends])
         self._truncate(prefix, prefix.sound)
         prefix.is_suspect = False
 

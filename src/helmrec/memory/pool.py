@@ -12,15 +12,15 @@ import numpy as np
 from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.embedding_cache import EmbeddingCache
-from helmrec.memory.eviction import make_order
-from helmrec.memory.expander import Expander, PageSave
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.history import RowEpochs
 from helmrec.memory.kv_admission import KV_ADMISSIONS
 from helmrec.memory.kv_cache import KVCache, KVLimits
+from helmrec.memory.kv_host_tier import KVHostTier, PageSave
 from helmrec.memory.ledger import Owner, PageLedger
+from helmrec.memory.prefix_hash import RowEpochs
 from helmrec.memory.row_admission import make_row_admission
 from helmrec.memory.row_cache import RowCache, RowMover
+from helmrec.memory.row_order import make_order
 from helmrec.memory.stats import PoolStats
 
 
@@ -63,7 +63,7 @@ class Pool:
         self._mover = mover
         self._batch_pages = geometry.pages_for(demand.batch_tokens)
         self.rows = rows or make_host_rows(config, geometry, demand.num_rows)
-        self.expander = Expander(config.host_kv_bytes // geometry.page_bytes, config.kv_reload)
+        self.host_tier = KVHostTier(config.host_kv_bytes // geometry.page_bytes, config.kv_reload)
         self.kv = self._make_kv(config)
         self.aim(config.alpha)
         self.rows.add_pages(self.ledger.allocate(Owner.EMB, self._target_pages))
@@ -74,7 +74,7 @@ class Pool:
             max_forks=config.max_forks,
             lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
         )
-        return KVCache(limits, self.ledger, self.row_epochs, KV_ADMISSIONS[config.kv_admission], self.expander)
+        return KVCache(limits, self.ledger, self.row_epochs, KV_ADMISSIONS[config.kv_admission], self.host_tier)
 
     @property
     def alpha(self) -> float:
@@ -177,10 +177,10 @@ class Pool:
             kv_refused_prefixes=self.kv.refused_prefixes,
             stale_cuts=self.kv.stale_cuts,
             unmatched_histories=self.kv.unmatched,
-            host_pages=self.expander.num_pages,
-            host_saved_pages=self.expander.saved_pages,
-            host_reloaded_pages=self.expander.reloaded_pages,
-            host_evicted_pages=self.expander.evicted_pages,
+            host_pages=self.host_tier.num_pages,
+            host_saved_pages=self.host_tier.saved_pages,
+            host_reloaded_pages=self.host_tier.reloaded_pages,
+            host_evicted_pages=self.host_tier.evicted_pages,
             bytes_by_cause=self.bytes_moved(),
         )
 
@@ -188,7 +188,7 @@ class Pool:
         self.ledger.check()
         self.rows.check()
         self.kv.check()
-        self.expander.check()
+        self.host_tier.check()
         owned = self.ledger.count(Owner.EMB) * self.geometry.rows_per_page
         assert self.rows.capacity == owned, "the embedding cache owns other pages than the ledger says"
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helmrec.memory.history import Epochs, States
+from helmrec.memory.prefix_hash import Epochs, States
 
 
 class EpochRun(NamedTuple):

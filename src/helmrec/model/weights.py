@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
-from helmrec.memory.host_tier import first_non_finite, non_finite_row
+from helmrec.memory.row_master import first_non_finite, non_finite_row
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import dense_shapes
 

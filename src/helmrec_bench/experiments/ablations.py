@@ -16,7 +16,7 @@ from helmrec_bench.report.blocks import Block, Chart, Table, bars, change_text, 
 from helmrec_bench.report.claims import Rule, Verdict, judged
 
 _MIB, _GB = 1 << 20, 10**9
-HOST_BYTES = 64 * _GB  # of the expander
+HOST_BYTES = 64 * _GB  # of the host_tier
 _LOAD = 1.15  # of the frozen arrivals: parts show where load is near its limit
 EXPANDER: Settings = (("host_kv_bytes", HOST_BYTES),)
 _MOVES = ((0.5, 0.6), (0.5, 0.9), (0.6, 0.5), (0.9, 0.5))
@@ -119,7 +119,7 @@ SYSTEM = Ablation(
         "without controller (stays at 0.5)": ("static:0.5", EXPANDER),
         "without KV admission": (OURS, (*EXPANDER, ("kv_admission", "always"))),
         "without row admission": (OURS, (*EXPANDER, ("row_admission", "always"))),
-        "without expander": (OURS, ()),
+        "without host_tier": (OURS, ()),
         "without refill": (OURS, (*EXPANDER, ("refill_bytes_per_step", 0))),
         "without overlap": (OURS, (*EXPANDER, ("overlap", False))),
     },

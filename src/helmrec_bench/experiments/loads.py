@@ -39,7 +39,7 @@ def _spread(loads: Sequence[float]) -> str:
     return f"{np.mean(loads):.2f} ({min(loads):.2f} to {max(loads):.2f})"
 
 
-RUNGS = ("untuned split, LRU", "tuned split, LRU", "+ admission", "+ expander", "+ controller")
+RUNGS = ("untuned split, LRU", "tuned split, LRU", "+ admission", "+ host_tier", "+ controller")
 
 
 def measure_ladder(lab: Lab) -> Figures:
@@ -88,7 +88,7 @@ def judge_ladder(figures: Figures) -> Sequence[Verdict]:
             None,
             cluster[ROUTER] / cluster[BY_USER] if cluster[BY_USER] else float("nan"),
             Rule(1.05, 1.0, unit="ratio"),
-            f"largest load of each of {figures['num_nodes']} nodes with admission and expander, splits that stay, one "
+            f"largest load of each of {figures['num_nodes']} nodes with admission and host_tier, splits that stay, one "
             f"seed: {cluster[ROUTER]:.2f} against {cluster[BY_USER]:.2f}",
         ),
     )

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from helmrec.config import EngineConfig
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.history import HashKey, History, chain
 from helmrec.memory.miss_curves import GRID, CurveRequest, JointMissCurves, MissCurveConfig
 from helmrec.memory.pool import Demand, Pool
+from helmrec.memory.prefix_hash import HashKey, History, chain
 
 _KEY = HashKey(bytes(32))  # the same states in every run
 KVRule = Literal["always", "second-visit"]

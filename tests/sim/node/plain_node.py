@@ -1,4 +1,4 @@
-"""A node in plain Python over the engine's own classes: `Pool`, `KVCache`, `EmbeddingCache`, `Expander`, `Scheduler`.
+"""A node in plain Python over the engine's own classes: `Pool`, `KVCache`, `EmbeddingCache`, `KVHostTier`, `Scheduler`.
 
 Slow, and the reference for the compiled node: the same costs, the same order of things, no code in common but the row
 streams and the cost formulas.
@@ -15,7 +15,7 @@ from helmrec.engine.intake import Intake, Prepared
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import DeadlineExceeded, QueueFull
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
-from helmrec.memory.expander import ReloadCosts, StepCosts
+from helmrec.memory.kv_host_tier import ReloadCosts, StepCosts
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.row_cache import Slots
 from helmrec.sim.cost import BusLoad, ComputeWork, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
@@ -65,7 +65,7 @@ class PlainNode:
             engine, geometry, Demand(model.num_rows, model.max_prefix_tokens, engine.max_batch_tokens), _NoMover()
         )
         page_s = reload_ms(self._terms, float(geometry.page_bytes), 1.0) / 1e3
-        self.pool.expander.costs = ReloadCosts(_KnownCosts(self._terms, len(model.features)), page_s)
+        self.pool.host_tier.costs = ReloadCosts(_KnownCosts(self._terms, len(model.features)), page_s)
         self.scheduler = Scheduler(engine, self.pool.kv)
         self.outcomes: Outcomes = make_outcomes(trace.num_requests)
         self._reads = row_reads(trace, row_space(trace, model, 1.0))
@@ -93,7 +93,7 @@ class PlainNode:
             if self._update_is_due():
                 self._update()
                 continue
-            self.pool.expander.costs.begin_step()
+            self.pool.host_tier.costs.begin_step()
             batch = self.scheduler.next_batch(self.now_s)
             self._note_expired()
             if batch is not None:
@@ -210,7 +210,7 @@ class PlainNode:
             self.outcomes.queue_ms[index] = (step.batch.started_s - arrived_s) * 1e3
         engine, pool = self._config.engine, self.pool
         if num_loads := sum(len(member.plan.loads) for member in step.batch.members):
-            pool.expander.costs.observe_reload(num_loads, step.delay_s)
+            pool.host_tier.costs.observe_reload(num_loads, step.delay_s)
         pool.next_saves(engine.save_bytes_per_step)
         pool.ledger.retire(self.ended - 1)
         pool.advance(engine.move_bytes_per_step, self.launched)

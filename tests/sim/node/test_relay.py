@@ -48,7 +48,7 @@ class RelayNode(PlainNode):
             context = {name: value for name, value in rank.context.items() if name in user_tables}
             request = PrefillRequest(rank.user_id, context=context, num_candidates=len(rank.candidates), **fields)
             self._whole.append((request, self._intake.prepare_ahead(request)))
-        self.relay = Relay(config.engine.relay, self.scheduler, self.pool.kv, self.pool.expander.costs.steps)
+        self.relay = Relay(config.engine.relay, self.scheduler, self.pool.kv, self.pool.host_tier.costs.steps)
         self._commit_pages = self.scheduler.commit
         self.scheduler.commit = self._commit  # type: ignore[method-assign]
 
@@ -58,7 +58,7 @@ class RelayNode(PlainNode):
             if self._ending is not None:
                 self._end(self._ending)
             self._take_signals()
-            self.pool.expander.costs.begin_step()
+            self.pool.host_tier.costs.begin_step()
             batch = self.scheduler.next_batch(self.now_s)
             self._note_expired()
             is_stacked = self._in_flight is not None and self._in_flight.batch.is_ahead

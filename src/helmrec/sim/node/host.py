@@ -1,7 +1,7 @@
-"""The host tier for KV of a simulated node: a compiled `Expander`, and the queue of sealed pages to be saved.
+"""The host tier for KV of a simulated node: a compiled `KVHostTier`, and the queue of sealed pages to be saved.
 
 The key of a page is its user, window and position. Histories only grow, so this key identifies a page as well as the
-chain state that `memory/expander.py` uses.
+chain state that `memory/kv_host_tier.py` uses.
 """
 
 from enum import IntEnum

@@ -47,7 +47,7 @@ def evict(probe: EngineProbe) -> None:
 
 def crossover(probe: EngineProbe, traffic: PreparedTraffic) -> list[dict[str, Any]]:
     """A request of one user whose prefix is resident, must come from the host, or must be computed."""
-    expander, rows = probe.pool.expander, []
+    host_tier, rows = probe.pool.host_tier, []
     for length in LENGTHS:
         user = traffic.user_of(length)
         times: dict[str, list[float]] = {"resident": [], "reload": [], "recompute": [], "chosen": []}
@@ -57,10 +57,10 @@ def crossover(probe: EngineProbe, traffic: PreparedTraffic) -> list[dict[str, An
             times["resident"].append(time_once(probe, [user]))
             for way, policy in (("reload", "always"), ("recompute", "never"), ("chosen", "measured")):
                 evict(probe)
-                expander.policy = policy
-                before = expander.reloaded_pages
+                host_tier.policy = policy
+                before = host_tier.reloaded_pages
                 times[way].append(time_once(probe, [user]))
-                reloads += way == "chosen" and expander.reloaded_pages > before
+                reloads += way == "chosen" and host_tier.reloaded_pages > before
         medians = {f"{way}_ms": round(statistics.median(values), 3) for way, values in times.items()}
         best = min(medians["reload_ms"], medians["recompute_ms"])
         rows.append(
@@ -72,7 +72,7 @@ def crossover(probe: EngineProbe, traffic: PreparedTraffic) -> list[dict[str, An
             }
         )
         print(rows[-1], flush=True)
-    expander.policy = "measured"
+    host_tier.policy = "measured"
     return rows
 
 
@@ -85,12 +85,12 @@ def of_steps(served: Served) -> dict[str, Any]:
 
 
 def with_and_without_tier(probe: EngineProbe, requests: list[Prepared]) -> list[dict[str, Any]]:
-    rows, expander = [], probe.pool.expander
+    rows, host_tier = [], probe.pool.host_tier
     for repeat in range(2):
         for has_tier in (False, True):
             probe.clear(START_ALPHA)
-            num_slots = expander.num_slots
-            expander.clear(num_slots if has_tier else 0)
+            num_slots = host_tier.num_slots
+            host_tier.clear(num_slots if has_tier else 0)
             serve(probe, requests[:WARM_UP])
             rows.append(
                 {
@@ -99,7 +99,7 @@ def with_and_without_tier(probe: EngineProbe, requests: list[Prepared]) -> list[
                     **of_steps(serve(probe, requests[WARM_UP : WARM_UP + MEASURED])),
                 }
             )
-            expander.clear(num_slots)
+            host_tier.clear(num_slots)
             print(rows[-1], flush=True)
     return rows
 

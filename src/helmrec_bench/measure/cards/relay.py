@@ -66,15 +66,15 @@ class Way(NamedTuple):
 
     name: str
     signals: bool
-    expander: bool
+    host_tier: bool
     relay: RelayConfig
 
 
 def ways(scale: Scale, budget_ms: float) -> list[Way]:
     relay = RelayConfig(budget_ms=budget_ms, chunk_tokens=scale.events(8_192), max_held=0.6, max_compute=0.9)
     return [
-        Way("inline", signals=False, expander=False, relay=relay),
-        Way("relay + expander", signals=True, expander=True, relay=relay),
+        Way("inline", signals=False, host_tier=False, relay=relay),
+        Way("relay + host_tier", signals=True, host_tier=True, relay=relay),
     ]
 
 
@@ -237,7 +237,7 @@ def grown(before: EngineStats, after: EngineStats, seconds: float) -> dict[str, 
 def prepare(probe: EngineProbe, way: Way, traffic: PreparedTraffic) -> None:
     """Empty KV and host tier, then let every hot user come twice: what was learned of costs stays."""
     probe.set_relay(way.relay)
-    probe.clear_prefixes(has_tier=way.expander)
+    probe.clear_prefixes(has_tier=way.host_tier)
     save_bytes = probe.engine.config.save_bytes_per_step
     probe.set_limit("save_bytes_per_step", 1 << 40)  # else probes would begin behind a backlog of saves
     for _ in range(2):

@@ -29,7 +29,7 @@ from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.host_tier import RowMaster
+from helmrec.memory.row_master import RowMaster
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
 

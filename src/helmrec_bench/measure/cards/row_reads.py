@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, gather_rows
-from helmrec.memory.host_tier import LockedBuffer
+from helmrec.memory.row_master import LockedBuffer
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.kernels import run_checks, times_ms
 

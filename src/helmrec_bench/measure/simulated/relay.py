@@ -69,10 +69,10 @@ def ways(budget_ms: float) -> dict[str, SimulatedWay]:
     admit_all = relay.model_copy(update={"risk": 0.0, "max_held": 1.0, "max_compute": 1.0})
     made = [
         SimulatedWay("inline", off, relay, has_expander=False),
-        SimulatedWay("relay + expander", on, relay),
-        SimulatedWay("inline + expander", off, relay),
-        SimulatedWay("relay, expander off", on, relay, has_expander=False),
-        SimulatedWay("relay + expander, trigger off", on, admit_all),
+        SimulatedWay("relay + host_tier", on, relay),
+        SimulatedWay("inline + host_tier", off, relay),
+        SimulatedWay("relay, host_tier off", on, relay, has_expander=False),
+        SimulatedWay("relay + host_tier, trigger off", on, admit_all),
     ]
     return {way.name: way for way in made}
 
@@ -216,7 +216,7 @@ CAPACITY = 800  # requests/s of new users
 def overload(crowd: SignalCrowd, budget_ms: float) -> dict[str, Any]:
     """Ranks without signals, with their own, and with the crowd's."""
     bounds = {"chunk_tokens": crowd.chunk_tokens, "max_compute": crowd.max_compute, "max_held": 0.3}
-    relay = ways(budget_ms)["relay + expander"].relay.model_copy(update=bounds)
+    relay = ways(budget_ms)["relay + host_tier"].relay.model_copy(update=bounds)
     p99_ms, seen = {}, {}
     lone_signals = {"no signals": 0, "own signals": 0, "crowded": 5 * CAPACITY // crowd.rate}
     for name, num in lone_signals.items():
@@ -235,7 +235,7 @@ def trigger(rate: float) -> dict[str, Any]:
     return {"rate": rate, "seen": seen}
 
 
-TRIGGERS = ("inline + expander", "relay + expander", "relay + expander, trigger off")
+TRIGGERS = ("inline + host_tier", "relay + host_tier", "relay + host_tier, trigger off")
 PARTS = ("nodes", "over_length", "overload", "ablation", "at_80ms", "trigger")  # the longest first
 
 
@@ -256,7 +256,7 @@ def plot(path: Path) -> None:
 
 
 def _draw(axis: Any, rows: list[dict[str, Any]], where: str, style: dict[str, str]) -> None:
-    for name, color in (("inline", "tab:gray"), ("relay + expander", "tab:blue")):
+    for name, color in (("inline", "tab:gray"), ("relay + host_tier", "tab:blue")):
         mine = [row for row in rows if row["way"] == name]
         lengths, rates = [row["tokens"] for row in mine], [row["rate"] for row in mine]
         axis.plot(lengths, rates, color=color, label=f"{name}, {where}", **style)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helmrec.errors import ConfigError, ModelError
-from helmrec.memory import host_tier
-from helmrec.memory.host_tier import LockedBuffer, RowMaster
+from helmrec.memory import row_master
+from helmrec.memory.row_master import LockedBuffer, RowMaster
 from helmrec.model.weights import init_model, load_model, table_file
 from tests.helpers import tiny_config
 
@@ -71,7 +71,7 @@ class FakeRuntime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     fake = FakeRuntime()
-    monkeypatch.setattr(host_tier, "_cuda_runtime", lambda: fake)
+    monkeypatch.setattr(row_master, "_cuda_runtime", lambda: fake)
     return fake
 
 
@@ -108,7 +108,7 @@ def test_an_update_of_a_locked_master_is_seen_in_the_buffer_and_not_in_the_table
 
 
 def test_loading_tells_how_far_it_is(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "_CHUNK_BYTES", 22 * 128)
+    monkeypatch.setattr(row_master, "_CHUNK_BYTES", 22 * 128)
     seen: list[tuple[int, int]] = []
     RowMaster.locked(odd_tables(), lambda done, total: seen.append((done, total)))
     assert [done // 22 for done, _ in seen] == [128, 256, 300, 307]
@@ -155,7 +155,7 @@ def test_more_rows_than_a_card_can_name_are_refused(runtime: FakeRuntime) -> Non
 
 @pytest.mark.parametrize("row", [0, 1, 4, 5])
 def test_a_table_that_is_not_finite_is_not_copied_for_a_card(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
-    monkeypatch.setattr(host_tier, "_CHUNK_BYTES", 16)  # two rows at a time
+    monkeypatch.setattr(row_master, "_CHUNK_BYTES", 16)  # two rows at a time
     table = torch.zeros(6, 2)
     table[row, 1] = torch.nan
     with pytest.raises(ModelError, match=f"table 'b': row {row} holds values that are not finite"):

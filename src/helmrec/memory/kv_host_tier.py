@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helmrec.memory.history import States
+from helmrec.memory.prefix_hash import States
 
 
 class HostPage(NamedTuple):
@@ -142,7 +142,7 @@ class ReloadCosts:
         return self.steps.seconds(end - start, (end - start) * (start + end) / 2)
 
 
-class Expander:
+class KVHostTier:
     """Bookkeeping of `num_slots` host pages with least-recently-used eviction.
 
     It keeps arrays by slot and no object per page, since a tier may hold a million pages.

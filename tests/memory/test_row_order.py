@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helmrec.memory.eviction import DecayedFrequencyOrder, LruOrder, make_order
+from helmrec.memory.row_order import DecayedFrequencyOrder, LruOrder, make_order
 
 NUM_SLOTS = 8
 HALF_LIFE = 8

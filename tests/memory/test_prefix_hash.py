@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.memory.history import History, RowEpochs, chain, common_tokens
+from helmrec.memory.prefix_hash import History, RowEpochs, chain, common_tokens
 from tests.memory.test_chained_hash import KEY, columns_of, events
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.memory.ghost import GhostRows
+from helmrec.memory.evicted_rows import GhostRows
 
 
 def test_the_latest_evicted_come_first_and_the_oldest_are_forgotten() -> None:
