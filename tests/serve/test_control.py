@@ -1,15 +1,18 @@
 """A policy that steers a served engine, and what may be seen of it."""
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
 import pytest
+from numba import typeof
+from numba.core.registry import CPUDispatcher
 
 from helmrec.clock import MonotonicClock
 from helmrec.control.explain import Explanation
-from helmrec.control.latency import play
 from helmrec.control.layers import Proposal
 from helmrec.control.moves import MoveRecord
 from helmrec.control.policy import Move, WindowStats
@@ -253,11 +256,26 @@ def test_warming_up_moves_nothing_and_teaches_the_policy_nothing() -> None:
     assert steering.learned == learned
 
 
-def test_the_first_decision_after_the_warm_up_compiles_nothing() -> None:
-    Steering("helm", slo_ms=80).warm_up()
-    compiled = len(play.signatures)
-    driven(make_policy("helm"), Served(Bowl()), 0.5, 20)
-    assert len(play.signatures) == compiled
+@pytest.mark.parametrize("name", ["helm", "ppo"])
+def test_decisions_compile_nothing_that_the_warm_up_did_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = set[tuple[str, ...]]()
+
+    def noting(loop: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            called.add((loop.__name__, *(str(typeof(arg)) for arg in args)))  # type: ignore[no-untyped-call]
+            return loop(*args)
+
+        return call
+
+    for module in [one for path, one in sys.modules.items() if path.startswith(("helmrec.control.", "helmrec.ppo."))]:
+        for attribute, loop in list(vars(module).items()):
+            if isinstance(loop, CPUDispatcher):
+                monkeypatch.setattr(module, attribute, noting(loop))
+    Steering(name, slo_ms=80).warm_up()
+    warmed = called.copy()
+    driven(make_policy(name), Served(Bowl()), 0.5, 20)
+    assert len(warmed) >= 4
+    assert called == warmed
 
 
 def test_the_dashboard_reads_only_what_is_there_and_shows_all_of_it() -> None:

@@ -11,12 +11,12 @@ from helmrec.demo.run import run_demo
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(help="Seconds of traffic, half for each policy.", min=6)] = 60,
+    seconds: Annotated[float, typer.Option(help="Seconds of traffic, a third for each split.", min=9)] = 75,
     seed: Annotated[int, typer.Option(help="Same seed, same traffic.", min=0)] = 0,
     report: Annotated[Path, typer.Option("--out", help="The report to write.")] = Path("helmrec-demo.html"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, a tiny model, no simulation.")] = False,
 ) -> None:
-    """Serve a small model over HTTP while traffic changes, with the best constant split, then with `helm`."""
+    """Serve a small model over HTTP while traffic changes: at an untuned split, at the best constant one, by `helm`."""
     with exit_on_error():
         chosen = {"seed": seed} if quick else {"seed": seed, "seconds": seconds}
         plan = DemoPlan(**(QUICK if quick else DemoPlan()).model_dump() | chosen)

@@ -9,13 +9,14 @@ from helmrec.traffic.families import Shape, family
 from helmrec.traffic.workload import Workload
 
 PARTS = ("steady", "trend", "burst")
+NUM_SIDES = 3  # an untuned split, the best constant one, and the policy
 _BURSTS = 2  # in the last part
 
 
 class DemoPlan(Frozen):
     """Settings of the demonstration. By default, hot prefixes and rows together do not fit the pool."""
 
-    seconds: float = Field(60.0, gt=0, description="of traffic, half under each split")
+    seconds: float = Field(75.0, gt=0, description="of traffic, a third under each split")
     seed: int = Field(0, ge=0)
     num_items: int = Field(50_000, ge=1)
     pool: str = "24MiB"
@@ -30,7 +31,7 @@ class DemoPlan(Frozen):
 
     @property
     def side_s(self) -> float:
-        return self.seconds / 2
+        return self.seconds / NUM_SIDES
 
     def workload(self, rate: float) -> Workload:
         """Return the traffic: steady, then a trend towards new users with other items, then bursts of those."""
@@ -59,7 +60,7 @@ class DemoPlan(Frozen):
 
 
 QUICK = DemoPlan(
-    seconds=6.0,
+    seconds=9.0,
     num_items=2_000,
     pool="4MiB",
     hot_users=8,

@@ -1,18 +1,24 @@
 """The report of the demonstration: one self-contained HTML page with tables and SVG plots."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from helmrec.demo.plan import PARTS, DemoPlan
 from helmrec.demo.side import Side
-from helmrec.demo.simulated import Simulated
+from helmrec.demo.simulated import Simulated, shown_ways
 from helmrec.demo.trial import SplitTrial
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 48, 24
-_DASHES = ("", "6 4")  # so that lines differ without colour
-_COLOURS = ("#b45309", "#1d4ed8")
+_DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3"}  # so that lines differ without colour
+_COLOURS = ("#1d4ed8", "#b45309", "#57534e")  # of the policy, the best constant split, the untuned one
+_FIGURES = {  # fields of a sample
+    "p99_ms": "P99 of each second, milliseconds",
+    "alpha": "alpha: the share of the pool that holds rows",
+    "token_reuse_rate": "share of history tokens reused",
+    "row_hit_rate": "share of rows found in the pool",
+}
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;color:#1c1917}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bottom:1px solid #d6d3d1;text-align:right}
 td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}figcaption{color:#57534e;font-size:.9rem}
@@ -61,14 +67,12 @@ def summary_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
 def write_report(path: Path, results: DemoResults) -> None:
     """Write the page."""
     plan, sides = results.plan, results.sides
+    marks = {part: plan.side_s * i / len(PARTS) for i, part in enumerate(PARTS)}
     tried = "; ".join(f"{trial.alpha:g}: {trial.cpu_ms:.1f} ms" for trial in results.trials)
     parts = [
         f"<p>{html.escape(results.verdict)}</p>",
         _table(("", *(side.name for side in sides)), summary_rows(sides)),
-        _figure("P99 of each second, milliseconds", [_line(side, "p99_ms") for side in sides], plan),
-        _figure("alpha: the embedding share of the pool", [_line(side, "alpha") for side in sides], plan),
-        _figure("share of history tokens reused", [_line(side, "token_reuse_rate") for side in sides], plan),
-        _figure("share of rows found in the pool", [_line(side, "row_hit_rate") for side in sides], plan),
+        *(_figure(title, [_line(side, field) for side in sides], marks) for field, title in _FIGURES.items()),
         f"<p>Constant splits tried on a sample first (processor time of a request): {html.escape(tried)}.</p>",
     ]
     if results.simulated:
@@ -76,6 +80,13 @@ def write_report(path: Path, results: DemoResults) -> None:
         body = [(each.name, [f"{each.mean_ms:.1f} ms", f"{each.p99_ms:.1f} ms", f"{each.in_slo:.1%}"])
                 for each in results.simulated]  # fmt: skip
         parts.append(_table(head, body))
+        lines = [(each.name, each.path) for each in results.simulated if each in shown_ways(results.simulated)]
+        parts += [
+            _figure(
+                f"simulated H200: {title}", [Line(name, [(one[0], one[at]) for one in path]) for name, path in lines]
+            )
+            for at, title in ((1, "alpha"), (2, "P99 of each second, milliseconds"))
+        ]
     page = f"<h1>One pool, two caches</h1>{''.join(parts)}"
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>HelmRec demo</title>'
@@ -95,34 +106,38 @@ def _line(side: Side, field: str) -> Line:
     return Line(side.name, [(second, value) for second, value in seen if value is not None])
 
 
-def _figure(title: str, lines: Sequence[Line], plan: DemoPlan) -> str:
+def _figure(title: str, lines: Sequence[Line], marks: Mapping[str, float] | None = None) -> str:
+    """`marks`: labels by the second at which what they name begins."""
     top = max((value for line in lines for _, value in line.points), default=1.0) * 1.05 or 1.0
-    drawn = "".join(_path(line, plan.side_s, top, which) for which, line in enumerate(lines))
-    marks = "".join(_mark(plan.side_s * i / len(PARTS), plan.side_s, part) for i, part in enumerate(PARTS))
+    end_s = max((second for line in lines for second, _ in line.points), default=1.0) or 1.0
+    drawn = "".join(_path(line, end_s, top, len(lines) - 1 - which) for which, line in enumerate(lines))
+    marked = "".join(
+        _mark(second, end_s, label) for label, second in (marks or {"0 s": 0, f"{end_s:.0f} s": end_s}).items()
+    )
     ticks = "".join(
         f'<text x="{_LEFT - 6}" y="{_y(top * share, top) + 4:.0f}" text-anchor="end">{top * share:.3g}</text>'
         for share in (0, 0.5, 1)
     )
-    legend = ", ".join(
-        f"{line.label} {'dashed' if _DASHES[which % 2] else 'solid'}" for which, line in enumerate(lines)
-    )
+    dashes = list(_DASHES)
+    legend = ", ".join(f"{line.label} {dashes[len(lines) - 1 - which]}" for which, line in enumerate(lines))
     return (
         f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}" '
-        f'font-size="11" fill="#57534e">{marks}{ticks}{drawn}</svg>'
+        f'font-size="11" fill="#57534e">{marked}{ticks}{drawn}</svg>'
         f"<figcaption>{html.escape(title)} ({html.escape(legend)})</figcaption></figure>"
     )
 
 
 def _path(line: Line, end_s: float, top: float, which: int) -> str:
     points = " ".join(f"{_x(second, end_s):.1f},{_y(value, top):.1f}" for second, value in line.points)
-    style = f'fill="none" stroke="{_COLOURS[which % 2]}" stroke-width="2" stroke-dasharray="{_DASHES[which % 2]}"'
-    return f'<polyline points="{points}" {style}/>'
+    style = f'stroke="{_COLOURS[which]}" stroke-width="2" stroke-dasharray="{list(_DASHES.values())[which]}"'
+    return f'<polyline points="{points}" fill="none" {style}/>'
 
 
-def _mark(second: float, end_s: float, part: str) -> str:
+def _mark(second: float, end_s: float, label: str) -> str:
     x = _x(second, end_s)
     line = f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{_HEIGHT - _BOTTOM}" stroke="#d6d3d1"/>'
-    return f'{line}<text x="{x + 4:.0f}" y="{_HEIGHT - 8}">{part}</text>'
+    anchor, at = ("end", x - 4) if second >= end_s else ("start", x + 4)
+    return f'{line}<text x="{at:.0f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{label}</text>'
 
 
 def _x(second: float, end_s: float) -> float:

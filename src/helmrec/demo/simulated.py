@@ -1,15 +1,16 @@
 """The same comparison in the calibrated simulator: one H200 with wide feature rows, read over a bus."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.policies import make_policy, needs_curves
 from helmrec.sim.scenario import load_scenario
 from helmrec.sim.simulate import Options, simulate
 
 SCENARIO = Path(__file__).parent / "scenario.toml"
-ALPHAS = (0.2, 0.4, 0.6, 0.8)
+ALPHAS = (0.2, 0.35, UNTUNED_ALPHA, 0.65, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Simulated:
     mean_ms: float
     p99_ms: float
     in_slo: float
+    path: list[tuple[float, float, float]] = field(default_factory=list)  # by window: its end, alpha, P99
 
 
 def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[Simulated]:
@@ -29,16 +31,26 @@ def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[
     config = scenario.node_config(trace)
     found = []
     for name in (*(f"static:{alpha}" for alpha in ALPHAS), policy):
-        alpha = float(name.partition(":")[2] or ALPHAS[len(ALPHAS) // 2])
+        alpha = float(name.partition(":")[2] or UNTUNED_ALPHA)
         engine = config.engine.model_copy(update={"alpha": alpha})
         decider = make_policy(name)
         options = Options(has_curves=needs_curves(name))
         node = config.model_copy(update={"engine": engine})
-        seen = simulate(trace, node, cost, decider, scenario.tick_s, options).summary(scenario.warm_up_s)
-        found.append(Simulated(name, seen.mean_ms, seen.p99_ms, seen.slo_satisfaction))
+        result = simulate(trace, node, cost, decider, scenario.tick_s, options)
+        path = [
+            (window.stats.traffic.end_s, window.stats.alpha, window.stats.traffic.p99_ms) for window in result.windows
+        ]
+        seen = result.summary(scenario.warm_up_s)
+        found.append(Simulated(name, seen.mean_ms, seen.p99_ms, seen.slo_satisfaction, path))
         progress()
     return found
 
 
 def best_static(found: list[Simulated]) -> Simulated:
     return min((each for each in found if each.name.startswith("static:")), key=lambda each: each.mean_ms)
+
+
+def shown_ways(found: list[Simulated]) -> list[Simulated]:
+    """The untuned split, the best constant one (once, if they are the same), and the policy."""
+    untuned = next(each for each in found if each.name == f"static:{UNTUNED_ALPHA}")
+    return [untuned, *(each for each in (best_static(found),) if each is not untuned), found[-1]]

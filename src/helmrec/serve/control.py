@@ -2,22 +2,20 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from helmrec.config import EngineConfig
-from helmrec.control.costs import StageCosts
 from helmrec.control.explain import describe_move
 from helmrec.control.helm import Helm
-from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Work
-from helmrec.control.policy import Limited, Policy
+from helmrec.control.policy import Limited, Policy, Traffic, WindowStats
 from helmrec.control.rebalancer import Decision, Look, Mode, Rebalancer, Steered
 from helmrec.failures import FailureLog
-from helmrec.memory.miss_curves import JointCurves
+from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.policies import make_policy, needs_curves
 from helmrec.serve.settings import ServeConfig
-from helmrec.steps import Steps
+from helmrec.steps import Step, Steps
 
 NO_POLICY = "none"  # only admin calls move the boundary
 _SHOWN_MOVES = 5
@@ -75,10 +73,9 @@ class Steering:
 
     def warm_up(self) -> None:
         """Compile what the policy compiles on first use: compilation between two steps would delay all requests."""
-        if isinstance(self._inner, Helm):
-            model = LatencyModel(work=Work(*np.ones((len(Work._fields), ALPHAS.size))), rate=1.0)
-            model.estimator.costs = StageCosts(*np.ones(len(fields(StageCosts))).tolist())
-            model.predict((Bias(), Bias()))
+        scratch = make_policy(self._name)
+        for _ in range(2):  # the second window has a prediction to be compared with
+            scratch.decide(_made_up_window())
 
     def rebalancer(self, engine: Steered) -> Rebalancer:
         return Rebalancer(engine, self._policy, self._slo_ms, self._tick_s)
@@ -228,3 +225,13 @@ def with_curves(policy: str, engine: EngineConfig) -> EngineConfig:
     if policy == NO_POLICY or not needs_curves(policy):
         return engine
     return engine.model_copy(update={"miss_curves": True})
+
+
+def _made_up_window() -> WindowStats:
+    """A second with enough steps and curves for a decision."""
+    num_steps, splits, half = 64, np.array(GRID), np.full(len(GRID), 0.5)
+    steps = np.ones((num_steps, len(Step)))
+    steps[:, Step.END_S] = np.arange(num_steps)
+    traffic = Traffic(0.0, 1.0, num_steps, num_steps, 0.5, 1.0, 1.0, 1.0, 80.0, 1.0, 0, 0.5, 0.5, 0.0)
+    curves = JointCurves(splits, 1e3, half, half, half, half, half, half)
+    return WindowStats(traffic, 0.5, 0.5, 0.0, 1.0, 1 << 20, 0.5, 0.5, 1.0, 1.0, 1.0, 0, 0, curves, steps)

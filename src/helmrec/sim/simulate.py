@@ -28,7 +28,7 @@ class Options:
     """Optional settings of a run."""
 
     faults: Faults | None = None
-    has_curves: bool = False  # for policies that use miss curves; about ten times slower
+    has_curves: bool = False  # for policies that use miss curves; a few times slower
     on_tick: Callable[[float], None] = lambda now_s: None  # called with the time after each tick
 
 
