@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from helmrec.config import EngineConfig
 from helmrec.demo.plan import DemoPlan
 from helmrec.engine.engine import Engine
+from helmrec.engine.warm_up import warm_up
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
 
@@ -22,13 +25,14 @@ class SplitTrial:
 
 
 def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> list[SplitTrial]:
-    """Measure each of the plan's splits; `progress` is called after each."""
+    """Measure each of the plan's splits on one thread, as the servers run; `progress` is called after each."""
+    torch.set_num_threads(1)
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
     for alpha in plan.trial_alphas:
         with Engine.from_model(model, EngineConfig(pool_bytes=plan.pool, alpha=alpha)) as engine:
             requests = list(rank_requests(trace, engine.model_config))
-            engine.rank(requests[:1])  # compiles what runs compiled
+            warm_up(engine)  # compiles what runs compiled
             started_s, cpu_s = time.perf_counter(), time.process_time()
             for request in requests:
                 engine.rank([request])
