@@ -265,14 +265,14 @@ def test_all_wrong_weights_of_a_folder_are_named_at_once(folder: Path) -> None:
     fails(damaged, "2 weights and tables are wrong", "'head.2.bias' is missing", "'surprise' is not part of this model")
 
 
-BAD_DENSE = {
+BAD_DENSE: dict[str, dict[str, torch.Tensor | None]] = {
     "weight 'head.2.bias' is missing": {"head.2.bias": None},
     "weight 'surprise' is not part of this model": {"surprise": torch.zeros(1)},
     "weight 'output_norm.bias' must be float32 (16,), got float32 (3,)": {"output_norm.bias": torch.zeros(3)},
     "weight 'context.bias' must be float32 (2, 16), got float64 (2, 16)": {"context.bias": torch.zeros(2, 16).double()},
     "weight 'head.0.bias' holds values that are not finite": {"head.0.bias": torch.full((16,), torch.nan)},
 }
-BAD_TABLES = {
+BAD_TABLES: dict[str, dict[str, torch.Tensor | None]] = {
     "table 'category' is missing": {"category": None},
     "table 'shoes' is not part of this model": {"shoes": torch.zeros(3, 16)},
     "table 'hour' must be float32 (24, 16), got float32 (23, 16)": {"hour": torch.zeros(23, 16)},

@@ -287,7 +287,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:  # (toke
     num = layout.prefix_slots.numel()
     places = ((layout.prefix_slots, layout.prefix_len), (layout.candidate_slots, layout.candidates_len))
     k_prefix, v_prefix = (_pad(each[:num], *places[0], layout.num_requests) for each in (k, v))
-    seen = []
+    seen: list[Tensor] = []
     for own, (slots, length) in zip((q[:num], q[num:]), places, strict=True):
         weights = F.silu(_pad(own, slots, length, layout.num_requests) @ k_prefix.transpose(2, 3))
         weights = weights if seen else weights.tril()
@@ -324,7 +324,7 @@ def _flat(parts: Iterable[Any]) -> Tensor:  # (all,) int64
     return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]))
 
 
-def _moved(value: Tensor | Mapping[str, Tensor], device: torch.device | str) -> Tensor | dict[str, Tensor]:
+def _moved(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else {name: each.to(device) for name, each in value.items()}
 
 
