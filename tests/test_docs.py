@@ -122,7 +122,7 @@ def test_the_samples_of_the_page_on_own_models_run_as_printed_one_after_the_othe
     assert run_shell(check).splitlines()[:2] == printed[1].splitlines()[:2]
     answers = run_shell(serve)
     assert re.findall(r'"reused_tokens":(\d+)', answers) == ["0", "4"]
-    assert re.findall(r"^helmrec_pool_reused_tokens_total\S* (\S+)$", answers, re.MULTILINE) == ["4.0"]
+    assert float(answers.rpartition("helmrec_pool_reused_tokens_total ")[2]) >= 4
 
 
 @pytest.mark.slow

@@ -54,6 +54,12 @@ def test_a_planted_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.largest_difference > found.tolerance
 
 
+def test_a_module_whose_scores_are_not_numbers_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = ranker_module._attend
+    monkeypatch.setattr(ranker_module, "_attend", lambda *args: attend(*args) * torch.nan)
+    assert not check_model(tiny_model()).is_equal
+
+
 def run(model: LoadedModel, folder: Path) -> tuple[int, str]:
     save_model(folder, model.config, model.dense, model.tables)
     result = CliRunner().invoke(app, ["model", "check", str(folder)])

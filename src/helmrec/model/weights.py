@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
         hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
-        raise ModelError(f"{folder} is not a model folder: no config.json{hint}")
+        raise ModelError(f"{folder} is not a model folder: no config.json{hint}; helmrec.model.save_model writes one")
     if path.stat().st_size > _MAX_MANIFEST_BYTES:
         raise ModelError(f"{path}: at most {_MAX_MANIFEST_BYTES} bytes are read, got {path.stat().st_size}")
     try:
