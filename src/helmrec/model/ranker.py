@@ -152,7 +152,7 @@ class HstuRanker(nn.Module):
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         for name, value in random_dense(config, generator).items():
-            _register(self, name, value.float() * (_TABLE_SCALE if "_embedding." in name else 1.0))
+            _register(self, name, value.float() * (_TABLE_SCALE if name.endswith("_embedding.weight") else 1.0))
         self.tables: Callable[[Rows], Rows] = EmbeddingTables(config, generator) if tables is None else tables
         # The smallest wait of each time bucket from 1 on: two buckets per octave.
         edges = [-(-((2 + i % 2) << i // 2) // 2) for i in range(min(config.time_buckets - 1, _MAX_EDGES))]
