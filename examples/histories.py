@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from helmrec.model.window import gap_bucket
 from helmrec.traffic.importers import read_log
 from helmrec.types import IntArray
 
@@ -21,11 +21,6 @@ class History:
     items: IntArray
     actions: IntArray
     times: IntArray
-
-    def gaps(self, num_buckets: int) -> IntArray:
-        """Bucket of the time since the event before; 0 for the first."""
-        waits = np.diff(self.times, prepend=self.times[0])
-        return np.array([gap_bucket(wait, num_buckets) for wait in waits])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,34 +52,20 @@ def read_histories(kind: str, path: Path, min_ratings: int = 20, min_events: int
     return Histories(users, int(number.max()) + 1, log.num_actions)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """For each event that may be learned from, what came before it: as many rows as a batch is large."""
+class Example(NamedTuple):
+    """An event to predict from the events before it."""
 
-    items: IntArray  # (batch, window), the first `lengths` of each row
-    actions: IntArray
-    gaps: IntArray  # time buckets
-    lengths: IntArray  # (batch,)
-    target: IntArray  # (batch,)
-    target_gap: IntArray
+    history: History
+    end: int  # its index in the history
 
-
-def batches(data: Histories, window: int, num_buckets: int, batch: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """Every event of every history once, in random order."""
-    places = [(u, i) for u, history in enumerate(data.users) for i in range(1, history.items.size - HELD_OUT)]
-    order, waits = rng.permutation(len(places)), [history.gaps(num_buckets) for history in data.users]
-    for start in range(0, len(places) - batch + 1, batch):
-        yield _make_batch(data, waits, [places[i] for i in order[start : start + batch]], window)
+    @property
+    def target(self) -> int:
+        return int(self.history.items[self.end])
 
 
-def _make_batch(data: Histories, waits: list[IntArray], places: list[tuple[int, int]], window: int) -> Batch:
-    items, actions, gaps = np.zeros((3, len(places), window), np.int64)
-    lengths, target, target_gap = np.zeros((3, len(places)), np.int64)
-    for row, (user, end) in enumerate(places):
-        history, start = data.users[user], max(0, end - window)
-        lengths[row] = end - start
-        items[row, : end - start] = history.items[start:end]
-        actions[row, : end - start] = history.actions[start:end]
-        gaps[row, 1 : end - start] = waits[user][start + 1 : end]  # the first of a window has none
-        target[row], target_gap[row] = history.items[end], waits[user][end]
-    return Batch(items, actions, gaps, lengths, target, target_gap)
+def batches(data: Histories, size: int, rng: np.random.Generator) -> Iterator[list[Example]]:
+    """Yield every event that may be learned from once, in random order."""
+    examples = [Example(h, end) for h in data.users for end in range(1, h.items.size - HELD_OUT)]
+    order = rng.permutation(len(examples))
+    for start in range(0, len(examples) - size + 1, size):
+        yield [examples[i] for i in order[start : start + size]]

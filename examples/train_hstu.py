@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from examples.histories import HELD_OUT, Histories, History, batches, read_histories
-from examples.learner import Learner
+from examples.histories import HELD_OUT, Example, Histories, History, batches, read_histories
 from helmrec import Engine, EngineConfig, RankRequest
-from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
-from helmrec.model.weights import save_model
+from helmrec.model import EncoderConfig, HstuRanker, ModelConfig, RankBatch, TableConfig, save_model
+from helmrec.model.config import ITEM
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
 
@@ -57,17 +56,32 @@ def model_config(data: Histories, window: int = 24) -> ModelConfig:
     )
 
 
-def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Learner:
+def as_batch(examples: Sequence[Example], window: int, candidates: IntArray) -> RankBatch:
+    """Lay the last events before each target out flat. candidates: (examples, candidates) items."""
+    spans = [(h, slice(max(0, end - window), end)) for h, end in examples]
+    return RankBatch(
+        events={ITEM: torch.from_numpy(np.concatenate([h.items[span] for h, span in spans]))},
+        actions=torch.from_numpy(np.concatenate([h.actions[span] for h, span in spans])),
+        timestamps=torch.from_numpy(np.concatenate([h.times[span] for h, span in spans])),
+        lengths=torch.tensor([span.stop - span.start for _, span in spans]),
+        candidates={ITEM: torch.from_numpy(candidates.ravel())},
+        num_candidates=torch.full((len(spans),), candidates.shape[1]),
+        request_times=torch.tensor([h.times[end] for h, end in examples]),
+    )
+
+
+def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> HstuRanker:
     """Learn to tell the item that came next from others drawn at random."""
-    rng, learner = np.random.default_rng(seed), Learner(config, seed)
-    optimiser = torch.optim.Adam(learner.parameters(), lr=1e-2)
+    rng, ranker = np.random.default_rng(seed), HstuRanker(config, seed)
+    optimiser = torch.optim.Adam(ranker.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
     started, recent = time.monotonic(), deque[float](maxlen=100)
-    epochs = (batches(data, config.window, config.time_buckets, BATCH, rng) for _ in count())
-    for step, batch in enumerate(islice(chain.from_iterable(epochs), num_steps), start=1):
+    epochs = (batches(data, BATCH, rng) for _ in count())
+    for step, examples in enumerate(islice(chain.from_iterable(epochs), num_steps), start=1):
         others = rng.integers(0, data.num_items, (BATCH, NUM_NEGATIVES))
-        candidates = torch.from_numpy(np.concatenate([batch.target[:, None], others], axis=1))
-        loss = F.cross_entropy(learner(batch, candidates), torch.zeros(BATCH, dtype=torch.int64))
+        candidates = np.concatenate([[[example.target] for example in examples], others], axis=1)
+        logits = ranker(as_batch(examples, config.window, candidates))
+        loss = F.cross_entropy(logits.view(BATCH, -1), torch.zeros(BATCH, dtype=torch.int64))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -75,7 +89,7 @@ def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Le
         recent.append(loss.item())
         if step % 100 == 0:
             print(f"step {step}: loss {np.mean(recent):.3f} after {time.monotonic() - started:.0f} s", flush=True)
-    return learner
+    return ranker
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +164,7 @@ def by_popularity(data: Histories, asked: Sequence[tuple[RankRequest, int]]) -> 
 def run(data: Histories, num_steps: int, num_users: int, seed: int, folder: Path) -> dict[str, Any]:
     """Train, export to `folder`, serve twice; what came of it."""
     config = model_config(data)
-    learner = train(data, config, num_steps, seed)
-    save_model(folder, config, learner.dense(), learner.tables())
+    save_model(folder, train(data, config, num_steps, seed))
     chosen = np.random.default_rng(seed).permutation(len(data.users))[:num_users]
     asked = requests_of([data.users[i] for i in chosen], data.num_items)
     cached, plain = (serve(folder, asked, with_caches=with_caches) for with_caches in (True, False))

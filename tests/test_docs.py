@@ -14,6 +14,7 @@ import pytest
 from docs.reference import GROUPS, routes_table, settings_table, unit
 
 import helmrec
+import helmrec.model
 from helmrec.serve.settings import Given, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +111,20 @@ def test_the_samples_of_readme_and_quickstart_run_as_printed_in_an_empty_folder(
     assert ['"scores"' in line for line in lines] == [True, True]
 
 
+def test_the_samples_of_the_page_on_own_models_run_as_printed_one_after_the_other(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "own-model.md").read_text()
+    printed = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    python = "".join(block.text for block in blocks("docs/own-model.md") if block.language == "python")
+    check, serve = [block.text for block in blocks("docs/own-model.md") if block.language == "sh"]
+    assert run_python(python, capsys).endswith(printed[0])
+    assert run_shell(check).splitlines()[:2] == printed[1].splitlines()[:2]
+    answers = run_shell(serve)
+    assert re.findall(r'"reused_tokens":(\d+)', answers) == ["0", "4"]
+    assert float(answers.rpartition("helmrec_pool_reused_tokens_total ")[2]) >= 4
+
+
 @pytest.mark.slow
 def test_the_slow_samples_of_the_quickstart_run_as_printed(empty_folder: Path) -> None:
     (simulated,) = [block for block in blocks("docs/quickstart.md") if block.mark == "slow"]
@@ -155,7 +170,7 @@ def test_the_unit_of_a_setting_is_that_of_its_name(name: str, expected: str) -> 
 
 def test_the_python_page_has_every_export() -> None:
     shown = re.findall(r"^\.\. auto\w+:: (\w+)", (DOCS / "python-api.md").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted(helmrec.__all__)
+    assert sorted(shown) == sorted([*helmrec.__all__, *helmrec.model.__all__])
 
 
 def test_the_files_for_one_node_agree_with_the_server() -> None:

@@ -3,6 +3,7 @@
 import types
 
 import helmrec
+import helmrec.model
 
 EXPORTS = [
     "AlphaOutOfRange",
@@ -45,6 +46,21 @@ EXPORTS = [
 
 def test_the_export_list_is_the_promised_one() -> None:
     assert sorted(helmrec.__all__) == EXPORTS
+
+
+def test_the_export_list_of_models_is_the_promised_one() -> None:
+    assert helmrec.model.__all__ == [
+        "Cycle",
+        "EncoderConfig",
+        "HstuRanker",
+        "LoadedModel",
+        "ModelConfig",
+        "QueryFrame",
+        "RankBatch",
+        "TableConfig",
+        "load_model",
+        "save_model",
+    ]
 
 
 def test_every_export_exists() -> None:

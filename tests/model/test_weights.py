@@ -3,17 +3,18 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from helmrec import Engine, EngineConfig
 from helmrec.errors import ModelError
+from helmrec.model import HstuRanker, weights
 from helmrec.model.config import EncoderConfig
 from helmrec.model.hstu import dense_shapes
 from helmrec.model.weights import (
@@ -57,13 +58,12 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
-def resave(folder: Path, **dense: torch.Tensor | None) -> Path:
-    """A model of the same shape, some of its dense weights replaced or (None) left out."""
-    model = tiny_model()
-    weights = {name: tensor for name, tensor in (model.dense | dense).items() if tensor is not None}
-    other = folder.parent / "other"
-    save_model(other, model.config, weights, model.tables)
-    return other
+def damage(folder: Path, **dense: torch.Tensor | None) -> Path:
+    """Replace dense weights in a valid folder, or (None) take them out, and make its manifest vouch for the result."""
+    kept = {name: tensor for name, tensor in (tiny_model().dense | dense).items() if tensor is not None}
+    save_file(kept, folder / DENSE)
+    sign(folder, DENSE)
+    return folder
 
 
 def test_a_saved_model_is_read_back_as_it_was(folder: Path) -> None:
@@ -232,33 +232,125 @@ def test_a_signed_file_that_is_no_safetensors_is_named(folder: Path, content: by
 
 
 def test_a_weight_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
-    other = resave(folder, **{"layers.1.uvqk_weight": torch.zeros(16, 3)})
+    other = damage(folder, **{"layers.1.uvqk_weight": torch.zeros(16, 3)})
     fails(other, DENSE, "'layers.1.uvqk_weight' must be float32 (16, 64), got float32 (16, 3)")
 
 
 def test_a_weight_of_another_dtype_is_named_with_both_dtypes(folder: Path) -> None:
-    other = resave(folder, **{"output_norm.bias": torch.zeros(16, dtype=torch.float16)})
+    other = damage(folder, **{"output_norm.bias": torch.zeros(16, dtype=torch.float16)})
     fails(other, DENSE, "'output_norm.bias' must be float32 (16,), got float16 (16,)")
 
 
 def test_a_missing_weight_is_named(folder: Path) -> None:
-    fails(resave(folder, **{"head.2.bias": None}), DENSE, "weight 'head.2.bias' is missing")
+    fails(damage(folder, **{"head.2.bias": None}), DENSE, "weight 'head.2.bias' is missing")
 
 
 def test_a_weight_too_many_is_named(folder: Path) -> None:
-    fails(resave(folder, surprise=torch.zeros(1)), DENSE, "weight 'surprise' is not part of this model")
+    fails(damage(folder, surprise=torch.zeros(1)), DENSE, "weight 'surprise' is not part of this model")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(folder: Path, value: float) -> None:
-    fails(resave(folder, **{"head.2.bias": torch.tensor([0.0, value])}), DENSE, "'head.2.bias'", "not finite")
+    fails(damage(folder, **{"head.2.bias": torch.tensor([0.0, value])}), DENSE, "'head.2.bias'", "not finite")
 
 
-def test_a_table_of_another_size_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_table_of_another_size_is_named(folder: Path) -> None:
+    save_file({"rows": torch.zeros(23, 16)}, folder / table_file("hour"))
+    sign(folder, table_file("hour"))
+    fails(folder, table_file("hour"), "(24, 16)", "(23, 16)")
+
+
+def test_all_wrong_weights_of_a_folder_are_named_at_once(folder: Path) -> None:
+    damaged = damage(folder, **{"head.2.bias": None, "surprise": torch.zeros(1)})
+    fails(damaged, "2 weights and tables are wrong", "'head.2.bias' is missing", "'surprise' is not part of this model")
+
+
+BAD_DENSE: dict[str, dict[str, torch.Tensor | None]] = {
+    "weight 'head.2.bias' is missing": {"head.2.bias": None},
+    "weight 'surprise' is not part of this model": {"surprise": torch.zeros(1)},
+    "weight 'output_norm.bias' must be float32 (16,), got float32 (3,)": {"output_norm.bias": torch.zeros(3)},
+    "weight 'context.bias' must be float32 (2, 16), got float64 (2, 16)": {"context.bias": torch.zeros(2, 16).double()},
+    "weight 'head.0.bias' holds values that are not finite": {"head.0.bias": torch.full((16,), torch.nan)},
+}
+BAD_TABLES: dict[str, dict[str, torch.Tensor | None]] = {
+    "table 'category' is missing": {"category": None},
+    "table 'shoes' is not part of this model": {"shoes": torch.zeros(3, 16)},
+    "table 'hour' must be float32 (24, 16), got float32 (23, 16)": {"hour": torch.zeros(23, 16)},
+    "table 'country' must be float32 (5, 16), got float16 (5, 16)": {"country": torch.zeros(5, 16).half()},
+    "table 'item': row 0 holds values that are not finite": {"item": torch.full((300, 16), torch.inf)},
+}
+
+
+def replaced(
+    tensors: dict[str, torch.Tensor], changes: Iterable[dict[str, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    for change in changes:
+        tensors = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+    return tensors
+
+
+@pytest.mark.parametrize("message", [*BAD_DENSE, *BAD_TABLES])
+def test_saving_names_a_wrong_weight_and_writes_nothing(tmp_path: Path, message: str) -> None:
     model = tiny_model()
-    other = tmp_path / "other"
-    save_model(other, model.config, model.dense, model.tables | {"hour": torch.zeros(23, 16)})
-    fails(other, table_file("hour"), "(24, 16)", "(23, 16)")
+    dense = replaced(model.dense, [BAD_DENSE[message]] if message in BAD_DENSE else [])
+    tables = replaced(model.tables, [BAD_TABLES[message]] if message in BAD_TABLES else [])
+    with pytest.raises(ModelError) as caught:
+        save_model(tmp_path / "model", model.config, dense, tables)
+    assert str(caught.value) == message
+    assert not (tmp_path / "model").exists()
+
+
+def test_saving_names_all_wrong_weights_at_once(tmp_path: Path) -> None:
+    model = tiny_model()
+    dense, tables = replaced(model.dense, BAD_DENSE.values()), replaced(model.tables, BAD_TABLES.values())
+    with pytest.raises(ModelError, match="10 weights and tables are wrong") as caught:
+        save_model(tmp_path / "model", model.config, dense, tables)
+    assert all(message in str(caught.value) for message in (*BAD_DENSE, *BAD_TABLES))
+
+
+def test_a_few_of_many_weights_are_not_a_model(tmp_path: Path) -> None:
+    model = tiny_model()
+    few = dict(list(model.dense.items())[:4])
+    with pytest.raises(ModelError) as caught:
+        save_model(tmp_path / "model", model.config, few, model.tables)
+    assert str(caught.value).count("is missing") == len(model.dense) - 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_module_is_saved_in_the_dtypes_of_its_configuration_and_read_back(tmp_path: Path, dtype: str) -> None:
+    ranker = HstuRanker(tiny_config(dtype=dtype, row_dtype=dtype), seed=3)
+    save_model(tmp_path / "model", ranker)
+    loaded, again = load_model(tmp_path / "model"), HstuRanker.from_model(load_model(tmp_path / "model"))
+    assert loaded.config == ranker.config
+    for name, weight in ranker.named_parameters():
+        stored = loaded.tables[name.split(".")[1]] if name.startswith("tables.") else loaded.dense[name]
+        assert torch.equal(stored, weight.detach().to(getattr(torch, dtype)))
+        assert torch.equal(again.get_parameter(name), stored.float())
+
+
+def test_weights_of_a_module_that_overflow_its_dtype_are_named(tmp_path: Path) -> None:
+    ranker = HstuRanker(tiny_config(dtype="float16"))
+    with torch.no_grad():
+        ranker.get_parameter("head.2.bias").fill_(1e6)
+    with pytest.raises(ModelError, match=r"weight 'head.2.bias' holds values that are not finite"):
+        save_model(tmp_path / "model", ranker)
+
+
+def test_a_module_with_tables_of_its_own_kind_needs_them_given(tmp_path: Path) -> None:
+    model = tiny_model()
+    ranker = HstuRanker(model.config, tables=lambda ids: {name: model.tables[name][each] for name, each in ids.items()})
+    with pytest.raises(ModelError, match="table 'item' is missing"):
+        save_model(tmp_path / "model", ranker)
+    save_model(tmp_path / "model", ranker.config, ranker.dense(), model.tables)
+    assert torch.equal(load_model(tmp_path / "model").tables["item"], model.tables["item"])
+
+
+def test_tied_weights_are_saved(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.dense["layers.1.uvqk_weight"] = model.dense["layers.0.uvqk_weight"]
+    save_model(tmp_path / "model", model.config, model.dense, model.tables)
+    dense = load_model(tmp_path / "model").dense
+    assert torch.equal(dense["layers.1.uvqk_weight"], dense["layers.0.uvqk_weight"])
 
 
 def test_a_shape_that_does_not_fit_the_weights_is_named(folder: Path) -> None:
@@ -276,10 +368,14 @@ def test_a_folder_that_is_not_empty_is_never_written_to(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_save_that_broke_off_is_no_model(tmp_path: Path) -> None:
+def test_a_save_that_broke_off_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off(*_: object) -> None:
+        raise OSError("no space left on device")
+
     model = tiny_model()
-    with pytest.raises(SafetensorError):
-        save_model(tmp_path / "broken", model.config, model.dense, {"no/such/folder": model.tables["item"]})
+    monkeypatch.setattr(weights, "_write_manifest", break_off)
+    with pytest.raises(OSError, match="no space"):
+        save_model(tmp_path / "broken", model.config, model.dense, model.tables)
     fails(tmp_path / "broken", "no config.json")
 
 

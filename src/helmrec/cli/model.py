@@ -1,4 +1,4 @@
-"""`helmrec model`: create and inspect model folders."""
+"""`helmrec model`: create, inspect and check model folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import bytes_bar, exit_on_error, out, pairs_table
+from helmrec.cli.console import bytes_bar, err, exit_on_error, out, pairs_table
+from helmrec.engine.model_check import check_model
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
 from helmrec.model.weights import init_model, load_model, total_table_bytes
 
-model_app = typer.Typer(help="Create and inspect model folders.", no_args_is_help=True)
+model_app = typer.Typer(help="Create, inspect and check model folders.", no_args_is_help=True)
 
 
 @model_app.command("init")
@@ -40,6 +41,29 @@ def info(
         model = load_model(folder, verify=verify, progress=lambda done: bar.advance(task, done))
     dense = sum(tensor.numel() for tensor in model.dense.values())
     out.print(_model_table(folder, model.config, dense, model.version))
+
+
+@model_app.command("check")
+def check(
+    folder: Annotated[Path, typer.Argument(help="A model folder.")],
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+) -> None:
+    """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module."""
+    with exit_on_error():
+        model = load_model(folder)
+        found = check_model(model, seed)
+    how = "an engine with caches against HstuRanker in float64"
+    if not model.config.is_append_stable:
+        how = "an engine, each request alone and then several in a step (HstuRanker has no query_frame)"
+    out.print(f"compared: {how}", highlight=False, soft_wrap=True)
+    out.print(f"requests: {found.num_requests}, reused tokens: {found.reused_tokens:,}", highlight=False)
+    out.print(
+        f"largest difference of scores: {found.largest_difference:.3g}, tolerance: {found.tolerance:.3g}",
+        highlight=False,
+    )
+    if not found.is_equal:
+        err.print(f"[red]error:[/red] the scores of {folder} differ", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) -> Table:

@@ -1,1 +1,18 @@
 """HSTU ranking models: their shape, their weights on disk, their arithmetic."""
+
+from helmrec.model.config import Cycle, EncoderConfig, ModelConfig, QueryFrame, TableConfig
+from helmrec.model.ranker import HstuRanker, RankBatch
+from helmrec.model.weights import LoadedModel, load_model, save_model
+
+__all__ = [
+    "Cycle",
+    "EncoderConfig",
+    "HstuRanker",
+    "LoadedModel",
+    "ModelConfig",
+    "QueryFrame",
+    "RankBatch",
+    "TableConfig",
+    "load_model",
+    "save_model",
+]

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,9 @@ from helmrec.errors import ConfigError, ModelError
 from helmrec.memory.row_master import first_non_finite, non_finite_row
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import dense_shapes
+
+if TYPE_CHECKING:
+    from helmrec.model.ranker import HstuRanker
 
 DENSE = "dense.safetensors"
 VERIFY_BYTES = 256 << 20  # larger files are checksummed only with `verify`: reading them takes minutes
@@ -73,14 +77,36 @@ def table_file(name: str) -> str:
     return f"tables/{name}.safetensors"
 
 
-def save_model(folder: Path, config: ModelConfig, dense: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> None:
-    """Write a whole model; config.json is written last, so an interrupted save is not a valid model."""
+@overload
+def save_model(folder: Path, model: "HstuRanker") -> None: ...
+@overload
+def save_model(folder: Path, model: ModelConfig, dense: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> None: ...
+def save_model(
+    folder: Path,
+    model: "ModelConfig | HstuRanker",
+    dense: Mapping[str, Tensor] | None = None,
+    tables: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a whole model: a module, or a configuration with its weights.
+
+    First check every weight; ModelError names all that are missing, surplus, of another shape or dtype, or not finite.
+    Weights of a module are rounded to the dtypes of its configuration. config.json is written last, so an interrupted
+    save is not a valid model.
+    """
+    if isinstance(model, ModelConfig):
+        config, dense, tables = model, dense or {}, tables or {}
+    else:
+        config, dense, tables = model.config, model.dense(), model.table_rows()
+    shapes = {table.name: (table.num_rows, config.row_dim) for table in config.tables}
+    problems = [*_dense_problems(dense, config), *_misfits("table", tables, shapes, config.row_dtype)]
     for name, rows in tables.items():
-        _check_finite(f"table {name!r}", rows)
+        if rows.is_floating_point() and (row := first_non_finite(rows)) is not None:
+            problems.append(str(non_finite_row(f"table {name!r}", row)))
+    _raise_all(problems)
     _make_empty(folder)
-    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
+    _save_dense(folder, dense)
     for name, rows in tables.items():
-        save_file({"rows": rows.contiguous()}, folder / table_file(name))
+        save_file({"rows": rows.detach().contiguous()}, folder / table_file(name))
     _write_manifest(folder, config, lambda _: None)
 
 
@@ -92,8 +118,9 @@ def stream_model(
     progress: Progress = lambda _: None,
 ) -> None:
     """Write a model from the bytes of its tables' rows, in parts, since tables may be larger than memory."""
+    _raise_all(_dense_problems(dense, config))
     _make_empty(folder)
-    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / DENSE)
+    _save_dense(folder, dense)
     for table in config.tables:
         shape = (table.num_rows, config.row_dim)
         _write_table(folder / table_file(table.name), shape, config.row_dtype, tables[table.name], progress)
@@ -141,17 +168,14 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     config = manifest.model
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify=verify or record.bytes <= VERIFY_BYTES, progress=progress)
-    expected = dense_shapes(config)
-    dense = _read_tensors(folder / DENSE, expected, config.dtype)
-    for name, tensor in dense.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{folder / DENSE}: weight {name!r} holds values that are not finite")
-    tables = {
-        t.name: _read_tensors(folder / table_file(t.name), {"rows": (t.num_rows, config.row_dim)}, config.row_dtype)[
-            "rows"
-        ]
-        for t in config.tables
-    }
+    dense = _read_tensors(folder / DENSE)
+    _raise_all(_dense_problems(dense, config), f"{folder / DENSE}: ")
+    tables = {}
+    for table in config.tables:
+        path, shapes = folder / table_file(table.name), {"rows": (table.num_rows, config.row_dim)}
+        found = _read_tensors(path)
+        _raise_all(_misfits("weight", found, shapes, config.row_dtype), f"{path}: ")
+        tables[table.name] = found["rows"]
     for name, rows in tables.items():
         if verify or manifest.files[table_file(name)].bytes <= VERIFY_BYTES:
             _check_finite(str(folder / table_file(name)), rows)
@@ -163,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
         hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
-        raise ModelError(f"{folder} is not a model folder: no config.json{hint}")
+        raise ModelError(f"{folder} is not a model folder: no config.json{hint}; helmrec.model.save_model writes one")
     if path.stat().st_size > _MAX_MANIFEST_BYTES:
         raise ModelError(f"{path}: at most {_MAX_MANIFEST_BYTES} bytes are read, got {path.stat().st_size}")
     try:
@@ -269,21 +293,45 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Tensor]:
-    """Load exactly these tensors, memory-mapped privately: writes do not change the file."""
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Load all tensors of a file, memory-mapped privately: writes do not change the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise ModelError(f"{path} is not a valid safetensors file: {error}") from error
-    if missing := shapes.keys() - found.keys():
-        raise ModelError(f"{path}: weight {sorted(missing)[0]!r} is missing")
-    if unknown := found.keys() - shapes.keys():
-        raise ModelError(f"{path}: weight {sorted(unknown)[0]!r} is not part of this model")
-    for name, tensor in found.items():
-        if tuple(tensor.shape) != tuple(shapes[name]) or tensor.dtype != getattr(torch, dtype):
-            raise ModelError(
-                f"{path}: {name!r} must be {dtype} {tuple(shapes[name])}, "
-                f"got {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            )
-    return found
+
+
+def _dense_problems(dense: Mapping[str, Tensor], config: ModelConfig) -> list[str]:
+    """Describe every dense weight that does not fit the configuration or is not finite."""
+    wrong = [name for name, each in dense.items() if each.is_floating_point() and not bool(each.isfinite().all())]
+    return [
+        *_misfits("weight", dense, dense_shapes(config), config.dtype),
+        *(f"weight {name!r} holds values that are not finite" for name in wrong),
+    ]
+
+
+def _misfits(
+    kind: str, found: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> Iterator[str]:
+    """Describe every tensor that is missing, surplus, or of another shape or dtype."""
+    yield from (f"{kind} {name!r} is missing" for name in shapes if name not in found)
+    yield from (f"{kind} {name!r} is not part of this model" for name in found if name not in shapes)
+    for name in (name for name in shapes if name in found):
+        shape, seen = tuple(shapes[name]), found[name]
+        if tuple(seen.shape) != shape or seen.dtype != getattr(torch, dtype):
+            got = f"{str(seen.dtype).removeprefix('torch.')} {tuple(seen.shape)}"
+            yield f"{kind} {name!r} must be {dtype} {shape}, got {got}"
+
+
+def _raise_all(problems: Iterable[str], where: str = "") -> None:
+    """Raise one ModelError with all problems, if there are any."""
+    if listed := list(problems):
+        many = f"{len(listed)} weights and tables are wrong:\n  " if len(listed) > 1 else ""
+        raise ModelError(where + many + "\n  ".join(listed))
+
+
+def _save_dense(folder: Path, dense: Mapping[str, Tensor]) -> None:
+    """Write copies, since the library refuses tensors that share memory, as tied weights do."""
+    copies = {name: each.detach().clone(memory_format=torch.contiguous_format) for name, each in dense.items()}
+    save_file(copies, folder / DENSE)

@@ -1,0 +1,340 @@
+"""The HSTU ranking model as a PyTorch module to train: the arithmetic of the engine, on ragged batches.
+
+For append-stable models, those without a query frame. It does not know pages, caches or engines.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helmrec.errors import ModelError, RequestError
+from helmrec.kernels import embed
+from helmrec.kernels.layer import NORM_EPS, LayerWeights, gate_output, split_projection
+from helmrec.model.config import EncoderConfig, ModelConfig
+from helmrec.model.weights import LoadedModel, random_dense
+from helmrec.model.window import window_anchor
+from helmrec.types import IntArray, RankRequest
+
+Rows = Mapping[str, Tensor]
+_LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
+_TABLES = "tables."  # where the names of their parameters begin
+_TABLE_SCALE = 0.1  # size of the random entries of tables
+_MAX_EDGES = 124  # of time buckets; larger ones do not fit 64 bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankBatch:
+    """Requests of one step, one after another without padding. All tensors are int64; ids count within their table.
+
+    `lengths` is `offsets.diff()` where a data loader has offsets.
+    """
+
+    events: Mapping[str, Tensor]  # by feature table: (events,) ids, the oldest event of a request first
+    actions: Tensor  # (events,)
+    timestamps: Tensor  # (events,)
+    lengths: Tensor  # (requests,) events of each request, at most the model's window
+    candidates: Mapping[str, Tensor]  # by feature table: (candidates,) ids
+    num_candidates: Tensor  # (requests,)
+    request_times: Tensor  # (requests,) not before the last event
+    context: Mapping[str, Tensor] = field(default_factory=dict)  # by context table: (requests,) ids
+
+    @classmethod
+    def of(cls, requests: Sequence[RankRequest], config: ModelConfig) -> "RankBatch":
+        """Lay requests out flat, with the events in the window that an engine would choose."""
+        starts = [window_anchor(r.first_event, len(r.items), config.window) - r.first_event for r in requests]
+        times = [np.asarray(r.timestamps)[start:] for r, start in zip(requests, starts, strict=True)]
+        now = [t[-1] if t.size else 0 for t in times]
+        tables = [table.name for table in config.features]
+        context = [table.name for table in (*config.user_context, *config.request_context)]
+
+        def window(name: str, table: str | None = None) -> Tensor:
+            given = [_given(r, name, table, len(r.items)) for r in requests]
+            return _flat(ids[start:] for ids, start in zip(given, starts, strict=True))
+
+        def candidates(name: str, table: str | None = None) -> Tensor:
+            return _flat(_given(r, name, table, len(r.candidates)) for r in requests)
+
+        return cls(
+            events={tables[0]: window("items")} | {table: window("features", table) for table in tables[1:]},
+            actions=window("actions"),
+            timestamps=window("timestamps"),
+            lengths=_flat([[t.size for t in times]]),
+            candidates={tables[0]: candidates("candidates")}
+            | {table: candidates("candidate_features", table) for table in tables[1:]},
+            num_candidates=_flat([[len(r.candidates) for r in requests]]),
+            request_times=_flat(
+                [[t if r.request_time is None else r.request_time for r, t in zip(requests, now, strict=True)]]
+            ),
+            context={table: _flat([_given(r, "context", table, 1) for r in requests]) for table in context},
+        )
+
+    def to(self, device: torch.device | str) -> "RankBatch":
+        return RankBatch(**{each.name: _moved(getattr(self, each.name), device) for each in fields(self)})
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise RequestError that names the first field and value that do not fit the model or each other."""
+        _check_ids("lengths", self.lengths, self.lengths.numel(), config.window + 1)
+        _check_ids("num_candidates", self.num_candidates, self.lengths.numel(), None)
+        num_events, num_candidates = int(self.lengths.sum()), int(self.num_candidates.sum())
+        for table in config.features:
+            _check_ids(f"events[{table.name!r}]", self.events.get(table.name), num_events, table.num_rows)
+            _check_ids(f"candidates[{table.name!r}]", self.candidates.get(table.name), num_candidates, table.num_rows)
+        for table in (*config.user_context, *config.request_context):
+            _check_ids(f"context[{table.name!r}]", self.context.get(table.name), self.lengths.numel(), table.num_rows)
+        _check_ids("actions", self.actions, num_events, config.num_actions)
+        _check_ids("timestamps", self.timestamps, num_events, None)
+        _check_ids("request_times", self.request_times, self.lengths.numel(), None)
+        layout = Layout.of(self, config)
+        for name, waits in (("timestamps", layout.waits), ("request_times", layout.request_waits)):
+            if (back := (waits < 0).nonzero()).numel():
+                at = int(back[0])
+                raise RequestError(f"{name}[{at}]", int(getattr(self, name)[at]), "time runs backwards")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where tokens go. Their flat order: context tokens, table by table; events; candidates."""
+
+    positions: Tensor  # (events,)
+    waits: Tensor  # (events,) time since the event before; 0 for the first
+    request_waits: Tensor  # (requests,) time since the last event; 0 without events
+    candidate_owner: Tensor  # (candidates,) request of each
+    prefix_slots: Tensor  # (context tokens + events,) request * prefix_len + place
+    candidate_slots: Tensor  # (candidates,) request * candidates_len + place
+    num_requests: int
+    prefix_len: int  # tokens before the candidates in the longest request
+    candidates_len: int
+
+    @classmethod
+    def of(cls, batch: RankBatch, config: ModelConfig) -> "Layout":
+        lengths, num_user = batch.lengths, len(config.user_context)
+        num_context = num_user + len(config.request_context)
+        owner, positions = _runs(lengths)
+        candidate_owner, candidate_places = _runs(batch.num_candidates)
+        requests = torch.arange(lengths.numel(), device=lengths.device)
+        times = torch.cat([batch.timestamps.new_zeros(1), batch.timestamps])
+        last = torch.where(lengths > 0, times[lengths.cumsum(0)], batch.request_times)
+        places = [torch.full_like(lengths, i) if i < num_user else lengths + i for i in range(num_context)]
+        prefix_len = num_context + int(lengths.max()) if lengths.numel() else num_context
+        candidates_len = int(batch.num_candidates.max()) if lengths.numel() else 0
+        return cls(
+            positions=positions,
+            waits=torch.where(positions == 0, 0, batch.timestamps - times[:-1]),
+            request_waits=batch.request_times - last,
+            candidate_owner=candidate_owner,
+            prefix_slots=torch.cat(
+                [*(requests * prefix_len + place for place in places), owner * prefix_len + num_user + positions]
+            ),
+            candidate_slots=candidate_owner * candidates_len + candidate_places,
+            num_requests=lengths.numel(),
+            prefix_len=prefix_len,
+            candidates_len=candidates_len,
+        )
+
+
+class HstuRanker(nn.Module):
+    """Computes logits of candidates, (candidates, tasks), with gradients to all weights.
+
+    Parameters have the names of a model folder: dense weights those of `dense_shapes`, tables `tables.NAME.rows`.
+    They are float32, or what `.to(dtype)` makes them; `save_model` writes them in the dtypes of the configuration.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, tables: Callable[[Rows], Rows] | None = None) -> None:
+        """Make a model with random weights. `tables` takes the place of its embedding tables, as `rows` describes."""
+        super().__init__()
+        if not config.is_append_stable:
+            raise ModelError("HstuRanker is for append-stable models; this one has a query_frame")
+        self.config = config
+        generator = torch.Generator().manual_seed(seed)
+        for name, value in random_dense(config, generator).items():
+            _register(self, name, value.float() * (_TABLE_SCALE if name.endswith("_embedding.weight") else 1.0))
+        self.tables: Callable[[Rows], Rows] = EmbeddingTables(config, generator) if tables is None else tables
+        # The smallest wait of each time bucket from 1 on: two buckets per octave.
+        edges = [-(-((2 + i % 2) << i // 2) // 2) for i in range(min(config.time_buckets - 1, _MAX_EDGES))]
+        self._gap_edges: Tensor
+        self.register_buffer("_gap_edges", torch.tensor(edges), persistent=False)
+
+    @classmethod
+    def from_model(cls, model: LoadedModel) -> "HstuRanker":
+        """Copy the weights of a loaded model, to train them further."""
+        ranker = cls(model.config)
+        ranker.load_state_dict(model.dense | {f"{_TABLES}{name}.rows": rows for name, rows in model.tables.items()})
+        return ranker
+
+    def rows(self, ids: Rows) -> Rows:
+        """Look up ids by table, (n,) each, and return rows by table, (n, row_dim) each.
+
+        Called once per batch. Override it, or pass `tables`, to train other embedding modules, such as TorchRec's.
+        """
+        return self.tables(ids)
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return copies of all weights except tables, in the configuration's dtype."""
+        weights, dtype = self._weights(), getattr(torch, self.config.dtype)
+        return {name: _copy(value, dtype) for name, value in weights.items() if not name.startswith(_TABLES)}
+
+    def table_rows(self) -> dict[str, Tensor]:
+        """Return copies of the tables that this module holds, in the configuration's row dtype."""
+        weights, dtype = self._weights(), getattr(torch, self.config.row_dtype)
+        names = {table.name: f"{_TABLES}{table.name}.rows" for table in self.config.tables}
+        return {table: _copy(weights[name], dtype) for table, name in names.items() if name in weights}
+
+    def forward(self, batch: RankBatch | Sequence[RankRequest]) -> Tensor:  # (candidates, tasks) logits
+        """Score the candidates of all requests. Each sees the history and itself, as when it is served."""
+        config, w = self.config, self._weights()
+        batch = batch if isinstance(batch, RankBatch) else RankBatch.of(batch, config)
+        batch.check(config)
+        norm = w["output_norm.weight"]
+        batch = batch.to(norm.device)
+        layout = Layout.of(batch, config)
+        ids = {t.name: torch.cat([batch.events[t.name], batch.candidates[t.name]]) for t in config.features}
+        ids |= {t.name: batch.context[t.name] for t in (*config.user_context, *config.request_context)}
+        rows = {name: each.to(norm.dtype) for name, each in self.rows(ids).items()}
+        x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
+        for i in range(config.num_layers):
+            x = self._layer(x, LayerWeights(*(w[f"layers.{i}.{name}"] for name in _LAYER_FIELDS)), layout)
+        x = x[layout.prefix_slots.numel() :]
+        user = F.layer_norm(x, norm.shape, norm, w["output_norm.bias"], embed.NORM_EPS)
+        last_rows = {t.name: rows[t.name][batch.actions.numel() :] for t in config.features}
+        return _mlp(w, "head", user * _encode(w, "candidate_encoder", config.candidate_encoder, last_rows))
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as they are now: wrappers such as `functional_call` may replace them."""
+        return dict(self.named_parameters(remove_duplicate=False))
+
+    def _context(self, w: Rows, rows: Rows) -> list[Tensor]:  # (requests, dim) of each context table
+        tables = (*self.config.user_context, *self.config.request_context)
+        return [
+            torch.addmm(w["context.bias"][i], rows[table.name], w["context.weight"][i])
+            for i, table in enumerate(tables)
+        ]
+
+    def _events(self, w: Rows, rows: Rows, batch: RankBatch, layout: "Layout") -> Tensor:
+        """Embed events and candidates, (events + candidates, dim)."""
+        owner = layout.candidate_owner
+        unknown = torch.full_like(owner, self.config.num_actions)
+        waits = torch.cat([layout.waits, layout.request_waits[owner]])
+        x = F.embedding(torch.cat([batch.actions, unknown]), w["action_embedding.weight"])
+        x = x + F.embedding(torch.cat([layout.positions, batch.lengths[owner]]), w["position_embedding.weight"])
+        x = x + F.embedding(torch.bucketize(waits, self._gap_edges, right=True), w["time_embedding.weight"])
+        for encoder in self.config.encoders:
+            x = x + _encode(w, f"encoders.{encoder.name}", encoder, rows)
+        return x
+
+    def _layer(self, x: Tensor, weights: LayerWeights, layout: "Layout") -> Tensor:  # (tokens, dim)
+        form, width = self.config.form, weights.output_norm_weight.shape[0]
+        normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, NORM_EPS)
+        uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
+        uvqk = F.silu(uvqk) if form == "gated" else torch.cat([F.silu(uvqk[:, :width]), uvqk[:, width:]], 1)
+        u, v, q, k = split_projection(uvqk, width, self.config.num_heads)
+        o = _attend(q * self.config.qk_dim**-0.5, k, v, layout) / self.config.normaliser
+        return gate_output(x, u, o.flatten(1), weights, form)
+
+
+class EmbeddingTables(nn.Module):
+    """One embedding table for each table of a model."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        for table in config.tables:
+            rows = torch.randn((table.num_rows, config.row_dim), generator=generator)
+            _register(self, f"{table.name}.rows", _TABLE_SCALE * rows)
+
+    def forward(self, ids: Rows) -> Rows:
+        rows = dict(self.named_parameters(remove_duplicate=False))
+        return {table: F.embedding(each, rows[f"{table}.rows"]) for table, each in ids.items()}
+
+
+def _register(module: nn.Module, name: str, value: Tensor) -> None:
+    """Make a parameter with a dotted name. Modules on its way hold nothing else."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            setattr(module, part, nn.Module())  # unlike add_module, allows names such as "type"
+        module = module._modules[part]  # type: ignore[assignment]
+    module.register_parameter(last, nn.Parameter(value))
+
+
+def _copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.detach().to("cpu", dtype, copy=True)
+
+
+def _encode(w: Rows, name: str, encoder: EncoderConfig, rows: Rows) -> Tensor:  # (n, dim)
+    """Combine the rows of an encoder's tables, apply its MLP, normalise the result."""
+    parts = [rows[table] for table in encoder.tables]
+    x = torch.cat(parts, 1) if encoder.pooling == "concat" else torch.stack(parts).sum(0)
+    out = _mlp(w, name, x)
+    return F.layer_norm(out, out.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], embed.NORM_EPS)
+
+
+def _mlp(w: Rows, name: str, x: Tensor) -> Tensor:
+    """Apply linear, gate by the sigmoid of its layer norm, linear."""
+    hidden = F.linear(x, w[f"{name}.0.weight"], w[f"{name}.0.bias"])
+    gated = embed.gate_hidden(hidden, w[f"{name}.1.weight"], w[f"{name}.1.bias"])
+    return F.linear(gated, w[f"{name}.2.weight"], w[f"{name}.2.bias"])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:  # (tokens, heads, v)
+    """Sum SiLU(q.k) v over the visible keys. A token sees the prefix up to itself, a candidate all of it and itself.
+
+    The prefixes are padded here with zeros, which add nothing to a sum: SiLU(0) is 0.
+    """
+    num = layout.prefix_slots.numel()
+    places = ((layout.prefix_slots, layout.prefix_len), (layout.candidate_slots, layout.candidates_len))
+    k_prefix, v_prefix = (_pad(each[:num], *places[0], layout.num_requests) for each in (k, v))
+    seen: list[Tensor] = []
+    for own, (slots, length) in zip((q[:num], q[num:]), places, strict=True):
+        weights = F.silu(_pad(own, slots, length, layout.num_requests) @ k_prefix.transpose(2, 3))
+        weights = weights if seen else weights.tril()
+        seen.append((weights @ v_prefix).transpose(1, 2).flatten(0, 1).index_select(0, slots))
+    itself = F.silu((q[num:] * k[num:]).sum(-1, keepdim=True)) * v[num:]
+    return torch.cat([seen[0], seen[1] + itself])
+
+
+def _pad(flat: Tensor, slots: Tensor, length: int, num_requests: int) -> Tensor:  # (requests, heads, length, dim)
+    padded = flat.new_zeros((num_requests * length, *flat.shape[1:])).index_copy(0, slots, flat)
+    return padded.unflatten(0, (num_requests, length)).transpose(1, 2)
+
+
+def _runs(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the owner of each of sum(counts) things, and its place among those of its owner."""
+    owner = torch.repeat_interleave(counts)
+    return owner, torch.arange(owner.numel(), device=counts.device) - (counts.cumsum(0) - counts)[owner]
+
+
+def _given(request: RankRequest, name: str, table: str | None, num: int) -> IntArray:  # (num,)
+    """Return a field of a request, or its values for a table; raise RequestError if there are not `num` of them."""
+    values = getattr(request, name)
+    if table is not None:
+        if table not in values:
+            raise RequestError(name, sorted(values), f"a value for {table!r} is needed")
+        name, values = f"{name}[{table!r}]", values[table]
+    ids = np.atleast_1d(np.asarray(values))
+    if ids.shape != (num,) or (num and ids.dtype.kind not in "iu"):
+        raise RequestError(name, f"{ids.dtype} {ids.shape}", f"integers of shape ({num},) are needed")
+    return ids.astype(np.int64)
+
+
+def _flat(parts: Iterable[Any]) -> Tensor:  # (all,) int64
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else {name: each.to(device) for name, each in value.items()}
+
+
+def _check_ids(name: str, values: Tensor | None, num: int, limit: int | None) -> None:
+    """Raise RequestError unless `values` are `num` integers of int64 from 0 to below `limit`, if there is one."""
+    if values is None:
+        raise RequestError(name, None, "ids of this table are needed")
+    if values.dtype != torch.int64 or tuple(values.shape) != (num,):
+        raise RequestError(name, f"{values.dtype} {tuple(values.shape)}", f"a tensor of torch.int64 ({num},) is needed")
+    is_outside = (values < 0) if limit is None else (values < 0) | (values >= limit)
+    if (outside := is_outside.nonzero()).numel():
+        at, top = int(outside[0]), "" if limit is None else f" to {limit - 1}"
+        raise RequestError(f"{name}[{at}]", int(values[at]), f"values run from 0{top}")
