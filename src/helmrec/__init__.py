@@ -1,34 +1,41 @@
-"""HelmRec serves generative recommenders from one memory pool that embedding rows and KV prefixes share."""
+"""HelmRec serves generative recommenders from one memory pool that embedding rows and KV prefixes share.
 
-from helmrec.config import EngineConfig, RelayConfig
-from helmrec.engine.engine import Engine, EngineStats
-from helmrec.engine.relay.pre_inference import RelayStats
-from helmrec.errors import (
-    AlphaOutOfRange,
-    ConfigError,
-    DeadlineExceeded,
-    DiskFull,
-    EngineClosed,
-    Forgotten,
-    HelmRecError,
-    HistoryError,
-    HistoryFull,
-    HistoryUnavailable,
-    ModelError,
-    NonFiniteScores,
-    PoolTooSmall,
-    QueueFull,
-    Refused,
-    RequestError,
-    ServerError,
-    StaleVersion,
-    TablesTooSmall,
-    TooLarge,
-    TraceError,
-)
-from helmrec.memory.stats import PoolStats
-from helmrec.serve.client import Client
-from helmrec.types import Lease, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
+Exports are imported at their first use, so that `helmrec --help` does not wait for torch.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from helmrec.config import EngineConfig, RelayConfig
+    from helmrec.engine.engine import Engine, EngineStats
+    from helmrec.engine.relay.pre_inference import RelayStats
+    from helmrec.errors import (
+        AlphaOutOfRange,
+        ConfigError,
+        DeadlineExceeded,
+        DiskFull,
+        EngineClosed,
+        Forgotten,
+        HelmRecError,
+        HistoryError,
+        HistoryFull,
+        HistoryUnavailable,
+        ModelError,
+        NonFiniteScores,
+        PoolTooSmall,
+        QueueFull,
+        Refused,
+        RequestError,
+        ServerError,
+        StaleVersion,
+        TablesTooSmall,
+        TooLarge,
+        TraceError,
+    )
+    from helmrec.memory.stats import PoolStats
+    from helmrec.serve.client import Client
+    from helmrec.types import Lease, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
 
 __version__ = "0.1.0"
 
@@ -69,3 +76,21 @@ __all__ = [
     "TraceError",
     "__version__",
 ]
+
+_MODULES = {
+    **dict.fromkeys(("EngineConfig", "RelayConfig"), "helmrec.config"),
+    **dict.fromkeys(("Engine", "EngineStats"), "helmrec.engine.engine"),
+    "RelayStats": "helmrec.engine.relay.pre_inference",
+    "PoolStats": "helmrec.memory.stats",
+    "Client": "helmrec.serve.client",
+    **dict.fromkeys(
+        ("Lease", "PrefillRequest", "PrefillResult", "RankRequest", "RankResult", "Timing"), "helmrec.types"
+    ),
+}  # exports that are not here are errors
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "helmrec.errors")), name)
+    return found

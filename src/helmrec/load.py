@@ -45,6 +45,7 @@ class LoadSnapshot:
     answered: int
     refused: dict[str, int]
     failed: int
+    failures: dict[str, int]  # by cause
     p50_ms: float  # of all answered so far
     p99_ms: float
     recent_p99_ms: float  # of the last few hundred
@@ -66,7 +67,7 @@ class LoadTally:
     refusals_ms: "array[float]" = field(default_factory=lambda: array("d"))
     lags_ms: "array[float]" = field(default_factory=lambda: array("d"))
     refused: Counter[str] = field(default_factory=Counter)
-    failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
 
     def answer(self, due_s: float, latency_ms: float) -> None:
         self.latencies_ms.append(latency_ms)
@@ -77,6 +78,10 @@ class LoadTally:
         self.refused[cause] += 1
         self.refusals_ms.append(latency_ms)
 
+    @property
+    def failed(self) -> int:
+        return self.failures.total()
+
     def snapshot(self, elapsed_s: float, pool: PoolStats) -> LoadSnapshot:
         """Summarise the outcomes so far. Works on copies: NumPy views would keep the arrays from growing."""
         p50, p99 = _percentiles(self.latencies_ms[:], 50, 99)
@@ -86,6 +91,7 @@ class LoadTally:
             answered=len(self.latencies_ms),
             refused=dict(self.refused),
             failed=self.failed,
+            failures=dict(self.failures),
             p50_ms=p50,
             p99_ms=p99,
             recent_p99_ms=_percentiles(tuple(self.recent_ms), 99)[0],
@@ -163,7 +169,7 @@ class EngineLoad:
         elif type(error) in _REFUSALS:
             self.tally.refuse(_REFUSALS[type(error)], latency_ms)
         else:
-            self.tally.failed += 1
+            self.tally.failures[f"{type(error).__name__}: {error}"] += 1
 
     def _report(self, user_id: int, latency_ms: float | None) -> None:
         if self._rebalancer is not None:

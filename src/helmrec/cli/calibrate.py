@@ -18,7 +18,7 @@ from helmrec import __version__
 from helmrec.calibrate.fit import Fitted, fit
 from helmrec.calibrate.measure import MeasurePlan, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import CostModel, CostTerms
@@ -38,7 +38,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU, if there is one.")] = None,
     name: Annotated[str | None, typer.Option(help="Name in reports; default: the file's name.")] = None,
     tables: Annotated[str | None, typer.Option(help="Bytes of all tables; default 16GiB on a GPU, 64MiB else.")] = None,
-    pool: Annotated[str | None, typer.Option(help="Bytes of the pool; default 4GiB on a GPU, 64MiB else.")] = None,
+    pool: Annotated[str | None, typer.Option("--pool-bytes", "--pool", help="Bytes of the pool; default 4GiB on a GPU, 64MiB else.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Half the cases, fewer repeats.")] = False,
     keep: Annotated[Path | None, typer.Option("--steps", help="Write all measurements as JSON.")] = None,
     refit: Annotated[
@@ -47,9 +47,8 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Time steps of a real engine on this device and fit the simulator's cost terms to them."""
     with exit_on_error():
-        for path in (out_path, *([keep] if keep else [])):
-            if not path.parent.is_dir():
-                raise ConfigError(f"no folder for {path}")
+        check_writable("--out", out_path)
+        check_writable("--steps", keep)
         if refit:
             measured = [each for path in refit for each in read_measured(path)]
         else:
@@ -67,7 +66,7 @@ def _plan(device: str | None, tables: str | None, pool: str | None, *, is_quick:
     if device not in _SIZES:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
     default = _SIZES[device]
-    table_bytes, pool_bytes = _bytes("tables", tables or default[0]), _bytes("pool", pool or default[1])
+    table_bytes, pool_bytes = _bytes("tables", tables or default[0]), _bytes("pool_bytes", pool or default[1])
     return MeasurePlan(device, table_bytes, pool_bytes, _bytes("", default[2]), is_quick, provenance())
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from helmrec.cli.console import exit_on_error, out
+from helmrec.cli.console import check_writable, exit_on_error, out
 from helmrec.demo.plan import QUICK, DemoPlan
 from helmrec.demo.run import run_demo
 
@@ -18,6 +18,7 @@ def demo(
 ) -> None:
     """Serve a small model over HTTP while traffic changes: at an untuned split, at the best constant one, by `helm`."""
     with exit_on_error():
+        check_writable("--out", report)
         chosen = {"seed": seed} if quick else {"seed": seed, "seconds": seconds}
         plan = DemoPlan(**(QUICK if quick else DemoPlan()).model_dump() | chosen)
         run_demo(out, plan, report)

@@ -35,6 +35,8 @@ def explain(
         upto = [one for one in found if at_s is None or one.time_s <= at_s + 1e-9]
         if not upto:
             raise ConfigError(f"{path} holds no decision{'' if at_s is None else f' up to {at_s:g} s'}")
+        if at_s is not None and path.suffix != ".toml" and at_s > upto[-1].time_s and upto[-1] is found[-1]:
+            raise ConfigError(f"--at is beyond the last decision of {path}, at {found[-1].time_s:g} s, got {at_s:g}")
         for one in upto[-1 - lines : -1]:
             out.print(one.line(), highlight=False, soft_wrap=True)
         out.print(_table(upto[-1]))
@@ -82,6 +84,8 @@ def _simulated(path: Path, seed: int, until_s: float | None) -> list[Explanation
     """Simulate a scenario and collect the explanations."""
     scenario = load_scenario(path)
     trace, cost = scenario.make_trace(seed), scenario.cost()
+    if until_s is not None and until_s > trace.duration_s:
+        raise ConfigError(f"--at is beyond the end of {path}, at {trace.duration_s:g} s, got {until_s:g}")
     config = scenario.node_config(trace)
     policy = _Explained(Helm())
     with Progress(console=err, transient=True) as bar:

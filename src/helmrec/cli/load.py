@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.live import Live
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out, pairs_table
+from helmrec.cli.console import check_writable, err, exit_on_error, out, pairs_table, print_error
 from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Decision, Rebalancer
 from helmrec.engine.engine import Engine
@@ -30,23 +30,25 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
     rate: Annotated[float | None, typer.Option(help="Poisson requests per second; default: the trace's times.")] = None,
     requests: Annotated[int | None, typer.Option(help="Stop after so many requests.", min=1)] = None,
-    pool: Annotated[str, typer.Option(help="Memory that both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
+    deadline_ms: Annotated[float | None, typer.Option("--deadline-ms", "--deadline", help="Milliseconds a request may wait.", show_default="unlimited")] = None,
     policy: Annotated[
         str | None, typer.Option(help=f"Policy that moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
     ] = None,
     decisions: Annotated[Path | None, typer.Option(help="Write the decisions of helm, for `helmrec explain`.")] = None,
-    slo_ms: Annotated[float, typer.Option("--slo", help="Latency limit of a request in milliseconds.")] = 80,
+    slo_ms: Annotated[float, typer.Option("--slo-ms", "--slo", help="Latency limit of a request in milliseconds.")] = 80,
     seed: Annotated[int, typer.Option(help="Seed of the arrivals.", min=0)] = 0,
     results: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
 ) -> None:
     """Send the requests of a trace to a model at their times, and report latency from the time each was due.
 
-    A server has its own pool and policy: with a URL, the options for them are ignored.
+    A server has its own pool and policy: with a URL, the options for them are ignored. Status 1 if a request failed.
     """
     with exit_on_error():
+        check_writable("--out", results)
+        check_writable("--decisions", decisions)
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
         if model.startswith(("http://", "https://")):
@@ -84,6 +86,10 @@ def _conclude(end: LoadSnapshot, results: Path | None) -> None:
         err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or use it with care")
     if results is not None:
         results.write_text(json.dumps(asdict(end), indent=2) + "\n")
+    if end.failures:
+        cause, num = max(end.failures.items(), key=lambda each: each[1])
+        print_error(f"{end.failed} of {end.offered} requests failed; {num} of them with: {cause}")
+        raise typer.Exit(1)
 
 
 def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | None) -> Rebalancer:

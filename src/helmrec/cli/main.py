@@ -1,37 +1,68 @@
-"""The `helmrec` command: commands of the product and of installed packages."""
+"""The `helmrec` command: commands of the product and of installed packages, each imported when it runs."""
 
-from typing import Any
+import ast
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from helmrec.cli.calibrate import calibrate
-from helmrec.cli.compile_loops import compile_loops
-from helmrec.cli.demo import demo
-from helmrec.cli.explain import explain
-from helmrec.cli.import_model import import_app
-from helmrec.cli.load import load
-from helmrec.cli.model import model_app
-from helmrec.cli.plan import plan
-from helmrec.cli.rank import rank
-from helmrec.cli.serve import serve
-from helmrec.cli.simulate import run_simulate
+from helmrec import __version__
 from helmrec.extensions import COMMANDS, extensions
 
+_OWN = {
+    "serve": "helmrec.cli.serve:serve",
+    "rank": "helmrec.cli.rank:rank",
+    "load": "helmrec.cli.load:load",
+    "demo": "helmrec.cli.demo:demo",
+    "simulate": "helmrec.cli.simulate:run_simulate",
+    "explain": "helmrec.cli.explain:explain",
+    "plan": "helmrec.cli.plan:plan",
+    "calibrate": "helmrec.cli.calibrate:calibrate",
+    "compile": "helmrec.cli.compile_loops:compile_loops",
+    "model": "helmrec.cli.model:model_app",
+    "import": "helmrec.cli.import_model:import_app",
+}
 
-class ExtensibleGroup(TyperGroup):
-    """Adds the commands of installed packages, which are loaded when a command runs or help lists it."""
+
+class CommandGroup(TyperGroup):
+    """Commands of the product, then those of installed packages. Listing them imports none of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in extensions(COMMANDS) if name not in own)]
+        return [*_OWN, *(name for name in extensions(COMMANDS) if name not in _OWN)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
+        if cmd_name in _OWN:
+            return DeferredCommand(EntryPoint(cmd_name, _OWN[cmd_name], COMMANDS))
         entry = extensions(COMMANDS).get(cmd_name)
-        return None if entry is None else _as_command(cmd_name, entry.load())
+        return None if entry is None else DeferredCommand(entry)
+
+
+class DeferredCommand(TyperCommand):
+    """Stands for a command until it runs: has its name and summary, and is replaced when its context is made."""
+
+    def __init__(self, entry: EntryPoint) -> None:
+        super().__init__(entry.name, help=_summary(entry))
+        self._entry = entry
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return _as_command(self._entry.name, self._entry.load()).make_context(*args, **kwargs)
+
+
+def _summary(entry: EntryPoint) -> str:
+    """The first line of the docstring of a command's module, read without importing the module."""
+    try:
+        spec = find_spec(entry.module)
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        return f"Cannot be imported: {entry.module}"
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    line = docstring.partition("\n")[0].removeprefix(f"`helmrec {entry.name}`: ")
+    return escape(line[:1].upper() + line[1:])
 
 
 def _as_command(name: str, added: Any) -> Any:
@@ -44,20 +75,19 @@ def _as_command(name: str, added: Any) -> Any:
     return typer.main.get_group(holder).commands[name]
 
 
-app = typer.Typer(
-    cls=ExtensibleGroup,
-    help="Serve generative recommenders from one memory pool that embedding rows and KV prefixes share.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(model_app, name="model")
-app.add_typer(import_app, name="import")
-app.command()(calibrate)
-app.command()(load)
-app.command()(serve)
-app.command("simulate")(run_simulate)
-app.command()(explain)
-app.command()(plan)
-app.command()(rank)
-app.command("compile")(compile_loops)
-app.command()(demo)
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"helmrec {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve generative recommenders from one memory pool that embedding rows and KV prefixes share."""

@@ -12,7 +12,7 @@ from helmrec.cli.console import err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import default_cost, load_cost
-from helmrec.sim.plan import Plan, PlanConfig, make_plan
+from helmrec.sim.plan import MAX_NODES, Plan, PlanConfig, make_plan
 from helmrec.traffic.families import PRESETS
 
 
@@ -20,7 +20,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     rate: Annotated[float, typer.Option(help="Requests per second, in total.")],
     slo: Annotated[str, typer.Option(help="Limit of the P99 latency, such as 80ms.")] = "80ms",
     calibration: Annotated[Path | None, typer.Option(help="Costs of the device; default: an H200.")] = None,
-    pools: Annotated[list[str] | None, typer.Option("--pool", help="Memory of a node's pool; may repeat.")] = None,
+    pools: Annotated[list[str] | None, typer.Option("--pool-bytes", "--pool", help="Memory of a node's pool; may repeat.", show_default="80GB")] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
     history: Annotated[float, typer.Option(help="Median events of a user.")] = 6_700,
@@ -71,6 +71,15 @@ def milliseconds(text: str) -> float:
     return value
 
 
+def _nodes(found: Plan, slo_ms: float) -> str:
+    if found.num_nodes is not None:
+        return str(found.num_nodes)
+    assert found.unloaded_p99_ms is not None
+    if found.unloaded_p99_ms > slo_ms:
+        return f"unreachable at any size: {found.unloaded_p99_ms:.1f} ms without load"
+    return f"more than {MAX_NODES}"
+
+
 def table_of(plans: list[Plan], rate: float, slo_ms: float, calibration: str) -> Table:
     title = f"{rate:,.0f} requests/s, P99 within {slo_ms:g} ms, costs of {calibration}"
     table = Table("pool", "nodes", "total memory", "alpha", "p99 ms", "in SLO", "KV hit", "EMB hit", title=title)
@@ -78,7 +87,7 @@ def table_of(plans: list[Plan], rate: float, slo_ms: float, calibration: str) ->
         num = each.num_nodes
         table.add_row(
             f"{each.pool_bytes / 1e9:.0f} GB",
-            "too many" if num is None else str(num),
+            _nodes(each, slo_ms),
             "-" if num is None else f"{num * each.pool_bytes / 1e9:,.0f} GB",
             f"{each.alpha:.2f}",
             f"{each.p99_ms:.1f}",

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -11,10 +12,10 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import Progress
 
-from helmrec.cli.console import err, exit_on_error
+from helmrec.cli.console import check_writable, err, exit_on_error, print_error
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.errors import RequestError
+from helmrec.errors import ConfigError, RequestError
 from helmrec.types import RankRequest, RankResult
 
 
@@ -22,17 +23,21 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
     results: Annotated[Path | None, typer.Option("--out", help="Result file; default: standard output.")] = None,
-    pool: Annotated[str, typer.Option(help="Memory that both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print what the pool holds once it is ready.")
     ] = False,
 ) -> None:
-    """Rank the requests of a file, in order. A bad line gets an error in its place; the others are ranked."""
+    """Rank the requests of a file, in order. A bad line gets an error in its place; the others are ranked.
+
+    Status 2 if a line is bad.
+    """
     with exit_on_error():
         if not requests.is_file():
-            raise RequestError("--requests", str(requests), "no such file")
+            raise ConfigError(f"--requests: no such file, got {str(requests)!r}")
+        check_writable("--out", results)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
         with Progress(console=err, transient=True) as bar:
             task = bar.add_task("loading", total=None)
@@ -43,11 +48,12 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
             )
         if verbose:
             err.print(str(engine.report()), highlight=False, soft_wrap=True)
-        with requests.open() as lines, nullcontext(sys.stdout) if results is None else results.open("w") as sink:
-            num_bad = _rank_lines(engine, lines, sink)
-    if num_bad:
-        err.print(f"[red]{num_bad} bad lines[/red]; each has an error in its place")
-        raise typer.Exit(1)
+        with requests.open("rb") as lines, nullcontext(sys.stdout) if results is None else results.open("w") as sink:
+            bad = _rank_lines(engine, lines, sink)
+    if bad:
+        others = f"; {len(bad) - 1} more bad lines have an error in their place" if len(bad) > 1 else ""
+        print_error(f"{requests}, line {bad[0].number}: {bad[0].error}{others}")
+        raise typer.Exit(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +63,39 @@ class _Line:
     error: str | None = None
 
 
-def _rank_lines(engine: Engine, lines: TextIO, sink: TextIO) -> int:
-    num_bad = 0
+def _rank_lines(engine: Engine, lines: Iterable[bytes], sink: TextIO) -> list[_Line]:
+    """Write an answer for each line, and return the bad ones."""
+    bad = list[_Line]()
     numbered = enumerate(lines, start=1)
     while chunk := [
         _parse(engine, number, line) for number, line in islice(numbered, engine.config.max_batch_requests)
     ]:
         results = iter(engine.rank([line.request for line in chunk if line.request is not None]))
         for line in chunk:
-            num_bad += line.request is None
+            if line.request is None:
+                bad.append(line)
             answer = {"error": line.error} if line.request is None else _as_json(next(results))
             sink.write(json.dumps({"line": line.number, **answer}) + "\n")
-    return num_bad
+    return bad
 
 
-def _parse(engine: Engine, number: int, text: str) -> _Line:
-    known = {field.name for field in fields(RankRequest)}
+def _parse(engine: Engine, number: int, text: bytes) -> _Line:
+    known = {field.name: field for field in fields(RankRequest)}
     try:
         values = json.loads(text)
         if not isinstance(values, dict):
-            raise RequestError("line", text.strip()[:40], "a JSON object is needed")
-        if unknown := values.keys() - known:
+            raise RequestError("line", values, "a JSON object is needed")
+        if unknown := values.keys() - known.keys():
             raise RequestError("line", sorted(unknown)[0], f"fields are {', '.join(sorted(known))}")
+        needed = {name for name, field in known.items() if field.default is field.default_factory is MISSING}
+        if missing := needed - values.keys():
+            raise RequestError("line", sorted(values), f"{', '.join(sorted(missing))} missing")
         request = RankRequest(**values)
         engine.validate(request)
-    except (json.JSONDecodeError, TypeError, RequestError) as error:
+    except RequestError as error:
         return _Line(number, None, str(error))
+    except (TypeError, ValueError) as error:  # of JSON, or of its encoding
+        return _Line(number, None, f"not JSON: {error}")
     return _Line(number, request)
 
 

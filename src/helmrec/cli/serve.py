@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from helmrec.cli.console import err, exit_on_error, out
-from helmrec.cluster.config import read_cluster_config
+from helmrec.cluster.config import ClusterConfig, read_cluster_config
 from helmrec.cluster.environment import prepare_environment
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
@@ -18,30 +18,48 @@ from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import make_port
 from helmrec.serve.server import listen, serve_until_stopped
-from helmrec.serve.settings import Given, Settings, resolve
+from helmrec.serve.settings import DEFAULTS, Given, Settings, field_of, resolve
 
 log = logging.getLogger("helmrec.serve")
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _setting(name: str, *short: str) -> Any:
+    """Make the flag of a setting: it has the setting's name, description and default."""
+    field = field_of(name)
+    about = field.description or ""
+    default = DEFAULTS.get(name, field.default)
+    shown = "unset" if default is None else str(default)
+    return typer.Option(_flag(name), *short, help=f"{about[:1].upper()}{about[1:]}.", show_default=shown)
+
+
 def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
-    pool: Annotated[str | None, typer.Option(help="Memory that both caches share, such as 24GiB.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Embedding share of the pool.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    deadline_ms: Annotated[float | None, typer.Option("--deadline", help="Milliseconds a request may wait.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
-    history: Annotated[str | None, typer.Option(help="Folder of stored histories; default: none are stored.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Policy that moves the boundary: helm (the default), static:ALPHA, or none.")
+    pool_bytes: Annotated[str | None, _setting("pool_bytes", "--pool")] = None,
+    alpha: Annotated[float | None, _setting("alpha")] = None,
+    device: Annotated[str | None, _setting("device")] = None,
+    deadline_ms: Annotated[float | None, _setting("deadline_ms", "--deadline")] = None,
+    host: Annotated[str | None, _setting("host")] = None,
+    history_path: Annotated[str | None, _setting("history_path", "--history")] = None,
+    policy: Annotated[str | None, _setting("policy")] = None,
+    port: Annotated[int | None, _setting("port")] = None,
+    others: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.", show_default="none")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="8000 by default; 0 selects a free port.")] = None,
-    others: Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default="none")] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Many engines on Ray Serve; needs helmrec[cluster].")
+        bool, typer.Option("--cluster", help=r"Many engines on Ray Serve; needs helmrec\[cluster].")
     ] = False,
-    replicas: Annotated[int | None, typer.Option(help="Engines of a cluster.")] = None,
-    cluster_config: Annotated[Path | None, typer.Option(help="A TOML file of the cluster's own settings.")] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Engines of a cluster.", show_default=str(ClusterConfig.model_fields["replicas"].default)),
+    ] = None,
+    cluster_config: Annotated[
+        Path | None, typer.Option(help="A TOML file of the cluster's own settings.", show_default="none")
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> None:
     """Serve a model over HTTP. Flags override HELMREC_* variables, which override the file of --config.
@@ -51,16 +69,16 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     """
     with exit_on_error():
         flags = {
-            "pool_bytes": ("--pool", pool),
-            "deadline_ms": ("--deadline", deadline_ms),
-            "history_path": ("--history", history),
-            "alpha": ("--alpha", alpha),
-            "device": ("--device", device),
-            "policy": ("--policy", policy),
-            "host": ("--host", host),
-            "port": ("--port", port),
+            "pool_bytes": pool_bytes,
+            "deadline_ms": deadline_ms,
+            "history_path": history_path,
+            "alpha": alpha,
+            "device": device,
+            "policy": policy,
+            "host": host,
+            "port": port,
         }
-        given = {name: Given(value, f"flag {flag}") for name, (flag, value) in flags.items() if value is not None}
+        given = {name: Given(value, f"flag {_flag(name)}") for name, value in flags.items() if value is not None}
         settings = resolve(given | _parsed(others or []), os.environ, config)
         if print_config:
             for line in settings.lines():
@@ -87,7 +105,7 @@ def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: di
     try:
         from helmrec.cluster.deploy import deploy, ray_of  # noqa: PLC0415 - Ray is an extra, and slow to import
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--cluster needs helmrec[cluster] to be installed ({error})") from None
+        raise ConfigError(f"--cluster needs Ray: pip install 'helmrec[cluster]' ({error})") from None
     over = threading.Event()
     with ray_of(config) as is_ours:
         if is_ours:  # after Ray has installed its own handlers, which would abort

@@ -11,7 +11,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.policies import find_policy, policy_names
 from helmrec.sim.scenario import Scenario, find_scenario, load_scenario
@@ -32,6 +32,7 @@ def run_simulate(
 ) -> None:
     """Simulate a node on a scenario under one or more policies and compare them."""
     with exit_on_error():
+        check_writable("--out", report)
         scenario = load_scenario(find_scenario(path))
         with Progress(console=err, transient=True) as bar:
             task = bar.add_task("simulating", total=None)

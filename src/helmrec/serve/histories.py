@@ -318,5 +318,5 @@ def _shared(url: str, schema: EventSchema, config: HistoryConfig) -> HistoryStor
     try:
         from helmrec.history.redis import RedisHistory  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"history_path: {redact(url)} needs helmrec[cluster] to be installed ({error})") from None
+        raise ConfigError(f"history_path: {redact(url)} needs pip install 'helmrec[cluster]' ({error})") from None
     return RedisHistory(url, schema, config)

@@ -19,11 +19,19 @@ from helmrec.errors import ConfigError, ServerError
 from helmrec.load import LoadSnapshot, LoadTally
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
+from helmrec.serve.schema import Problem
 from helmrec.serve.tensors import TensorNames, encode_request
 from helmrec.types import RankRequest
 
 _MAX_CONNECTIONS = 1_024
 _REFUSED = {429: "queue full", 503: "deadline, or not ready", 409: "forgotten"}
+
+
+def _detail(body: bytes) -> str:
+    """The message of an error answer."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(body, type=Problem).detail
+    return repr(body[:100])
 
 
 class HttpReply(NamedTuple):
@@ -134,11 +142,13 @@ class HttpLoad:
         return self._pool
 
     async def _offer(self, message: bytes, due_s: float) -> None:
+        status, cause = 0, ""
         try:
             async with self._room:
-                status = (await self._send(message)).status
-        except (OSError, EOFError, ValueError):
-            status = 0
+                reply = await self._send(message)
+            status, cause = reply.status, f"status {reply.status}: {_detail(reply.body)}"
+        except (OSError, EOFError, ValueError) as error:
+            cause = f"no answer: {error}"
         latency_ms = (self._elapsed_s() - due_s) * 1e3
         self.outcomes.append(HttpOutcome(due_s, status, latency_ms))
         if status == 200:
@@ -146,7 +156,7 @@ class HttpLoad:
         elif status in _REFUSED:
             self.tally.refuse(_REFUSED[status], latency_ms)
         else:
-            self.tally.failed += 1
+            self.tally.failures[cause] += 1
 
     async def _send(self, message: bytes) -> HttpReply:
         """Send over an idle connection, or a new one. A server closes connections that were idle for long."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ByteSize, Field, SecretStr, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
@@ -20,7 +21,7 @@ from helmrec.redaction import HIDDEN, redact, secrets_in_url
 
 T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
-_DEFAULTS = {"pool_bytes": "256MiB"}  # required by an engine; a server has a small default
+DEFAULTS = {"pool_bytes": "256MiB"}  # required by an engine; a server has a small default
 
 
 class ServeConfig(Frozen):
@@ -89,6 +90,11 @@ _SECRETS = [name for kind, fields in _FIELDS.items() for name in fields if field
 _FRONT_ONLY = frozenset({"admin_token", "history_path"})  # not passed to engine processes
 
 
+def field_of(name: str) -> FieldInfo:
+    """Return the type, default and description of a setting."""
+    return next(kind.model_fields[fields[name]] for kind, fields in _FIELDS.items() if name in fields)
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """The value of a setting, and its source."""
@@ -140,7 +146,7 @@ def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Pa
     variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in _NAMES}
     named = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     given = {
-        **{name: Given(value, "default") for name, value in _DEFAULTS.items()},
+        **{name: Given(value, "default") for name, value in DEFAULTS.items()},
         **(_read(file) if file else {}),
         **{n: Given(environment[v], f"environment {v}") for n, v in variables.items() if v in environment},
         **flags,

@@ -5,6 +5,7 @@ The number of nodes is found by bisection, with constant splits. A small simulat
 the P99 and hit rates of the plan.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -26,8 +27,10 @@ from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 
+MAX_NODES = 256
 ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
 _WARM_UP = 0.5  # share of a run that fills the caches and is left out of the results
+_UNLOADED = 200  # SLOs between two requests of a node without load
 _CHECKED_NODES = 4  # size of the cluster simulated at the end
 
 
@@ -43,7 +46,7 @@ class PlanConfig(Frozen):
     hot_users: int = Field(2_000, ge=1, description="returning users, in total")
     hot_share: float = Field(0.7, ge=0, le=1, description="share of requests made by returning users")
     headroom: float = Field(0.15, ge=0, lt=1, description="share of each node's capacity that stays unused")
-    max_nodes: int = Field(256, ge=1)
+    max_nodes: int = Field(MAX_NODES, ge=1)
     requests_per_run: int = Field(4_000, ge=200)
     seed: int = Field(0, ge=0)
 
@@ -66,6 +69,7 @@ class Plan(NamedTuple):
     slo_satisfaction: float
     kv_hit: float
     emb_hit: float
+    unloaded_p99_ms: float | None = None  # of a node without queue, where `num_nodes` is None
 
 
 def make_plan(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None] = lambda _: None) -> Plan:
@@ -74,7 +78,16 @@ def make_plan(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None]
     found = best or _best_split(config, cost, config.max_nodes, on_run)
     on_run(f"a cluster at {found.num_nodes} nodes")
     checked = _check(config, cost, found)
-    return checked if best is not None else checked._replace(num_nodes=None)
+    if best is not None:
+        return checked
+    return checked._replace(num_nodes=None, unloaded_p99_ms=_unloaded_p99_ms(config, cost, on_run))
+
+
+def _unloaded_p99_ms(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None]) -> float:
+    """P99 with so many nodes that a request finds a node busy in fewer than 1 of 200 cases, if it can meet the SLO."""
+    num_nodes = math.ceil(config.rate / (1 - config.headroom) * _UNLOADED * config.slo_ms / 1e3)
+    few = config.model_copy(update={"requests_per_run": min(1_000, config.requests_per_run)})
+    return _best_split(few, cost, num_nodes, on_run).p99_ms
 
 
 def _fewest(config: PlanConfig, point: Callable[[int], Point]) -> Point | None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec_bench.experiments.experiment import Experiment
 from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
@@ -142,6 +142,7 @@ def report(
 ) -> None:
     """Write one HTML file of all results of a tier: plots, tables, the paper's figure beside ours, verdicts."""
     with exit_on_error():
+        check_writable("--json", together_in)
         tier = _tier(smoke=smoke, quick=quick, full=full)
         path = write_report(Place(measurements=measurements, build=build), tier.name)
         if together_in is not None:

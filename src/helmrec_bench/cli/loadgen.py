@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.config import EngineConfig
 from helmrec.errors import TraceError
 from helmrec.traffic.trace_file import read_trace
@@ -23,7 +23,7 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
     qps: Annotated[float, typer.Option(help="Queries a second, Poisson.")],
     seconds: Annotated[float, typer.Option(help="How long; a submission to MLPerf needs 600.")] = 60,
     latency_ms: Annotated[float, typer.Option("--latency", help="Bound of the 99th percentile.")] = 80,
-    pool: Annotated[str, typer.Option(help="Memory both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
@@ -35,6 +35,7 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
     Status 1 if it is invalid. The n-th query is the n-th request of the trace, made on time and counted in.
     """
     with exit_on_error():
+        check_writable("--out", results)
         config = LoadGenConfig(target_qps=qps, seconds=seconds, latency_ms=latency_ms, seed=seed)
         trace = read_trace(trace_path)
         if trace.num_requests < (needed := int(_SPARE * qps * seconds)):

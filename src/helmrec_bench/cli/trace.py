@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import exit_on_error, out, pairs_table
+from helmrec.cli.console import check_writable, exit_on_error, out, pairs_table
 from helmrec.errors import ConfigError
 from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
 from helmrec.traffic.generate import generate
@@ -40,6 +40,7 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Create a synthetic trace from a family and a preset, or from a workload file."""
     with exit_on_error():
+        check_writable("--out", path)
         if config is not None:
             workload = load_workload(config)
         else:
@@ -77,6 +78,7 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Convert a published interaction log to a trace."""
     with exit_on_error():
+        check_writable("--out", path)
         config = ImportConfig(
             source=f"{kind}: {log_path.name}",
             history_share=history_share,

@@ -24,7 +24,7 @@ def train(
         try:
             from helmrec_bench.train.ppo import CHECKPOINT, Training, TrainSettings  # noqa: PLC0415 - an extra, and slow to import
         except ModuleNotFoundError as error:
-            raise ConfigError(f"training needs helmrec[train]: {error}") from None
+            raise ConfigError(f"training needs pip install 'helmrec[train]' ({error})") from None
         settings = TrainSettings(design=design, steps=steps, seed=seed, nodes=nodes)
         begun = (folder / CHECKPOINT).exists()
         training = Training.resume(folder, settings) if begun else Training(settings)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
@@ -109,9 +109,9 @@ class Training:
             tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
         known = {"settings": self.settings.model_dump(), "done": self.num_done, "curve": self._points()}
         unfinished = folder / "checkpoint.tmp"
-        save_file(tensors, unfinished, {"training": json.dumps(known)})
+        unfinished.write_bytes(save(tensors, {"training": json.dumps(known)}))  # `save_file` ignores the umask
         unfinished.replace(folder / CHECKPOINT)
-        save_file(self._weights(), folder / "network.safetensors")
+        (folder / "network.safetensors").write_bytes(save(self._weights()))
         (folder / "network.json").write_text(self._record().model_dump_json() + "\n")
 
     def _points(self) -> list[dict[str, Any]]:

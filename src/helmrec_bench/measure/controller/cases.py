@@ -21,11 +21,12 @@ from helmrec.sim.curves import record_curves
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.traffic.trace import Trace
 from helmrec_bench import drawn as drawn_module
+from helmrec_bench import scenarios
 from helmrec_bench.drawn import OPENING_S, Drawn, Range, draw
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.store import digest_of_code
 
-BUILD, SCENARIOS = Path("build"), Path("src/helmrec_bench/scenarios")
+BUILD, SCENARIOS = Path("build"), Path(scenarios.__file__).parent
 FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
 BURSTS = ("burst", "flood", "flash")  # names of phases
 SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[drawn_module.__file__])  # when a run begins

@@ -19,6 +19,7 @@ from helmrec.control.static import Static
 from helmrec.policies import make_policy
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.traffic.families import Shape, family
+from helmrec_bench import scenarios
 from helmrec_bench.baselines.features import Episode
 from helmrec_bench.baselines.oracle import cheapest_path, switching_costs
 from helmrec_bench.baselines.tune import Family, Value, tune
@@ -30,7 +31,7 @@ from helmrec_bench.lab.store import Store, digest_of, digest_of_code
 from helmrec_bench.lab.tiers import with_traffic
 from helmrec_bench.map.shifts import Planned, switch_prices
 
-KEPT, CURVES, SCENARIOS = Path("build/baselines.jsonl"), Path("build/curves"), Path("src/helmrec_bench/scenarios")
+KEPT, CURVES, SCENARIOS = Path("build/baselines.jsonl"), Path("build/curves"), Path(scenarios.__file__).parent
 CONTROLLER = digest_of_code("control")  # as it is when a run begins
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of sweeps
 BUDGET = 16  # trials of each baseline

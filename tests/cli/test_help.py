@@ -1,0 +1,80 @@
+"""Help and version of the command line: fast, and with every default."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup, TyperOption
+from typer.testing import CliRunner
+
+from helmrec import __version__
+from helmrec.cli.console import exit_on_error
+from helmrec.cli.main import CommandGroup, app
+from helmrec.errors import ConfigError
+
+runner = CliRunner()
+LISTS_COMMANDS = """
+import sys
+from helmrec.cli.main import app
+app(["--help"], standalone_mode=False)
+print("imported:", sorted({"torch", "numba", "ray", "numpy", "pydantic"} & sys.modules.keys()))
+"""
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by its full name, groups resolved."""
+    group = typer.main.get_group(app)
+    assert isinstance(group, CommandGroup)
+    context = group.make_context("helmrec", ["none"])
+    for name in group.list_commands(context):
+        command = group.get_command(context, name).make_context(name, ["x"], context, resilient_parsing=True).command
+        nested = command.commands if isinstance(command, TyperGroup) else {"": command}
+        yield from ((f"{name} {inner}".strip(), each) for inner, each in nested.items())
+
+
+def test_listing_the_commands_imports_none_of_the_large_libraries() -> None:
+    done = subprocess.run([sys.executable, "-c", LISTS_COMMANDS], capture_output=True, text=True, check=True)
+    assert "imported: []" in done.stdout
+    assert "Serve a model over HTTP." in done.stdout
+
+
+def test_version_is_printed() -> None:
+    shown = runner.invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"helmrec {__version__}\n")
+
+
+def test_every_option_shows_its_default() -> None:
+    without = [
+        f"{name} {option.opts[0]}"
+        for name, command in commands()
+        for option in command.params
+        if isinstance(option, TyperOption)
+        and not (option.required or option.is_flag or isinstance(option.show_default, str))
+        and option.default is None
+        and "default" not in (option.help or "")
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("command", [["--help"], ["serve", "--help"]])
+def test_brackets_of_extras_survive_in_help(command: list[str]) -> None:
+    extra = {"--help": "helmrec[train]", "serve": "helmrec[cluster]"}[command[0]]
+    assert extra in runner.invoke(app, command, env={"COLUMNS": "160"}).output
+
+
+def test_brackets_of_extras_survive_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), exit_on_error():
+        raise ConfigError("pip install 'helmrec[bench]'")
+    assert "pip install 'helmrec[bench]'" in capsys.readouterr().err
+
+
+def test_flags_of_serve_have_the_names_of_their_settings() -> None:
+    """A setting has one name as a flag, in a file and in the environment; some flags have a short form besides."""
+    serve = dict(commands())["serve"]
+    options = {option.opts[0]: option for option in serve.params if isinstance(option, TyperOption)}
+    settings = ("pool_bytes", "alpha", "device", "deadline_ms", "host", "history_path", "policy", "port")
+    assert {f"--{name.replace('_', '-')}" for name in settings} <= options.keys()
+    assert "--pool" in options["--pool-bytes"].opts
