@@ -68,8 +68,11 @@ def test_every_export_exists() -> None:
 
 
 def test_nothing_else_leaks_out() -> None:
+    for name in EXPORTS:  # imported at their first use
+        getattr(helmrec, name)
     public = {name for name, value in vars(helmrec).items() if not isinstance(value, types.ModuleType)}
     assert {name for name in public if not name.startswith("_")} == set(EXPORTS) - {"__version__"}
+    assert not hasattr(helmrec, "Nothing")
 
 
 def test_every_error_a_caller_can_cause_is_exported_and_has_one_root() -> None:

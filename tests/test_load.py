@@ -85,6 +85,7 @@ def test_a_failing_engine_fails_requests_and_ends_the_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(Runner, "launch", fail)
     result = EngineLoad(engine).run(requests(engine, 5), np.zeros(5))
     assert (result.answered, result.failed) == (0, 5)
+    assert result.failures == {"RuntimeError: broken": 5}
 
 
 def test_poisson_arrivals_have_the_rate_asked_for_and_repeat() -> None:

@@ -9,6 +9,8 @@ from helmrec.sim.scenario import load_scenario
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.generate import generate
 from helmrec_bench.lab.lab import Place
+from helmrec_bench.measure.controller import cases
+from helmrec_bench.measure.simulated import baseline_runs
 
 FOLDER = Place().scenarios
 HASHES = {
@@ -61,3 +63,9 @@ def test_both_caches_evict_before_anything_counts(name: str) -> None:
     result = simulate(trace, config.model_copy(update={"engine": engine}), scenario.cost(), static)
     assert result.evicting_from_s is not None
     assert result.evicting_from_s <= scenario.warm_up_s
+
+
+def test_measurements_find_the_scenarios_from_any_folder() -> None:
+    assert cases.SCENARIOS == baseline_runs.SCENARIOS == Place().scenarios
+    assert Place().scenarios.is_absolute()
+    assert (Place().scenarios / "main-steady.toml").is_file()

@@ -68,7 +68,7 @@ def test_kept_steps_are_fitted_again_to_the_same(folder: Path) -> None:
     [
         (["--profile", "none"], "profile must be one of"),
         (["--device", "tpu"], "device must be cpu or cuda"),
-        (["--pool", "much"], "pool must be a size like"),
+        (["--pool", "much"], "pool_bytes must be a size like"),
         (["--refit", "missing.json"], "cannot read timed steps"),
     ],
 )
@@ -82,7 +82,7 @@ def test_bad_flags_raise_clear_errors(tmp_path: Path, flags: list[str], words: s
 def test_an_output_path_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "none" / "c.json")])
     assert result.exit_code == 2
-    assert "no folder for" in result.output
+    assert "there is no folder" in result.output
 
 
 def test_steps_of_two_devices_are_not_fitted_together(folder: Path, tmp_path: Path) -> None:

@@ -84,11 +84,31 @@ def test_rank_says_what_the_pool_holds_if_asked(folder: Path, tmp_path: Path) ->
 def test_a_bad_line_gets_its_error_and_the_rest_go_on(folder: Path, tmp_path: Path) -> None:
     lines = ["{", request_line(items=[1, 2, 999]), request_line(shoes=1), "[]", request_line()]
     code, answers = rank(folder, tmp_path, *lines)
-    assert code == 1
+    assert code == 2
     assert "items[2]" in answers[1]["error"]
     assert "999" in answers[1]["error"]
     assert "shoes" in answers[2]["error"]
     assert ["error" in answer for answer in answers] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\xfe", "not JSON"),
+        (b'{"user_id": 7', "not JSON"),
+        (b'{"user_id": 7, "items": []}', "actions, candidates, timestamps missing"),
+        (b"3", "a JSON object is needed, got 3"),
+    ],
+)
+def test_the_first_bad_line_is_named_in_one_line(folder: Path, tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(request_line().encode() + b"\n" + line + b"\n")
+    result = runner.invoke(app, ["rank", str(folder), "--requests", str(path), "--pool", "16MiB"])
+    assert result.exit_code == 2
+    (shown,) = result.stderr.splitlines()
+    assert f"{path}, line 2: " in shown
+    assert message in shown
+    assert len(result.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_print_config_shows_where_each_value_came_from(folder: Path, tmp_path: P
     done = CliRunner().invoke(app, ["serve", str(folder), *flags], env={"HELMREC_DRAIN_S": "5"})
     assert done.exit_code == 0, done.output
     for line in (
-        "pool_bytes = 25769803776  # flag --pool",
+        "pool_bytes = 25769803776  # flag --pool-bytes",
         "audit_every = 100  # flag --set",
         "drain_s = 5  # environment HELMREC_DRAIN_S",
         f"queue_limit = 64  # file {tmp_path / 'serve.toml'}",

@@ -49,6 +49,10 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(Runner, "launch", late)
 
 
+async def broken(*_: Any) -> None:
+    raise RuntimeError("broken")
+
+
 def test_every_request_is_answered_and_counted_once() -> None:
     engine, seen = tiny_engine(clock=MonotonicClock(), audit_every=1), list[LoadSnapshot]()
     with on_loopback(make_app(InProcessPort(engine), ServeConfig())) as port:
@@ -92,7 +96,9 @@ def test_a_server_that_does_not_run_is_an_error() -> None:
         HttpLoad("http://127.0.0.1:9").model()
 
 
-def test_the_command_offers_a_trace_to_a_server(tmp_path: Path) -> None:
+def test_the_command_offers_a_trace_to_a_server_and_says_why_requests_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = preset("amazon-video-games").stretched(40)
     trace = generate(family("steady", type(shape)(**shape.model_dump() | {"rate": 50.0, "duration_s": 1.0})), seed=0)
     write_trace(trace, tmp_path / "trace.parquet")
@@ -102,6 +108,10 @@ def test_the_command_offers_a_trace_to_a_server(tmp_path: Path) -> None:
     with on_loopback(make_app(InProcessPort(engine), ServeConfig())) as port:
         command = ["load", ready(port), "--trace", str(tmp_path / "trace.parquet"), "--rate", "60", "--requests", "20"]
         done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "result.json")])
+        monkeypatch.setattr(InProcessPort, "submit", broken)
+        failed = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert failed.exit_code == 1
+    assert "20 of 20 requests failed; 20 of them with: status 500: " in failed.stderr
     assert done.exit_code == 0, done.output
     assert "20 / 20" in done.output
     assert json.loads((tmp_path / "result.json").read_text())["answered"] == 20

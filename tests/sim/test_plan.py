@@ -34,7 +34,17 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 
 def test_a_plan_without_enough_nodes_has_no_number_of_nodes() -> None:
-    assert planned(rate=50_000.0, max_nodes=2).num_nodes is None
+    found = planned(rate=50_000.0, max_nodes=2)
+    assert found.num_nodes is None
+    assert found.unloaded_p99_ms is not None
+    assert found.unloaded_p99_ms <= 20, "more nodes would do"
+
+
+def test_a_limit_below_the_time_of_one_request_is_out_of_reach_at_any_size() -> None:
+    found = planned(slo_ms=0.5, max_nodes=2)
+    assert found.num_nodes is None
+    assert found.unloaded_p99_ms is not None
+    assert found.unloaded_p99_ms > 0.5
 
 
 @pytest.mark.parametrize("needed", range(1, 40))

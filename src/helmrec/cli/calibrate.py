@@ -33,16 +33,22 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
         typer.Option(
             "--profile",
             help=f"Shape: {', '.join(PROFILES)}. Two of them separate the cost of rows.",
+            show_default="dlrmv3",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU, if there is one.")] = None,
     name: Annotated[str | None, typer.Option(help="Name in reports; default: the file's name.")] = None,
     tables: Annotated[str | None, typer.Option(help="Bytes of all tables; default 16GiB on a GPU, 64MiB else.")] = None,
-    pool: Annotated[str | None, typer.Option("--pool-bytes", "--pool", help="Bytes of the pool; default 4GiB on a GPU, 64MiB else.")] = None,
+    pool: Annotated[
+        str | None, typer.Option("--pool-bytes", "--pool", help="Bytes of the pool; default 4GiB on a GPU, 64MiB else.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Half the cases, fewer repeats.")] = False,
-    keep: Annotated[Path | None, typer.Option("--steps", help="Write all measurements as JSON.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option("--steps", help="Write all measurements as JSON.", show_default="not written")
+    ] = None,
     refit: Annotated[
-        list[Path] | None, typer.Option(help="Fit the measurements of such files instead of measuring; may repeat.")
+        list[Path] | None,
+        typer.Option(help="Fit the measurements of such files instead of measuring; may repeat.", show_default="none"),
     ] = None,
 ) -> None:
     """Time steps of a real engine on this device and fit the simulator's cost terms to them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from helmrec.errors import ConfigError, HelmRecError
@@ -49,10 +49,15 @@ def check_writable(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag}: no permission to write {str(path)!r}")
 
 
+def progress(*columns: ProgressColumn) -> Progress:
+    """A progress bar on a terminal; nothing elsewhere."""
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
 def bytes_bar() -> Progress:
     """A progress bar that counts bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    return Progress(*columns, console=err, transient=True)
+    return progress(*columns)
 
 
 def pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:

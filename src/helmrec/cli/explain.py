@@ -7,10 +7,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import exit_on_error, out, progress
 from helmrec.control.explain import Explanation, describe_move
 from helmrec.control.helm import Helm
 from helmrec.control.policy import Limited, Limits, Move, WindowStats
@@ -88,7 +87,7 @@ def _simulated(path: Path, seed: int, until_s: float | None) -> list[Explanation
         raise ConfigError(f"--at is beyond the end of {path}, at {trace.duration_s:g} s, got {until_s:g}")
     config = scenario.node_config(trace)
     policy = _Explained(Helm())
-    with Progress(console=err, transient=True) as bar:
+    with progress() as bar:
         task = bar.add_task("simulating", total=trace.duration_s)
 
         def on_tick(now_s: float) -> None:

@@ -29,18 +29,33 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model folder, or a server's http:// address.")],
     trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
     rate: Annotated[float | None, typer.Option(help="Poisson requests per second; default: the trace's times.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Stop after so many requests.", min=1)] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Stop after so many requests.", show_default="all of the trace", min=1)
+    ] = None,
     pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "256MiB",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    deadline_ms: Annotated[float | None, typer.Option("--deadline-ms", "--deadline", help="Milliseconds a request may wait.", show_default="unlimited")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"Policy that moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.")
+    deadline_ms: Annotated[
+        float | None,
+        typer.Option("--deadline-ms", "--deadline", help="Milliseconds a request may wait.", show_default="unlimited"),
     ] = None,
-    decisions: Annotated[Path | None, typer.Option(help="Write the decisions of helm, for `helmrec explain`.")] = None,
-    slo_ms: Annotated[float, typer.Option("--slo-ms", "--slo", help="Latency limit of a request in milliseconds.")] = 80,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Policy that moves the boundary: static:ALPHA, {', '.join(POLICY_NAMES)}.", show_default="none"
+        ),
+    ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(help="Write the decisions of helm, for `helmrec explain`.", show_default="not written"),
+    ] = None,
+    slo_ms: Annotated[
+        float, typer.Option("--slo-ms", "--slo", help="Latency limit of a request in milliseconds.")
+    ] = 80,
     seed: Annotated[int, typer.Option(help="Seed of the arrivals.", min=0)] = 0,
-    results: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--out", help="Also write the result as JSON.", show_default="not written")
+    ] = None,
 ) -> None:
     """Send the requests of a trace to a model at their times, and report latency from the time each was due.
 

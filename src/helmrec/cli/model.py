@@ -19,7 +19,10 @@ model_app = typer.Typer(help="Create, inspect and check model folders.", no_args
 def init(
     folder: Annotated[Path, typer.Option("--out", help="Folder to create; must be new or empty.")],
     name: Annotated[str, typer.Option("--profile", help=f"Shape: {', '.join(PROFILES)}.")] = "demo",
-    rows: Annotated[int | None, typer.Option(help="Rows of the item table; other tables scale with it.")] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(help="Rows of the item table; other tables scale with it.", show_default="those of the profile"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:
     """Create a model with random weights, for tests and measurements."""

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import exit_on_error, out, progress
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import default_cost, load_cost
@@ -20,7 +20,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     rate: Annotated[float, typer.Option(help="Requests per second, in total.")],
     slo: Annotated[str, typer.Option(help="Limit of the P99 latency, such as 80ms.")] = "80ms",
     calibration: Annotated[Path | None, typer.Option(help="Costs of the device; default: an H200.")] = None,
-    pools: Annotated[list[str] | None, typer.Option("--pool-bytes", "--pool", help="Memory of a node's pool; may repeat.", show_default="80GB")] = None,
+    pools: Annotated[
+        list[str] | None,
+        typer.Option("--pool-bytes", "--pool", help="Memory of a node's pool; may repeat.", show_default="80GB"),
+    ] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
     history: Annotated[float, typer.Option(help="Median events of a user.")] = 6_700,
@@ -46,7 +49,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "requests_per_run": requests,
         }
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True) as bar:
+        with progress(*columns) as bar:
             task = bar.add_task("simulating", total=None)
             plans = [
                 make_plan(

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
-from rich.progress import Progress
 
-from helmrec.cli.console import check_writable, err, exit_on_error, print_error
+from helmrec.cli.console import check_writable, err, exit_on_error, print_error, progress
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, RequestError
@@ -39,7 +38,7 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
             raise ConfigError(f"--requests: no such file, got {str(requests)!r}")
         check_writable("--out", results)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device}
-        with Progress(console=err, transient=True) as bar:
+        with progress() as bar:
             task = bar.add_task("loading", total=None)
             engine = Engine.from_model(
                 folder,

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from helmrec.cli.console import check_writable, err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out, progress
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.policies import find_policy, policy_names
 from helmrec.sim.scenario import Scenario, find_scenario, load_scenario
@@ -28,13 +27,15 @@ def run_simulate(
         list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(policy_names())}; may repeat.")
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.", min=1)] = 1,
-    report: Annotated[Path | None, typer.Option("--out", help="Write the results as JSON.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--out", help="Write the results as JSON.", show_default="not written")
+    ] = None,
 ) -> None:
     """Simulate a node on a scenario under one or more policies and compare them."""
     with exit_on_error():
         check_writable("--out", report)
         scenario = load_scenario(find_scenario(path))
-        with Progress(console=err, transient=True) as bar:
+        with progress() as bar:
             task = bar.add_task("simulating", total=None)
             runs = {
                 policy: [
@@ -50,13 +51,13 @@ def run_simulate(
             report.write_text(json.dumps(_as_json(scenario, runs), indent=2) + "\n")
 
 
-def _run(scenario: Scenario, policy: str, seed: int, progress: Callable[[float, float], None]) -> SimResult:
+def _run(scenario: Scenario, policy: str, seed: int, on_tick: Callable[[float, float], None]) -> SimResult:
     trace, cost, chosen = scenario.make_trace(seed), scenario.cost(), find_policy(policy)
     config = scenario.node_config(trace)
     options = Options(
         faults=scenario.faults.compiled(),
         has_curves=chosen.needs_curves,
-        on_tick=lambda now_s: progress(now_s, trace.duration_s),
+        on_tick=lambda now_s: on_tick(now_s, trace.duration_s),
     )
     decider = chosen.make(cost, config, trace)
     start = StaticSettings(alpha=config.engine.alpha)

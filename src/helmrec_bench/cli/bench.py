@@ -35,12 +35,18 @@ Scenarios = Annotated[
     ),
 ]
 Build = Annotated[Path, typer.Option("--out", help="Folder for results and finished pieces.")]
-Seeds = Annotated[int | None, typer.Option(help="Another number of seeds than the tier's.", min=1)]
+Seeds = Annotated[
+    int | None, typer.Option(help="Another number of seeds than the tier's.", show_default="the tier's", min=1)
+]
 Processes = Annotated[int | None, typer.Option(help="At once; by default as many as there are cores.", min=1)]
 Measurements = Annotated[Path, typer.Option(help="Folder of measured figures, shown beside simulated ones.")]
 Together = Annotated[
     Path | None,
-    typer.Option("--json", help="Write all results into this one file, too, and show the claims as a table for docs."),
+    typer.Option(
+        "--json",
+        help="Write all results into this one file, too, and show the claims as a table for docs.",
+        show_default="not written",
+    ),
 ]
 
 _COLOURS = {"reproduced": "green", "partly": "yellow", "not": "red", "not judged": "dim"}

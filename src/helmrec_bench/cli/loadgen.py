@@ -27,8 +27,10 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
-    logs: Annotated[Path | None, typer.Option(help="Keep LoadGen's own files here.")] = None,
-    results: Annotated[Path | None, typer.Option("--out", help="Write the verdict as JSON, too.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep LoadGen's own files here.", show_default="not kept")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--out", help="Write the verdict as JSON, too.", show_default="not written")
+    ] = None,
 ) -> None:
     """Let MLPerf LoadGen (Server scenario) judge a model in this process: VALID or INVALID, and why.
 

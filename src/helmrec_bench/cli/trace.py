@@ -26,7 +26,9 @@ TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file."
 @trace_app.command("make")
 def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     path: Out,
-    config: Annotated[Path | None, typer.Option(help="A workload as TOML; instead of a family.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A workload as TOML; instead of a family.", show_default="none")
+    ] = None,
     family_name: Annotated[str, typer.Option("--family", help=f"One of {', '.join(FAMILIES)}.")] = "steady",
     preset_name: Annotated[str, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")] = "dlrmv3",
     axis: Annotated[
@@ -34,7 +36,9 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = "all",
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 100,
     duration_s: Annotated[float, typer.Option("--duration", help="Seconds.")] = 600,
-    history: Annotated[float | None, typer.Option(help="Median history, instead of the preset's.")] = None,
+    history: Annotated[
+        float | None, typer.Option(help="Median history, instead of the preset's.", show_default="the preset's")
+    ] = None,
     burst_s: Annotated[float, typer.Option("--burst", help="Seconds a burst lasts.")] = 20,
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
 ) -> None:
@@ -72,7 +76,10 @@ def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     visit_gap_s: Annotated[
         float, typer.Option("--visit-gap", help="Seconds between events of one visit, at most.")
     ] = 0,
-    duration_s: Annotated[float | None, typer.Option("--duration", help="Compress into this many seconds.")] = None,
+    duration_s: Annotated[
+        float | None,
+        typer.Option("--duration", help="Compress into this many seconds.", show_default="the log's own times"),
+    ] = None,
     candidates: Annotated[int, typer.Option(help="Candidates per request.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the candidates.", min=0)] = 0,
 ) -> None:
