@@ -79,6 +79,7 @@ def tiny_engine(model: LoadedModel | None = None, clock: Clock | None = None, **
         "pool_bytes": TINY_PAGES * tiny_geometry(model.config, page_tokens).page_bytes,
         "alpha": 0.4,
         "page_tokens": page_tokens,
+        "device": "cpu",
     }
     return Engine(model, EngineConfig(**settings | engine_overrides), clock or ManualClock())
 

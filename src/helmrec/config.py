@@ -5,7 +5,17 @@ It knows bounds and units, not models, tensors or the source of settings.
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from helmrec.errors import ConfigError
@@ -17,6 +27,13 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
+
+
+_SIZE = "(size)"  # a tag in the places of errors, not shown
+AutoBytes = Annotated[
+    Annotated[ByteSize, Field(gt=0), Tag(_SIZE)] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else _SIZE),
+]
 
 
 class Frozen(BaseModel):
@@ -47,7 +64,7 @@ class Frozen(BaseModel):
 
 
 def _explain(error: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in error["loc"]) or "configuration"
+    field = ".".join(str(part) for part in error["loc"] if part != _SIZE) or "configuration"
     kind, value = error["type"], error.get("input")
     if kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
@@ -99,9 +116,15 @@ class RelayConfig(Frozen):
 class EngineConfig(Frozen):
     """Settings of one engine. Sizes take units: pool_bytes="24GiB"."""
 
-    pool_bytes: Annotated[ByteSize, Field(gt=0, description="memory shared by both caches")]
+    pool_bytes: AutoBytes = Field(
+        "auto",
+        description="memory shared by both caches; auto: on cuda what model, graphs and 5% of the card leave; "
+        "on cpu 256MiB",
+    )
     alpha: float = Field(0.4, ge=0, le=1, description="embedding share of the pool's pages at start")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="device of the pool and the model")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="device of the pool and the model; auto: cuda if there is a card, else cpu"
+    )
     kernels: Literal["auto", "torch", "triton"] = Field(
         "auto", description="auto: triton on cuda, torch on cpu; torch runs anywhere and is the reference"
     )
@@ -162,6 +185,13 @@ class EngineConfig(Frozen):
     audit_tolerance: float | None = Field(
         None, gt=0, description="largest score difference an audit accepts; by default what the model's dtype allows"
     )
+
+    @property
+    def sized_pool_bytes(self) -> int:
+        """`pool_bytes`, where it must be a size: in a simulation, and once an engine has chosen it."""
+        if self.pool_bytes == "auto":
+            raise ConfigError("pool_bytes must be a size here, got 'auto'")
+        return int(self.pool_bytes)
 
     @property
     def chunk_tokens(self) -> int:

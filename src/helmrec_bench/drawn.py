@@ -143,7 +143,7 @@ def _with_room_to_grow(plan: "_Plan") -> "_Plan":
     users = plan.users.model_copy(
         update={"min_history": int(history * 0.3), "max_history": int(min(13_500.0, longest * 2.1))}
     )
-    pool_bytes, model = plan.config.engine.pool_bytes, plan.config.model
+    pool_bytes, model = plan.config.engine.sized_pool_bytes, plan.config.model
     hot_users = max(20, int(pool_bytes * share / _kv_bytes(model, longest)))
     calm = plan.calm._replace(history=history, hot_share=hot_share)
     return plan._replace(calm=calm, longest=longest, users=users, hot_users=hot_users)
@@ -152,7 +152,7 @@ def _with_room_to_grow(plan: "_Plan") -> "_Plan":
 def _with_room_for_users(plan: "_Plan") -> "_Plan":
     """Regular users whose prefixes fit into most of the pool."""
     share = float(plan.rng.uniform(0.4, 0.9))
-    pool_bytes, model = plan.config.engine.pool_bytes, plan.config.model
+    pool_bytes, model = plan.config.engine.sized_pool_bytes, plan.config.model
     return plan._replace(hot_users=max(20, int(pool_bytes * share / _kv_bytes(model, plan.calm.history))))
 
 

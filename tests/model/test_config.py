@@ -2,10 +2,14 @@ from typing import Any
 
 import pytest
 
-from helmrec.config import EngineConfig
+from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
 from helmrec.model.config import EncoderConfig, TableConfig
 from tests.helpers import tiny_config
+
+
+class Needs(Frozen):
+    table_bytes: int
 
 
 def test_tables_share_one_id_space_in_order() -> None:
@@ -99,8 +103,8 @@ def test_a_bad_engine_setting_names_field_and_value(overrides: dict[str, Any], m
 
 
 def test_a_missing_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match="pool_bytes is required"):
-        EngineConfig()  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="table_bytes is required"):
+        Needs()  # type: ignore[call-arg]
 
 
 def test_all_bad_settings_are_told_at_once() -> None:

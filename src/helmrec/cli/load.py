@@ -32,9 +32,9 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     requests: Annotated[
         int | None, typer.Option(help="Stop after so many requests.", show_default="all of the trace", min=1)
     ] = None,
-    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "auto",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if there is a card.")] = "auto",
     deadline_ms: Annotated[
         float | None,
         typer.Option("--deadline-ms", "--deadline", help="Milliseconds a request may wait.", show_default="unlimited"),

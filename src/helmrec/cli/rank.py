@@ -22,11 +22,11 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
     results: Annotated[Path | None, typer.Option("--out", help="Result file; default: standard output.")] = None,
-    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "auto",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if there is a card.")] = "auto",
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print what the pool holds once it is ready.")
+        bool, typer.Option("--verbose", "-v", help="Print device, pool and why they were chosen.")
     ] = False,
 ) -> None:
     """Rank the requests of a file, in order. A bad line gets an error in its place; the others are ranked.

@@ -18,7 +18,7 @@ from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import make_port
 from helmrec.serve.server import listen, serve_until_stopped
-from helmrec.serve.settings import DEFAULTS, Given, Settings, field_of, resolve
+from helmrec.serve.settings import Given, Settings, field_of, resolve
 
 log = logging.getLogger("helmrec.serve")
 
@@ -31,8 +31,7 @@ def _setting(name: str, *short: str) -> Any:
     """Make the flag of a setting: it has the setting's name, description and default."""
     field = field_of(name)
     about = field.description or ""
-    default = DEFAULTS.get(name, field.default)
-    shown = "unset" if default is None else str(default)
+    shown = "unset" if field.default is None else str(field.default)
     return typer.Option(_flag(name), *short, help=f"{about[:1].upper()}{about[1:]}.", show_default=shown)
 
 

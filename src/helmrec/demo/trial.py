@@ -30,7 +30,7 @@ def try_splits(plan: DemoPlan, model: Path, progress: Callable[[], None]) -> lis
     trace = generate(plan.workload(plan.trial_requests / plan.side_s), plan.seed)
     trials = []
     for alpha in plan.trial_alphas:
-        with Engine.from_model(model, EngineConfig(pool_bytes=plan.pool, alpha=alpha)) as engine:
+        with Engine.from_model(model, EngineConfig(pool_bytes=plan.pool, alpha=alpha, device="cpu")) as engine:
             requests = list(rank_requests(trace, engine.model_config))
             warm_up(engine)  # compiles what runs compiled
             started_s, cpu_s = time.perf_counter(), time.process_time()

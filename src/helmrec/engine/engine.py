@@ -80,10 +80,11 @@ class Engine:
 
         `progress` is called with the bytes copied, then with the graphs captured, each out of how many.
         """
-        self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
         parts = build(model, config, progress)
+        self.config = config = parts.config
+        self._choices = parts.choices
         self._master, self._arena, self._pool, self._dense = parts.master, parts.arena, parts.pool, parts.dense
         self._runner = Runner(parts, self._clock)
         self.start_up = parts.start_up
@@ -382,9 +383,10 @@ class Engine:
         """Return the sizes of the pool and its parts, and the free memory of the card."""
         with self._lock:
             dense, keeps_kv = self._dense, self.model_config.is_append_stable
-            return make_report(
+            report = make_report(
                 self._pool, self._master.num_bytes, dense.num_graphs, dense.buffer_bytes, keeps_kv=keeps_kv
             )
+            return replace(report, choices=self._choices)
 
     def check(self) -> None:
         """Finish running steps, then assert every invariant of the pool, both caches and the queue."""

@@ -28,10 +28,12 @@ class EngineReport:
     reserved_bytes: int  # by this process in all; 0 on a CPU
     free_bytes: int  # left on the card; 0 on a CPU
     keeps_kv: bool = True  # after the request it was computed for
+    choices: tuple[str, ...] = ()  # device and size of the pool, and why
 
     def __str__(self) -> str:
         kv_pages = self.num_pages - self.emb_pages
         lines = [
+            *self.choices,
             f"pool: {self.num_pages:,} pages of {self.page_bytes:,} bytes "
             f"({self.page_tokens} tokens or {self.rows_per_page} rows; {self.kv_waste:.1%} of a KV page is padding)",
             f"  EMB {self.emb_pages:,} pages: {self.emb_pages * self.rows_per_page:,} rows",

@@ -7,6 +7,7 @@ from pydantic import ByteSize
 
 from helmrec.config import EngineConfig
 from helmrec.engine.capture import GraphMaker
+from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, GraphLimits
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
@@ -39,6 +40,8 @@ class Parts(NamedTuple):
     row_kernels: RowKernels
     capture: Capture | None  # captures graphs, where steps run as graphs
     start_up: StartUp  # times of the start
+    config: EngineConfig  # with the device and the pool that were chosen
+    choices: tuple[str, str]  # what was chosen, and why
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
@@ -49,8 +52,10 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
         progress(done, total)
         start_up.progress(done, total)
 
+    config, device_reason = choose_device(config)
     _check_device(config)
     shape = model.config
+    chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
     start_up.begin("weights")
@@ -60,8 +65,10 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     master = _master(model, config, follow)
     start_up.begin("pool")
     geometry = page_geometry(shape, config)
+    config, pool_reason = choose_pool(config, shape, geometry)
+    chosen = chosen.model_copy(update={"pool_bytes": config.pool_bytes})
     config = without_row_index(config, geometry, shape.num_rows)
-    arena = Arena(config.pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
+    arena = Arena(config.sized_pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
@@ -70,7 +77,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense.warm_up(follow)
     start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    return Parts(hstu, master, arena, pool, dense, row_kernels(_kernels(config)), capture, start_up)
+    kernels, choices = row_kernels(_kernels(config)), (device_reason, pool_reason)
+    return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
 
 
 def _without_kept_kv(config: EngineConfig) -> EngineConfig:
@@ -84,12 +92,13 @@ def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: in
     """Subtract the row index from `pool_bytes`, where it is on the card: the rest is for pages."""
     if config.device != "cuda" or _row_index(config) != "device":
         return config
-    index_bytes = RowTable.bytes_for(num_rows, config.pool_bytes // geometry.row_stride)
-    if index_bytes >= config.pool_bytes:
+    pool_bytes = config.sized_pool_bytes
+    index_bytes = RowTable.bytes_for(num_rows, pool_bytes // geometry.row_stride)
+    if index_bytes >= pool_bytes:
         raise PoolTooSmall(
-            f"pool_bytes must be more than {index_bytes}, the index of {num_rows} rows, got {int(config.pool_bytes)}"
+            f"pool_bytes must be more than {index_bytes}, the index of {num_rows} rows, got {pool_bytes}"
         )
-    return config.model_copy(update={"pool_bytes": ByteSize(config.pool_bytes - index_bytes)})
+    return config.model_copy(update={"pool_bytes": ByteSize(pool_bytes - index_bytes)})
 
 
 def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: RowStage, config: EngineConfig) -> Dense:

@@ -45,14 +45,14 @@ class Pool:
         rows: RowCache | None = None,
     ) -> None:
         """`rows` is an embedding cache without pages; by default one on the host."""
-        num_pages = config.pool_bytes // geometry.page_bytes
+        num_pages = config.sized_pool_bytes // geometry.page_bytes
         self._request_pages = geometry.pages_for(demand.request_tokens)
         if num_pages < self._request_pages + 1:
             needed = (self._request_pages + 1) * geometry.page_bytes
             raise PoolTooSmall(
                 f"pool_bytes must be at least {needed} for one request of {demand.request_tokens} tokens "
                 f"({self._request_pages} pages of {geometry.page_bytes} bytes, and one of rows), "
-                f"got {int(config.pool_bytes)}"
+                f"got {config.sized_pool_bytes}"
             )
         if num_pages * geometry.rows_per_page >= 1 << 31:
             raise ConfigError(f"pool_bytes must hold fewer than 2^31 rows, got {num_pages * geometry.rows_per_page}")
@@ -195,7 +195,7 @@ class Pool:
 
 def make_host_rows(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EmbeddingCache:
     """Make an embedding cache with its index on the host, sized for the whole pool and without pages."""
-    num_pages = config.pool_bytes // geometry.page_bytes
+    num_pages = config.sized_pool_bytes // geometry.page_bytes
     num_slots = num_pages * geometry.rows_per_page
     order = make_order(config.row_order, num_slots)
     admission = make_row_admission(config.row_admission, num_slots)

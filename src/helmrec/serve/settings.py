@@ -21,7 +21,6 @@ from helmrec.redaction import HIDDEN, redact, secrets_in_url
 
 T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
-DEFAULTS = {"pool_bytes": "256MiB"}  # required by an engine; a server has a small default
 
 
 class ServeConfig(Frozen):
@@ -146,7 +145,6 @@ def resolve(flags: Mapping[str, Given], environment: Mapping[str, str], file: Pa
     variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in _NAMES}
     named = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     given = {
-        **{name: Given(value, "default") for name, value in DEFAULTS.items()},
         **(_read(file) if file else {}),
         **{n: Given(environment[v], f"environment {v}") for n, v in variables.items() if v in environment},
         **flags,

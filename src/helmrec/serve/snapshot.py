@@ -190,4 +190,4 @@ def _learned_on(engine: Engine) -> dict[str, str | int]:
     device, shape = engine.config.device, engine.model_config.model_dump_json().encode()
     is_card = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if is_card else f"{device}, {torch.get_num_threads()} threads"
-    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": int(engine.config.pool_bytes), "device": name}
+    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": engine.config.sized_pool_bytes, "device": name}

@@ -23,9 +23,9 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
     qps: Annotated[float, typer.Option(help="Queries a second, Poisson.")],
     seconds: Annotated[float, typer.Option(help="How long; a submission to MLPerf needs 600.")] = 60,
     latency_ms: Annotated[float, typer.Option("--latency", help="Bound of the 99th percentile.")] = 80,
-    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory both caches share.")] = "256MiB",
+    pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory both caches share.")] = "auto",
     alpha: Annotated[float, typer.Option(help="Embedding share of the pool.")] = 0.4,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if there is a card.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0,
     logs: Annotated[Path | None, typer.Option(help="Keep LoadGen's own files here.", show_default="not kept")] = None,
     results: Annotated[

@@ -65,7 +65,10 @@ def resized(scenario: Scenario, time: float, size: float) -> Scenario:
         "item_shift": workload.item_shift * size,
     }
     engine = scenario.engine
-    pool = {"pool_bytes": ByteSize(engine.pool_bytes * size), "host_kv_bytes": ByteSize(engine.host_kv_bytes * size)}
+    pool = {
+        "pool_bytes": ByteSize(engine.sized_pool_bytes * size),
+        "host_kv_bytes": ByteSize(engine.host_kv_bytes * size),
+    }
     return scenario.model_copy(
         update={
             "workload": workload.model_copy(update=traffic),

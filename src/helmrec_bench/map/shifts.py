@@ -111,7 +111,7 @@ def switch_prices(config: NodeConfig, cost: CostModel, load: float) -> SwitchPri
     """Prefixes are computed again, rows read again."""
     prefix_ms = float(tokens_ms(cost.terms(), 0, _TOKENS, len(config.model.features)))
     return SwitchPrices(
-        pool_bytes=int(config.engine.pool_bytes),
+        pool_bytes=config.engine.sized_pool_bytes,
         rewarm_ms_per_byte=prefix_ms / (_TOKENS * config.geometry.token_bytes),
         refill_ms_per_byte=1 / (cost.sorted_beside_gb_per_s * 1e6),
         load=load,

@@ -64,7 +64,7 @@ class MissCurveConfig(Frozen):
     @classmethod
     def of_engine(cls, config: EngineConfig, geometry: PageGeometry, batch_tokens: int) -> "MissCurveConfig":
         """The pool of an engine, at a low sampling rate. Admission by benefit is simulated as second-visit."""
-        num_pages = config.pool_bytes // geometry.page_bytes
+        num_pages = config.sized_pool_bytes // geometry.page_bytes
         return cls(
             num_pages=num_pages,
             page_tokens=geometry.page_tokens,

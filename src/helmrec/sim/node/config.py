@@ -35,7 +35,7 @@ class NodeConfig(Frozen):
 
     @property
     def num_pages(self) -> int:
-        return self.engine.pool_bytes // self.geometry.page_bytes
+        return self.engine.sized_pool_bytes // self.geometry.page_bytes
 
     @property
     def request_pages(self) -> int:
@@ -89,7 +89,7 @@ def _check(config: NodeConfig) -> None:
     engine = config.engine
     if config.num_pages < config.request_pages + 1:
         needed = (config.request_pages + 1) * config.geometry.page_bytes
-        raise PoolTooSmall(f"pool_bytes must be at least {needed}, got {int(engine.pool_bytes)}")
+        raise PoolTooSmall(f"pool_bytes must be at least {needed}, got {engine.sized_pool_bytes}")
     if engine.row_order != "lru":
         raise ConfigError(f"row_order must be 'lru' in the simulator, got {engine.row_order!r}")
     if engine.kv_freshness != "exact":

@@ -50,7 +50,9 @@ class CpuStand:
         self.rate = 20.0  # arrivals a second; of no matter until it is known what the engine bears
 
     def _engine(self, alpha: float, *, has_curves: bool) -> Engine:
-        config = EngineConfig(pool_bytes=self._plan.pool, alpha=alpha, miss_curves=has_curves, queue_limit=1 << 16)
+        config = EngineConfig(
+            device="cpu", pool_bytes=self._plan.pool, alpha=alpha, miss_curves=has_curves, queue_limit=1 << 16
+        )
         engine = Engine.from_model(self._folder, config)
         warm_up(engine)
         return engine

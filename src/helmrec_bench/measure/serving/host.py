@@ -128,7 +128,7 @@ def reuse_ratio(folder: Path) -> dict[str, Any]:
     """A request with 90% of 2,000 tokens resident against the same request uncached, interleaved."""
     shape = profile("demo").model_copy(update={"window": 2_048, "normaliser": 2_048})
     init_model(folder, shape)
-    settings: dict[str, Any] = {"pool_bytes": "256MiB", "alpha": 0.3}
+    settings: dict[str, Any] = {"pool_bytes": "256MiB", "alpha": 0.3, "device": "cpu"}
     warm = Engine.from_model(folder, EngineConfig(**settings, kv_admission="always", max_forks=1))
     probe, users = EngineProbe(warm), HostUsers(shape, REPEATS + 1, 2_000)
     cached, uncached = [], []

@@ -26,7 +26,7 @@ def run(qps: float, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         init_model(Path(name) / "model", profile("demo", trace.catalogue.num_items), 0)
         config = LoadGenConfig(target_qps=qps, seconds=seconds)
-        verdict, pool = judge_trace(Path(name) / "model", EngineConfig(pool_bytes="64MiB"), trace, config)
+        verdict, pool = judge_trace(Path(name) / "model", EngineConfig(pool_bytes="64MiB", device="cpu"), trace, config)
     return {
         "model": "demo",
         "scenario": "Server",
