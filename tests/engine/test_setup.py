@@ -21,9 +21,9 @@ def test_an_index_takes_the_bytes_it_says(num_rows: int, num_slots: int) -> None
 def test_an_index_on_the_card_is_paid_for_by_the_pool() -> None:
     config = EngineConfig(pool_bytes="64MiB", device="cuda")
     paged = without_row_index(config, GEOMETRY, num_rows=1_000_000)
-    num_slots = paged.pool_bytes // GEOMETRY.row_stride
-    assert paged.pool_bytes + RowTable.bytes_for(1_000_000, num_slots) <= config.pool_bytes
-    assert paged.pool_bytes > 0.6 * config.pool_bytes
+    num_slots = paged.sized_pool_bytes // GEOMETRY.row_stride
+    assert paged.sized_pool_bytes + RowTable.bytes_for(1_000_000, num_slots) <= config.sized_pool_bytes
+    assert paged.sized_pool_bytes > 0.6 * config.sized_pool_bytes
 
 
 def test_an_index_on_the_host_is_not() -> None:

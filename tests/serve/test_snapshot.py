@@ -196,7 +196,7 @@ def _other_model(engine: Engine) -> None:
 
 
 def _other_pool(engine: Engine) -> None:
-    engine.config = engine.config.model_copy(update={"pool_bytes": engine.config.pool_bytes + 1})
+    engine.config = engine.config.model_copy(update={"pool_bytes": engine.config.sized_pool_bytes + 1})
 
 
 def _other_device(engine: Engine) -> None:

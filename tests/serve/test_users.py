@@ -23,6 +23,7 @@ from tests.serve.asgi import Caller, Reply, send
 from tests.serve.cases import events_body, infer_json, rank_body, rank_requests, stored_body, tensors_of
 
 EVENTS, USER = "/v1/events", "/v1/users/7"
+FIELDS = ("items", "actions", "timestamps", "features")
 
 
 def test_a_rank_without_a_history_uses_the_one_that_is_kept(keeper: Caller) -> None:
@@ -40,6 +41,27 @@ def test_a_rank_without_a_history_uses_the_one_that_is_kept(keeper: Caller) -> N
     assert (grown["history_version"], grown["reused_tokens"]) == (4, 4)
     assert grown["scores"] == pytest.approx(np.array(again["scores"]), abs=1e-5)
     assert grown["scores"] != kept["scores"]
+
+
+def test_a_history_is_read_back(keeper: Caller) -> None:
+    sent = events_body(0)
+    keeper.post(EVENTS, sent)
+    whole = keeper.get(f"{USER}/events").json
+    assert whole == {"user_id": 7, "version": 3, "first_event": 0, **{name: sent[name] for name in FIELDS}}
+    last = keeper.get(f"{USER}/events?last=1").json
+    assert (last["first_event"], last["version"], last["items"]) == (2, 3, sent["items"][-1:])
+    assert keeper.get("/v1/users/12345/events").status == 404
+    for wrong in ("0", "-1", "much", "100001"):
+        assert keeper.get(f"{USER}/events?last={wrong}").json["field"] == "last"
+
+
+def test_one_writer_needs_no_base_version(keeper: Caller) -> None:
+    body = {name: value for name, value in events_body(0).items() if name != "base_version"}
+    assert [keeper.post(EVENTS, body | {"timestamps": times}).json["version"] for times in ([1, 2, 3], [4, 5, 6])] == [
+        3,
+        6,
+    ]
+    assert keeper.get(f"{USER}/events").json["timestamps"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_long_history_gets_the_window_of_one_that_is_sent_whole(keeper: Caller, served: Engine) -> None:

@@ -63,10 +63,62 @@ def test_tritonclient_reads_health_and_metadata(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_model_ready("tiny")
     assert not client.is_model_ready("huge")
-    assert client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+    assert client.get_server_metadata()["extensions"] == ["binary_tensor_data", "model_configuration", "statistics"]
     metadata = client.get_model_metadata("tiny")
     assert {"name": "features.category", "datatype": "INT64", "shape": [-1]} in metadata["inputs"]
     assert metadata["outputs"] == [{"name": "SCORES", "datatype": "FP32", "shape": [-1, 2]}]
+
+
+def test_tritonclient_names_the_version(client: Any, expected: Any) -> None:
+    result = client.infer("tiny", inputs(tensors_of(REQUESTS), is_binary=True), model_version="1")
+    np.testing.assert_allclose(result.as_numpy("SCORES"), expected, atol=1e-5)
+    assert result.get_response()["model_version"] == "1"
+    assert client.is_model_ready("tiny", "1")
+    assert not client.is_model_ready("tiny", "2")
+    assert client.get_model_metadata("tiny", "1") == client.get_model_metadata("tiny")
+    assert client.get_model_metadata("tiny")["versions"] == ["1"]
+    with pytest.raises(InferenceServerException, match="the version served here is '1', got '2'"):
+        client.infer("tiny", inputs(tensors_of(REQUESTS), is_binary=True), model_version="2")
+
+
+def test_tritonclient_reads_the_configuration(client: Any) -> None:
+    config = client.get_model_config("tiny")
+    assert config == client.get_model_config("tiny", "1")
+    assert (config["name"], config["backend"], config["max_batch_size"]) == ("tiny", "helmrec", 0)
+    assert {"name": "ITEMS", "data_type": "TYPE_INT64", "dims": [-1]} in config["input"]
+    assert config["output"] == [{"name": "SCORES", "data_type": "TYPE_FP32", "dims": [-1, 2]}]
+    assert config["parameters"]["max_candidates"] == {"string_value": "8"}
+
+
+def test_tritonclient_reads_statistics(client: Any) -> None:
+    def stats() -> Any:
+        (found,) = client.get_inference_statistics("tiny")["model_stats"]
+        return found
+
+    before = stats()
+    client.infer("tiny", inputs(tensors_of(REQUESTS), is_binary=True))
+    tensors = tensors_of(REQUESTS)
+    tensors["ITEMS"][4] = 300
+    with pytest.raises(InferenceServerException):
+        client.infer("tiny", inputs(tensors, is_binary=True))
+    after = stats()
+    assert after["inference_count"] == before["inference_count"] + len(REQUESTS)
+    assert after["execution_count"] > before["execution_count"]
+    assert after["last_inference"] > 1.7e12, "milliseconds since 1970"
+    for stage, more in (("success", 1), ("queue", 1), ("compute_infer", 1), ("fail", 1), ("cache_hit", 0)):
+        was, now = before["inference_stats"][stage], after["inference_stats"][stage]
+        assert now["count"] == was["count"] + more
+        assert (now["ns"] > was["ns"]) is bool(more)
+    assert client.get_inference_statistics("tiny", "1") == client.get_inference_statistics()
+
+
+def test_tritonclient_lists_the_models(client: Any) -> None:
+    assert client.get_model_repository_index() == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
+
+
+def test_the_index_of_models_may_be_of_ready_ones_only(caller: Caller) -> None:
+    assert [each["state"] for each in caller.post("/v2/repository/index", {"ready": True}).json] == ["READY"]
+    assert caller.post("/v2/repository/index", {"ready": 3}).status == 400
 
 
 def test_tritonclient_raises_the_error_of_the_server(client: Any) -> None:

@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from helmrec.serve.api_page import HEADERS as API_PAGE_HEADERS
+from helmrec.serve.api_page import api_page
 from helmrec.serve.bodies import Bodies
 from helmrec.serve.edge import Edge
 from helmrec.serve.front import Front
@@ -38,10 +40,14 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
     """Make the application. It starts `port` and `histories`, and closes both when it ends."""
     front = Front(port, config, histories)
     endpoints = [endpoint for part in _PARTS for endpoint in part(front).endpoints()]
-    document = msgspec.json.encode(openapi(endpoints, Problem, API_VERSION, port.model.name))
+    described = openapi(endpoints, Problem, API_VERSION, port.model.name)
+    document, page = msgspec.json.encode(described), api_page(described)
 
     async def show_document(_: Request) -> Response:
         return Response(document, media_type="application/json")
+
+    async def show_page(_: Request) -> Response:
+        return Response(page, headers=API_PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -61,6 +67,7 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
         routes=[
             *(_route(path, endpoints, front.bodies) for path in dict.fromkeys(each.path for each in endpoints)),
             Route("/openapi.json", show_document, methods=["GET"]),
+            Route("/docs", show_page, methods=["GET"]),
             Route("/", dashboard(), methods=["GET"]),
         ],
         lifespan=lifespan,

@@ -84,7 +84,7 @@ class Client:
     def append(
         self,
         user_id: int,
-        base_version: int,
+        base_version: int | None,
         items: Ids,
         actions: Ids,
         timestamps: Ids,
@@ -92,12 +92,14 @@ class Client:
     ) -> Appended:
         """Append events to a history of `base_version` events. They are stored when this returns.
 
+        None appends to the current version: for one writer, and without the protection against repeats.
+
         Raise StaleVersion, with the current version, if the user has another one. An append may be repeated after a
         lost answer: the same events with the same base are stored once.
         """
         body = {
             "user_id": user_id,
-            "base_version": base_version,
+            **({} if base_version is None else {"base_version": base_version}),
             "items": items,
             "actions": actions,
             "timestamps": timestamps,
@@ -171,9 +173,9 @@ def _body_of(answer: _Answer) -> bytes:
     return answer.body
 
 
-def _stale(answer: _Answer, user_id: int, base_version: int) -> HelmRecError:
+def _stale(answer: _Answer, user_id: int, base_version: int | None) -> HelmRecError:
     problem = _problem(answer)
-    if problem is None or problem.current_version is None:
+    if problem is None or problem.current_version is None or base_version is None:
         return _error(answer)
     return StaleVersion(user_id, base_version, problem.current_version)
 

@@ -21,6 +21,7 @@ from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
 from helmrec.serve.samples import Samples
 from helmrec.serve.settings import ServeConfig
+from helmrec.serve.statistics import InferenceTally
 from helmrec.types import RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
@@ -39,6 +40,7 @@ class Front:
         self.metrics = Metrics(config.slo_ms)
         self.samples = Samples(config.slo_ms)
         self.bodies = Bodies(config.max_body_bytes, config.max_bodies_bytes, config.body_timeout_s)
+        self.tally = InferenceTally()
         self._failures = FailureLog(log)
 
     async def admin_body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
@@ -53,6 +55,7 @@ class Front:
         return decode(decoder, await self.bodies.read(request))
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
+        route = route.replace("/versions/{version}", "")  # the same call
         self.metrics.count_request(route, status, seconds)
         if route in RANK_ROUTES:
             self.samples.count(status, seconds)
@@ -87,7 +90,12 @@ class Front:
 
     async def submit(self, request: Request, ranks: Sequence[RankRequest]) -> list[RankResult]:
         """Rank and count the results. Deadlines run since the HTTP request arrived."""
-        results = await self.port.submit(ranks, self.spent_ms(request))
+        try:
+            results = await self.port.submit(ranks, self.spent_ms(request))
+        except Exception:
+            self.tally.fail(self.spent_ms(request))
+            raise
+        self.tally.succeed(self.spent_ms(request), results)
         for result in results:
             self.metrics.count_result(result)
         return results

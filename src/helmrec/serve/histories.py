@@ -148,13 +148,21 @@ class StoredHistories:
 
         return work
 
-    async def append(self, user_id: int, base_version: int, events: NewEvents, model: ModelConfig) -> Appended:
+    async def last(self, user_id: int, num_events: int) -> Events:
+        """Read the last events of a user, at most this many, also those outside the model's window or tables."""
+        return await self._call(lambda: self._store.read_last(user_id, num_events))
+
+    async def append(self, user_id: int, base_version: int | None, events: NewEvents, model: ModelConfig) -> Appended:
         """Append events; returns when they are stored. Raises what the store raises.
 
+        Without `base_version` they are appended to the current version; StaleVersion if another append comes between.
         Ids must be within the tables of the served model. After HistoryUnavailable the events may be stored or not:
         the same append may be repeated, and is stored once.
         """
         await self._follow(model)
+        if base_version is None:
+            state = await self.state(user_id)
+            base_version = 0 if state is None else state.version
         return await self._write(lambda: self._store.submit(user_id, base_version, events))
 
     async def _follow(self, model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
+MODEL_VERSION = "1"  # of the one model a server has, in the paths of the Open Inference Protocol
 _BODY_STATUSES = (408, 413, 415, 503)  # that reading a body may end with
 _USER_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
@@ -28,6 +29,7 @@ class Endpoint:
     takes_media_types: tuple[str, ...] = ("application/json",)
     statuses: tuple[int, ...] = ()  # of errors, in addition to 500 and those of reading a body
     is_admin: bool = False
+    needs_body: bool = True  # where it takes one
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # optional parameters and their schemas
 
 
@@ -38,6 +40,7 @@ def json_answer(value: Any, status: int = 200) -> Response:
 def openapi(endpoints: Sequence[Endpoint], problem: type, version: str, model_name: str) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document of the endpoints. Schemas come from the types of bodies and answers."""
     in_paths: dict[str, dict[str, Any]] = {"user_id": _USER_ID, "name": {"type": "string", "enum": [model_name]}}
+    in_paths["version"] = {"type": "string", "enum": [MODEL_VERSION]}
     types = [kind for each in endpoints for kind in (each.takes, each.gives) if kind is not None]
     distinct = list(dict.fromkeys([*types, problem]))
     schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
@@ -68,7 +71,7 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, Any], problem: dict[str, A
     }
     if endpoint.takes is not None:
         body = {kind: {"schema": by_type[endpoint.takes]} for kind in endpoint.takes_media_types}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": endpoint.needs_body, "content": body}
     if endpoint.is_admin:
         operation["security"] = [{"admin": []}]
     return operation

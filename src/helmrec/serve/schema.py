@@ -90,15 +90,30 @@ class RankAnswer(Struct, frozen=True):
 _RESULT_FIELDS = [field.name for field in fields(RankResult) if field.name != "scores"]
 
 
-class EventsBody(Struct, frozen=True, forbid_unknown_fields=True):
+class EventsBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """New events of a user, oldest first; every field has one value per event."""
 
     user_id: Count
-    base_version: Annotated[int, Meta(ge=0, description="how many events the user had before these; 0 if new")]
+    base_version: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                description="how many events the user had before these; 0 if new. Without it they are appended to "
+                "what is there: for one writer, whose repeated calls are not recognised",
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
     items: Annotated[list[int], Meta(description="one id per event")]
     actions: Annotated[list[int], Meta(description="one per event")]
     timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")]
     features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")] = {}
+
+    @property
+    def base(self) -> int | None:
+        """The version to append to; None: the current one."""
+        return None if self.base_version is UNSET else self.base_version
 
     def events(self) -> NewEvents:
         return NewEvents(self.items, self.actions, self.timestamps, self.features)
@@ -120,6 +135,18 @@ class UserAnswer(Struct, frozen=True):
     first_event: Annotated[int, Meta(description="absolute index of the oldest event still kept")]
     last_timestamp: int
     seal: Annotated[str, Meta(description="hash of the whole history, in hex: equal seals, equal histories")]
+
+
+class HistoryAnswer(Struct, frozen=True):
+    """The last events of a user's stored history, oldest first."""
+
+    user_id: int
+    version: Annotated[int, Meta(description="events it ever had")]
+    first_event: Annotated[int, Meta(description="absolute index of the first event here")]
+    items: list[int]
+    actions: list[int]
+    timestamps: list[int]
+    features: Annotated[dict[str, list[int]], Meta(description="by table: one id per event")]
 
 
 class ForgetAnswer(Struct, frozen=True):

@@ -17,6 +17,7 @@ from helmrec.errors import RequestError
 from helmrec.history.events import Events, NewEvents
 from helmrec.model.config import ModelConfig
 from helmrec.serve.bodies import decode
+from helmrec.serve.routes import MODEL_VERSION
 from helmrec.types import RankRequest, RankResult
 
 SCORES = "SCORES"
@@ -93,6 +94,7 @@ class InferAnswer(Struct, frozen=True, omit_defaults=True):
     outputs: list[OutputTensor]
     parameters: dict[str, int]
     id: str = ""
+    model_version: str = ""
 
 
 _DECODER = msgspec.json.Decoder(InferBody)
@@ -324,5 +326,5 @@ def encode_answer(inference: InferBody, model_name: str, results: list[RankResul
     )
     counts = ("reused_tokens", "computed_tokens", "row_hits", "row_misses")
     totals = {name: sum(getattr(result, name) for result in results) for name in counts}
-    header = msgspec.json.encode(InferAnswer(model_name, [output], totals, inference.id))
+    header = msgspec.json.encode(InferAnswer(model_name, [output], totals, inference.id, MODEL_VERSION))
     return Encoded(header + scores.tobytes(), len(header)) if is_binary else Encoded(header, None)

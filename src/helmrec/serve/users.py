@@ -1,6 +1,7 @@
-"""`/v1/events` and `/v1/users`: append to stored histories, read their state, delete them."""
+"""`/v1/events` and `/v1/users`: append to stored histories, read them, delete them."""
 
 import msgspec
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +12,9 @@ from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.routes import Endpoint, json_answer
-from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, UserAnswer
+from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, HistoryAnswer, UserAnswer
+
+MAX_LAST = 100_000  # events of one answer
 
 
 class UserRoutes:
@@ -25,7 +28,7 @@ class UserRoutes:
         histories = self._need_histories()
         body = decode(self._body, await self._front.bodies.read(request))
         try:
-            done = await histories.append(body.user_id, body.base_version, body.events(), self._front.port.model)
+            done = await histories.append(body.user_id, body.base, body.events(), self._front.port.model)
         except StaleVersion:
             self._front.metrics.count_append("stale", 0)
             raise
@@ -40,6 +43,16 @@ class UserRoutes:
         return json_answer(
             UserAnswer(user_id, state.version, state.first_event, state.last_timestamp, f"{state.seal:016x}")
         )
+
+    async def events(self, request: Request) -> Response:
+        user_id, histories = _user_id(request), self._need_histories()
+        found = await histories.last(user_id, _whole("last", request.query_params.get("last", "100"), MAX_LAST, 1))
+        if not found.version:
+            raise HTTPException(404, f"no events are kept of user {user_id}")
+        columns = (found.items, found.actions, found.timestamps)
+        features = {name: np.asarray(ids).tolist() for name, ids in found.features.items()}
+        lists = (np.asarray(column).tolist() for column in columns)
+        return json_answer(HistoryAnswer(user_id, found.version, found.first_event, *lists, features))
 
     async def forget(self, request: Request) -> Response:
         """Delete the history first, then the caches: a later rank finds no events, and an earlier one is refused."""
@@ -68,12 +81,20 @@ class UserRoutes:
             Endpoint(
                 "GET", user, "Where a user's history stands", self.show, gives=UserAnswer, statuses=(400, 404, 429, 503)
             ),
+            Endpoint(
+                "GET", f"{user}/events", "The last events of a user", self.events, gives=HistoryAnswer,
+                statuses=(400, 404, 429, 503),
+                query={"last": {"type": "integer", "minimum": 1, "maximum": MAX_LAST, "default": 100}},
+            ),
             Endpoint("DELETE", user, "Forget a user", self.forget, gives=ForgetAnswer, statuses=(400, 429, 503, 507)),
         ]  # fmt: skip
 
 
 def _user_id(request: Request) -> int:
-    text = request.path_params["user_id"]
-    if text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_ID:
+    return _whole("user_id", request.path_params["user_id"], MAX_ID)
+
+
+def _whole(field: str, text: str, most: int, least: int = 0) -> int:
+    if text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most:
         return int(text)
-    raise RequestError("user_id", text[:100], f"an integer from 0 to {MAX_ID} is needed")
+    raise RequestError(field, text[:100], f"an integer from {least} to {most} is needed")

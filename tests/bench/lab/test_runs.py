@@ -102,7 +102,9 @@ def test_a_smaller_tier_keeps_rates_and_what_is_hot_beside_the_pool() -> None:
     assert small.workload.duration_s == pytest.approx(0.1 * scenario.workload.duration_s)
     before, after = scenario.workload.phases[1], small.workload.phases[1]
     assert (after.rate, after.hot_share) == (before.rate, before.hot_share)
-    assert after.hot_users / small.engine.pool_bytes == pytest.approx(before.hot_users / scenario.engine.pool_bytes)
+    assert after.hot_users / small.engine.sized_pool_bytes == pytest.approx(
+        before.hot_users / scenario.engine.sized_pool_bytes
+    )
     assert after.hot_first[0] == after.hot_users
     assert resized(scenario, 1, 1) == scenario
 
