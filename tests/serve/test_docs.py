@@ -51,7 +51,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
-    assert len(SHELL) == TEXT.count("```sh") == 12
+    assert len(SHELL) == TEXT.count("```sh") == 13
     assert len(PYTHON) == 1
 
 

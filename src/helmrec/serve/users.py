@@ -49,10 +49,9 @@ class UserRoutes:
         found = await histories.last(user_id, _whole("last", request.query_params.get("last", "100"), MAX_LAST, 1))
         if not found.version:
             raise HTTPException(404, f"no events are kept of user {user_id}")
-        columns = (found.items, found.actions, found.timestamps)
+        columns = {name: np.asarray(getattr(found, name)).tolist() for name in ("items", "actions", "timestamps")}
         features = {name: np.asarray(ids).tolist() for name, ids in found.features.items()}
-        lists = (np.asarray(column).tolist() for column in columns)
-        return json_answer(HistoryAnswer(user_id, found.version, found.first_event, *lists, features))
+        return json_answer(HistoryAnswer(user_id, found.version, found.first_event, **columns, features=features))
 
     async def forget(self, request: Request) -> Response:
         """Delete the history first, then the caches: a later rank finds no events, and an earlier one is refused."""
