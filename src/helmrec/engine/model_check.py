@@ -75,7 +75,7 @@ def _scores_of_module(model: LoadedModel, requests: Sequence[RankRequest]) -> ND
 
 def _engine_config(model: ModelConfig) -> EngineConfig:
     """Make a pool that holds the prefixes of all users."""
-    config = EngineConfig(pool_bytes=ByteSize(1), alpha=0.2, kv_admission="always")
+    config = EngineConfig(device="cpu", pool_bytes=ByteSize(1), alpha=0.2, kv_admission="always")
     geometry = page_geometry(model, config)
     longest, checked = model.max_prefix_tokens, len(model.user_context) + _MAX_EVENTS
     num_pages = 2 * (geometry.pages_for(longest) + _NUM_USERS * geometry.pages_for(checked))
