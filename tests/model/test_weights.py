@@ -74,6 +74,12 @@ def test_a_saved_model_is_read_back_as_it_was(folder: Path) -> None:
     assert all(torch.equal(loaded.tables[name], tensor) for name, tensor in model.tables.items())
 
 
+def test_every_file_of_a_model_may_be_read_by_whom_the_umask_allows(folder: Path) -> None:
+    marker = folder.parent / "marker"
+    marker.touch()
+    assert {path.stat().st_mode for path in folder.rglob("*") if path.is_file()} == {marker.stat().st_mode}
+
+
 def test_tables_are_read_in_id_space_order(folder: Path) -> None:
     assert list(load_model(folder).tables) == ["item", "category", "country", "hour"]
 

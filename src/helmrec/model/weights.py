@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from helmrec.config import Frozen
@@ -106,7 +106,7 @@ def save_model(
     _make_empty(folder)
     _save_dense(folder, dense)
     for name, rows in tables.items():
-        save_file({"rows": rows.detach().contiguous()}, folder / table_file(name))
+        _write_table(folder / table_file(name), shapes[name], config.row_dtype, _parts_of(rows), lambda _: None)
     _write_manifest(folder, config, lambda _: None)
 
 
@@ -216,6 +216,11 @@ def _write_manifest(folder: Path, config: ModelConfig, progress: Progress) -> No
     }
     manifest = Manifest(model=config, files=files)
     (folder / "config.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+
+
+def _parts_of(rows: Tensor) -> Iterator[bytes]:
+    for part in rows.detach().split(max(1, _CHUNK_BYTES // (rows.shape[1] * rows.itemsize))):
+        yield part.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator) -> Iterator[bytes]:
@@ -334,4 +339,4 @@ def _raise_all(problems: Iterable[str], where: str = "") -> None:
 def _save_dense(folder: Path, dense: Mapping[str, Tensor]) -> None:
     """Write copies, since the library refuses tensors that share memory, as tied weights do."""
     copies = {name: each.detach().clone(memory_format=torch.contiguous_format) for name, each in dense.items()}
-    save_file(copies, folder / DENSE)
+    (folder / DENSE).write_bytes(save(copies))  # `save_file` would write a file that only its owner may read
