@@ -99,18 +99,8 @@ def _served(plan: DemoPlan, model: Path, split: Split) -> Iterator[tuple[str, in
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"slo_ms": plan.slo_ms, "audit_every": _AUDIT_EVERY, "log_level": "error", "tick_s": 0.5}
-    flags = [
-        "--pool",
-        plan.pool,
-        "--alpha",
-        str(split.alpha),
-        "--policy",
-        split.policy,
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-    ]
+    options = {"pool-bytes": plan.pool, "alpha": split.alpha, "policy": split.policy, "port": port, "device": "cpu"}
+    flags = [f"--{name}={value}" for name, value in options.items()]
     flags += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen([sys.executable, "-m", "helmrec", "serve", str(model), *flags], env=environment)
