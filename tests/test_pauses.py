@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from helmrec.pauses import BUCKETS_MS, GapMonitor, Operation, follow_process, note_process
+from helmrec.pauses import BUCKETS_MS, CpuTime, GapMonitor, Operation, follow_process, note_process
 
 
 class Cpu:
@@ -13,9 +13,10 @@ class Cpu:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.others_s = 0.0  # of other threads
 
-    def __call__(self) -> float:
-        return self.now_s
+    def __call__(self) -> CpuTime:
+        return CpuTime(self.now_s + self.others_s, self.now_s)
 
 
 def busy_monitor(log_over_ms: float = 1e9) -> tuple[GapMonitor, Cpu]:
@@ -96,6 +97,20 @@ def test_time_in_which_the_system_did_not_run_the_process_is_counted_apart() -> 
     assert stats.longest_ms == pytest.approx(20)
     assert stats.longest_suspended_ms == pytest.approx(80)
     assert stats.suspended_s == pytest.approx(0.08)
+
+
+def test_time_in_which_only_other_threads_ran_is_a_cause_of_its_own() -> None:
+    cpu = Cpu()
+    monitor = GapMonitor(1e9, cpu)
+    monitor.starting(0.0, 0.0)
+    monitor.ended(1.0)
+    cpu.now_s += 0.02
+    cpu.others_s += 0.07
+    monitor.starting(1.1, 0.5)
+    (cause,) = (stats := monitor.stats(1.1)).gaps
+    assert cause == "other threads"
+    assert stats.longest_ms == pytest.approx(90)
+    assert stats.longest_suspended_ms == pytest.approx(10)
 
 
 def test_gaps_fall_into_buckets_and_the_recent_one_is_forgotten() -> None:

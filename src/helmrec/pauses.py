@@ -20,7 +20,17 @@ from weakref import WeakSet
 log = logging.getLogger("helmrec.pauses")
 
 Cause = Literal[
-    "collector", "compile", "boundary move", "save", "refill", "rows", "audit", "controller", "snapshot", "other"
+    "collector",
+    "compile",
+    "boundary move",
+    "save",
+    "refill",
+    "rows",
+    "audit",
+    "controller",
+    "snapshot",
+    "other threads",  # the loop did not run, but others of the process did
+    "other",
 ]
 BUCKETS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 5_000.0)
 _STOPS_EVERY_THREAD: frozenset[Cause] = frozenset({"collector", "compile"})
@@ -76,23 +86,34 @@ class _Tally:
         self.longest_ms = max(self.longest_ms, gap_ms)
 
 
+class CpuTime(NamedTuple):
+    """Processor time so far."""
+
+    process_s: float
+    thread_s: float  # of the thread that asks
+
+    @classmethod
+    def now(cls) -> "CpuTime":
+        return cls(time.process_time(), time.thread_time())
+
+
 class StepStart(NamedTuple):
     """When a step was given to the device, and since when its requests waited."""
 
     start_s: float  # where the host itself computes, when it began to
     waiting_since_s: float  # arrival of its oldest request
-    cpu_s: float  # processor time of the process at that moment
+    cpu: CpuTime
 
 
 class GapMonitor:
     """Measures the gap before each step. One thread reports steps; `stats` and operations may come from any thread."""
 
-    def __init__(self, log_over_ms: float, cpu_time: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, log_over_ms: float, cpu_time: Callable[[], CpuTime] = CpuTime.now) -> None:
         self._log_over_ms = log_over_ms
         self._cpu_time = cpu_time
         self._operations: deque[Operation] = deque(maxlen=_KEPT_OPERATIONS)
         self._idle_since_s: float | None = None  # when the device ended its last step; None: it runs one, or ran none
-        self._cpu_s = 0.0  # processor time of the process when the last step ended
+        self._cpu = CpuTime(0.0, 0.0)  # when the last step ended
         self._logged_s, self._num_unlogged = -_LOG_EVERY_S, 0
         self._lock = threading.Lock()
         self.reset()
@@ -131,7 +152,7 @@ class GapMonitor:
             self._idle_since_s = end_s
         else:
             self._measure(end_s, following)
-        self._cpu_s = self._cpu_time()
+        self._cpu = self._cpu_time()
 
     def _measure(self, idle_since_s: float, step: StepStart) -> None:
         begin_s = max(idle_since_s, step.waiting_since_s)
@@ -139,9 +160,11 @@ class GapMonitor:
         if gap_s <= 0:
             return
         # Processor time counts from before the gap, so what the operating system took is never overstated.
-        suspended_s = max(0.0, gap_s - (step.cpu_s - self._cpu_s))
+        suspended_s = max(0.0, gap_s - (step.cpu.process_s - self._cpu.process_s))
         by_cause = self._blocked_by(begin_s, step.start_s)
-        by_cause["other"] = max(0.0, gap_s - suspended_s - sum(by_cause.values()))
+        rest_s = max(0.0, gap_s - suspended_s - sum(by_cause.values()))
+        by_cause["other"] = min(rest_s, step.cpu.thread_s - self._cpu.thread_s)
+        by_cause["other threads"] = rest_s - by_cause["other"]
         cause = max(by_cause, key=lambda each: by_cause[each])
         self._count(step.start_s, gap_s - suspended_s, suspended_s, cause)
         if (gap_s - suspended_s) * 1e3 > self._log_over_ms:
