@@ -12,8 +12,8 @@ from helmrec.model.config import ModelConfig
 
 CPU_POOL_BYTES = 256 << 20
 MARGIN = 0.05  # share of a card's memory that stays free, for peaks and for other libraries
-# Activations per token assumed for the graphs of a step. In gpu-h200.json and gpu-dlrmv3-h200.json, all that was
-# reserved beside the pool, weights and row buffers included, is 17 (nvidia-bench) to 30 (dlrmv3).
+# Activations per token assumed for the graphs of a step. In gpu-h200.json, all that was reserved beside the pool,
+# weights and row buffers included, is 17 (nvidia-bench) to 30 (dlrmv3).
 _STEP_WIDTHS = 32
 _MAX_ROWS = (1 << 31) - 1  # that a pool may hold
 _GIB = 1 << 30
