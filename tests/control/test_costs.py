@@ -1,7 +1,5 @@
 """Costs are learned from steps, of whatever device runs them."""
 
-from dataclasses import asdict, replace
-
 import numpy as np
 import pytest
 
@@ -23,7 +21,7 @@ def learned(*windows: np.ndarray) -> StageCosts:
 
 def test_exact_steps_give_the_exact_costs() -> None:
     found = learned(timed(work_of(300, np.random.default_rng(0))))
-    for name, value in asdict(COSTS).items():
+    for name, value in COSTS._asdict().items():
         assert getattr(found, name) == pytest.approx(value, rel=0.01, abs=1e-9), name
 
 
@@ -59,7 +57,7 @@ def test_steps_with_a_stage_that_was_not_timed_are_left_out() -> None:
 
 def test_a_device_that_becomes_twice_as_slow_is_noticed() -> None:
     rng = np.random.default_rng(5)
-    slow = replace(COSTS, token_ms=2 * COSTS.token_ms, missed_row_ms=2 * COSTS.missed_row_ms)
+    slow = COSTS._replace(token_ms=2 * COSTS.token_ms, missed_row_ms=2 * COSTS.missed_row_ms)
     found = learned(*[timed(work_of(500, rng)) for _ in range(4)], *[timed(work_of(500, rng), slow) for _ in range(40)])
     assert found.token_ms == pytest.approx(slow.token_ms, rel=0.05)
     assert found.missed_row_ms == pytest.approx(slow.missed_row_ms, rel=0.05)
@@ -71,12 +69,12 @@ def test_no_term_is_negative_whatever_is_measured() -> None:
     for stage in STAGES:
         steps[:, stage] = rng.exponential(5.0, len(steps))
     steps[:, Step.END_S] = np.cumsum(rng.exponential(0.01, len(steps)))
-    assert min(asdict(learned(steps)).values()) >= 0
+    assert min(learned(steps)) >= 0
 
 
 def test_overlap_is_the_share_of_steps_launched_while_another_was_under_way() -> None:
     rng = np.random.default_rng(7)
-    apart, overlapping = timed(work_of(300, rng)), timed(work_of(300, rng), replace(COSTS, overlap=1.0))
+    apart, overlapping = timed(work_of(300, rng)), timed(work_of(300, rng), COSTS._replace(overlap=1.0))
     assert learned(apart).overlap == 0
     assert learned(overlapping).overlap > 0.99
     overlapping[:, Step.BEGIN_S : Step.REQUESTS] += apart[-1, Step.END_S]
@@ -88,17 +86,13 @@ def test_steps_with_pauses_between_them_do_not_overlap() -> None:
     assert learned(steps).overlap == 0
 
 
-def test_the_fixed_parts_of_all_stages_are_what_an_empty_step_takes() -> None:
-    assert COSTS.step_ms == COSTS.host_step_ms + COSTS.rows_step_ms + COSTS.compute_step_ms
-
-
 def test_an_estimator_that_goes_on_from_another_one_is_that_one() -> None:
     rng = np.random.default_rng(9)
     first, second = Estimator(), Estimator()
     first.update(timed(work_of(200, rng)))
     second.relearn(first.learned)
     assert second.costs == first.costs is not None
-    steps = timed(work_of(50, rng), replace(COSTS, token_ms=2 * COSTS.token_ms))
+    steps = timed(work_of(50, rng), COSTS._replace(token_ms=2 * COSTS.token_ms))
     for estimator in (first, second):
         estimator.update(steps)
     assert second.costs == first.costs
@@ -161,4 +155,6 @@ def test_the_fit_equals_its_plain_twin(seed: int) -> None:
     rng = np.random.default_rng(seed)
     work = rng.uniform(0, 1, (50, 4)) * (1.0, 300.0, 1e5, seed % 3)  # every third without any work of the last kind
     target = work @ rng.normal(1.0, 1.5, 4) + rng.normal(0, 0.1, 50)  # some terms are negative
-    assert np.allclose(fit(work.T @ work, work.T @ target, 1e-6), fitted_plainly(work.T @ work, work.T @ target, 1e-6))
+    moments, products, chosen = work.T @ work, work.T @ target, np.array([0, 1, 3]) if seed % 2 else np.arange(4)
+    plain = fitted_plainly(moments[np.ix_(chosen, chosen)], products[chosen], 1e-6)
+    assert np.allclose(fit(moments, products, chosen, 1e-6), plain)

@@ -1,7 +1,7 @@
 """The controller as a whole, on a made-up node whose best split is known."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,7 +192,7 @@ def test_what_was_learned_is_there_after_a_restart() -> None:
     here, there = before.model.estimator.costs, second.model.estimator.costs
     assert here is not None
     assert there is not None
-    assert asdict(there) == pytest.approx(asdict(here), rel=0.01, abs=1e-9)
+    assert there == pytest.approx(here, rel=0.01, abs=1e-9)
     second.decide(CALM.window(0.5, 0.0))
     assert [one.layer for one in explained(second).proposals] == ["base", "residual", "burst recovery"]
 

@@ -9,6 +9,8 @@ import pytest
 from helmrec.control.costs import Floats
 from helmrec.control.helm import Helm
 from helmrec.control.latency import (
+    _NUM_STREAMS,
+    _PARTS,
     ALPHAS,
     RECENT_S,
     Bias,
@@ -18,6 +20,7 @@ from helmrec.control.latency import (
     play,
 )
 from helmrec.control.policy import Move, WindowStats
+from helmrec.memory.curve_shape import between
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps
 from helmrec_bench.drawn import OPENING_S, draw
@@ -34,8 +37,7 @@ def stream_of(num: int, rng: np.random.Generator) -> Floats:
 
 
 def played(stream: Floats, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
-    work_ms = np.ascontiguousarray(WORK_MS[:, :, None, None])
-    return float(play(stream, gap_ms, np.array([new_users]), work_ms, np.ones(1), engine)[0, 0])
+    return float(play(stream, gap_ms, np.array([new_users]), np.ascontiguousarray(WORK_MS[:, :, None]), engine)[0])
 
 
 def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> LatencyModel:
@@ -53,16 +55,13 @@ def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most:
     rng = np.random.default_rng(most)
     new_users = np.array([0.0, 0.3, 1.0])
     stream, engine = stream_of(200, rng), EngineModel(0.4, 0.1, 0.5, most, overlaps)
-    paces, work_ms = np.array([1.0, 1.7]), rng.uniform(0.1, 3.0, (3, 2, 2, new_users.size))
+    work_ms = rng.uniform(0.1, 3.0, (3, 2, new_users.size))
     arrived_ms = np.cumsum(stream[0]) * gap_ms
-    found = play(stream, gap_ms, new_users, work_ms, paces, engine)
-    for bias, pace in enumerate(paces):
-        paced = EngineModel(0.4 * pace, 0.1 * pace, 0.5 * pace, most, overlaps)
-        for split, share in enumerate(new_users):
-            kinds = np.where(stream[1] < share, 1, 0)
-            asked = [Asked(at, *work_ms[:, kind, bias, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
-            mean_ms = np.mean(PlainEngine(paced).latencies_ms(asked))
-            assert found[bias, split] == pytest.approx(mean_ms, rel=1e-9)
+    found = play(stream, gap_ms, new_users, work_ms, engine)
+    for split, share in enumerate(new_users):
+        kinds = np.where(stream[1] < share, 1, 0)
+        asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
+        assert found[split] == pytest.approx(np.mean(PlainEngine(engine).latencies_ms(asked)), rel=1e-9)
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
@@ -97,7 +96,10 @@ def test_a_step_that_holds_more_bears_more() -> None:
 def test_a_node_whose_steps_were_measured_is_predicted_at_splits_it_has_not_been_at(rate: float) -> None:
     bowl = Bowl(rate=rate)
     model = learned_from(Served(bowl))
-    mean_ms = np.mean([model.predict([Bias()])[0].mean_ms for _ in range(16)], axis=0)
+    found = list[Floats]()
+    for model._turn in range(_NUM_STREAMS):
+        found.append(model.predict(Bias()).mean_ms)
+    mean_ms = np.mean(found, axis=0)
     for alpha in (0.2, 0.4, 0.6, 0.8):
         assert np.interp(alpha, ALPHAS, mean_ms) == pytest.approx(latency_ms(bowl, alpha), rel=0.05), alpha
 
@@ -129,7 +131,7 @@ def test_a_steady_node_is_predicted_a_window_ahead() -> None:
 
 def test_what_was_measured_scales_what_shadows_promise() -> None:
     model = learned_from(Served(BOWL))
-    plain, corrected = (one.stages_ms for one in model.predict((Bias(), Bias(tokens=0.5, rows=2.0))))
+    plain, corrected = (one.stages_ms for one in map(model.predict, (Bias(), Bias(tokens=0.5, rows=2.0))))
     computed, missed = np.array([(BOWL.computed(alpha), BOWL.missed(alpha)) for alpha in GRID]).T
     fewer_ms = computed / 2 * (COSTS.token_ms + COSTS.host_token_ms + COSTS.pair_ms * TOKENS / 2)
     more_ms = missed * COSTS.missed_row_ms
@@ -140,7 +142,7 @@ def test_what_was_measured_scales_what_shadows_promise() -> None:
 def test_the_pace_scales_latency_and_not_stage_times() -> None:
     model = learned_from(Served(BOWL))
     model.rate = 1e-3
-    plain, slow = model.predict((Bias(), Bias(pace=1.5)))
+    plain, slow = model.predict(Bias()), model.predict(Bias(pace=1.5))
     np.testing.assert_allclose(slow.mean_ms, 1.5 * plain.mean_ms, rtol=1e-6)
     np.testing.assert_allclose(slow.stages_ms, plain.stages_ms)  # which are what clocks measure
 
@@ -148,8 +150,46 @@ def test_the_pace_scales_latency_and_not_stage_times() -> None:
 def test_stages_of_a_lone_request_are_what_it_takes_on_an_idle_node() -> None:
     model = learned_from(Served(BOWL))
     model.rate = 1e-3
-    (found,) = model.predict([Bias()])
+    found = model.predict(Bias())
     np.testing.assert_allclose(found.mean_ms, found.stages_ms, rtol=0.02)
+
+
+def test_what_is_shown_of_the_uncorrected_prediction_is_whole_after_some_windows() -> None:
+    model = learned_from(Served(BOWL))
+    whole = model.uncorrected_ms()
+    np.testing.assert_allclose(whole, model.predict(Bias()).mean_ms)
+    model.rate /= 2
+    for model._turn in range(_PARTS):
+        assert not np.allclose(whole, model.predict(Bias()).mean_ms, rtol=1e-3)
+        found = model.uncorrected_ms()
+    assert (found < whole).all()  # each part was of another stream
+
+
+def interpolated_plainly(values: Floats, known_at: Floats, at: float) -> float:
+    """The plain twin of `between`, of one curve at one place."""
+    at = min(max(at, known_at[0]), known_at[-1])
+    piece = max(i for i in range(known_at.size - 1) if known_at[i] <= at)
+    widths = np.diff(known_at)
+    rises = np.diff(values) / widths
+    slopes = [rises[0]]
+    for (w0, w1), (r0, r1) in zip(itertools.pairwise(widths), itertools.pairwise(rises), strict=True):
+        weights = (2 * w1 + w0, w1 + 2 * w0) if r0 * r1 > 0 else (0, 0)  # harmonic mean, or flat where it turns
+        slopes.append(sum(weights) / (weights[0] / r0 + weights[1] / r1) if r0 * r1 > 0 else 0.0)
+    slopes.append(rises[-1])
+    t, width = (at - known_at[piece]) / widths[piece], widths[piece]
+    basis = np.array([2 * t**3 - 3 * t**2 + 1, t**3 - 2 * t**2 + t, -2 * t**3 + 3 * t**2, t**3 - t**2])
+    ends = np.array([values[piece], width * slopes[piece], values[piece + 1], width * slopes[piece + 1]])
+    return float(basis @ ends)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_curves_are_interpolated_as_by_a_plain_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known, known_at = rng.normal(size=(3, 8)).cumsum(axis=1), np.sort(rng.random(8))
+    at = np.linspace(0.0, 1.0, 50)
+    found = between(known, known_at, at)
+    plain = [[interpolated_plainly(values, known_at, place) for place in at] for values in known]
+    np.testing.assert_allclose(found, plain, rtol=1e-9, atol=1e-12)
 
 
 def test_curves_bend_between_their_points_and_never_beyond_them() -> None:

@@ -4,7 +4,8 @@ Least squares of the relative error over the steps that ended, older ones fading
 assumed: before the first steps nothing is known, and `Estimator.costs` is None.
 """
 
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -30,8 +31,7 @@ _BEGIN_S, _END_S = int(Step.BEGIN_S), int(Step.END_S)
 _TERMS = [np.array([0, *(1 + _WORK.index(column) for column in columns)]) for columns in _WORK_OF.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
+class StageCosts(NamedTuple):
     """Milliseconds per unit of work. The `step` terms are of a step whatever it holds."""
 
     host_step_ms: float
@@ -45,11 +45,6 @@ class StageCosts:
     token_ms: float
     pair_ms: float
     overlap: float  # share of steps that were launched while another one was under way
-
-    @property
-    def step_ms(self) -> float:
-        """The fixed parts of a step."""
-        return self.host_step_ms + self.rows_step_ms + self.compute_step_ms
 
 
 class Estimator:
@@ -79,12 +74,8 @@ class Estimator:
             return
         self._turn = (self._turn + 1) % len(_STAGES)
         for stage in [self._turn] if self._terms else range(len(_STAGES)):
-            self._terms[stage] = self._fitted(stage)
-        self.costs = StageCosts(*np.concatenate((*self._terms.values(), [num_overlapped / weight])).tolist())
-
-    def _fitted(self, stage: int) -> Floats:
-        places = _TERMS[stage]
-        return fit(self._moments[stage][places[:, None], places], self._targets[places, stage], _RIDGE)
+            self._terms[stage] = fit(self._moments[stage], self._targets[:, stage], _TERMS[stage], _RIDGE)
+        self.costs = StageCosts(*chain(*(one.tolist() for one in self._terms.values())), num_overlapped / weight)
 
     @property
     def learned(self) -> list[float]:
@@ -138,8 +129,9 @@ def add_steps(steps: Steps, half_life_steps: float, moments: Floats, targets: Fl
 
 
 @numba.njit(cache=True, nogil=True)
-def fit(moments: Floats, target: Floats, ridge: float) -> Floats:
-    """Least squares of scaled terms; those that come out negative are left out, and the others fitted again."""
+def fit(moments: Floats, target: Floats, chosen: NDArray[np.int64], ridge: float) -> Floats:
+    """Least squares of the chosen terms; those that come out negative are left out, and the others fitted again."""
+    moments, target = moments[chosen][:, chosen], target[chosen]
     num, scale = target.size, np.sqrt(np.diag(moments))
     is_used = scale > 0
     while is_used.any():

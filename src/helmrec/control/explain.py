@@ -1,14 +1,11 @@
 """What each layer of a decision proposed, and what came of the last move: as a value, a log line, a line of JSON."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import msgspec
 
 from helmrec.control.layers import Proposal
 from helmrec.control.moves import MoveRecord
-from helmrec.control.policy import WindowStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +19,6 @@ class Explanation:
     arrivals_per_s: float
     proposals: list[Proposal]  # in the order of the layers; the last one decides
     last_move: MoveRecord | None
-
-    @classmethod
-    def of(
-        cls,
-        window: WindowStats,
-        predicted_ms: float | None,
-        proposals: list[Proposal],
-        moves: Sequence[MoveRecord],
-    ) -> Self:
-        traffic = window.traffic
-        return cls(
-            time_s=traffic.end_s,
-            alpha=window.alpha_target,
-            measured_ms=traffic.mean_ms,
-            predicted_ms=predicted_ms,
-            arrivals_per_s=traffic.arrival_rate,
-            proposals=proposals,
-            last_move=moves[-1] if moves else None,
-        )
 
     @property
     def decided(self) -> Proposal:

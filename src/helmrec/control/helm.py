@@ -54,7 +54,15 @@ class Helm:
             return None
         proposals = self._propose(window, predicted_ms)
         winner = proposals[-1]
-        self.explanation = Explanation.of(window, predicted_ms, proposals, self.moves.records)
+        self.explanation = Explanation(
+            time_s=window.traffic.end_s,
+            alpha=window.alpha_target,
+            measured_ms=window.traffic.mean_ms,
+            predicted_ms=predicted_ms,
+            arrivals_per_s=window.traffic.arrival_rate,
+            proposals=proposals,
+            last_move=self.moves.records[-1] if self.moves.records else None,
+        )
         if winner.alpha == window.alpha_target:
             return None
         assert self.prediction is not None
@@ -75,9 +83,8 @@ class Helm:
         if settings.has_bursts and self.bursts.note(window, self.model.offered_ms(window), predicted_ms):
             self.model.start_over()
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
-        raw, newest = self.model.predict((Bias(), bias))
-        self.prediction = newest
-        mean_ms = self._raw.add(raw.mean_ms, num, dt_s)
+        self.prediction = newest = self.model.predict(bias)
+        mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), num, dt_s)
         idle_s = traffic.end_s - self.moves.idle_since_s
         view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share)
         proposals = [propose("base", self._chooser, mean_ms, view)]

@@ -4,7 +4,6 @@ A short stream of made-up requests is played through a model of the engine at ev
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -12,13 +11,15 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from helmrec.control.costs import Estimator, Floats
+from helmrec.control.costs import Estimator, Floats, StageCosts
 from helmrec.control.policy import WindowStats
 from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.steps import MS_PER_S, Step
 
-ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 30)
+ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 31)
+_EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
+_PLAYED: Floats = ALPHAS[::_EVERY].copy()
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 256, 16  # requests that are played at each split, and orders they are played in
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
@@ -80,6 +81,15 @@ class EngineModel(NamedTuple):
     overlaps: bool  # a step is launched while another one computes
 
 
+class Requests(NamedTuple):
+    """What of requests does not depend on the split."""
+
+    gap_ms: float  # between two arrivals
+    history: float  # tokens
+    others: float  # tokens that are computed whatever is resident: candidates, mostly
+    most: int  # in one step
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
     """Per request, at each of ALPHAS."""
@@ -104,8 +114,9 @@ class LatencyModel:
     _rates: Fading = field(default_factory=lambda: Fading(RECENT_S))
     _most: int = 1  # requests of the largest step that was seen
     _turn: int = 0
-    _history: float = 0.0  # tokens of a request
-    _others: float = 0.0  # tokens that are computed at every split: candidates, mostly
+    _history: float = 0.0  # as of `Requests`
+    _others: float = 0.0
+    _plain_ms: Floats | None = None  # (1, splits that are played): without corrections
 
     def update(self, window: WindowStats) -> bool:
         """Take a window in. False: it says too little to predict from."""
@@ -120,6 +131,7 @@ class LatencyModel:
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
         self._others = max(0.0, window.steps[:, Step.TOKENS].sum() / num - window.new_tokens_per_request)
         self._most = max(self._most, int(window.steps[:, Step.REQUESTS].max()))
+        self._turn = (self._turn + 1) % _NUM_STREAMS
         return True
 
     def _note_curves(self, curves: JointCurves | None, dt_s: float) -> None:
@@ -154,30 +166,25 @@ class LatencyModel:
         assert self._rates.value is not None
         self.rate = float(self._rates.value)
 
-    def predict(self, biases: Sequence[Bias]) -> list[Prediction]:
-        """For each of several corrections, once `update` has returned True."""
+    def predict(self, bias: Bias) -> Prediction:
+        """With corrections, once `update` has returned True."""
+        return Prediction(*between(self._play(bias, 0, 1), _PLAYED, ALPHAS))
+
+    def uncorrected_ms(self) -> Floats:
+        """Mean latency at ALPHAS without corrections. It is only shown: to save time, a window renews a part of it."""
+        if self._plain_ms is None:
+            self._plain_ms = self._play(Bias(), 0, 1)[1:]
+        part = self._turn % _PARTS
+        self._plain_ms[0, part::_PARTS] = self._play(Bias(), part, _PARTS)[1]
+        return between(self._plain_ms, _PLAYED, ALPHAS)[0]
+
+    def _play(self, bias: Bias, part: int, num_parts: int) -> Floats:
+        """Stage time and mean latency, at a part of the splits that are played."""
         costs, work = self.estimator.costs, self.work
         assert costs is not None and work is not None
-        fixed_ms = (costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms)
-        by_tokens, by_rows, pace = np.array(biases).T[:, :, None]
-        new = np.minimum(np.maximum(work.new_users, _FEW), 1 - _FEW)
-        computed = by_tokens * work.computed_tokens  # (biases, ALPHAS)
-        tokens, work_ms = np.empty((2, *computed.shape)), np.empty((len(fixed_ms), 2, *computed.shape))
-        tokens[1] = np.minimum(computed / new, self._history)  # where none are found
-        tokens[0] = (computed - new * tokens[1]) / (1 - new)
-        tokens += self._others
-        pair_ms = costs.pair_ms * self._history / 2  # a history token sees half of its history, a candidate all
-        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * by_rows * work.missed_rows
-        work_ms[0] = costs.host_request_ms + costs.host_token_ms * tokens
-        work_ms[1] = rows_ms / (self._others + computed) * tokens
-        work_ms[2] = (costs.token_ms + pair_ms) * tokens + pair_ms * self._others
-        work_ms *= pace
-        engine = EngineModel(*fixed_ms, self._most, costs.overlap > 0)
-        self._turn = (self._turn + 1) % _NUM_STREAMS
-        mean_ms = play(_streams()[self._turn], MS_PER_S / self.rate, new, work_ms, pace[:, 0], engine)
-        of_known, of_new = work_ms.sum(axis=0)
-        stages_ms = costs.step_ms + (of_known + new * (of_new - of_known)) / pace
-        return [Prediction(*one) for one in zip(stages_ms, mean_ms, strict=True)]
+        there = Work(*(one[_EVERY * part :: _EVERY * num_parts] for one in work))
+        requests = Requests(MS_PER_S / self.rate, self._history, self._others, self._most)
+        return predict_at(_streams()[self._turn], there, costs, requests, bias)
 
 
 @numba.njit(cache=True)
@@ -188,14 +195,8 @@ def value_at(curve: Floats, alpha: float) -> float:
 
 def _stacked(curves: JointCurves) -> Floats:
     """The curves in the order of `Work`."""
-    return np.array(
-        (
-            curves.computed_tokens_per_request,
-            curves.missed_rows_per_request,
-            curves.rows_per_request,
-            1 - curves.kv_user_hit_rate,
-        )
-    )
+    tokens, missed_rows = curves.computed_tokens_per_request, curves.missed_rows_per_request
+    return np.array((tokens, missed_rows, curves.rows_per_request, 1 - curves.kv_user_hit_rate))
 
 
 @cache
@@ -212,45 +213,58 @@ def _streams() -> Floats:
 
 
 @numba.njit(cache=True, nogil=True)
-def play(
-    stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, pace: Floats, engine: EngineModel
-) -> Floats:
+def predict_at(stream: Floats, work: Work, costs: StageCosts, requests: Requests, bias: Bias) -> Floats:
+    """(2, splits of `work`): stage time of a lone request, without the pace, and mean latency of a stream of them."""
+    gap_ms, history, others, most = requests
+    pair_ms = costs.pair_ms * history / 2  # a history token sees half of its history, a candidate all
+    new = np.minimum(np.maximum(work.new_users, _FEW), 1 - _FEW)
+    computed = bias.tokens * work.computed_tokens
+    of_new = np.minimum(computed / new, history)  # where none are found
+    of_known = (computed - new * of_new) / (1 - new)
+    rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * bias.rows * work.missed_rows
+    tokens = np.stack((others + of_known, others + of_new))
+    request_ms = costs.host_request_ms + costs.host_token_ms * tokens
+    compute_ms = (costs.token_ms + pair_ms) * tokens + pair_ms * others
+    work_ms = np.stack((request_ms, rows_ms / (others + computed) * tokens, compute_ms))
+    known_ms, new_ms = work_ms.sum(axis=0)
+    host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms  # whatever a step holds
+    stages_ms = host_ms + bus_ms + device_ms + known_ms + new * (new_ms - known_ms)
+    engine = EngineModel(bias.pace * host_ms, bias.pace * bus_ms, bias.pace * device_ms, most, costs.overlap > 0)
+    return np.stack((stages_ms, play(stream, gap_ms, new, bias.pace * work_ms, engine)))
+
+
+@numba.njit(cache=True, nogil=True)
+def play(stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
     """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
 
     A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is
     computed. While a step computes, the host launches the next one if anybody waits; then it waits for the step.
-    `work_ms` is (stages, known or new user, biases, splits) per request; `pace` is of the fixed parts of a step.
+    `work_ms` is (stages, known or new user, splits) per request.
     """
-    num, (num_biases, num_splits) = stream.shape[1], work_ms.shape[2:]
-    arrived_ms = np.cumsum(stream[0]) * gap_ms
-    mean_ms = np.empty((num_biases, num_splits))
-    for bias in range(num_biases):
-        for split in range(num_splits):
-            (known_host, new_host), (known_rows, new_rows), (known_compute, new_compute) = work_ms[:, :, bias, split]
-            host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free, and latency of all
-            num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
-            while at < num or num_running:
-                if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
-                    host_ms = max(host_ms, device_ms)
-                    total_ms += num_running * host_ms
-                    num_running = 0
-                    continue
-                host_ms = max(host_ms, arrived_ms[at])
-                launched_ms = host_ms + pace[bias] * engine.host_ms
-                rows_ms, compute_ms, first = pace[bias] * engine.rows_ms, pace[bias] * engine.compute_ms, at
-                while at < num and at - first < engine.most and arrived_ms[at] <= host_ms:
-                    is_new = stream[1, at] < new_users[split]
-                    launched_ms += new_host if is_new else known_host
-                    rows_ms += new_rows if is_new else known_rows
-                    compute_ms += new_compute if is_new else known_compute
-                    total_ms -= arrived_ms[at]
-                    at += 1
-                host_ms = launched_ms
-                if num_running:
-                    host_ms = max(host_ms, device_ms)
-                    total_ms += num_running * host_ms
-                bus_ms = max(launched_ms, bus_ms) + rows_ms
-                device_ms = max(bus_ms, device_ms) + compute_ms
-                num_running = at - first
-            mean_ms[bias, split] = total_ms / num
+    num, mean_ms = stream.shape[1], np.empty(new_users.size)
+    arrived_ms, num_new = np.cumsum(stream[0]) * gap_ms, np.zeros(num + 1)
+    for split in range(new_users.size):
+        num_new[1:] = np.cumsum(stream[1] < new_users[split])
+        (known_host, new_host), (known_rows, new_rows), (known_compute, new_compute) = work_ms[:, :, split]
+        host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free; when requests were answered, in sum
+        num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
+        while at < num or num_running:
+            if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
+                host_ms = max(host_ms, device_ms)
+                total_ms += num_running * host_ms
+                num_running = 0
+                continue
+            host_ms, first, end = max(host_ms, arrived_ms[at]), at, min(num, at + engine.most)
+            while at < end and arrived_ms[at] <= host_ms:
+                at += 1
+            of_new = num_new[at] - num_new[first]
+            of_known = at - first - of_new
+            host_ms += engine.host_ms + of_known * known_host + of_new * new_host
+            bus_ms = max(host_ms, bus_ms) + engine.rows_ms + of_known * known_rows + of_new * new_rows
+            if num_running:
+                host_ms = max(host_ms, device_ms)
+                total_ms += num_running * host_ms
+            device_ms = max(bus_ms, device_ms) + engine.compute_ms + of_known * known_compute + of_new * new_compute
+            num_running = at - first
+        mean_ms[split] = (total_ms - arrived_ms.sum()) / num
     return mean_ms

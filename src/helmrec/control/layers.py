@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numba
 import numpy as np
 
 from helmrec.control.costs import Floats
@@ -60,18 +61,24 @@ class Rule:
     """
 
     def choose(self, mean_ms: Floats, view: View) -> float:
-        window, start = view.window, view.window.alpha_target
-        is_open = (window.alpha_min <= ALPHAS) & (window.alpha_max >= ALPHAS)
-        if not is_open.any():
-            return start
-        alphas, mean_ms = ALPHAS[is_open], mean_ms[is_open]
-        is_equal = mean_ms <= mean_ms.min() * (1 + 2 * MIN_GAIN)
-        equals, equals_ms = alphas[is_equal], mean_ms[is_equal]
-        best = np.abs(equals - 1 / 2).argmin()
-        here_ms = np.interp(start, alphas, mean_ms)
-        is_gain = here_ms - equals_ms[best] >= MIN_GAIN * here_ms
-        is_nearer = abs(start - 1 / 2) - abs(equals[best] - 1 / 2) >= 2 * SETTLED
-        return float(equals[best]) if is_gain or is_nearer else start
+        window = view.window
+        return nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
+
+
+@numba.njit(cache=True)
+def nearest_middle(mean_ms: Floats, alpha_min: float, alpha_max: float, start: float) -> float:
+    """As `Rule` says; `start`, if another split neither gains enough nor is nearer the middle by enough."""
+    is_open = (alpha_min <= ALPHAS) & (alpha_max >= ALPHAS)
+    if not is_open.any():
+        return start
+    alphas, mean_ms = ALPHAS[is_open], mean_ms[is_open]
+    is_equal = mean_ms <= mean_ms.min() * (1 + 2 * MIN_GAIN)
+    equals, equals_ms = alphas[is_equal], mean_ms[is_equal]
+    best = np.abs(equals - 1 / 2).argmin()
+    here_ms = np.interp(start, alphas, mean_ms)
+    is_gain = here_ms - equals_ms[best] >= MIN_GAIN * here_ms
+    is_nearer = abs(start - 1 / 2) - abs(equals[best] - 1 / 2) >= 2 * SETTLED
+    return equals[best] if is_gain or is_nearer else start
 
 
 def propose(layer: str, chooser: Chooser, mean_ms: Floats, view: View) -> Proposal:
@@ -99,9 +106,8 @@ class Residual:
             self._seen.add(np.array((measured, promised)), traffic.num_served, traffic.end_s - traffic.start_s)
         if self._seen.value is None:
             return Bias(pace=self._pace)
-        measured, promised = self._seen.value
-        ratio = measured / np.maximum(promised, 1 / ALPHAS.size)
-        tokens, rows = np.clip(ratio, 1 / _MOST_BIAS, _MOST_BIAS).tolist()
+        ratios = (measured / max(promised, 1 / ALPHAS.size) for measured, promised in self._seen.value.T.tolist())
+        tokens, rows = (min(max(ratio, 1 / _MOST_BIAS), _MOST_BIAS) for ratio in ratios)
         return Bias(tokens, rows, self._pace)
 
     def _note_pace(self, window: WindowStats, predicted_ms: float | None) -> None:

@@ -142,7 +142,7 @@ def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> Ser
 @numba.njit(cache=True)
 def _play(stream: Floats, rate: float, new: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
     """Mean latency at splits, of `work_ms` (stages, known or new user, splits)."""
-    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, 1, new.size)), np.ones(1), engine)[0]
+    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, new.size)), engine)
 
 
 @numba.njit(cache=True)

@@ -176,7 +176,7 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
     Driver(engine, course, rebalancer, run).go()
     run.after, run.pauses = engine.stats().pool, engine.stats().pauses
     if adaptive is not None and adaptive.model.estimator.costs is not None:
-        run.costs = asdict(adaptive.model.estimator.costs)
+        run.costs = adaptive.model.estimator.costs._asdict()
     assert engine.stats().background_failures == 0
     return run
 
