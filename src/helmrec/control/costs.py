@@ -75,7 +75,8 @@ class Estimator:
         self._turn = (self._turn + 1) % len(_STAGES)
         for stage in [self._turn] if self._terms else range(len(_STAGES)):
             self._terms[stage] = fit(self._moments[stage], self._targets[:, stage], _TERMS[stage], _RIDGE)
-        self.costs = StageCosts(*chain(*(one.tolist() for one in self._terms.values())), num_overlapped / weight)
+        terms = chain(*(one.tolist() for one in self._terms.values()), [num_overlapped / weight])
+        self.costs = StageCosts(*terms)
 
     @property
     def learned(self) -> list[float]:
