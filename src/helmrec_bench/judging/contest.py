@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.control.explain import Explanation
 from helmrec.control.policy import Limited, Limits, Move, Policy, WindowStats
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.memory.miss_curves import JointCurves
@@ -139,6 +140,7 @@ class Shown:
         self._limited = Limited(policy, Limits())
         self._curves, self._tick_s = curves, tick_s
         self._took_us: list[float] = []
+        self._said: list[Explanation] = []
 
     @property
     def decision_us(self) -> tuple[float, float]:
@@ -150,11 +152,20 @@ class Shown:
         started = time.perf_counter()
         move = self._limited.decide(shown)
         self._took_us.append((time.perf_counter() - started) * 1e6)
+        if (said := getattr(self._limited.policy, "explanation", None)) is not None:
+            self._said.append(said)
         return move
+
+    def prediction_error(self, from_s: float) -> float | None:
+        """Median error of a window's mean latency, predicted a window ago; None: nothing was predicted."""
+        late = [(one.predicted_ms, one.measured_ms) for one in self._said if one.time_s > from_s]
+        errors = [abs(predicted / measured - 1) for predicted, measured in late if predicted and measured]
+        return float(np.median(errors)) if errors else None
 
     def reset(self) -> None:
         self._limited.reset()
         self._took_us.clear()
+        self._said.clear()
 
 
 class Wanderer:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from helmrec.control.explain import Explanation
 from helmrec.control.policy import Move, WindowStats
 from helmrec.sim.scenario import Scenario
 from helmrec.traffic.workload import Phase, Workload
@@ -96,3 +97,24 @@ def test_regret_and_gap_are_held_against_sweeps_summed_over_seeds() -> None:
     assert found.share_inside == 0.5
     assert spent(statics[0.6]) == 70
     assert found.p99_change.mean == pytest.approx(0)
+
+
+class Foretelling(Noting):
+    """Says of each window that it was predicted a quarter too long, but nothing of the first."""
+
+    explanation: Explanation | None = None
+
+    def decide(self, stats: WindowStats) -> Move | None:
+        traffic = stats.traffic
+        predicted_ms = 1.25 * traffic.mean_ms if self.seen else None
+        self.explanation = Explanation(traffic.end_s, stats.alpha_target, traffic.mean_ms, predicted_ms, 1.0, [], None)
+        return super().decide(stats)
+
+
+def test_predictions_are_held_against_what_came(course: Course) -> None:
+    shown, silent = course.shown(Foretelling()), course.shown(Noting())
+    for one in (shown, silent):
+        course.replay(one, 0.5)
+    assert shown.prediction_error(from_s=0.0) == pytest.approx(0.25)
+    assert shown.prediction_error(from_s=1e9) is None
+    assert silent.prediction_error(from_s=0.0) is None

@@ -104,7 +104,8 @@ def judge(trial: Trial) -> dict[str, Any]:
     result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
     path = [round(alpha, 3) for alpha in alphas[:: max(1, len(alphas) // 20)]]
-    return {**score(drawn, result), "alphas": path, "decision_us": shown.decision_us}
+    details = {"alphas": path, "decision_us": shown.decision_us, "prediction_error": shown.prediction_error(OPENING_S)}
+    return {**score(drawn, result), **details}
 
 
 def teach_wrong(policy: Helm, wrong: str, drawn: Drawn, trace: Trace) -> None:
@@ -158,6 +159,7 @@ def compare(scores: Sequence[dict[str, Any]], constants: Sequence[dict[str, Any]
         "untuned_over_best": _mean(constants, f"{UNTUNED_ALPHA:g}", "mean_ms") / _mean(constants, best, "mean_ms") - 1,
         "alphas": scores[0]["alphas"],
         "decision_p99_us": max(one["decision_us"][1] for one in scores),
+        "prediction_error": scores[0]["prediction_error"],
     }
     if "first_burst_p99_ms" in scores[0]:
         first_ms = np.mean([one["first_burst_p99_ms"] for one in scores])
@@ -189,6 +191,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "average_p99": float(p99.mean()),
         "least_within_slo_less_best": min(row["within_slo_less_best"] for row in rows),
         "decision_p99_us": max(row["decision_p99_us"] for row in rows),
+        "prediction_error": float(np.median([row["prediction_error"] or 0.0 for row in rows])),
     }
 
 

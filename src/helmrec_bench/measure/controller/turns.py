@@ -208,9 +208,16 @@ def describe(course: LiveCourse, run: LiveRun, score_after_s: float) -> dict[str
         **hit_rates(run.before, run.after),
         "alpha_over_time": run.alphas if run.moves else [],
         "moves": run.moves,
+        "prediction_error": prediction_error(run, score_after_s),
         "windows": run.windows,
         "costs": run.costs,
     }
+
+
+def prediction_error(run: LiveRun, score_after_s: float) -> float | None:
+    """Median error of a window's mean latency, predicted a window ago; None: nothing was predicted."""
+    late = [one for one in run.windows if "predicted_ms" in one and one["measured_ms"] and one["s"] >= score_after_s]
+    return float(np.median([abs(one["predicted_ms"] / one["measured_ms"] - 1) for one in late])) if late else None
 
 
 def turn_options(parser: ArgumentParser) -> None:
