@@ -152,7 +152,10 @@ class Shown:
         started = time.perf_counter()
         move = self._limited.decide(shown)
         self._took_us.append((time.perf_counter() - started) * 1e6)
-        if (said := getattr(self._limited.policy, "explanation", None)) is not None:
+        inner: Policy = self._limited
+        while isinstance(inner, Limited):
+            inner = inner.policy
+        if (said := getattr(inner, "explanation", None)) is not None:
             self._said.append(said)
         return move
 

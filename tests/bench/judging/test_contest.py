@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.explain import Explanation
-from helmrec.control.policy import Move, WindowStats
+from helmrec.control.policy import Limited, Limits, Move, WindowStats
 from helmrec.sim.scenario import Scenario
 from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.judging.contest import WINDOW_S, Course, Score, Wanderer, scaled
@@ -112,7 +112,7 @@ class Foretelling(Noting):
 
 
 def test_predictions_are_held_against_what_came(course: Course) -> None:
-    shown, silent = course.shown(Foretelling()), course.shown(Noting())
+    shown, silent = course.shown(Limited(Foretelling(), Limits())), course.shown(Noting())
     for one in (shown, silent):
         course.replay(one, 0.5)
     assert shown.prediction_error(from_s=0.0) == pytest.approx(0.25)
