@@ -62,7 +62,7 @@ def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape) -> Array
         out[:, at_v] = (silu(logits) / shape.normaliser * mask) @ v[:, at_v]
     gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], 1e-6)
     y = gated if shape.form == "gated" else np.concatenate([u, out, gated], axis=1)
-    return x + y @ w["output_weight"]
+    return x + y @ w["output_weight"] + w.get("output_bias", 0.0)
 
 
 def layer_weights(weights: Weights, i: int) -> dict[str, Array]:

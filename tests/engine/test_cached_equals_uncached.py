@@ -61,11 +61,12 @@ class Streams(RuleBasedStateMachine):
         overlap=st.booleans(),
         host_pages=st.sampled_from([40, 6, 40, 0]),
         v_dim=st.sampled_from([8, 12]),
+        output_bias=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def start(self, form: str, v_dim: int, seed: int, host_pages: int, **policies: Any) -> None:
+    def start(self, form: str, v_dim: int, output_bias: bool, seed: int, host_pages: int, **policies: Any) -> None:
         self.rng = np.random.default_rng(seed)
-        model = tiny_model(seed=seed % 3, form=form, v_dim=v_dim)
+        model = tiny_model(seed=seed % 3, form=form, v_dim=v_dim, output_bias=output_bias)
         self.clock = ManualClock()
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)

@@ -144,7 +144,7 @@ def test_dense_halves_match_float64(dim: int, heads: Heads, form: Form, dtype: t
     out_rows = width * (3 if form == "concat" else 1)
     weights = LayerWeights(
         noise(dim, projected), noise(projected), 1 + noise(dim), noise(dim), noise(out_rows, dim), 1 + noise(width),
-        noise(width),
+        noise(width), noise(dim),
     )  # fmt: skip
     exact = LayerWeights(*(getattr(weights, field.name).double() for field in fields(weights)))
     x, o = torch.randn(1001, dim, device="cuda").to(dtype), torch.randn(1001, width, device="cuda").to(dtype)

@@ -36,6 +36,7 @@ def test_a_layer_with_values_scaled_by_sequence_matches_the_twin(is_scaled: bool
         noise(3 * width, DIM),
         1 + noise(width),
         noise(width),
+        noise(DIM),
     )
     batch = layout(LENGTHS, PAGE, 0, 0, np.random.default_rng(0))
     scale = torch.repeat_interleave(torch.tensor([1 / 23, 1 / 7, 1 / 4]), batch.cu_tokens.diff())[:, None, None]

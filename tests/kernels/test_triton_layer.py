@@ -19,7 +19,7 @@ HEADS, QK, V, DIM, TOKENS = 2, 8, 24, 40, 37
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def random_weights(form: Form, dtype: torch.dtype) -> LayerWeights:
+def random_weights(form: Form, dtype: torch.dtype, *, has_bias: bool = False) -> LayerWeights:
     def noise(*shape: int) -> torch.Tensor:
         return (0.3 * torch.randn(shape)).to(dtype)
 
@@ -32,11 +32,13 @@ def random_weights(form: Form, dtype: torch.dtype) -> LayerWeights:
         output_weight=noise(width * (3 if form == "concat" else 1), DIM),
         output_norm_weight=1 + noise(width),
         output_norm_bias=noise(width),
+        output_bias=noise(DIM) if has_bias else None,
     )
 
 
 def in_float64(weights: LayerWeights) -> LayerWeights:
-    return LayerWeights(*(getattr(weights, field.name).double() for field in fields(weights)))
+    given = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return LayerWeights(**{name: value.double() for name, value in given.items() if value is not None})
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +61,11 @@ def test_projection_matches_the_twin_but_for_the_activation_of_u(form: Form, dty
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("form", ["gated", "concat"])
 @pytest.mark.parametrize("joined", [False, True])
-def test_gate_and_output_match_the_twin(form: Form, dtype: torch.dtype, joined: bool) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_and_output_match_the_twin(form: Form, dtype: torch.dtype, joined: bool, has_bias: bool) -> None:
     if joined and form == "gated":
         pytest.skip("the gated form joins nothing")
-    weights = random_weights(form, dtype)
+    weights = random_weights(form, dtype, has_bias=has_bias)
     x, o, u = (torch.randn(TOKENS, width).to(dtype) for width in (DIM, HEADS * V, HEADS * V))
     twin_u = torch.nn.functional.silu(u.double())
     twin = layer.gate_output(x.double(), twin_u, o.double(), in_float64(weights), form)

@@ -5,6 +5,7 @@ Set HELMREC_GOLDEN to a folder of safetensors files, for instance vectors made b
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ def _run(tensors: dict[str, Tensor], case: dict[str, int], form: Form) -> Tensor
     num_pages, heads = batch.page_table.numel(), case["num_heads"]
     x = tensors["x"]
     for i in range(case["num_layers"]):
-        names = LayerWeights.__dataclass_fields__
         get = {name.replace(f"layers.{i}._", f"layers.{i}."): value for name, value in tensors.items()}
-        weights = LayerWeights(*(get[f"layers.{i}.{name}"] for name in names))
+        names = [field.name for field in fields(LayerWeights) if f"layers.{i}.{field.name}" in get]
+        weights = LayerWeights(**{name: get[f"layers.{i}.{name}"] for name in names})
         k_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["qk_dim"]), torch.nan, dtype=x.dtype)
         v_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["v_dim"]), torch.nan, dtype=x.dtype)
         shape = LayerShape(form, heads, case["qk_dim"] ** -0.5, float(case["normaliser"]))

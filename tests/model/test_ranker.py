@@ -39,6 +39,7 @@ def random_config(rng: np.random.Generator) -> ModelConfig:
         input_hidden_dim=None if rng.random() < 0.5 else 12,
         num_tasks=int(rng.integers(1, 4)),
         time_buckets=int(rng.integers(2, 70)),
+        output_bias=bool(rng.integers(2)),
         features=features,
         user_context=tables("u", int(rng.integers(0, 3))),
         request_context=tables("r", int(rng.integers(0, 3))),
@@ -77,9 +78,10 @@ def test_the_module_scores_as_the_engine_does(seed: int) -> None:
     assert np.abs(logits - served(model, requests)).max() <= 1e-5
 
 
+@pytest.mark.parametrize("output_bias", [False, True])
 @pytest.mark.parametrize("form", ["concat", "gated"])
-def test_the_module_in_double_precision_is_the_published_arithmetic(form: str) -> None:
-    model, rng = tiny_model(form=form), np.random.default_rng(0)
+def test_the_module_in_double_precision_is_the_published_arithmetic(form: str, output_bias: bool) -> None:
+    model, rng = tiny_model(form=form, output_bias=output_bias), np.random.default_rng(0)
     requests, reference = ragged_requests(rng, model.config), Reference(model.config, model.dense, model.tables)
     with torch.no_grad():
         logits = HstuRanker.from_model(model).double()(requests).numpy()

@@ -26,6 +26,7 @@ class LayerWeights:
     output_weight: Tensor  # gated: (heads * v, dim); concat: (3 * heads * v, dim), rows [U | O | U * norm(O)]
     output_norm_weight: Tensor  # (heads * v,)
     output_norm_bias: Tensor
+    output_bias: Tensor | None = None  # (dim,), of the output projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ def split_projection(uvqk: Tensor, width: int, num_heads: int) -> Projected:
 
 
 def gate_output(x: Tensor, u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tensor:
-    """x + gate(u, norm(o)) @ W_o. x: (tokens, dim), u and o: (tokens, heads * v)."""
+    """x + gate(u, norm(o)) @ W_o + b_o. x: (tokens, dim), u and o: (tokens, heads * v)."""
     normed = F.layer_norm(o, o.shape[-1:], weights.output_norm_weight, weights.output_norm_bias, NORM_EPS)
     gated = u * normed
     y = gated if form == "gated" else torch.cat([u, o, gated], dim=1)
-    return torch.addmm(x, y, weights.output_weight)
+    residual = x if weights.output_bias is None else x + weights.output_bias
+    return torch.addmm(residual, y, weights.output_weight)

@@ -105,7 +105,7 @@ def joined_buffer(x: Tensor, weights: LayerWeights) -> Tensor:  # (tokens, 3 * h
 def gate_output(
     x: Tensor, u: Tensor, o: Tensor, weights: LayerWeights, form: Form, joined: Tensor | None = None
 ) -> Tensor:
-    """x + gate(silu(u), norm(o)) @ W_o. x: (tokens, dim), u and o: (tokens, heads * v).
+    """x + gate(silu(u), norm(o)) @ W_o + b_o. x: (tokens, dim), u and o: (tokens, heads * v).
 
     x is updated in place and returned: a new tensor would cost a pass over it. u comes from `project` of this
     module. In the concat form, joined may be a buffer of `joined_buffer` whose middle third is o.
@@ -116,6 +116,8 @@ def gate_output(
     launch_rows(
         _gate_kernel, u.shape, u, o, *norm, y, *strides, EPS=NORM_EPS, CONCAT=form == "concat", COPY_O=joined is None
     )
+    if weights.output_bias is not None:
+        x.add_(weights.output_bias)
     return x.addmm_(y, weights.output_weight)
 
 

@@ -70,6 +70,7 @@ class ModelConfig(Frozen):
     dim: int = Field(ge=1)
     hidden_dim: int = Field(512, ge=1, description="width inside the input and head MLPs")
     input_hidden_dim: int | None = Field(None, ge=1, description="width inside the input MLPs, if different")
+    output_bias: bool = Field(False, description="whether the output projection of a layer has a bias")
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 

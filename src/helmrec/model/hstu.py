@@ -18,8 +18,6 @@ from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig
 
-_LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
-
 
 @dataclass(frozen=True, slots=True)
 class QueryTerms:
@@ -50,7 +48,6 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every dense weight. GEMM weights of layers are in x out, those of MLPs out x in."""
     dim, hidden, frame = config.dim, config.hidden_dim, config.query_frame
     input_hidden = config.input_hidden_dim or hidden
-    width, qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
     shapes: dict[str, tuple[int, ...]] = {
         "action_embedding.weight": (config.num_actions + 1, dim),  # the last row stands for "not yet known"
         "position_embedding.weight": (config.window + 1 if frame is None else frame.num_positions, dim),
@@ -67,17 +64,27 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= mlp_shapes("candidate_encoder", _fan_in(config.candidate_encoder, config), hidden, dim, has_norm=True)
     shapes |= mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
     for i in range(config.num_layers):
-        layer = (
-            (dim, 2 * width + 2 * qk_width),
-            (2 * width + 2 * qk_width,),
-            (dim,),
-            (dim,),
-            (width * (1 if config.form == "gated" else 3), dim),
-            (width,),
-            (width,),
-        )
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in zip(_LAYER_FIELDS, layer, strict=True)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()}
     return shapes
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight of one layer; the names are those of `LayerWeights`."""
+    width, num_columns = config.num_heads * config.v_dim, 2 * config.num_heads * (config.v_dim + config.qk_dim)
+    shapes: dict[str, tuple[int, ...]] = {
+        "uvqk_weight": (config.dim, num_columns),
+        "uvqk_beta": (num_columns,),
+        "input_norm_weight": (config.dim,),
+        "input_norm_bias": (config.dim,),
+        "output_weight": (width * (1 if config.form == "gated" else 3), config.dim),
+        "output_norm_weight": (width,),
+        "output_norm_bias": (width,),
+    }
+    return shapes | ({"output_bias": (config.dim,)} if config.output_bias else {})
+
+
+def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int) -> LayerWeights:
+    return LayerWeights(**{name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)})
 
 
 def _fan_in(encoder: EncoderConfig, config: ModelConfig) -> int:
@@ -118,9 +125,7 @@ class HstuModel:
         self.config = config
         self._kernels = kernels
         self._weights = dict(weights)
-        self._layers = [
-            LayerWeights(*(weights[f"layers.{i}.{name}"] for name in _LAYER_FIELDS)) for i in range(config.num_layers)
-        ]
+        self._layers = [layer_weights(config, weights, i) for i in range(config.num_layers)]
         self._shape = LayerShape(config.form, config.num_heads, config.qk_dim**-0.5, float(config.normaliser))
         place = {table.name: i for i, table in enumerate(config.features)}
         self.head_features = [place[table] for table in config.candidate_encoder.tables]  # whose rows `head` is given

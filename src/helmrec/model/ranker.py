@@ -16,12 +16,12 @@ from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
 from helmrec.kernels.layer import NORM_EPS, LayerWeights, gate_output, split_projection
 from helmrec.model.config import EncoderConfig, ModelConfig
+from helmrec.model.hstu import layer_weights
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.model.window import window_anchor
 from helmrec.types import IntArray, RankRequest
 
 Rows = Mapping[str, Tensor]
-_LAYER_FIELDS = tuple(LayerWeights.__dataclass_fields__)
 _TABLES = "tables."  # where the names of their parameters begin
 _TABLE_SCALE = 0.1  # size of the random entries of tables
 _MAX_EDGES = 124  # of time buckets; larger ones do not fit 64 bits
@@ -197,7 +197,7 @@ class HstuRanker(nn.Module):
         rows = {name: each.to(norm.dtype) for name, each in self.rows(ids).items()}
         x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):
-            x = self._layer(x, LayerWeights(*(w[f"layers.{i}.{name}"] for name in _LAYER_FIELDS)), layout)
+            x = self._layer(x, layer_weights(config, w, i), layout)
         x = x[layout.prefix_slots.numel() :]
         user = F.layer_norm(x, norm.shape, norm, w["output_norm.bias"], embed.NORM_EPS)
         last_rows = {t.name: rows[t.name][batch.actions.numel() :] for t in config.features}
