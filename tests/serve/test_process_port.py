@@ -120,7 +120,8 @@ def test_what_can_never_fit_the_ring_is_too_large_and_not_a_matter_of_waiting(ap
     for call in (apart.port.submit([long]), apart.port.update_rows("item", range(40_000), [[1.0] * 16] * 40_000)):
         with pytest.raises(TooLarge, match="at most 262144 bytes fit the ring"):
             apart.caller.run(call)
-    reply = problems.of_error(TooLarge("requests", "9 bytes", "at most 8"), "id", "/v1/rank")
+    error = TooLarge("requests", "9 bytes", "at most 8")
+    reply = problems.answer(problems.of_error(error, "id"), "/v1/rank", error)
     assert reply.status_code == 413
     assert "retry-after" not in reply.headers
 

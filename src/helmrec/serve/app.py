@@ -75,7 +75,7 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
     app.state.front = front
     app.router.redirect_slashes = False
     # Starlette's own middleware is left out: Edge handles all errors.
-    app.middleware_stack = Edge(_ByPath(app.router), front.count_request)
+    app.middleware_stack = Edge(_ByPath(app.router), front.calls)
     return app
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +14,7 @@ from starlette.types import Scope
 from helmrec.errors import RequestError
 from helmrec.serve.json_place import value_at
 
-DEADLINE_HEADER = b"deadline-ms"
+DEADLINE_HEADER = "deadline-ms"
 _AT = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<path>.*)`$")
 _NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>.*?)`")
 _EXPECTED = re.compile(r"^Expected (?P<what>.+?)(?:, got (?P<kind>.+))?$")
@@ -75,15 +77,27 @@ class Bodies:
             chunks.append(chunk)
         return b"".join(chunks)
 
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Count a body that was read elsewhere while its call runs; 503 if all bodies would exceed their bound."""
+        self._count(num_bytes, num_bytes)
+        try:
+            yield
+        finally:
+            self.held_bytes -= num_bytes
+
     def _hold(self, scope: Scope, num_new: int, num_bytes: int) -> None:
+        self._count(num_new, num_bytes)
+        state = scope.setdefault("state", {})
+        state[_HELD] = state.get(_HELD, 0) + num_new
+
+    def _count(self, num_new: int, num_bytes: int) -> None:
         """Count `num_new` bytes of a body that has `num_bytes` so far; 503 if all bodies would exceed their bound."""
         reserved = 0 if num_bytes <= _SMALL_BYTES else self._max_bytes // _SMALL_SHARE
         if self.held_bytes + num_new > self._max_bytes - reserved:
             problem = f"the bodies of all requests in memory may hold {self._max_bytes} bytes (max_bodies_bytes)"
             raise HTTPException(503, problem, {"retry-after": "1"})  # the server discards the rest as it arrives
         self.held_bytes += num_new
-        state = scope.setdefault("state", {})
-        state[_HELD] = state.get(_HELD, 0) + num_new
 
     def release(self, scope: Scope) -> None:
         """Stop counting the body of a request that is answered. May be called twice, and without a body."""
@@ -133,7 +147,11 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
 
 def deadline_ms(request: Request) -> float | None:
     """Return the deadline in the client's header, in milliseconds; None without one."""
-    text = header(request.scope, DEADLINE_HEADER)
+    return parse_deadline(header(request.scope, DEADLINE_HEADER.encode()))
+
+
+def parse_deadline(text: str | None) -> float | None:
+    """Parse a header of milliseconds; None without one."""
     if text is None:
         return None
     try:
@@ -141,7 +159,7 @@ def deadline_ms(request: Request) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise RequestError(DEADLINE_HEADER.decode(), text[:_MAX_SHOWN], "a positive number of milliseconds is needed")
+        raise RequestError(DEADLINE_HEADER, text[:_MAX_SHOWN], "a positive number of milliseconds is needed")
     return value
 
 

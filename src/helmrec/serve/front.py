@@ -16,6 +16,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
 from helmrec.failures import FailureLog
 from helmrec.serve.bodies import Bodies, decode
+from helmrec.serve.calls import CallLog
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
@@ -41,6 +42,7 @@ class Front:
         self.samples = Samples(config.slo_ms)
         self.bodies = Bodies(config.max_body_bytes, config.max_bodies_bytes, config.body_timeout_s)
         self.tally = InferenceTally()
+        self.calls = CallLog(self.count_request)
         self._failures = FailureLog(log)
 
     async def admin_body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
@@ -88,22 +90,17 @@ class Front:
         self.metrics.count_look_failure()
         self._failures.note("look at the engine", error)
 
-    async def submit(self, request: Request, ranks: Sequence[RankRequest]) -> list[RankResult]:
-        """Rank and count the results. Deadlines run since the HTTP request arrived."""
+    async def submit(self, ranks: Sequence[RankRequest], started_s: float) -> list[RankResult]:
+        """Rank and count the results. Deadlines run since `started_s`, when the call arrived."""
         try:
-            results = await self.port.submit(ranks, self.spent_ms(request))
+            results = await self.port.submit(ranks, spent_ms(started_s))
         except Exception:
-            self.tally.fail(self.spent_ms(request))
+            self.tally.fail(spent_ms(started_s))
             raise
-        self.tally.succeed(self.spent_ms(request), results)
+        self.tally.succeed(spent_ms(started_s), results)
         for result in results:
             self.metrics.count_result(result)
         return results
-
-    def spent_ms(self, request: Request) -> float:
-        """Return the milliseconds since the request arrived."""
-        started_s: float = request.scope["state"]["started_s"]
-        return (time.perf_counter() - started_s) * 1e3
 
     @property
     def store_problem(self) -> str | None:
@@ -120,3 +117,14 @@ class Front:
         if not self.is_ready:
             reason = f": {self.port.reason}" if self.port.reason else ""
             raise HTTPException(503, f"the engine is {self.port.health.value}{reason}", {"retry-after": "1"})
+
+
+def started_s(request: Request) -> float:
+    """Return when the request arrived, on the clock of `time.perf_counter`."""
+    arrived_s: float = request.scope["state"]["started_s"]
+    return arrived_s
+
+
+def spent_ms(started_s: float) -> float:
+    """Return the milliseconds since a call arrived."""
+    return (time.perf_counter() - started_s) * 1e3

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from helmrec.engine.relay.trigger import Verdict
 from helmrec.history.events import Events
 from helmrec.serve.bodies import decode
-from helmrec.serve.front import Front
+from helmrec.serve.front import Front, spent_ms, started_s
 from helmrec.serve.routes import Endpoint, json_answer
 from helmrec.serve.schema import HistoryBody
 from helmrec.types import PrefillRequest, PrefillResult
@@ -81,7 +81,7 @@ class PrefillRoutes:
         if histories is not None and body.is_without_events:
             (stored,) = await histories.read([body.user_id], front.port.model)
         asked = body.request(stored)  # nothing is awaited between the read and the engine's queue
-        result = await front.port.prefill(asked, front.spent_ms(request))
+        result = await front.port.prefill(asked, spent_ms(started_s(request)))
         version = None if stored is None else stored.version
         return json_answer(PrefillAnswer.of(result, front.config.node_name, version))
 

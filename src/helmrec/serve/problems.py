@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one table from class to status, one format of body (RFC 9457)."""
+"""Errors as answers: one table from class to status, one description (RFC 9457)."""
 
 from http import HTTPStatus
 
@@ -42,12 +42,10 @@ _HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first match is used: 
 SHOWN_HISTORY_ERRORS = tuple(_HISTORY_DETAILS)  # clients see these; other errors of a store go to the log only
 
 
-def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) -> Response:
-    """Return the answer for an error that the client can act on."""
+def of_error(error: HelmRecError | HTTPException, request_id: str) -> Problem:
+    """Describe an error that the client can act on."""
     if isinstance(error, HTTPException):
-        return _answer(
-            Problem(_title(error.status_code), error.status_code, _cut(error.detail), request_id), path, error
-        )
+        return Problem(_title(error.status_code), error.status_code, _cut(error.detail), request_id)
     status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
     problem = Problem(_title(status), status, _cut(str(error)), request_id, TYPE_PREFIX + type(error).__name__)
     if isinstance(error, RequestError):
@@ -56,22 +54,25 @@ def of_error(error: HelmRecError | HTTPException, request_id: str, path: str) ->
         problem = msgspec.structs.replace(problem, current_version=error.current)
     elif isinstance(error, HistoryError):  # its message contains file names
         problem = msgspec.structs.replace(problem, detail=_of_history(error))
-    return _answer(problem, path)
+    return problem
 
 
 def _of_history(error: HistoryError) -> str:
     return next(text for kind, text in _HISTORY_DETAILS.items() if isinstance(error, kind))
 
 
-def of_failure(request_id: str, path: str) -> Response:
-    """Return the answer for an internal failure. It contains only the id under which the log has the details."""
-    return _answer(Problem(_title(500), 500, "the server failed; its log has the reason", request_id), path)
+def of_failure(request_id: str) -> Problem:
+    """Describe an internal failure. It contains only the id under which the log has the details."""
+    return Problem(_title(500), 500, "the server failed; its log has the reason", request_id)
 
 
-def _answer(problem: Problem, path: str, error: HTTPException | None = None) -> Response:
+def answer(problem: Problem, path: str, error: Exception) -> Response:
+    """Return the answer for an error that `problem` describes."""
     if path.startswith("/v2"):
         problem = msgspec.structs.replace(problem, error=problem.detail)
-    headers = dict(error.headers or {}) if error else _RETRY_AFTER if problem.status in {429, 503} else None
+    headers = _RETRY_AFTER if problem.status in {429, 503} else None
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
     return Response(msgspec.json.encode(problem), problem.status, headers, MEDIA_TYPE)
 
 

@@ -112,23 +112,42 @@ def read_inference(body: bytes, header_length: str | None) -> Inference:
     """Decode an inference request and its tensors; RequestError names the wrong field and its value."""
     json_bytes = _json_bytes(header_length, len(body))
     parsed = decode(_DECODER, memoryview(body)[:json_bytes])
-    for i, output in enumerate(parsed.outputs):
-        if output.name != SCORES or i:
-            raise RequestError(f"outputs[{i}].name", output.name, f"the only output is {SCORES}")
-    return Inference(parsed, _tensors(parsed.inputs, body, json_bytes))
+    check_outputs([output.name for output in parsed.outputs])
+    return Inference(parsed, tensors_by_name(parsed.inputs, _binary(parsed.inputs, body, json_bytes)))
 
 
-def _tensors(inputs: list[InputTensor], body: bytes, offset: int) -> dict[str, Tensor]:
-    """Return all tensors by name. Binary ones follow each other from `offset` to the end of the body."""
+def check_outputs(names: Sequence[str]) -> None:
+    """Raise RequestError unless the outputs asked for are those of the model."""
+    for i, name in enumerate(names):
+        if name != SCORES or i:
+            raise RequestError(f"outputs[{i}].name", name, f"the only output is {SCORES}")
+
+
+def tensors_by_name(inputs: Sequence[InputTensor], raw: Sequence[memoryview | bytes | None]) -> dict[str, Tensor]:
+    """Return all tensors by name. Those with bytes in `raw` are views of them; the values of others are in `data`."""
     tensors: dict[str, Tensor] = {}
-    for i, tensor in enumerate(inputs):
+    for i, (tensor, given) in enumerate(zip(inputs, raw, strict=True)):
         if tensor.name in tensors:
             raise RequestError(f"inputs[{i}].name", tensor.name, "each tensor may be given once")
-        tensors[tensor.name] = _values(i, tensor, body, offset)
-        offset += tensor.parameters.binary_data_size or 0
+        tensors[tensor.name] = _values(i, tensor, given)
+    return tensors
+
+
+def _binary(inputs: list[InputTensor], body: bytes, offset: int) -> list[memoryview | None]:
+    """Return the bytes of binary tensors, which follow each other from `offset` to the end of the body."""
+    whole, found = memoryview(body), list[memoryview | None]()
+    for i, tensor in enumerate(inputs):
+        num_bytes = tensor.parameters.binary_data_size
+        if num_bytes is not None and tensor.data is not None:
+            raise RequestError(f"inputs[{i}].data", len(tensor.data), "values come as data or as bytes, not as both")
+        if num_bytes is not None and num_bytes > len(body) - offset:
+            problem = f"{len(body) - offset} bytes are left in the body"
+            raise RequestError(f"inputs[{i}].parameters.binary_data_size", num_bytes, problem)
+        found.append(None if num_bytes is None else whole[offset : offset + num_bytes])
+        offset += num_bytes or 0
     if offset != len(body):
         raise RequestError("body", len(body), f"JSON and tensors take {offset} bytes")
-    return tensors
+    return found
 
 
 def _json_bytes(header_length: str | None, body_bytes: int) -> int:
@@ -140,22 +159,19 @@ def _json_bytes(header_length: str | None, body_bytes: int) -> int:
     raise RequestError("inference-header-content-length", header_length[:100], problem)
 
 
-def _values(i: int, tensor: InputTensor, body: bytes, offset: int) -> Tensor:
+def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None) -> Tensor:
     dtype = _DTYPES.get(tensor.datatype)
     if dtype is None:
         raise RequestError(f"inputs[{i}].datatype", tensor.datatype, f"one of {', '.join(_DTYPES)} is needed")
-    if len(tensor.shape) != 1:
+    if len(tensor.shape) != 1 or tensor.shape[0] < 0:
         raise RequestError(f"inputs[{i}].shape", tensor.shape, "a flat tensor is needed")
     (num,) = tensor.shape
-    num_bytes = tensor.parameters.binary_data_size
-    if num_bytes is None:
+    if raw is None:
         return _listed(i, tensor, num, dtype)
-    if tensor.data is not None:
-        raise RequestError(f"inputs[{i}].data", len(tensor.data), "values come as data or as bytes, not as both")
-    if num_bytes != num * dtype.itemsize or num_bytes > len(body) - offset:
-        problem = f"shape and datatype make {num * dtype.itemsize} bytes, {len(body) - offset} are left in the body"
-        raise RequestError(f"inputs[{i}].parameters.binary_data_size", num_bytes, problem)
-    return np.frombuffer(body, dtype, num, offset) if num else np.empty(0, dtype)
+    if len(raw) != num * dtype.itemsize:
+        problem = f"bytes of {num} values of {tensor.datatype} are needed, {num * dtype.itemsize}"
+        raise RequestError(f"inputs[{i}].parameters.binary_data_size", len(raw), problem)
+    return np.frombuffer(raw, dtype) if num else np.empty(0, dtype)
 
 
 def _listed(i: int, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Tensor:
@@ -315,16 +331,28 @@ def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
 
 def encode_answer(inference: InferBody, model_name: str, results: list[RankResult]) -> Encoded:
     """Encode the answer to an inference request."""
-    scores = np.concatenate([result.scores for result in results], dtype="<f4")
+    scored = Scored.of(results)
     is_binary = inference.wants_binary
     output = OutputTensor(
         name=SCORES,
         datatype="FP32",
-        shape=list(scores.shape),
-        parameters={"binary_data_size": scores.nbytes} if is_binary else {},
-        data=None if is_binary else scores.ravel().tolist(),
+        shape=list(scored.scores.shape),
+        parameters={"binary_data_size": scored.scores.nbytes} if is_binary else {},
+        data=None if is_binary else scored.scores.ravel().tolist(),
     )
-    counts = ("reused_tokens", "computed_tokens", "row_hits", "row_misses")
-    totals = {name: sum(getattr(result, name) for result in results) for name in counts}
-    header = msgspec.json.encode(InferAnswer(model_name, [output], totals, inference.id, MODEL_VERSION))
-    return Encoded(header + scores.tobytes(), len(header)) if is_binary else Encoded(header, None)
+    header = msgspec.json.encode(InferAnswer(model_name, [output], scored.totals, inference.id, MODEL_VERSION))
+    return Encoded(header + scored.scores.tobytes(), len(header)) if is_binary else Encoded(header, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The scores of all requests of a call, concatenated, and how they were computed."""
+
+    scores: NDArray[np.float32]  # (candidates, tasks)
+    totals: dict[str, int]
+
+    @classmethod
+    def of(cls, results: list[RankResult]) -> "Scored":
+        counts = ("reused_tokens", "computed_tokens", "row_hits", "row_misses")
+        totals = {name: sum(getattr(result, name) for result in results) for name in counts}
+        return cls(np.concatenate([result.scores for result in results], dtype="<f4"), totals)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from helmrec.engine.engine import EngineStats
 from helmrec.serve import metrics as prometheus
 from helmrec.serve.bodies import deadline_ms, decode
-from helmrec.serve.front import Front
+from helmrec.serve.front import Front, started_s
 from helmrec.serve.metrics import ServerView, StoreHealth
 from helmrec.serve.port import HasReplicas, Health
 from helmrec.serve.routes import Endpoint, json_answer
@@ -43,7 +43,7 @@ class JsonRoutes:
         if histories is not None and body.is_without_events:
             (stored,) = await histories.read([body.user_id], self._port.model)
         rank = body.request(allowed_ms, stored)  # nothing may be awaited between the read and the engine's queue
-        (result,) = await self._front.submit(request, [rank])
+        (result,) = await self._front.submit([rank], started_s(request))
         return json_answer(RankAnswer.of(result, None if stored is None else stored.version))
 
     async def model(self, _: Request) -> Response:

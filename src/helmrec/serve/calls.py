@@ -1,0 +1,52 @@
+"""What all calls have in common, over HTTP and gRPC: an id, a line in the log, a count, and errors by name."""
+
+import itertools
+import logging
+import re
+import secrets
+from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
+
+from helmrec.errors import HelmRecError, HistoryError, HistoryUnavailable
+from helmrec.serve import problems
+from helmrec.serve.schema import Problem
+
+log = logging.getLogger("helmrec.serve")
+ID_HEADER = "x-request-id"
+CLIENT_GONE = 499  # for logs and metrics only: the client has disconnected
+_PROBES = frozenset({"/readyz", "/healthz", "/v2/health/ready", "/v2/health/live"})  # called every second: not logged
+_VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class CallLog:
+    """Gives calls their ids; logs and counts them."""
+
+    def __init__(self, count: Callable[[str, int, float], None]) -> None:
+        """`count` is called with the route, status and seconds of every call."""
+        self._count = count
+        self._prefix = secrets.token_hex(6)
+        self._numbers = itertools.count(1)
+
+    def request_id(self, given: str) -> str:
+        """Return the client's own id if it is valid; else a unique one."""
+        return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
+
+    def conclude(self, request_id: str, method: str, route: str, status: int, seconds: float) -> None:
+        self._count(route, status, seconds)
+        is_error = status >= 400 and route not in _PROBES
+        level = logging.DEBUG if not is_error else logging.INFO if status < 500 else logging.WARNING
+        if log.isEnabledFor(level):
+            fields = {"id": request_id, "method": method, "route": route, "status": status}
+            log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
+
+
+def explain(error: Exception, request_id: str, path: str) -> Problem:
+    """Describe an error to the client. Details of internal failures go to the log, not to the client."""
+    is_internal = isinstance(error, HistoryError) and not isinstance(error, problems.SHOWN_HISTORY_ERRORS)
+    if isinstance(error, HistoryError) and not is_internal and not isinstance(error, HistoryUnavailable):
+        log.warning("the history store refused", extra={"id": request_id, "path": path, "reason": str(error)})
+    if isinstance(error, HelmRecError | HTTPException) and not is_internal:
+        return problems.of_error(error, request_id)
+    log.error("request failed", exc_info=error, extra={"id": request_id, "path": path})
+    return problems.of_failure(request_id)
