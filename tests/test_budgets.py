@@ -33,8 +33,10 @@ MANY_PARAMETERS = {
     "helmrec/kernels/triton_attention.py:attend": "the operation, and what a caller may fix of its work list",
     "helmrec/cli/plan.py:plan": "one parameter per flag",
     "helmrec/cli/serve.py:serve": "one parameter per flag",
-    "helmrec_bench/cli/trace.py:import_": "one parameter per flag",
-    "helmrec_bench/cli/trace.py:make": "one parameter per flag",
+    "helmrec/cli/trace.py:import_csv": "one parameter per flag",
+    "helmrec/cli/trace.py:import_parquet": "one parameter per flag",
+    "helmrec/cli/trace.py:import_published": "one parameter per flag",
+    "helmrec/cli/trace.py:make": "one parameter per flag",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -125,6 +125,15 @@ def test_the_samples_of_the_page_on_own_models_run_as_printed_one_after_the_othe
     assert float(answers.rpartition("helmrec_pool_reused_tokens_total ")[2]) >= 4
 
 
+def test_the_sample_of_an_own_log_runs_and_prints_the_report_of_the_page(empty_folder: Path) -> None:
+    (sample,) = blocks("docs/workloads.md")
+    (report,) = re.findall(r"^```text\n(.*?)^```$", (DOCS / "workloads.md").read_text(), re.DOTALL | re.MULTILINE)
+    printed = [line.split() for line in run_shell(sample.text).splitlines()]
+    expected = [line.split() for line in report.splitlines()]
+    assert [line for line in printed if line in expected] == expected
+    assert (empty_folder / "own.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_the_slow_samples_of_the_quickstart_run_as_printed(empty_folder: Path) -> None:
     (simulated,) = [block for block in blocks("docs/quickstart.md") if block.mark == "slow"]

@@ -31,8 +31,15 @@ def commands() -> Iterator[tuple[str, Any]]:
     context = group.make_context("helmrec", ["none"])
     for name in group.list_commands(context):
         command = group.get_command(context, name).make_context(name, ["x"], context, resilient_parsing=True).command
-        nested = command.commands if isinstance(command, TyperGroup) else {"": command}
-        yield from ((f"{name} {inner}".strip(), each) for inner, each in nested.items())
+        yield from leaves(name, command)
+
+
+def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(command, TyperGroup):
+        for inner, each in command.commands.items():
+            yield from leaves(f"{name} {inner}", each)
+    else:
+        yield name, command
 
 
 def test_listing_the_commands_imports_none_of_the_large_libraries() -> None:

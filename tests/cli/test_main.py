@@ -39,7 +39,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
 
 def test_help_lists_commands_of_the_evaluation_after_those_of_the_product() -> None:
     shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    places = [shown.index(f"│ {name} ") for name in ("serve", "demo", "bench", "loadgen", "trace", "train")]
+    places = [shown.index(f"│ {name} ") for name in ("serve", "demo", "trace", "bench", "loadgen", "train")]
     assert places == sorted(places)
 
 
@@ -95,3 +95,8 @@ def test_an_unknown_scenario_raises_a_clear_error(command: list[str]) -> None:
     assert refused.exit_code == 2
     assert "cannot read" in refused.output
     assert "nowhere" in refused.output
+
+
+def test_a_group_of_an_installed_package_adds_to_the_group_of_the_product() -> None:
+    shown = runner.invoke(app, ["trace", "--help"], env={"COLUMNS": "120"}).output
+    assert [name in shown for name in ("│ make ", "│ import ", "│ describe ")] == [True] * 3

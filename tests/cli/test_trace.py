@@ -1,8 +1,11 @@
 """`helmrec trace`, as a user types it."""
 
+import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from helmrec.cli.main import app
@@ -61,6 +64,46 @@ def test_a_published_log_is_imported(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t").catalogue.source == "movietweetings: movietweetings.dat"
 
 
+OWN = "who,what,how,when\nann,boots,view,5\nbob,hat,buy,6\nann,,view,7\nbob,boots,view,soon\nann,hat,buy,9\n"
+COLUMNS = ["--user-column", "who", "--item-column", "what", "--action-column", "how", "--time-column", "when"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_an_own_log_is_imported_with_a_report(tmp_path: Path, kind: str) -> None:
+    log, path = tmp_path / f"log.{kind}", tmp_path / "t.safetensors"
+    if kind == "csv":
+        log.write_text(OWN)
+    else:
+        header, *lines = (line.split(",") for line in OWN.split())
+        columns = {name: [line[i] or None for line in lines] for i, name in enumerate(header)}
+        parquet.write_table(pa.table(columns), log)
+    code, output = trace("import", kind, log, *COLUMNS, "--history-share", "0", "--out", path)
+    assert code == 0
+    for expected in ("read │ 5", "kept │ 3", "dropped: what is missing", "dropped: when cannot", "buy │ becomes 0"):
+        assert expected in output
+    assert "3 requests of 2 users" in output
+    assert read_trace(path).catalogue.source == f"{kind}: log.{kind}"
+    assert trace("describe", path)[0] == 0
+
+
+def test_without_pyarrow_a_csv_becomes_safetensors_and_parquet_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "log.csv").write_text(OWN)
+    arguments: tuple[str | Path, ...] = ("import", "csv", tmp_path / "log.csv", *COLUMNS, "--out")
+    assert trace(*arguments, tmp_path / "t.safetensors")[0] == 0
+    code, output = trace(*arguments, tmp_path / "t.parquet")
+    assert (code, "pip install 'helmrec[parquet]', or name the file *.safetensors" in output) == (2, True)
+
+
+def test_the_form_with_the_log_first_still_imports_published_logs(tmp_path: Path) -> None:
+    log, path = FIXTURES / "movietweetings.dat", tmp_path / "t"
+    assert trace("import", "--kind", "movietweetings", log, "--out", path)[0] == 0
+    assert trace("import", "published", log, "--kind", "movietweetings", "--out", tmp_path / "u")[0] == 0
+    assert path.read_bytes() == (tmp_path / "u").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,6 +115,9 @@ def test_a_published_log_is_imported(tmp_path: Path) -> None:
         (["make", "--config", "nowhere.toml"], "cannot read workload nowhere.toml"),
         (["import", "nowhere.csv", "--kind", "taobao"], "no such file: nowhere.csv"),
         (["import", "nowhere.csv", "--kind", "ebay"], "kind must be one of taobao"),
+        (["import", "csv", "nowhere.csv"], "no such file: nowhere.csv"),
+        (["import", "csv", "nowhere.csv", "--time-unit", "h"], "time_unit"),
+        (["import", "csv", "nowhere.csv", "--delimiter", "::"], "delimiter: must be one character"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:

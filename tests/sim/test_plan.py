@@ -10,7 +10,9 @@ from helmrec.cli.main import app
 from helmrec.cli.plan import milliseconds
 from helmrec.errors import ConfigError
 from helmrec.sim.cost import default_cost
-from helmrec.sim.plan import Plan, PlanConfig, Point, _fewest, make_plan
+from helmrec.sim.plan import Plan, PlanConfig, Point, _fewest, _share, make_plan, settings_of_trace
+from helmrec.traffic.imported import ImportConfig, trace_of_log
+from helmrec.traffic.importers import Log
 
 
 def planned(**changes: Any) -> Plan:
@@ -79,3 +81,18 @@ def test_the_command_prints_a_table_with_a_line_for_each_pool() -> None:
     assert "4 GB" in done.output
     assert "8 GB" in done.output
     assert CliRunner().invoke(app, ["plan", "--rate", "800", "--slo", "soon"]).exit_code == 2
+
+
+def test_a_trace_determines_items_candidates_history_and_returning_users() -> None:
+    log = Log(
+        user=np.array([0, 0, 1, 0, 2, 1]),
+        item=np.array([0, 1, 2, 0, 3, 0]),
+        action=np.zeros(6, np.uint8),
+        timestamp_s=np.arange(6),
+        num_actions=1,
+    )
+    trace = trace_of_log(log, ImportConfig(history_share=0.0, num_candidates=3))
+    found = settings_of_trace(trace)
+    assert found == {"history": 1.0, "hot_users": 2, "hot_share": 5 / 6, "num_items": 4, "num_candidates": 3}
+    shared = _share(PlanConfig(rate=50.0, requests_per_run=200, **found), num_nodes=1, num_simulated=1)
+    assert (shared.catalogue.num_items, shared.num_candidates.max()) == (4, 3)

@@ -93,7 +93,7 @@ def test_unknown_kinds_and_missing_files_raise_clear_errors(tmp_path: Path) -> N
 
 def test_without_pyarrow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"helmrec\[bench\]"):
+    with pytest.raises(ConfigError, match=r"helmrec\[parquet\]"):
         read_log("taobao", FIXTURES / "taobao.csv")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from safetensors.numpy import save
 
 from helmrec.errors import ConfigError, TraceError
 from helmrec.traffic.families import FAMILIES, family, preset
@@ -38,6 +39,29 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_trace(trace, tmp_path / "t.parquet")
     assert_same(read_trace(tmp_path / "t.parquet"), trace)
     assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_safetensors_hold_the_same_trace_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    trace, path = small_trace(), tmp_path / "t.safetensors"
+    assert written(trace, path) == written(trace, tmp_path / "again.safetensors")
+    assert_same(read_trace(path), trace)
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_safetensors_that_are_no_trace_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    whole = written(small_trace(), path)
+    for data, message in (
+        (whole[:-8], "not a safetensors file"),
+        (save({"user": np.zeros(2)}), "not a trace: it has no"),
+        (whole.replace(b'"phase"', b'"phasf"'), "its arrays must be time_s"),
+        (whole.replace(b'"dtype":"F64"', b'"dtype":"I64"'), "time_s must be float64, got int64"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match=message):
+            read_trace(path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -136,7 +160,7 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"helmrec\[bench\]"):
+    with pytest.raises(ConfigError, match=r"helmrec\[parquet\]"):
         read_trace(tmp_path / "t.parquet")
 
 

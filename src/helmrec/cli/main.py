@@ -21,6 +21,7 @@ _OWN = {
     "simulate": "helmrec.cli.simulate:run_simulate",
     "explain": "helmrec.cli.explain:explain",
     "plan": "helmrec.cli.plan:plan",
+    "trace": "helmrec.cli.trace:trace_app",
     "calibrate": "helmrec.cli.calibrate:calibrate",
     "compile": "helmrec.cli.compile_loops:compile_loops",
     "model": "helmrec.cli.model:model_app",
@@ -29,27 +30,32 @@ _OWN = {
 
 
 class CommandGroup(TyperGroup):
-    """Commands of the product, then those of installed packages. Listing them imports none of them."""
+    """Commands of the product, then those of installed packages. Listing them imports none of them.
+
+    A group of an installed package with the name of a group of the product adds its commands to that group.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_OWN, *(name for name in extensions(COMMANDS) if name not in _OWN)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _OWN:
-            return DeferredCommand(EntryPoint(cmd_name, _OWN[cmd_name], COMMANDS))
-        entry = extensions(COMMANDS).get(cmd_name)
-        return None if entry is None else DeferredCommand(entry)
+        own = [EntryPoint(cmd_name, _OWN[cmd_name], COMMANDS)] if cmd_name in _OWN else []
+        entries = own + [entry for entry in extensions(COMMANDS).values() if entry.name == cmd_name]
+        return DeferredCommand(*entries) if entries else None
 
 
 class DeferredCommand(TyperCommand):
     """Stands for a command until it runs: has its name and summary, and is replaced when its context is made."""
 
-    def __init__(self, entry: EntryPoint) -> None:
+    def __init__(self, entry: EntryPoint, *more: EntryPoint) -> None:
         super().__init__(entry.name, help=_summary(entry))
-        self._entry = entry
+        self._entry, self._more = entry, more
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        return _as_command(self._entry.name, self._entry.load()).make_context(*args, **kwargs)
+        command = _as_command(self._entry.name, self._entry.load())
+        for entry in self._more if isinstance(command, TyperGroup) else ():
+            command.commands = {**_as_command(entry.name, entry.load()).commands, **command.commands}
+        return command.make_context(*args, **kwargs)
 
 
 def _summary(entry: EntryPoint) -> str:

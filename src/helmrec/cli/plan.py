@@ -12,8 +12,9 @@ from helmrec.cli.console import exit_on_error, out, progress
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
 from helmrec.sim.cost import default_cost, load_cost
-from helmrec.sim.plan import MAX_NODES, Plan, PlanConfig, make_plan
+from helmrec.sim.plan import MAX_NODES, Plan, PlanConfig, make_plan, settings_of_trace
 from helmrec.traffic.families import PRESETS
+from helmrec.traffic.trace_file import read_trace
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
@@ -26,6 +27,13 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take items, candidates, history and returning users from a trace; the flags for them are ignored.",
+            show_default="none",
+        ),
+    ] = None,
     history: Annotated[float, typer.Option(help="Median events of a user.")] = 6_700,
     hot_users: Annotated[int, typer.Option(help="Returning users, in total.")] = 2_000,
     hot_share: Annotated[float, typer.Option(help="Share of requests made by returning users.")] = 0.7,
@@ -47,7 +55,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "hot_share": hot_share,
             "headroom": headroom,
             "requests_per_run": requests,
-        }
+        } | ({} if trace is None else settings_of_trace(read_trace(trace)))
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with progress(*columns) as bar:
             task = bar.add_task("simulating", total=None)

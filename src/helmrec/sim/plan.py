@@ -7,7 +7,7 @@ the P99 and hit rates of the plan.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import ByteSize, Field
@@ -25,7 +25,7 @@ from helmrec.sim.node.state import FloatArray, Outcomes, Status
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
-from helmrec.traffic.trace import Trace
+from helmrec.traffic.trace import Trace, index_histories
 
 MAX_NODES = 256
 ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
@@ -45,10 +45,28 @@ class PlanConfig(Frozen):
     history: float = Field(6_700.0, gt=0, description="median events of a user")
     hot_users: int = Field(2_000, ge=1, description="returning users, in total")
     hot_share: float = Field(0.7, ge=0, le=1, description="share of requests made by returning users")
+    num_items: int | None = Field(None, ge=1, description="rows of the item table; default: the preset's")
+    num_candidates: int | None = Field(None, ge=1, description="candidates of a request; default: the preset's")
     headroom: float = Field(0.15, ge=0, lt=1, description="share of each node's capacity that stays unused")
     max_nodes: int = Field(MAX_NODES, ge=1)
     requests_per_run: int = Field(4_000, ge=200)
     seed: int = Field(0, ge=0)
+
+
+def settings_of_trace(trace: Trace) -> dict[str, Any]:
+    """The settings that a trace determines: users who return, their share of the requests, history, items, candidates.
+
+    Times and the popularity of items are not taken from it.
+    """
+    requests = np.bincount(trace.user, minlength=trace.num_users)
+    returning = requests > 1
+    return {
+        "history": max(1.0, float(np.median(index_histories(trace).length))),
+        "hot_users": max(1, int(returning.sum())),
+        "hot_share": float(requests[returning].sum() / trace.num_requests),
+        "num_items": trace.catalogue.num_items,
+        "num_candidates": int(np.median(trace.num_candidates)),
+    }
 
 
 class Point(NamedTuple):
@@ -136,7 +154,8 @@ def _p99_ms(arrived_s: FloatArray, outcomes: Outcomes, trace: Trace) -> float:
 def _share(config: PlanConfig, num_nodes: int, num_simulated: int) -> Trace:
     """The traffic of `num_simulated` of the nodes."""
     per_node = config.rate / (1 - config.headroom) / num_nodes
-    settings = {
+    given = {"num_items": config.num_items, "num_candidates": config.num_candidates}
+    settings = {name: value for name, value in given.items() if value is not None} | {
         "rate": per_node * num_simulated,
         "hot_users": max(1, config.hot_users * num_simulated // num_nodes),
         "hot_share": config.hot_share,

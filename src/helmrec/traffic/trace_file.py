@@ -1,4 +1,6 @@
-"""The file format of traces: a Parquet file with one row per request.
+"""The file formats of traces: Parquet with one row per request, or safetensors where the name ends in `.safetensors`.
+
+Safetensors needs no library besides the core dependencies, and has the arrays of `Trace` as they are. Parquet:
 
 | column | type | meaning |
 |---|---|---|
@@ -20,6 +22,8 @@ from typing import Any
 import numba
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from helmrec.errors import ConfigError, TraceError
 from helmrec.traffic.trace import Catalogue, Trace, index_histories
@@ -28,17 +32,31 @@ from helmrec.types import IntArray
 _KEY = b"helmrec.trace"
 _FORMAT = 1
 _ROW_GROUP = 1 << 17
+_TENSORS = ".safetensors"
+_DTYPES: dict[str, Any] = {
+    "time_s": np.float64,
+    "user": np.int64,
+    "num_new": np.int32,
+    "num_candidates": np.int32,
+    "candidate_seed": np.uint64,
+    "phase": np.int16,
+    "epoch": np.int32,
+    "backlog": np.int32,
+    "item": np.int64,
+    "action": np.uint8,
+    "timestamp_s": np.int64,
+}
 
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Check a trace and write it; a failed write leaves no file of that name."""
     trace.check()
-    arrow, parquet = pyarrow("trace files need")
-    metadata = {"format": _FORMAT, "phases": trace.phase_names, "catalogue": trace.catalogue.model_dump(mode="json")}
-    table = arrow.table(_columns(trace, arrow)).replace_schema_metadata({_KEY: json.dumps(metadata)})
+    check_library(path)
+    stored = {"format": _FORMAT, "phases": trace.phase_names, "catalogue": trace.catalogue.model_dump(mode="json")}
+    write = _write_tensors if path.suffix == _TENSORS else _write_parquet
     partial = path.with_name(path.name + ".partial")
     try:
-        parquet.write_table(table, partial, compression="zstd", row_group_size=_ROW_GROUP)
+        write(trace, partial, json.dumps(stored))
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -47,19 +65,56 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 def read_trace(path: Path) -> Trace:
     """Read and check a trace; raise TraceError with the file and the reason if it is not one."""
-    arrow, parquet = pyarrow("trace files need")
+    check_library(path)
     if not path.is_file():
         raise TraceError(f"no such trace: {path}")
     try:
-        table = parquet.read_table(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise TraceError(f"{path} is not a Parquet file that can be read: {error}") from None
-    try:
-        trace = _trace(table, *_metadata(table))
+        trace = _read_tensors(path) if path.suffix == _TENSORS else _read_parquet(path)
         trace.check()
     except (TraceError, ConfigError) as error:
         raise TraceError(f"{path}: {error}") from None
     return trace
+
+
+def check_library(path: Path) -> None:
+    """Raise ConfigError if the library for this kind of trace file is missing. Call it before long work."""
+    if path.suffix != _TENSORS:
+        pyarrow("a trace as Parquet needs", f", or name the file *{_TENSORS}")
+
+
+def _write_parquet(trace: Trace, path: Path, stored: str) -> None:
+    arrow, parquet = pyarrow("Parquet files need")
+    table = arrow.table(_columns(trace, arrow)).replace_schema_metadata({_KEY: stored})
+    parquet.write_table(table, path, compression="zstd", row_group_size=_ROW_GROUP)
+
+
+def _read_parquet(path: Path) -> Trace:
+    arrow, parquet = pyarrow("Parquet files need")
+    try:
+        table = parquet.read_table(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise TraceError(f"not a Parquet file that can be read: {error}") from None
+    return _trace(table, *_metadata((table.schema.metadata or {}).get(_KEY)))
+
+
+def _write_tensors(trace: Trace, path: Path, stored: str) -> None:
+    arrays = {name: np.ascontiguousarray(getattr(trace, name)) for name in _DTYPES}
+    path.write_bytes(save(arrays, metadata={_KEY.decode(): stored}))  # `save_file` ignores the umask
+
+
+def _read_tensors(path: Path) -> Trace:
+    try:
+        with safe_open(path, framework="np") as file:
+            stored = (file.metadata() or {}).get(_KEY.decode())
+            arrays = {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise TraceError(f"not a safetensors file that can be read: {error}") from None
+    catalogue, phase_names = _metadata(stored)
+    if arrays.keys() != _DTYPES.keys():
+        raise TraceError(f"its arrays must be {', '.join(_DTYPES)}, got {', '.join(sorted(arrays))}")
+    for name, dtype in _DTYPES.items():
+        _typed(name, arrays[name], dtype)
+    return Trace(catalogue=catalogue, phase_names=phase_names, **arrays)
 
 
 def _columns(trace: Trace, arrow: Any) -> dict[str, Any]:
@@ -99,8 +154,7 @@ def _by_request(user: IntArray, num_own: NDArray[np.int32], own_start: IntArray)
     return order
 
 
-def _metadata(table: Any) -> tuple[Catalogue, tuple[str, ...]]:
-    stored = (table.schema.metadata or {}).get(_KEY)
+def _metadata(stored: bytes | str | None) -> tuple[Catalogue, tuple[str, ...]]:
     if stored is None:
         raise TraceError(f"not a trace: it has no {_KEY.decode()!r} metadata")
     try:
@@ -191,11 +245,11 @@ def _scattered(table: Any, name: str, dtype: Any, order: IntArray) -> Any:
     return scattered
 
 
-def pyarrow(purpose: str) -> tuple[Any, Any]:
-    """Import Arrow and its Parquet module, which serving does not need; `purpose` begins the error message."""
+def pyarrow(purpose: str, otherwise: str = "") -> tuple[Any, Any]:
+    """Import Arrow and its Parquet module, which serving does not need; an error begins and ends with the arguments."""
     try:
         import pyarrow as pa  # noqa: PLC0415
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError:
-        raise ConfigError(f"{purpose} pyarrow: pip install 'helmrec[bench]'") from None
+        raise ConfigError(f"{purpose} pyarrow: pip install 'helmrec[parquet]'{otherwise}") from None
     return pa, parquet

@@ -1,4 +1,4 @@
-"""`helmrec trace`: create, import and describe traces."""
+"""`helmrec trace describe`: added to the product's group of commands for traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,99 +6,20 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import check_writable, exit_on_error, out, pairs_table
-from helmrec.errors import ConfigError
-from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
-from helmrec.traffic.generate import generate
-from helmrec.traffic.imported import ImportConfig, trace_of_log
-from helmrec.traffic.importers import READERS, read_log
-from helmrec.traffic.trace import Trace
-from helmrec.traffic.trace_file import read_trace, write_trace
-from helmrec.traffic.workload import Workload, load_workload
+from helmrec.cli.console import exit_on_error, out, pairs_table
+from helmrec.traffic.trace_file import read_trace
 from helmrec_bench.traces.describe import PUBLISHED, Description, describe
 
-trace_app = typer.Typer(help="Create, import and describe traces of traffic.", no_args_is_help=True)
-
-Out = Annotated[Path, typer.Option("--out", help="File to write.")]
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]
+trace_app = typer.Typer()
 
 
-@trace_app.command("make")
-def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    path: Out,
-    config: Annotated[
-        Path | None, typer.Option(help="A workload as TOML; instead of a family.", show_default="none")
-    ] = None,
-    family_name: Annotated[str, typer.Option("--family", help=f"One of {', '.join(FAMILIES)}.")] = "steady",
-    preset_name: Annotated[str, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")] = "dlrmv3",
-    axis: Annotated[
-        str, typer.Option(help="What the families trend and burst change: hot-share, history, skew, rate, all.")
-    ] = "all",
-    rate: Annotated[float, typer.Option(help="Requests per second.")] = 100,
-    duration_s: Annotated[float, typer.Option("--duration", help="Seconds.")] = 600,
-    history: Annotated[
-        float | None, typer.Option(help="Median history, instead of the preset's.", show_default="the preset's")
-    ] = None,
-    burst_s: Annotated[float, typer.Option("--burst", help="Seconds a burst lasts.")] = 20,
-    seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
-) -> None:
-    """Create a synthetic trace from a family and a preset, or from a workload file."""
-    with exit_on_error():
-        check_writable("--out", path)
-        if config is not None:
-            workload = load_workload(config)
-        else:
-            changes = {"axis": axis, "rate": rate, "duration_s": duration_s, "burst_s": burst_s}
-            workload = _family(family_name, preset_name, history, changes)
-        _write(generate(workload, seed), path)
-
-
-def _write(trace: Trace, path: Path) -> None:
-    write_trace(trace, path)
-    out.print(f"{path}: {trace.num_requests:,} requests of {trace.num_users:,} users", highlight=False)
-
-
-def _family(name: str, preset_name: str, history: float | None, changes: dict[str, object]) -> Workload:
-    shape = preset(preset_name)
-    if history is not None:
-        if history <= 0:
-            raise ConfigError(f"history must be more than 0, got {history}")
-        shape = shape.stretched(history)
-    return family(name, type(shape)(**shape.model_dump() | changes))
-
-
-@trace_app.command("import")
-def import_(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="The published file, plain or .gz.")],
-    kind: Annotated[str, typer.Option(help=f"One of {', '.join(READERS)}.")],
-    path: Out,
-    history_share: Annotated[float, typer.Option(help="Share of the events that are history only.")] = 0.2,
-    visit_gap_s: Annotated[
-        float, typer.Option("--visit-gap", help="Seconds between events of one visit, at most.")
-    ] = 0,
-    duration_s: Annotated[
-        float | None,
-        typer.Option("--duration", help="Compress into this many seconds.", show_default="the log's own times"),
-    ] = None,
-    candidates: Annotated[int, typer.Option(help="Candidates per request.")] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of the candidates.", min=0)] = 0,
-) -> None:
-    """Convert a published interaction log to a trace."""
-    with exit_on_error():
-        check_writable("--out", path)
-        config = ImportConfig(
-            source=f"{kind}: {log_path.name}",
-            history_share=history_share,
-            visit_gap_s=visit_gap_s,
-            duration_s=duration_s,
-            num_candidates=candidates,
-            seed=seed,
-        )
-        _write(trace_of_log(read_log(kind, log_path), config), path)
+@trace_app.callback()
+def _group() -> None:
+    """Keep `describe` a command of a group, which a single command would not be."""
 
 
 @trace_app.command("describe")
-def describe_(path: TraceFile) -> None:
+def describe_(path: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]) -> None:
     """Print reuse, skew and return times next to published values."""
     with exit_on_error():
         trace = read_trace(path)
