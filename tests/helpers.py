@@ -11,11 +11,23 @@ from helmrec.engine.engine import Engine
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Pool
-from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, TableConfig
+from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, RetrievalHead, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 
 TINY_PAGES = 30
+# What a model may have besides the defaults.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "output bias": {"output_bias": True},
+    "retrieval": {"num_tasks": 1, "retrieval": RetrievalHead(state_norm="layer", temperature=4.0)},
+    "retrieval of rows": {
+        "num_tasks": 1,
+        "retrieval": RetrievalHead(state_norm="l2", item_norm="l2", temperature=0.2),
+        "request_context": (),
+        "encoders": (EncoderConfig(name="event", tables=("item", "category"), pooling="sum", kind="linear"),),
+        "candidate_encoder": EncoderConfig(name="candidate", tables=("item",), kind="linear"),
+    },
+}
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:

@@ -106,6 +106,8 @@ class Reference:
         times = [int(t) for t in request.timestamps][skip:]
         gaps = [0, *(b - a for a, b in pairwise(times))][: len(times)]
         num, num_candidates = len(times), len(request.candidates)
+        if config.retrieval is not None:
+            return self._retrieval_scores(request, skip, gaps)
         history = self._events(request.items, request.features, skip)
         x_history = self._encode_all(history)
         for i in range(num):
@@ -124,6 +126,30 @@ class Reference:
             x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
         top = layer_norm(x[len(x) - num_candidates :], w["output_norm.weight"], w["output_norm.bias"], 1e-5)
         return self._mlp("head", top * self._encode("candidate_encoder", config.candidate_encoder, candidates))
+
+    def _retrieval_scores(self, request: RankRequest, skip: int, gaps: Sequence[int]) -> Array:
+        """The state of the last token times the candidates' encodings; candidates are no tokens."""
+        config, w, head = self.config, self._dense, self.config.retrieval
+        assert head is not None
+        x = self._encode_all(self._events(request.items, request.features, skip))
+        for i, gap in enumerate(gaps):
+            x[i] += w["action_embedding.weight"][int(request.actions[skip + i])] + w["position_embedding.weight"][i]
+            x[i] += w["time_embedding.weight"][time_bucket(gap, config.time_buckets)]
+        user, per_request = self._context(request)
+        x = np.concatenate([user, x, per_request])
+        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form)
+        for i in range(config.num_layers):
+            x = hstu_layer(x, 0, layer_weights(w, i), shape)
+        state = x[-1]
+        if head.state_norm == "layer":
+            state = layer_norm(state, w["output_norm.weight"], w["output_norm.bias"], 1e-5)
+        elif head.state_norm == "l2":
+            state = state / max(1e-6, np.sqrt((state**2).sum()))
+        candidates = self._events(request.candidates, request.candidate_features, 0)
+        items = self._encode("candidate_encoder", config.candidate_encoder, candidates)
+        if head.item_norm == "l2":
+            items = items / np.maximum(1e-6, np.sqrt((items**2).sum(1, keepdims=True)))
+        return (items @ state / head.temperature)[:, None]
 
     def _events(self, items: Any, features: Mapping[str, Any], skip: int) -> dict[str, Array]:
         return {
@@ -146,6 +172,8 @@ class Reference:
     def _encode(self, name: str, encoder: EncoderConfig, rows: Mapping[str, Array]) -> Array:
         parts = [rows[table] for table in encoder.tables]
         x = np.concatenate(parts, axis=1) if encoder.pooling == "concat" else np.sum(parts, axis=0)
+        if encoder.kind == "linear":
+            return x @ self._dense[f"{name}.0.weight"].T + self._dense[f"{name}.0.bias"]
         return layer_norm(self._mlp(name, x), self._dense[f"{name}.3.weight"], self._dense[f"{name}.3.bias"], 1e-5)
 
     def _mlp(self, name: str, x: Array) -> Array:

@@ -57,6 +57,7 @@ def test_the_export_list_of_models_is_the_promised_one() -> None:
         "ModelConfig",
         "QueryFrame",
         "RankBatch",
+        "RetrievalHead",
         "TableConfig",
         "load_model",
         "save_model",

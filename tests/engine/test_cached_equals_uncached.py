@@ -34,7 +34,7 @@ from helmrec.memory.prefix import KVPlan, Match, Prefix
 from helmrec.memory.prefix_hash import History, RowEpochs
 from helmrec.model.hstu import HstuModel
 from helmrec.types import PrefillRequest, RankRequest, RankResult
-from tests.helpers import tiny_engine, tiny_geometry, tiny_model
+from tests.helpers import OPTIONS, tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
 
 TOLERANCE = 1e-5
@@ -61,12 +61,13 @@ class Streams(RuleBasedStateMachine):
         overlap=st.booleans(),
         host_pages=st.sampled_from([40, 6, 40, 0]),
         v_dim=st.sampled_from([8, 12]),
-        output_bias=st.booleans(),
+        option=st.sampled_from(["ranking", *sorted(OPTIONS)]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, form: str, v_dim: int, output_bias: bool, seed: int, host_pages: int, **policies: Any) -> None:
+    def start(self, form: str, v_dim: int, option: str, seed: int, host_pages: int, **policies: Any) -> None:
         self.rng = np.random.default_rng(seed)
-        model = tiny_model(seed=seed % 3, form=form, v_dim=v_dim, output_bias=output_bias)
+        model = tiny_model(seed=seed % 3, **{"form": form, "v_dim": v_dim} | OPTIONS.get(option, {}))
+        seen[option] += 1
         self.clock = ManualClock()
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
@@ -117,7 +118,9 @@ class Streams(RuleBasedStateMachine):
 
     @rule(table=st.sampled_from(["item", "category", "country", "hour"]), num=st.integers(1, 6))
     def update_rows(self, table: str, num: int) -> None:
-        num_rows = {t.name: t.num_rows for t in self.config.tables}[table]
+        sizes = {t.name: t.num_rows for t in self.config.tables}
+        table = table if table in sizes else "item"
+        num_rows = sizes[table]
         recent = {event[0 if table == "item" else 1] for history in self.histories for event in history[-20:]}
         pool = sorted(recent) if table in {"item", "category"} and recent else list(range(num_rows))
         ids = self.rng.choice(pool, min(num, len(pool)), replace=False)
@@ -330,6 +333,10 @@ class Streams(RuleBasedStateMachine):
         history = {name: getattr(rank, name) for name in ("items", "actions", "timestamps", "features", "first_event")}
         return PrefillRequest(user, context={"country": rank.context["country"]}, num_candidates=3, **history)
 
+    def _context(self, user: int) -> dict[str, int]:
+        given = {"country": self.countries[user], "hour": int(self.rng.integers(24))}
+        return {table.name: given[table.name] for table in (*self.config.user_context, *self.config.request_context)}
+
     def _event(self, timestamp: int) -> Event:
         rng = self.rng
         return int(rng.integers(300)), int(rng.integers(20)), int(rng.integers(4)), timestamp
@@ -344,6 +351,8 @@ class Streams(RuleBasedStateMachine):
         elif kind == "longer":  # two requests of one step may disagree about what came next
             start = events[-1][3] if events else 1_000
             events += [self._event(start + i) for i in range(round(6 * where))]
+        if self.config.retrieval is not None and not events:
+            events = [self._event(1_000)]  # without one there is no state to score with
         candidates = self.rng.integers(0, 300, int(self.rng.integers(1, 6)))
         columns = np.array(events, np.int64).reshape(-1, 4).T
         return RankRequest(
@@ -354,7 +363,7 @@ class Streams(RuleBasedStateMachine):
             candidates=candidates,
             features={"category": columns[1]},
             candidate_features={"category": candidates % 20},
-            context={"country": self.countries[user], "hour": int(self.rng.integers(24))},
+            context=self._context(user),
             first_event=first,
             request_time=int(columns[3][-1]) + 77 if columns.shape[1] and where > 0.5 else None,
         )
@@ -376,7 +385,7 @@ def run(num_streams: int, number: int | None = None, **extra: Any) -> None:
 PLACES = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "stale cuts", "boundary moves"]
 PLACES += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
 PLACES += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room", "steps ahead", "leases lost"]
-PLACES += ["saves ahead", "reloads ahead", "scores not finite", "scores beside a spoiled row"]
+PLACES += ["saves ahead", "reloads ahead", "scores not finite", "scores beside a spoiled row", *OPTIONS]
 
 
 def missed_places() -> list[str]:

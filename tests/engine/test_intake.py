@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmrec.engine.intake import Intake, _first_step_back, _shift_until_outside
+from helmrec.errors import RequestError
+from helmrec.model.config import RetrievalHead
 from helmrec.types import RankRequest
-from tests.helpers import tiny_config
+from tests.helpers import random_request, tiny_config
 
 near_zero = st.integers(-2, 6)
 blocks = st.tuples(st.integers(1, 3), st.integers(0, 9)).flatmap(
@@ -63,3 +65,13 @@ def test_ids_of_any_integer_type_and_stride_are_copied_not_kept(dtype: type[np.i
     assert prepared.columns[1].tolist() == [303, 301, 304, 301, 305]
     assert prepared.columns[2:].tolist() == [[1] * 5, [1] * 5]
     assert prepared.candidate_rows.tolist() == [[3, 1, 4, 1, 5], [303, 301, 304, 301, 305]]
+
+
+def test_a_retrieval_model_keeps_all_events_but_the_last_and_needs_one() -> None:
+    config = tiny_config(num_tasks=1, retrieval=RetrievalHead())
+    intake = Intake(config, version=1, max_history=100)
+    prepared = intake.prepare(random_request(np.random.default_rng(0), config, num_events=5))
+    assert (prepared.num_events, prepared.num_unkept, prepared.history.num_tokens) == (5, 1, 1 + 4)
+    assert prepared.num_attending == 2, "the last event and the hour, no candidates"
+    with pytest.raises(RequestError, match=r"items: at least one event is needed.*, got 0"):
+        intake.prepare(random_request(np.random.default_rng(0), config, num_events=0))

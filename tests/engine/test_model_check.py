@@ -12,7 +12,7 @@ from helmrec.engine.model_check import check_model
 from helmrec.model import HstuRanker, QueryFrame, save_model
 from helmrec.model import ranker as ranker_module
 from helmrec.model.weights import LoadedModel
-from tests.helpers import tiny_model
+from tests.helpers import OPTIONS, tiny_model
 
 FRAME: dict[str, Any] = {"request_context": (), "query_frame": QueryFrame(num_positions=8)}
 
@@ -24,6 +24,14 @@ def test_an_engine_with_cached_prefixes_scores_as_the_module_does(form: str) -> 
     assert 0 < found.largest_difference <= 1e-5
     assert found.reused_tokens > 0
     assert found.num_requests == 18
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_models_with_every_option_are_checked(option: str) -> None:
+    found = check_model(tiny_model(**OPTIONS[option]))
+    assert found.is_equal
+    assert found.largest_difference <= 1e-5
+    assert found.reused_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -88,6 +88,6 @@ def test_every_row_lies_where_its_place_says_and_the_rest_is_filler(resident: in
 def test_the_head_reads_each_candidates_token_and_rows() -> None:
     step = two_requests()
     at, rows = np.full(6, POISON), np.full((2, 6), POISON)
-    pad_candidates(at, rows, step.candidates, step.event_at, np.array([0, SIZE]))
+    pad_candidates(at, rows, step.candidates, step.head_at, np.array([0, SIZE]))
     assert at.tolist() == [*step.event_at[step.candidates].tolist(), 0, 0]
     assert rows.tolist() == [[*step.candidates, 0, 0], [*(step.candidates + SIZE), 0, 0]]

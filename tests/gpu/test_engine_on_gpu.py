@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers import random_request, tiny_engine, tiny_model
+from tests.helpers import OPTIONS, random_request, tiny_engine, tiny_model
 
 from helmrec.model.config import ITEM, TableConfig
 
@@ -22,7 +22,18 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 def test_a_random_stream_scores_as_it_would_without_caches(
     dtype: str, form: str, head_dim: int, page_tokens: int
 ) -> None:
+    compare_with_uncached(dtype, form, head_dim, page_tokens, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_scores_as_it_would_without_caches(option: str, dtype: str) -> None:
+    compare_with_uncached(dtype, "gated", 64, 128, OPTIONS[option])
+
+
+def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int, options: dict[str, Any]) -> None:
     model = tiny_model(
+        **options,
         dtype=dtype,
         form=form,
         num_layers=3,
@@ -54,7 +65,8 @@ def test_a_random_stream_scores_as_it_would_without_caches(
         requests = []
         for user in rng.choice(12, 3):
             whole = histories[int(user)]
-            length = int(rng.integers(0, 400))
+            length = int(rng.integers(model.config.unkept_events, 400))
+            context = {**whole.context, "hour": i % 24} if model.config.request_context else whole.context
             requests.append(
                 random_request(
                     rng,
@@ -64,7 +76,7 @@ def test_a_random_stream_scores_as_it_would_without_caches(
                     actions=whole.actions[:length],
                     timestamps=whole.timestamps[:length],
                     features={"category": whole.features["category"][:length]},
-                    context={**whole.context, "hour": i % 24},
+                    context=context,
                 )
             )
         for request, result in zip(requests, engine.rank(requests), strict=True):

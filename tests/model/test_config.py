@@ -4,7 +4,7 @@ import pytest
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
-from helmrec.model.config import EncoderConfig, TableConfig
+from helmrec.model.config import EncoderConfig, RetrievalHead, TableConfig
 from tests.helpers import tiny_config
 
 
@@ -41,6 +41,12 @@ def test_a_config_cannot_be_changed() -> None:
         ({"format": 2}, "format: .*got 2"),
         ({"depth": 3}, "depth is not a known setting, got 3"),
         ({"features": ()}, r"features: .*got \(\)"),
+        ({"retrieval": RetrievalHead()}, "a retrieval head has one task, got num_tasks 2"),
+        ({"retrieval": {"temperature": 0.0}, "num_tasks": 1}, "temperature must be .*0.*, got 0"),
+        (
+            {"retrieval": {}, "num_tasks": 1, "query_frame": {"num_positions": 4}, "request_context": ()},
+            "a model with a query_frame has no retrieval head",
+        ),
         (
             {"features": (TableConfig(name="movie", num_rows=3),)},
             "first feature table must be named 'item', not 'movie'",

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from helmrec.errors import ModelError, RequestError
-from helmrec.model import EncoderConfig, HstuRanker, QueryFrame, RankBatch, TableConfig
+from helmrec.model import EncoderConfig, HstuRanker, QueryFrame, RankBatch, RetrievalHead, TableConfig
 from helmrec.model.config import ITEM, ModelConfig
 from helmrec.model.ranker import Rows
 from helmrec.model.weights import LoadedModel
 from helmrec.model.window import gap_bucket
 from helmrec.types import RankRequest
-from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
+from tests.helpers import OPTIONS, random_request, tiny_config, tiny_engine, tiny_model
 from tests.reference import Reference
 
 
@@ -25,8 +25,14 @@ def random_config(rng: np.random.Generator) -> ModelConfig:
 
     def encoder(name: str, names: list[str]) -> EncoderConfig:
         chosen = rng.permutation(names)[: rng.integers(1, len(names) + 1)]
-        return EncoderConfig(name=name, tables=tuple(map(str, chosen)), pooling=str(rng.choice(["concat", "sum"])))
+        pooling, kind = str(rng.choice(["concat", "sum"])), str(rng.choice(kinds))
+        return EncoderConfig(name=name, tables=tuple(map(str, chosen)), pooling=pooling, kind=kind)
 
+    kinds = ["mlp", "mlp", "linear"]
+    retrieval = RetrievalHead(
+        state_norm=rng.choice(["none", "l2", "layer"]), item_norm=rng.choice(["none", "l2"]), temperature=0.5
+    )
+    is_retrieval = bool(rng.integers(2))
     features = (TableConfig(name=ITEM, num_rows=200), *tables("f", int(rng.integers(0, 3))))
     names = [table.name for table in features]
     return tiny_config(
@@ -37,7 +43,8 @@ def random_config(rng: np.random.Generator) -> ModelConfig:
         v_dim=int(rng.integers(2, 9)),
         dim=int(rng.integers(4, 20)),
         input_hidden_dim=None if rng.random() < 0.5 else 12,
-        num_tasks=int(rng.integers(1, 4)),
+        num_tasks=1 if is_retrieval else int(rng.integers(1, 4)),
+        retrieval=retrieval if is_retrieval else None,
         time_buckets=int(rng.integers(2, 70)),
         output_bias=bool(rng.integers(2)),
         features=features,
@@ -56,7 +63,8 @@ def random_model(seed: int) -> LoadedModel:
 def ragged_requests(rng: np.random.Generator, config: ModelConfig) -> list[RankRequest]:
     """Histories from none to longer than the window, with and without a time of the request."""
     requests = []
-    for user, num_events in enumerate((0, 1, 7, 16, 23, 0)):
+    fewest = 0 if config.retrieval is None else 1
+    for user, num_events in enumerate((fewest, 1, 7, 16, 23, fewest)):
         request_time = None if user % 3 == 2 else 10**6 + int(rng.integers(0, 10**6))
         num_candidates = int(rng.integers(1, 9))
         requests.append(random_request(rng, config, user, num_events, num_candidates, request_time=request_time))
@@ -68,7 +76,7 @@ def served(model: LoadedModel, requests: list[RankRequest]) -> np.ndarray[Any, A
         return np.concatenate([engine.rank([request])[0].scores for request in requests])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 def test_the_module_scores_as_the_engine_does(seed: int) -> None:
     model, rng = random_model(seed), np.random.default_rng(seed)
     requests = ragged_requests(rng, model.config)
@@ -78,10 +86,10 @@ def test_the_module_scores_as_the_engine_does(seed: int) -> None:
     assert np.abs(logits - served(model, requests)).max() <= 1e-5
 
 
-@pytest.mark.parametrize("output_bias", [False, True])
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["ranking", *OPTIONS])
 @pytest.mark.parametrize("form", ["concat", "gated"])
-def test_the_module_in_double_precision_is_the_published_arithmetic(form: str, output_bias: bool) -> None:
-    model, rng = tiny_model(form=form, output_bias=output_bias), np.random.default_rng(0)
+def test_the_module_in_double_precision_is_the_published_arithmetic(form: str, options: dict[str, Any]) -> None:
+    model, rng = tiny_model(form=form, **options), np.random.default_rng(0)
     requests, reference = ragged_requests(rng, model.config), Reference(model.config, model.dense, model.tables)
     with torch.no_grad():
         logits = HstuRanker.from_model(model).double()(requests).numpy()

@@ -31,11 +31,12 @@ class Assembly:
     positions: IntArray
     gaps: IntArray
     candidates: IntArray  # indices of the candidates among the events
+    head_at: IntArray  # (candidates,) flat position of the token that each is scored with
     num_rows: IntArray  # (requests,) entries of `rows` read for each
     cu_events: IntArray  # (requests + 1,) where each request's events start
     cu_tokens: Lengths
     num_resident: Lengths
-    num_new: Lengths
+    num_new: Lengths  # with tokens whose K/V are not kept
     page_table: NDArray[np.int32]
     write_slots: IntArray
     rows: IntArray  # all rows the step reads: those of its events, table by table, then those of its context tokens
@@ -77,6 +78,7 @@ class _LayoutShape(NamedTuple):
     num_buckets: int
     page_tokens: int
     table_width: int
+    is_retrieval: bool  # candidates are no tokens: their place is after all tokens
 
 
 class _Tokens(NamedTuple):
@@ -87,6 +89,7 @@ class _Tokens(NamedTuple):
     positions: IntArray
     gaps: IntArray
     candidates: IntArray
+    head_at: IntArray
     num_rows: IntArray
     cu_events: IntArray
     cu_tokens: Lengths
@@ -121,6 +124,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         num_buckets=config.time_buckets,
         page_tokens=page_tokens,
         table_width=max(1, *(each[_PAGES] for each in known)),
+        is_retrieval=config.retrieval is not None,
     )
     pages = np.fromiter(chain.from_iterable(plan.pages for _, plan in members), np.int32)
     tokens = _lay_out(np.array(known), np.concatenate(lines, axis=1), pages, shape)
@@ -211,14 +215,10 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
     compile.
     """
     num_requests = known.shape[0]
-    cu_events, cu_tokens = np.zeros(num_requests + 1, np.int64), np.zeros(num_requests + 1, np.int32)
-    for i in range(num_requests):
-        skipped = max(0, known[i, _RESIDENT] - shape.num_user)
-        cu_events[i + 1] = cu_events[i] + known[i, _EVENTS] - skipped + known[i, _CANDIDATES]
-        num_new = known[i, _TOKENS] - known[i, _RESIDENT]
-        cu_tokens[i + 1] = cu_tokens[i] + num_new + shape.num_request + known[i, _CANDIDATES]
+    cu_events, cu_tokens = _starts(known, shape)
     at, actions, positions, gaps = np.empty((4, cu_events[-1]), np.int64)
-    candidates, num_rows = np.empty(np.sum(known[:, _CANDIDATES]), np.int64), np.empty(num_requests, np.int64)
+    candidates, head_at = np.empty((2, np.sum(known[:, _CANDIDATES])), np.int64)
+    num_rows = np.empty(num_requests, np.int64)
     line = candidate = 0
     for i in range(num_requests):
         skipped = max(0, known[i, _RESIDENT] - shape.num_user)
@@ -229,7 +229,13 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         token = cu_tokens[i] + new_context
         num_rows[i] = shape.num_features * (end - first) + new_context + shape.num_request
         _count_from(at[first:split], token)
-        _count_from(at[split:end], token + num_new + shape.num_request)
+        of_head = head_at[candidate : candidate + end - split]
+        if shape.is_retrieval:
+            fill(at[split:end], cu_tokens[-1])
+            fill(of_head, cu_tokens[i + 1] - 1)
+        else:
+            _count_from(at[split:end], token + num_new + shape.num_request)
+            _count_from(of_head, token + num_new + shape.num_request)
         _count_from(positions[first:split], skipped)
         fill(positions[split:end], known[i, _EVENTS])
         copy(actions[first:split], lines[0, line_end - num_new : line_end])
@@ -239,15 +245,17 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         _count_from(candidates[candidate : candidate + end - split], split)
         line, candidate = line_end, candidate + end - split
     num_resident = known[:, _RESIDENT].astype(np.int32)
-    num_new = (known[:, _TOKENS] - known[:, _RESIDENT]).astype(np.int32)
+    num_new = (known[:, _EVENTS] + shape.num_user - known[:, _RESIDENT]).astype(np.int32)
+    num_kept = (known[:, _TOKENS] - known[:, _RESIDENT]).astype(np.int32)
     table = _page_table(known[:, _PAGES], pages, shape.table_width)
-    slots = _write_slots(cu_tokens, num_resident, num_new, table, shape.page_tokens)
+    slots = _write_slots(cu_tokens, num_resident, num_kept, table, shape.page_tokens)
     return _Tokens(
         at,
         actions,
         positions,
         gaps,
         candidates,
+        head_at,
         num_rows,
         cu_events,
         cu_tokens,
@@ -256,6 +264,20 @@ def _lay_out(known: IntArray, lines: IntArray, pages: NDArray[np.int32], shape: 
         table,
         slots,
     )
+
+
+@numba.njit(cache=True)
+def _starts(known: IntArray, shape: _LayoutShape) -> tuple[IntArray, Lengths]:
+    """Return where the events and the tokens of each request start, and where the last end."""
+    cu_events, cu_tokens = np.zeros(len(known) + 1, np.int64), np.zeros(len(known) + 1, np.int32)
+    for i in range(len(known)):
+        skipped = max(0, known[i, _RESIDENT] - shape.num_user)
+        cu_events[i + 1] = cu_events[i] + known[i, _EVENTS] - skipped + known[i, _CANDIDATES]
+        num_new = known[i, _EVENTS] + shape.num_user - known[i, _RESIDENT]
+        cu_tokens[i + 1] = cu_tokens[i] + num_new + shape.num_request
+        if not shape.is_retrieval:
+            cu_tokens[i + 1] += known[i, _CANDIDATES]
+    return cu_events, cu_tokens
 
 
 @numba.njit(cache=True)
@@ -300,12 +322,12 @@ def _page_table(num_pages: IntArray, pages: NDArray[np.int32], width: int) -> ND
 
 @numba.njit(cache=True)
 def _write_slots(
-    cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, page_table: NDArray[np.int32], page_tokens: int
+    cu_tokens: Lengths, num_resident: Lengths, num_kept: Lengths, page_table: NDArray[np.int32], page_tokens: int
 ) -> IntArray:  # (tokens,)
     """Compute where the K/V of each token is written: page * page_tokens + offset, or -1 if it is not kept."""
     slots = np.full(cu_tokens[-1], -1, np.int64)
-    for i in range(num_new.size):
-        at, token, end = cu_tokens[i], num_resident[i], num_resident[i] + num_new[i]
+    for i in range(num_kept.size):
+        at, token, end = cu_tokens[i], num_resident[i], num_resident[i] + num_kept[i]
         while token < end:
             page, offset = divmod(token, page_tokens)
             num = min(page_tokens - offset, end - token)

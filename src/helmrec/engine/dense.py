@@ -119,13 +119,13 @@ class EagerDense:
     def score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
         """Compute logits. values: (rows, row_dim), in the order of `Assembly.rows`."""
         model, tokens = self._model, self._input(step, values)
-        x = torch.empty((int(step.cu_tokens[-1]), model.config.dim), dtype=model.dtype, device=model.device)
-        model.embed(tokens, x)
+        num_tokens = int(step.cu_tokens[-1])
+        x = torch.empty((num_tokens + 1, model.config.dim), dtype=model.dtype, device=model.device)
+        model.embed(tokens, x)  # to the row after the last token: candidates that are no tokens
         wait_for_pages()
-        x = model.layers(x, self._memory.k_pages, self._memory.v_pages, tokens.ragged)
-        chosen = self._put(step.candidates)
-        rows = tokens.event_rows[model.head_features][:, chosen]
-        return model.head(x[tokens.event_at[chosen]], rows, tokens.query)
+        x = model.layers(x[:num_tokens], self._memory.k_pages, self._memory.v_pages, tokens.ragged)
+        rows = tokens.event_rows[model.head_features][:, self._put(step.candidates)]
+        return model.head(x[self._put(step.head_at)], rows, tokens.query)
 
     def _input(self, step: Assembly, values: Tensor) -> DenseInput:
         num_features, num_events = step.event_rows.shape

@@ -188,7 +188,7 @@ class GraphedDense:
         """Fill the blocks and start their copies."""
         pad_tokens(StepArrays.staged(captured.staging.host), StepArrays.of(step), context_at)
         host = head.staging.host
-        pad_candidates(host["at"], host["rows"], step.candidates, step.event_at, self._head_features * captured.size)
+        pad_candidates(host["at"], host["rows"], step.candidates, step.head_at, self._head_features * captured.size)
         captured.staging.send()
         head.staging.send()
         self._plan.load(step.cu_tokens, step.num_resident, step.num_new, len(self._model.config.request_context))

@@ -52,6 +52,7 @@ class Prepared:
     truncated_events: int
     deadline_ms: float | None
     query_time: int = 0  # ages are relative to it in a model with a query frame
+    is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
 
     @property
     def num_candidates(self) -> int:
@@ -60,6 +61,16 @@ class Prepared:
     @property
     def num_events(self) -> int:
         return self.columns.shape[1]
+
+    @property
+    def num_unkept(self) -> int:
+        """Last events of the window whose K/V are not kept."""
+        return self.num_events - self.history.event_rows.shape[1]
+
+    @property
+    def num_attending(self) -> int:
+        """Tokens of the request that are not of its cacheable history."""
+        return self.num_unkept + self.request_rows.size + (0 if self.is_retrieval else self.num_candidates)
 
 
 class Intake:
@@ -95,6 +106,8 @@ class Intake:
         """Check and convert a request; raise RequestError that names field and value."""
         _check_names("context", request.context, self._context_tables)
         columns, anchor = self._window(request)
+        if self._config.retrieval is not None and not columns.shape[1]:
+            raise RequestError("items", 0, "at least one event is needed: candidates are scored against its state")
         candidate_rows = self._candidate_rows(request)
         candidate_gap = self._candidate_gap(request.request_time, columns[-1])
         query_time = _query_time(request.request_time, columns[-1])
@@ -110,6 +123,7 @@ class Intake:
             truncated_events=anchor - request.first_event,
             deadline_ms=_deadline("deadline_ms", request.deadline_ms),
             query_time=query_time,
+            is_retrieval=self._config.retrieval is not None,
         )
 
     def prepare_all(self, requests: Sequence[RankRequest]) -> list[Prepared]:
@@ -134,9 +148,10 @@ class Intake:
         _deadline("budget_ms", request.budget_ms)
         _deadline("hold_ms", request.hold_ms)
         columns, anchor = self._window(request)
+        history = self._history(request, columns, (anchor,))
         return Prepared(
-            history=self._history(request, columns, (anchor,)),
-            columns=columns,
+            history=history,
+            columns=columns[:, : history.event_rows.shape[1]],
             candidate_rows=np.empty((len(self._config.features), 0), np.int64),
             candidate_gap=0,
             request_rows=np.array([table.offset for table in self._request_context], np.int64),
@@ -154,7 +169,8 @@ class Intake:
         return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
 
     def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...]) -> History:
-        """Hash a history. `frame` holds what K/V depend on besides user, model and events."""
+        """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events."""
+        columns = columns[:, : max(0, columns.shape[1] - self._config.unkept_events)]
         user_id = _scalar("user_id", request.user_id, _MAX_ID)
         user_rows = _context_rows(self._user_context, request.context)
         seed = (user_id, self._version, *frame, *user_rows.tolist())

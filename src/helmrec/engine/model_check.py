@@ -83,9 +83,10 @@ def _engine_config(model: ModelConfig) -> EngineConfig:
 
 
 def _random_visits(model: ModelConfig, rng: np.random.Generator) -> list[list[RankRequest]]:
-    """Return the requests of each visit: users without events, with one, with many, and beyond a small window."""
+    """Return the requests of each visit: users with no event or one, with many, and beyond a small window."""
     longest = min(3 * model.window // 2, _MAX_EVENTS)
-    lengths = [0, 1, *rng.integers(2, longest + 1, _NUM_USERS - 3).tolist(), longest]
+    fewest = 0 if model.retrieval is None else 1
+    lengths = [fewest, 1, *rng.integers(2, longest + 1, _NUM_USERS - 3).tolist(), longest]
     num_items = model.features[0].num_rows
     complete = []
     for user, length in enumerate(lengths):
@@ -93,11 +94,11 @@ def _random_visits(model: ModelConfig, rng: np.random.Generator) -> list[list[Ra
         times = 10**9 + np.cumsum(2 ** rng.integers(0, 20, length))
         request = make_request(model, user, items, candidates[:_MAX_CANDIDATES])
         complete.append(replace(request, timestamps=times, request_time=int(times[-1]) + 60 if length else None))
-    return [[_first_events(request, share) for request in complete] for share in _VISITS]
+    return [[_first_events(request, share, fewest) for request in complete] for share in _VISITS]
 
 
-def _first_events(request: RankRequest, share: float) -> RankRequest:
-    end = int(len(request.items) * share)
+def _first_events(request: RankRequest, share: float, fewest: int) -> RankRequest:
+    end = max(fewest, int(len(request.items) * share))
     return replace(
         request,
         items=request.items[:end],

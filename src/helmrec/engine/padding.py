@@ -102,12 +102,13 @@ def pad_rows(target: NDArray[np.integer], values: NDArray[np.integer], layout: R
 
 @numba.njit(cache=True)
 def pad_candidates(
-    at: IntArray, rows: NDArray[np.int64], candidates: IntArray, event_at: IntArray, row_starts: IntArray
+    at: IntArray, rows: NDArray[np.int64], candidates: IntArray, head_at: IntArray, row_starts: IntArray
 ) -> None:
     """Fill in what the head reads: the token of each candidate, and its row in each feature of the head.
 
-    candidates: their columns among the events. row_starts: where the rows of each of those features start.
+    candidates: their columns among the events. head_at: their tokens. row_starts: where the rows of each of those
+    features start.
     """
-    _pad(at, event_at[candidates], 0)
+    _pad(at, head_at, 0)
     for i in range(row_starts.size):
         _pad(rows[i], candidates + row_starts[i], 0)

@@ -67,7 +67,7 @@ class Batch:
             total, resident = plan.num_tokens, plan.num_resident
             new = total - resident
             tokens += member.num_tokens
-            pairs += new * (resident + new / 2) + (member.num_tokens - new) * total
+            pairs += new * (resident + new / 2) + member.request.num_attending * total
             num_reloaded += len(plan.loads)
         return StepWork(tokens, pairs, num_reloaded)
 
@@ -224,7 +224,8 @@ class Scheduler:
     def _plan(self, waiting: Waiting, budget: int | None, now: float) -> Scheduled | None:
         """Pin a request's pages if it fits the token budget; the first request of a batch has no budget."""
         history = waiting.request.history
-        others = waiting.request.request_rows.size + waiting.request.num_candidates
+        request = waiting.request
+        others = request.num_unkept + request.request_rows.size + request.num_candidates
         most = history.num_tokens + others
         if budget is not None and most > budget and most - self._kv.resident_tokens(history) > budget:
             return None

@@ -60,11 +60,9 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     for i in range(batch.num_sequences):
         span = slice(bounds[i], bounds[i + 1])
         own = Own(*(t[span].transpose(0, 1) for t in (q, k, v)))
-        num_history, pages = resident[i] + new[i], batch.page_table[i]
-        seen = _from_history(
-            own, _history(k_pages, pages, num_history), _history(v_pages, pages, num_history), new[i], scale
-        )
-        seen[:, new[i] :] += _from_own_tokens(Own(*(t[:, new[i] :] for t in own)), batch.num_context, scale)
+        k_history, v_history = (_history(pages, batch.page_table[i], resident[i]) for pages in (k_pages, v_pages))
+        seen = _from_history(own, k_history, v_history, scale)
+        seen += _from_own_tokens(own, new[i] + batch.num_context, scale)
         out[span] = seen.transpose(0, 1)
     return out / normaliser
 
@@ -82,17 +80,16 @@ def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (heads
     return pages[table[:used].long()].flatten(0, 1)[:num_tokens].transpose(0, 1)
 
 
-def _from_history(own: Own, k_history: Tensor, v_history: Tensor, num_new: int, scale: float) -> Tensor:
-    """Sum over history keys: up to itself for a new history token, all of them for every other token."""
+def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scale: float) -> Tensor:
+    """Sum over the resident keys, which every token sees."""
     weights = F.silu(scale * (own.q @ k_history.to(own.k.dtype).transpose(1, 2)))
-    weights[:, :num_new].tril_(k_history.shape[1] - num_new)
     return weights @ v_history.to(own.v.dtype)
 
 
-def _from_own_tokens(own: Own, num_context: int, scale: float) -> Tensor:
-    """Sum over context keys for context tokens and candidates, and over its own key for each candidate."""
-    weights = F.silu(scale * (own.q @ own.k[:, :num_context].transpose(1, 2))).tril_()
-    seen = weights @ own.v[:, :num_context]
+def _from_own_tokens(own: Own, num_shared: int, scale: float) -> Tensor:
+    """Sum over the keys of the new and context tokens up to each token, and over its own key for each candidate."""
+    weights = F.silu(scale * (own.q @ own.k[:, :num_shared].transpose(1, 2))).tril_()
+    seen = weights @ own.v[:, :num_shared]
     itself = F.silu(scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v
-    seen[:, num_context:] += itself[:, num_context:]
+    seen[:, num_shared:] += itself[:, num_shared:]
     return seen

@@ -17,8 +17,8 @@ class RaggedBatch:
     """Token layout of one dense step.
 
     Tokens of all sequences lie flat, one after another. Inside a sequence come its new history
-    tokens, then `num_context` per-request context tokens, then its candidates. History tokens
-    (resident and new) are read from pages; context and candidates only from the flat tensors.
+    tokens, then `num_context` per-request context tokens, then its candidates. Resident history
+    tokens are read from pages, all others from the flat tensors. A new token need not be kept.
     """
 
     cu_tokens: Tensor  # (sequences + 1,) int32, flat offset of each sequence

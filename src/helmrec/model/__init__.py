@@ -1,6 +1,6 @@
 """HSTU ranking models: their shape, their weights on disk, their arithmetic."""
 
-from helmrec.model.config import Cycle, EncoderConfig, ModelConfig, QueryFrame, TableConfig
+from helmrec.model.config import Cycle, EncoderConfig, ModelConfig, QueryFrame, RetrievalHead, TableConfig
 from helmrec.model.ranker import HstuRanker, RankBatch
 from helmrec.model.weights import LoadedModel, load_model, save_model
 
@@ -12,6 +12,7 @@ __all__ = [
     "ModelConfig",
     "QueryFrame",
     "RankBatch",
+    "RetrievalHead",
     "TableConfig",
     "load_model",
     "save_model",

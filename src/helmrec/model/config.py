@@ -22,11 +22,12 @@ class TableConfig(Frozen):
 
 
 class EncoderConfig(Frozen):
-    """An input MLP over the rows of one or more event tables, side by side or summed."""
+    """An input MLP or a linear map over the rows of one or more event tables, side by side or summed."""
 
     name: str = Field(min_length=1)
     tables: tuple[str, ...] = Field(min_length=1)
     pooling: Literal["concat", "sum"] = "concat"
+    kind: Literal["mlp", "linear"] = Field("mlp", description="two layers with a norm of their output, or one without")
 
 
 class Cycle(Frozen):
@@ -50,6 +51,17 @@ class QueryFrame(Frozen):
         0, ge=0, description="with fewer events and candidates in all, user context rows are zero"
     )
     cycles: tuple[Cycle, ...] = Field((), description="periodic time features of the output")
+
+
+class RetrievalHead(Frozen):
+    """Scores a candidate by the dot product of its encoding and the state of the request's last token.
+
+    Candidates are no tokens then. The state of the last event is computed for every request, so its K/V are not kept.
+    """
+
+    state_norm: Literal["none", "l2", "layer"] = Field("none", description="of the state; layer: with learned weights")
+    item_norm: Literal["none", "l2"] = Field("none", description="of the candidate's encoding")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="divides the product")
 
 
 class ModelConfig(Frozen):
@@ -87,6 +99,7 @@ class ModelConfig(Frozen):
     request_context: tuple[TableConfig, ...] = Field((), description="one token each, after the history")
     encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
     candidate_encoder: EncoderConfig = Field(description="the item side of the head")
+    retrieval: RetrievalHead | None = Field(None, description="scores by a dot product instead of the head's MLP")
     query_frame: QueryFrame | None = Field(None, description="set if K/V depend on the query, as in imported models")
 
     @model_validator(mode="after")
@@ -102,12 +115,21 @@ class ModelConfig(Frozen):
                 raise ValueError(f"encoder {encoder.name!r} names unknown feature tables {sorted(unknown)}")
         if self.query_frame is not None and self.request_context:
             raise ValueError("a model with a query_frame has no request_context")
+        if self.retrieval is not None and self.query_frame is not None:
+            raise ValueError("a model with a query_frame has no retrieval head")
+        if self.retrieval is not None and self.num_tasks != 1:
+            raise ValueError(f"a retrieval head has one task, got num_tasks {self.num_tasks}")
         return self
 
     @property
     def is_append_stable(self) -> bool:
         """Whether K/V of a token depend on nothing after it, so that later requests may reuse them."""
         return self.query_frame is None
+
+    @property
+    def unkept_events(self) -> int:
+        """The number of last events whose K/V are never kept, since a request needs or changes their states."""
+        return 0 if self.retrieval is None else 1
 
     def page_geometry(self, page_tokens: int) -> PageGeometry:
         """Pages of a pool for this model."""

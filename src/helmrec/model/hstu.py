@@ -16,7 +16,9 @@ from helmrec.kernels import ModelKernels
 from helmrec.kernels.embed import NORM_EPS, Lookups
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.model.config import EncoderConfig, ModelConfig
+from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead
+
+L2_EPS = 1e-6  # smallest length that a vector is divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,18 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "action_embedding.weight": (config.num_actions + 1, dim),  # the last row stands for "not yet known"
         "position_embedding.weight": (config.window + 1 if frame is None else frame.num_positions, dim),
         "time_embedding.weight": (config.time_buckets, dim),
-        "output_norm.weight": (dim,),
-        "output_norm.bias": (dim,),
     }
+    if config.retrieval is None or config.retrieval.state_norm == "layer":
+        shapes |= {"output_norm.weight": (dim,), "output_norm.bias": (dim,)}
     if num_context := len(config.user_context) + len(config.request_context):
         shapes |= {"context.weight": (num_context, config.row_dim, dim), "context.bias": (num_context, dim)}
     if frame is not None:
         shapes |= {"output_mix.weight": (dim, dim + 2 * len(frame.cycles)), "output_mix.bias": (dim,)}
     for encoder in config.encoders:
-        shapes |= mlp_shapes(f"encoders.{encoder.name}", _fan_in(encoder, config), input_hidden, dim, has_norm=True)
-    shapes |= mlp_shapes("candidate_encoder", _fan_in(config.candidate_encoder, config), hidden, dim, has_norm=True)
-    shapes |= mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
+        shapes |= _encoder_shapes(f"encoders.{encoder.name}", encoder, config, input_hidden)
+    shapes |= _encoder_shapes("candidate_encoder", config.candidate_encoder, config, hidden)
+    if config.retrieval is None:
+        shapes |= mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
     for i in range(config.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()}
     return shapes
@@ -87,8 +90,11 @@ def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int) ->
     return LayerWeights(**{name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)})
 
 
-def _fan_in(encoder: EncoderConfig, config: ModelConfig) -> int:
-    return config.row_dim * (len(encoder.tables) if encoder.pooling == "concat" else 1)
+def _encoder_shapes(name: str, encoder: EncoderConfig, config: ModelConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    fan_in = config.row_dim * (len(encoder.tables) if encoder.pooling == "concat" else 1)
+    if encoder.kind == "linear":
+        return {f"{name}.0.weight": (config.dim, fan_in), f"{name}.0.bias": (config.dim,)}
+    return mlp_shapes(name, fan_in, hidden, config.dim, has_norm=True)
 
 
 def mlp_shapes(name: str, fan_in: int, hidden: int, out: int, *, has_norm: bool) -> dict[str, tuple[int, ...]]:
@@ -118,6 +124,18 @@ class _Inputs:
         return cls(encoder, chosen, torch.tensor(chosen, device=device))
 
 
+def dot_product(head: RetrievalHead, states: Tensor, items: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Score candidates, (candidates, 1). states and items: (candidates, dim) of one floating type."""
+    if head.state_norm == "layer":
+        weight, bias = (weights[f"output_norm.{part}"].to(states.dtype) for part in ("weight", "bias"))
+        states = F.layer_norm(states, states.shape[-1:], weight, bias, NORM_EPS)
+    elif head.state_norm == "l2":
+        states = F.normalize(states, dim=-1, eps=L2_EPS)
+    if head.item_norm == "l2":
+        items = F.normalize(items, dim=-1, eps=L2_EPS)
+    return (states * items).sum(-1, keepdim=True) / head.temperature
+
+
 class HstuModel:
     """Dense weights on one device, and the arithmetic over them: embed, layers, head."""
 
@@ -133,18 +151,22 @@ class HstuModel:
             _Inputs.of(encoder, [place[table] for table in encoder.tables], self.device) for encoder in config.encoders
         ]
         self._head_inputs = _Inputs.of(config.candidate_encoder, range(len(self.head_features)), self.device)
+        self._mlp_inputs = [inputs for inputs in self._event_inputs if inputs.encoder.kind == "mlp"]
+        self._linear_inputs = [inputs for inputs in self._event_inputs if inputs.encoder.kind == "linear"]
         self._norm_weight, self._norm_bias = (
-            torch.stack([weights[f"encoders.{encoder.name}.3.{part}"] for encoder in config.encoders])
+            torch.stack([weights[f"encoders.{inputs.encoder.name}.3.{part}"] for inputs in self._mlp_inputs])
+            if self._mlp_inputs
+            else torch.empty((0, config.dim), dtype=self.dtype, device=self.device)
             for part in ("weight", "bias")
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights["output_norm.weight"].dtype
+        return self._weights["position_embedding.weight"].dtype
 
     @property
     def device(self) -> torch.device:
-        return self._weights["output_norm.weight"].device
+        return self._weights["position_embedding.weight"].device
 
     def embed(self, tokens: DenseInput, x: Tensor) -> None:
         """Write token embeddings in flat order to x, (tokens, dim); rows of x without a token are not changed."""
@@ -157,10 +179,13 @@ class HstuModel:
             time_table=w["time_embedding.weight"],
             gaps=tokens.gaps,
         )
-        encoded = x.new_empty((len(self.config.encoders), tokens.event_at.shape[0], x.shape[1]))
-        for inputs, out in zip(self._event_inputs, encoded, strict=True):
+        encoded = x.new_empty((len(self._mlp_inputs), tokens.event_at.shape[0], x.shape[1]))
+        for inputs, out in zip(self._mlp_inputs, encoded, strict=True):
             self._mlp(f"encoders.{inputs.encoder.name}", self._pool(inputs, tokens.event_rows), out)
         self._kernels.sum_parts(x, tokens.event_at, lookups, encoded, self._norm_weight, self._norm_bias)
+        for inputs in self._linear_inputs:
+            part = self._linear(f"encoders.{inputs.encoder.name}", self._pool(inputs, tokens.event_rows))
+            x.index_add_(0, tokens.event_at, part)
         if tokens.context_counts:
             x[tokens.context_at] = self._embed_context(tokens)
 
@@ -174,13 +199,22 @@ class HstuModel:
         return x
 
     def head(self, x: Tensor, rows: Tensor, query: QueryTerms | None = None) -> Tensor:  # (candidates, tasks) float32
-        """Compute logits from the candidates' tokens and their rows, (head_features, candidates, row_dim)."""
+        """Compute logits from the candidates' tokens and their rows, (head_features, candidates, row_dim).
+
+        With a retrieval head, x has the state of the request's last token for each candidate.
+        """
         w, name = self._weights, "candidate_encoder"
+        pooled = self._pool(self._head_inputs, rows)
+        if self._head_inputs.encoder.kind == "linear":
+            item = self._linear(name, pooled)
+        else:
+            item = self._mlp(name, pooled)
+            item = F.layer_norm(item, item.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], NORM_EPS)
+        if self.config.retrieval is not None:
+            return dot_product(self.config.retrieval, x.float(), item.float(), w)
         if query is not None:
             x = F.linear(torch.cat([x, query.clocks.to(x.dtype)], 1), w["output_mix.weight"], w["output_mix.bias"])
         user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], NORM_EPS)
-        item = self._mlp(name, self._pool(self._head_inputs, rows))
-        item = F.layer_norm(item, item.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], NORM_EPS)
         return self._mlp("head", user * item).float()
 
     def _embed_context(self, tokens: DenseInput) -> Tensor:  # (context tokens, dim)
@@ -199,6 +233,9 @@ class HstuModel:
         if inputs.encoder.pooling == "sum" or len(inputs.features) == 1:
             return self._kernels.pool_rows(rows, inputs.on_device, self.dtype)
         return torch.cat([rows[feature].to(self.dtype) for feature in inputs.features], dim=1)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self._weights[f"{name}.0.weight"], self._weights[f"{name}.0.bias"])
 
     def _mlp(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Apply linear, gate by the sigmoid of its layer norm, linear."""

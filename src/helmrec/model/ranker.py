@@ -16,7 +16,7 @@ from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
 from helmrec.kernels.layer import NORM_EPS, LayerWeights, gate_output, split_projection
 from helmrec.model.config import EncoderConfig, ModelConfig
-from helmrec.model.hstu import layer_weights
+from helmrec.model.hstu import dot_product, layer_weights
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.model.window import window_anchor
 from helmrec.types import IntArray, RankRequest
@@ -79,6 +79,8 @@ class RankBatch:
     def check(self, config: ModelConfig) -> None:
         """Raise RequestError that names the first field and value that do not fit the model or each other."""
         _check_ids("lengths", self.lengths, self.lengths.numel(), config.window + 1)
+        if config.retrieval is not None and (none := (self.lengths == 0).nonzero()).numel():
+            raise RequestError(f"lengths[{int(none[0])}]", 0, "a retrieval head needs at least one event")
         _check_ids("num_candidates", self.num_candidates, self.lengths.numel(), None)
         num_events, num_candidates = int(self.lengths.sum()), int(self.num_candidates.sum())
         for table in config.features:
@@ -104,6 +106,7 @@ class Layout:
     waits: Tensor  # (events,) time since the event before; 0 for the first
     request_waits: Tensor  # (requests,) time since the last event; 0 without events
     candidate_owner: Tensor  # (candidates,) request of each
+    last_tokens: Tensor  # (requests,) flat position of the last token before the candidates
     prefix_slots: Tensor  # (context tokens + events,) request * prefix_len + place
     candidate_slots: Tensor  # (candidates,) request * candidates_len + place
     num_requests: int
@@ -122,6 +125,13 @@ class Layout:
         places = [torch.full_like(lengths, i) if i < num_user else lengths + i for i in range(num_context)]
         prefix_len = num_context + int(lengths.max()) if lengths.numel() else num_context
         candidates_len = int(batch.num_candidates.max()) if lengths.numel() else 0
+        candidate_slots = candidate_owner * candidates_len + candidate_places
+        if config.retrieval is not None:  # candidates are no tokens
+            candidates_len, candidate_slots = 0, candidate_slots[:0]
+        if config.request_context:
+            last_tokens = (num_context - 1) * lengths.numel() + requests
+        else:
+            last_tokens = num_context * lengths.numel() + lengths.cumsum(0) - 1
         return cls(
             positions=positions,
             waits=torch.where(positions == 0, 0, batch.timestamps - times[:-1]),
@@ -130,7 +140,8 @@ class Layout:
             prefix_slots=torch.cat(
                 [*(requests * prefix_len + place for place in places), owner * prefix_len + num_user + positions]
             ),
-            candidate_slots=candidate_owner * candidates_len + candidate_places,
+            candidate_slots=candidate_slots,
+            last_tokens=last_tokens,
             num_requests=lengths.numel(),
             prefix_len=prefix_len,
             candidates_len=candidates_len,
@@ -189,19 +200,22 @@ class HstuRanker(nn.Module):
         config, w = self.config, self._weights()
         batch = batch if isinstance(batch, RankBatch) else RankBatch.of(batch, config)
         batch.check(config)
-        norm = w["output_norm.weight"]
-        batch = batch.to(norm.device)
+        sample = w["position_embedding.weight"]
+        batch = batch.to(sample.device)
         layout = Layout.of(batch, config)
         ids = {t.name: torch.cat([batch.events[t.name], batch.candidates[t.name]]) for t in config.features}
         ids |= {t.name: batch.context[t.name] for t in (*config.user_context, *config.request_context)}
-        rows = {name: each.to(norm.dtype) for name, each in self.rows(ids).items()}
+        rows = {name: each.to(sample.dtype) for name, each in self.rows(ids).items()}
         x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):
             x = self._layer(x, layer_weights(config, w, i), layout)
-        x = x[layout.prefix_slots.numel() :]
-        user = F.layer_norm(x, norm.shape, norm, w["output_norm.bias"], embed.NORM_EPS)
         last_rows = {t.name: rows[t.name][batch.actions.numel() :] for t in config.features}
-        return _mlp(w, "head", user * _encode(w, "candidate_encoder", config.candidate_encoder, last_rows))
+        items = _encode(w, "candidate_encoder", config.candidate_encoder, last_rows)
+        if config.retrieval is not None:
+            return dot_product(config.retrieval, x[layout.last_tokens[layout.candidate_owner]], items, w)
+        x = x[layout.prefix_slots.numel() :]
+        user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], embed.NORM_EPS)
+        return _mlp(w, "head", user * items)
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the parameters by name, as they are now: wrappers such as `functional_call` may replace them."""
@@ -215,8 +229,10 @@ class HstuRanker(nn.Module):
         ]
 
     def _events(self, w: Rows, rows: Rows, batch: RankBatch, layout: "Layout") -> Tensor:
-        """Embed events and candidates, (events + candidates, dim)."""
+        """Embed events and candidates, (events + candidates, dim); without candidates if they are no tokens."""
         owner = layout.candidate_owner
+        if self.config.retrieval is not None:
+            owner, rows = owner[:0], {name: each[: batch.actions.numel()] for name, each in rows.items()}
         unknown = torch.full_like(owner, self.config.num_actions)
         waits = torch.cat([layout.waits, layout.request_waits[owner]])
         x = F.embedding(torch.cat([batch.actions, unknown]), w["action_embedding.weight"])
@@ -265,9 +281,11 @@ def _copy(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _encode(w: Rows, name: str, encoder: EncoderConfig, rows: Rows) -> Tensor:  # (n, dim)
-    """Combine the rows of an encoder's tables, apply its MLP, normalise the result."""
+    """Combine the rows of an encoder's tables; apply its linear map, or its MLP and the norm of its output."""
     parts = [rows[table] for table in encoder.tables]
     x = torch.cat(parts, 1) if encoder.pooling == "concat" else torch.stack(parts).sum(0)
+    if encoder.kind == "linear":
+        return F.linear(x, w[f"{name}.0.weight"], w[f"{name}.0.bias"])
     out = _mlp(w, name, x)
     return F.layer_norm(out, out.shape[-1:], w[f"{name}.3.weight"], w[f"{name}.3.bias"], embed.NORM_EPS)
 

@@ -149,11 +149,9 @@ def _assembly(rows: IntArray) -> Assembly:
     """A step of one request that reads these rows, and nothing else of a step."""
     one, none = np.zeros(1, np.int32), np.empty(0, np.int64)
     return Assembly(
-        event_at=np.arange(rows.size),
-        actions=none,
-        positions=none,
-        gaps=none,
+        *(np.arange(rows.size), none, none, none),  # places, actions, positions and time gaps of events
         candidates=none,
+        head_at=none,
         num_rows=np.array([rows.size]),
         cu_events=np.array([0, rows.size]),
         cu_tokens=one,
