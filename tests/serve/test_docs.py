@@ -1,9 +1,11 @@
 """Every example of docs/serving.md, run as it stands there."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_every_shell_example_has_its_answer_beside_it() -> None:
     assert len(SHELL) == TEXT.count("```sh") == 13
     assert len(PYTHON) == 1
+
+
+def test_the_example_of_a_bulk_load_runs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sample,) = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    script = sample.replace(ADDRESS, address)
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "2 / 4" in done.stdout) == (0, True), done.stderr
+    with Client(address) as client:
+        assert client.user(20) is not None
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

@@ -4,7 +4,7 @@ Uses the connection of the standard library, so that programs that only call a s
 """
 
 import http.client
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,7 +15,17 @@ from helmrec.errors import ConfigError, HelmRecError, RequestError, ServerError,
 from helmrec.history.values import Appended, UserState
 from helmrec.redaction import redact
 from helmrec.serve.prefill import PrefillAnswer
-from helmrec.serve.schema import EventsAnswer, ForgetAnswer, Problem, RankAnswer, UserAnswer
+from helmrec.serve.schema import (
+    AppendOutcome,
+    BulkAnswer,
+    BulkBody,
+    EventsAnswer,
+    EventsBody,
+    ForgetAnswer,
+    Problem,
+    RankAnswer,
+    UserAnswer,
+)
 from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
 
 _REFUSALS = (errors.DeadlineExceeded, errors.EngineClosed, errors.Forgotten, errors.NonFiniteScores, errors.QueueFull)
@@ -110,6 +120,11 @@ class Client:
             raise _stale(answer, user_id, base_version)
         done = msgspec.json.decode(_body_of(answer), type=EventsAnswer)
         return Appended(done.first_event, done.version, done.is_repeat)
+
+    def append_many(self, appends: Sequence[EventsBody]) -> list[AppendOutcome]:
+        """Append for many users in one call, at most `schema.MAX_APPENDS`. Each is done whether or not others fail."""
+        answer = self._done("POST", "/v1/events/bulk", BulkBody(list(appends)))
+        return msgspec.json.decode(answer, type=BulkAnswer).outcomes
 
     def user(self, user_id: int) -> UserState | None:
         """Return length and hash of a user's stored history; None if nothing is stored."""

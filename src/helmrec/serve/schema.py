@@ -11,6 +11,7 @@ from helmrec.history.events import Events, NewEvents
 from helmrec.types import RankRequest, RankResult, Timing
 
 Count = Annotated[int, Meta(ge=0)]
+MAX_APPENDS = 1_000  # of one bulk call
 
 
 class HistoryBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,6 +126,25 @@ class EventsAnswer(Struct, frozen=True):
     first_event: Annotated[int, Meta(description="absolute index of the first of them")]
     version: Annotated[int, Meta(description="of the user, now: the next base_version")]
     is_repeat: Annotated[bool, Meta(description="they were there already: this acknowledges them again")]
+
+
+class BulkBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """Appends of many users. Those of one user are done in their order, each whether or not others are refused."""
+
+    appends: Annotated[list[EventsBody], Meta(min_length=1, max_length=MAX_APPENDS)]
+
+
+class AppendOutcome(Struct, frozen=True, omit_defaults=True):
+    """What came of one append: the version, or an error."""
+
+    version: Annotated[int | None, Meta(description="of the user, now; absent if nothing was appended")] = None
+    is_repeat: Annotated[bool, Meta(description="the events were there already")] = False
+    error: Annotated[str | None, Meta(description="why nothing was appended")] = None
+    type: Annotated[str | None, Meta(description="which of our errors it is")] = None
+
+
+class BulkAnswer(Struct, frozen=True):
+    outcomes: Annotated[list[AppendOutcome], Meta(description="one per append, in their order")]
 
 
 class UserAnswer(Struct, frozen=True):

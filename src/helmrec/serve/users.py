@@ -1,18 +1,31 @@
 """`/v1/events` and `/v1/users`: append to stored histories, read them, delete them."""
 
+import asyncio
+
 import msgspec
 import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from helmrec.errors import RequestError, StaleVersion
+from helmrec.errors import HelmRecError, HistoryError, RequestError, StaleVersion
 from helmrec.history.events import MAX_ID
+from helmrec.history.values import Appended
+from helmrec.serve import problems
 from helmrec.serve.bodies import decode
 from helmrec.serve.front import Front
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.routes import Endpoint, json_answer
-from helmrec.serve.schema import EventsAnswer, EventsBody, ForgetAnswer, HistoryAnswer, UserAnswer
+from helmrec.serve.schema import (
+    AppendOutcome,
+    BulkAnswer,
+    BulkBody,
+    EventsAnswer,
+    EventsBody,
+    ForgetAnswer,
+    HistoryAnswer,
+    UserAnswer,
+)
 
 MAX_LAST = 100_000  # events of one answer
 
@@ -23,17 +36,49 @@ class UserRoutes:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._body = msgspec.json.Decoder(EventsBody)
+        self._bulk_body = msgspec.json.Decoder(BulkBody)
 
     async def append(self, request: Request) -> Response:
         histories = self._need_histories()
-        body = decode(self._body, await self._front.bodies.read(request))
+        done = await self._append(histories, decode(self._body, await self._front.bodies.read(request)))
+        return json_answer(EventsAnswer(done.first_event, done.version, done.is_repeat))
+
+    async def _append(self, histories: StoredHistories, body: EventsBody) -> Appended:
         try:
             done = await histories.append(body.user_id, body.base, body.events(), self._front.port.model)
         except StaleVersion:
             self._front.metrics.count_append("stale", 0)
             raise
         self._front.metrics.count_append("repeat" if done.is_repeat else "kept", len(body.items))
-        return json_answer(EventsAnswer(done.first_event, done.version, done.is_repeat))
+        return done
+
+    async def append_many(self, request: Request) -> Response:
+        """Append for many users at once: what waits for the store's writer together shares a transaction."""
+        histories = self._need_histories()
+        appends = decode(self._bulk_body, await self._front.bodies.read(request)).appends
+        by_user: dict[int, list[int]] = {}
+        for at, each in enumerate(appends):
+            by_user.setdefault(each.user_id, []).append(at)
+        outcomes = [AppendOutcome()] * len(appends)
+
+        async def append_in_order(places: list[int]) -> None:
+            outcome = AppendOutcome()
+            for at in places:  # after an error the others would be stale, and a client could not tell why
+                outcome = await self._outcome(histories, appends[at]) if outcome.error is None else outcome
+                outcomes[at] = outcome
+
+        await asyncio.gather(*(append_in_order(places) for places in by_user.values()))
+        return json_answer(BulkAnswer(outcomes))
+
+    async def _outcome(self, histories: StoredHistories, body: EventsBody) -> AppendOutcome:
+        try:
+            done = await self._append(histories, body)
+        except HelmRecError as error:
+            if isinstance(error, HistoryError) and not isinstance(error, problems.SHOWN_HISTORY_ERRORS):
+                raise
+            problem = problems.of_error(error, "")
+            return AppendOutcome(error=problem.detail, type=problem.type)
+        return AppendOutcome(done.version, done.is_repeat)
 
     async def show(self, request: Request) -> Response:
         user_id = _user_id(request)
@@ -76,6 +121,10 @@ class UserRoutes:
             Endpoint(
                 "POST", "/v1/events", "Append to a user's history", self.append, EventsBody, EventsAnswer,
                 statuses=(400, 404, 409, 413, 415, 429, 503, 507),
+            ),
+            Endpoint(
+                "POST", "/v1/events/bulk", "Append for many users", self.append_many, BulkBody, BulkAnswer,
+                statuses=(400, 404, 413, 415, 503),
             ),
             Endpoint(
                 "GET", user, "Where a user's history stands", self.show, gives=UserAnswer, statuses=(400, 404, 429, 503)
