@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
 from helmrec.cli.main import app
@@ -21,7 +22,7 @@ from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
 from tests.serve.asgi import wait_for
-from tests.serve.cases import rank_body
+from tests.serve.cases import as_request, rank_body, tensors_of
 
 BODY = json.dumps(rank_body()).encode()
 
@@ -70,7 +71,7 @@ class Process:
 
 @pytest.fixture(params=["engine_process=false", "engine_process=true"])
 def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    process = Process(str(folder), "--pool", "8MiB", "--set", request.param)
+    process = Process(str(folder), "--pool", "8MiB", "--set", request.param, "--grpc-port", "0")
     yield process
     if process.process.poll() is None:
         process.process.kill()
@@ -91,9 +92,12 @@ def test_sigterm_lets_running_requests_end_and_the_process_ends_well(server: Pro
     idle = server.connection()
     idle.request("GET", "/readyz")
     assert idle.getresponse().read() == b'{"status":"ready"}'
+    (grpc_port,) = re.findall(r"address=grpc://127.0.0.1:(\d+)", "".join(server.lines))
+    ranked = triton.InferenceServerClient(f"127.0.0.1:{grpc_port}").infer("demo", grpc_inputs())
+    assert ranked.as_numpy("SCORES").shape == (2, 2)
     server.process.send_signal(signal.SIGTERM)
     told_s = time.monotonic()
-    wait_for(lambda: is_refused(server.port))
+    wait_for(lambda: is_refused(server.port) and is_refused(int(grpc_port)))
     connection.send(BODY[10:])
     answer = connection.getresponse()
     assert answer.status == 200
@@ -108,6 +112,15 @@ def test_sigterm_lets_running_requests_end_and_the_process_ends_well(server: Pro
     assert "event=stopped" in log
     assert 'level=warning logger=helmrec.serve event="not a setting" variable=HELMREC_POLL' in log
     assert "level=error" not in log
+
+
+def grpc_inputs() -> list[triton.InferInput]:
+    """The request of `rank_body` as tensors."""
+    made = []
+    for name, values in tensors_of([as_request(rank_body())]).items():
+        made.append(triton.InferInput(name, list(values.shape), "INT64"))
+        made[-1].set_data_from_numpy(values)
+    return made
 
 
 def children(pid: int) -> list[int]:
@@ -127,6 +140,12 @@ def test_an_engine_apart_does_not_outlive_its_front(folder: Path) -> None:
 def is_refused(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_cluster_refuses_a_port_for_grpc_before_ray_is_started(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", str(folder), "--cluster", "--grpc-port", "8001"])
+    assert done.exit_code == 2
+    assert "grpc_port: a cluster serves HTTP only; leave it unset, got 8001" in done.output.replace("\n", " ")
 
 
 def test_print_config_shows_where_each_value_came_from(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,12 +28,23 @@ from tests.serve.asgi import on_loopback, wait_for
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
+GRPC_ADDRESS = "127.0.0.1:8001"
 SHELL = re.findall(r"```sh\n(.*?)```\n```json\n(.*?)```", TEXT, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+class Addresses(NamedTuple):
+    """Of the server that the examples are run against."""
+
+    http: str
+    grpc: str
+
+    def put_into(self, example: str) -> str:
+        return example.replace(ADDRESS, self.http).replace(GRPC_ADDRESS, self.grpc)
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     models = tmp_path_factory.mktemp("docs")
     for seed, name in enumerate(("demo-model", "fresh")):
         init_model(models / name, profile("demo", 500), seed)
@@ -44,17 +55,18 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     engine = SwappingPort(engine_of(models / "demo-model"), engine_of)
     histories = StoredHistories.open(models / "histories", engine.model, HistoryConfig())
-    config = ServeConfig(admin_token="open-sesame", models_path=str(models))
-    with on_loopback(make_app(engine, config, histories)) as port:
+    config = ServeConfig(admin_token="open-sesame", models_path=str(models), grpc_port=0)
+    app = make_app(engine, config, histories)
+    with on_loopback(app) as port:
         url = f"http://127.0.0.1:{port}"
         with Client(url) as client:
             wait_for(client.is_ready)
-        yield url
+        yield Addresses(url, f"127.0.0.1:{app.state.grpc.port}")
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
     assert len(SHELL) == TEXT.count("```sh") == 13
-    assert len(PYTHON) == 1
+    assert len(PYTHON) == 2
 
 
 def test_the_example_of_a_bulk_load_runs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,18 +81,21 @@ def test_the_example_of_a_bulk_load_runs(address: str, tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize(("command", "shown"), SHELL)
-def test_a_curl_example_answers_in_the_shape_shown(address: str, command: str, shown: str) -> None:
-    done = subprocess.run(
-        ["bash", "-c", command.replace(ADDRESS, address)], capture_output=True, check=True, timeout=60
-    )
+def test_a_curl_example_answers_in_the_shape_shown(addresses: Addresses, command: str, shown: str) -> None:
+    done = subprocess.run(["bash", "-c", addresses.put_into(command)], capture_output=True, check=True, timeout=60)
     assert shape(json.loads(done.stdout)) == shape(json.loads(shown))
 
 
-def test_the_python_example_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(PYTHON[0].replace(ADDRESS, address), "docs/serving.md", "exec"), {})
+def test_the_python_example_runs(addresses: Addresses, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(addresses.put_into(PYTHON[0]), "docs/serving.md", "exec"), {})
     shown = capsys.readouterr().out
     assert shown.startswith("[[")
     assert shown.endswith(" 2 True\n")
+
+
+def test_the_example_of_grpc_runs(addresses: Addresses, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(addresses.put_into(PYTHON[1]), "docs/serving.md", "exec"), {})
+    assert re.fullmatch(r"\[\[.* .*\]\] \d+\n", capsys.readouterr().out)
 
 
 def shape(value: Any) -> Any:

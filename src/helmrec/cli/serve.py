@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from helmrec.cli.console import err, exit_on_error, out
-from helmrec.cluster.config import ClusterConfig, read_cluster_config
+from helmrec.cluster.config import ClusterConfig, check_protocols, read_cluster_config
 from helmrec.cluster.environment import prepare_environment
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import make_port
-from helmrec.serve.server import listen, serve_until_stopped
+from helmrec.serve.server import check_grpc, listen, serve_until_stopped
 from helmrec.serve.settings import Given, Settings, field_of, resolve
 
 log = logging.getLogger("helmrec.serve")
@@ -45,6 +45,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     history_path: Annotated[str | None, _setting("history_path", "--history")] = None,
     policy: Annotated[str | None, _setting("policy")] = None,
     port: Annotated[int | None, _setting("port")] = None,
+    grpc_port: Annotated[int | None, _setting("grpc_port")] = None,
     others: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.", show_default="none")
     ] = None,
@@ -61,7 +62,9 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> None:
-    """Serve a model over HTTP. Flags override HELMREC_* variables, which override the file of --config.
+    """Serve a model over HTTP, and over gRPC with --grpc-port.
+
+    Flags override HELMREC_* variables, which override the file of --config.
 
     Set the token of admin calls as HELMREC_ADMIN_TOKEN, and the address of a Redis with a password as
     HELMREC_HISTORY_PATH: every user of a machine can see flags.
@@ -76,6 +79,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "policy": policy,
             "host": host,
             "port": port,
+            "grpc_port": grpc_port,
         }
         given = {name: Given(value, f"flag {_flag(name)}") for name, value in flags.items() if value is not None}
         settings = resolve(given | _parsed(others or []), os.environ, config)
@@ -100,6 +104,7 @@ def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: di
     """Serve until a signal to stop; on an existing Ray cluster, deploy and exit."""
     log_to_stderr(settings.serve.log_level, settings.secrets)
     config = read_cluster_config(file, **given)
+    check_protocols(settings.serve)
     prepare_environment(config)
     try:
         from helmrec.cluster.deploy import deploy, ray_of  # noqa: PLC0415 - Ray is an extra, and slow to import
@@ -123,9 +128,10 @@ def _serve(model: Path, settings: Settings) -> None:
     for name in settings.ignored:
         log.warning("not a setting", extra={"variable": name})
     with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
+        check_grpc(settings.serve)
         with err.status("loading the model"):
             port = make_port(model, settings.engine, settings.serve)
             path = settings.serve.history_path
             histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
         app = make_app(port, settings.serve, histories)
-        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.front.bodies.stop)
+        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.begin_to_stop)

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from helmrec.cluster.config import ClusterConfig
+from helmrec.cluster.config import ClusterConfig, check_protocols
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
@@ -91,6 +91,7 @@ def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Appl
     shape = read_manifest(model).model
     Steering.of(settings.serve)
     _check_histories(settings.serve.history_path)
+    check_protocols(settings.serve)
     begin = Begin(str(model), revealed(settings.engine), for_engine(settings.serve))
     keeps_all = settings.engine.kv_admission == "always"
     replica = ReplicaSettings(cluster.memory.sketch_bits, 1 if keeps_all else cluster.memory.kept_from_visit)

@@ -11,6 +11,7 @@ from helmrec.errors import ConfigError
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.router.policy import RouterSettings
 from helmrec.router.state import StateSettings
+from helmrec.serve.settings import ServeConfig
 
 OURS = "emb-kv-aware"  # the router of the product; others come from packages that add them
 
@@ -72,6 +73,15 @@ class ClusterConfig(Frozen):
         if self.router != OURS and self.router not in (added := extensions(ROUTERS)):
             raise ValueError(f"router must be one of {', '.join((OURS, *added))}")
         return self
+
+
+def check_protocols(serve: ServeConfig) -> None:
+    """Raise ConfigError if the fronts of a cluster are asked for what they do not serve.
+
+    Ray Serve forwards HTTP to them; a port of their own could be had by one front of a machine only.
+    """
+    if serve.grpc_port is not None:
+        raise ConfigError(f"grpc_port: a cluster serves HTTP only; leave it unset, got {serve.grpc_port}")
 
 
 def read_cluster_config(file: Path | None, **given: Any) -> ClusterConfig:

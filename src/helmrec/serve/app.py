@@ -27,6 +27,7 @@ from helmrec.serve.port import EnginePort
 from helmrec.serve.prefill import PrefillRoutes
 from helmrec.serve.routes import Endpoint, Handler, openapi
 from helmrec.serve.schema import Problem
+from helmrec.serve.server import grpc_server
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.users import UserRoutes
 from helmrec.serve.v1 import JsonRoutes
@@ -37,8 +38,9 @@ _PARTS = (JsonRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, Infere
 
 
 def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories | None = None) -> Starlette:
-    """Make the application. It starts `port` and `histories`, and closes both when it ends."""
+    """Make the application. It starts `port`, `histories` and gRPC, if asked for, and closes them when it ends."""
     front = Front(port, config, histories)
+    over_grpc = None if config.grpc_port is None else grpc_server(front)
     endpoints = [endpoint for part in _PARTS for endpoint in part(front).endpoints()]
     described = openapi(endpoints, Problem, API_VERSION, port.model.name)
     document, page = msgspec.json.encode(described), api_page(described)
@@ -56,12 +58,21 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
             histories.start()
         watch = asyncio.create_task(front.watch())
         try:
+            if over_grpc is not None:
+                await over_grpc.start()
             yield
         finally:
             watch.cancel()
+            if over_grpc is not None:
+                await over_grpc.stop()
             await port.close()
             if histories is not None:
                 await histories.close()
+
+    def begin_to_stop() -> None:
+        front.bodies.stop()
+        if over_grpc is not None:
+            over_grpc.begin_to_stop()
 
     app = Starlette(
         routes=[
@@ -72,7 +83,8 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
         ],
         lifespan=lifespan,
     )
-    app.state.front = front
+    app.state.front, app.state.grpc = front, over_grpc
+    app.state.begin_to_stop = begin_to_stop
     app.router.redirect_slashes = False
     # Starlette's own middleware is left out: Edge handles all errors.
     app.middleware_stack = Edge(_ByPath(app.router), front.calls)

@@ -26,7 +26,8 @@ from helmrec.serve.statistics import InferenceTally
 from helmrec.types import RankRequest, RankResult
 
 log = logging.getLogger("helmrec.serve")
-RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer"})
+GRPC_RANK = "/inference.GRPCInferenceService/ModelInfer"
+RANK_ROUTES = frozenset({"/v1/rank", "/v2/models/{name}/infer", GRPC_RANK})
 _SAMPLE_EVERY_S = 1.0
 T = TypeVar("T")
 

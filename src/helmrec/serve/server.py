@@ -1,17 +1,24 @@
 """The server process: listens, serves, and answers running requests before it stops."""
 
+import importlib
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
+from helmrec.serve.front import Front
 from helmrec.serve.settings import ServeConfig
+
+if TYPE_CHECKING:
+    from helmrec.serve.grpc_server import GrpcServer
 
 _SWITCH_INTERVAL_S = 0.001  # of threads: the event loop must not wait long for the interpreter lock
 log = logging.getLogger("helmrec.serve")
@@ -19,11 +26,39 @@ log = logging.getLogger("helmrec.serve")
 
 def listen(config: ServeConfig) -> socket.socket:
     """Return a socket bound as the settings say; port 0 is replaced by a free port."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return _bind(config.host, config.port, "port")
+
+
+def _bind(host: str, port: int, name: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"host, port: cannot listen ({error.strerror}), got {config.host}:{config.port}") from None
+        raise ConfigError(f"host, {name}: cannot listen ({error.strerror}), got {host}:{port}") from None
+
+
+def check_grpc(config: ServeConfig) -> None:
+    """Raise ConfigError if gRPC is asked for and its packages are missing or its port is taken.
+
+    gRPC binds its port itself, when the server starts; this tells before a model is loaded.
+    """
+    if config.grpc_port is None:
+        return
+    _grpc_module()
+    _bind(config.host, config.grpc_port, "grpc_port").close()
+
+
+def grpc_server(front: Front) -> "GrpcServer":
+    """Make the server of the Open Inference Protocol over gRPC; ConfigError if its packages are missing."""
+    made: GrpcServer = _grpc_module().GrpcServer(front)
+    return made
+
+
+def _grpc_module() -> ModuleType:
+    try:
+        return importlib.import_module("helmrec.serve.grpc_server")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"grpc_port needs pip install 'helmrec[grpc]' ({error})") from None
 
 
 class _Server(uvicorn.Server):

@@ -28,6 +28,9 @@ class ServeConfig(Frozen):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; by default loopback only")
     port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0 takes any free port")
+    grpc_port: int | None = Field(
+        None, ge=0, le=65_535, description="port of the Open Inference Protocol over gRPC; 0 takes any; unset: no gRPC"
+    )
     node_name: str = Field("local", min_length=1, description="name of this node in leases")
     max_body_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20), description="largest body of one request"

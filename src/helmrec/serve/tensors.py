@@ -6,7 +6,7 @@ Pure: takes bytes and returns values. Binary tensors are views of the body, not 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,6 +100,16 @@ class InferAnswer(Struct, frozen=True, omit_defaults=True):
 _DECODER = msgspec.json.Decoder(InferBody)
 
 
+class ValueFields(NamedTuple):
+    """Names of the fields that hold the values of tensor {i}, for errors."""
+
+    raw: str = "inputs[{i}].parameters.binary_data_size"
+    listed: str = "inputs[{i}].data"
+
+
+_OVER_HTTP = ValueFields()
+
+
 @dataclass(frozen=True, slots=True)
 class Inference:
     """A decoded inference request."""
@@ -123,13 +133,15 @@ def check_outputs(names: Sequence[str]) -> None:
             raise RequestError(f"outputs[{i}].name", name, f"the only output is {SCORES}")
 
 
-def tensors_by_name(inputs: Sequence[InputTensor], raw: Sequence[memoryview | bytes | None]) -> dict[str, Tensor]:
+def tensors_by_name(
+    inputs: Sequence[InputTensor], raw: Sequence[memoryview | bytes | None], fields: ValueFields = _OVER_HTTP
+) -> dict[str, Tensor]:
     """Return all tensors by name. Those with bytes in `raw` are views of them; the values of others are in `data`."""
     tensors: dict[str, Tensor] = {}
     for i, (tensor, given) in enumerate(zip(inputs, raw, strict=True)):
         if tensor.name in tensors:
             raise RequestError(f"inputs[{i}].name", tensor.name, "each tensor may be given once")
-        tensors[tensor.name] = _values(i, tensor, given)
+        tensors[tensor.name] = _values(i, tensor, given, fields)
     return tensors
 
 
@@ -159,7 +171,7 @@ def _json_bytes(header_length: str | None, body_bytes: int) -> int:
     raise RequestError("inference-header-content-length", header_length[:100], problem)
 
 
-def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None) -> Tensor:
+def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None, fields: ValueFields) -> Tensor:
     dtype = _DTYPES.get(tensor.datatype)
     if dtype is None:
         raise RequestError(f"inputs[{i}].datatype", tensor.datatype, f"one of {', '.join(_DTYPES)} is needed")
@@ -167,22 +179,22 @@ def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None) -> Tens
         raise RequestError(f"inputs[{i}].shape", tensor.shape, "a flat tensor is needed")
     (num,) = tensor.shape
     if raw is None:
-        return _listed(i, tensor, num, dtype)
+        return _listed(fields.listed.format(i=i), tensor, num, dtype)
     if len(raw) != num * dtype.itemsize:
         problem = f"bytes of {num} values of {tensor.datatype} are needed, {num * dtype.itemsize}"
-        raise RequestError(f"inputs[{i}].parameters.binary_data_size", len(raw), problem)
+        raise RequestError(fields.raw.format(i=i), len(raw), problem)
     return np.frombuffer(raw, dtype) if num else np.empty(0, dtype)
 
 
-def _listed(i: int, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Tensor:
+def _listed(field: str, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Tensor:
     if tensor.data is None or len(tensor.data) != num:
         seen = None if tensor.data is None else len(tensor.data)
-        raise RequestError(f"inputs[{i}].data", seen, f"as many values as the shape says are needed, {num}")
+        raise RequestError(field, seen, f"as many values as the shape says are needed, {num}")
     try:
         return np.array(tensor.data, dtype)
     except OverflowError:
         widest = max(tensor.data, key=abs)
-        raise RequestError(f"inputs[{i}].data", widest, f"integers that fit {tensor.datatype} are needed") from None
+        raise RequestError(field, widest, f"integers that fit {tensor.datatype} are needed") from None
 
 
 class TensorNames:
