@@ -17,7 +17,6 @@ LONG_FILES: dict[str, str] = {
     "helmrec/serve/process_port.py": "one class: the calls of a port, and the life of the process behind it",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
     "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
-    "helmrec/sim/node/kv.py": "the compiled version of kv_cache.py, and of the log of visits that admits prefixes",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {}

@@ -14,12 +14,12 @@ import helmrec_bench
 SOURCE = Path(helmrec.__file__).parents[1]
 PACKAGES = ("helmrec", "helmrec_bench")
 BASE = (
-    *("types", "errors", "redaction", "clock", "collector", "pauses", "steps", "extensions"),
-    *("config", "failures"),
+    *("types", "errors", "redaction", "clock", "collector", "pauses", "steps", "extensions", "jit"),
+    *("config", "failures", "queueing"),
 )
 PRODUCT = (
     *BASE,
-    *("kernels", "memory", "model"),
+    *("costs", "kernels", "memory", "model"),
     *("control", "router", "history", "engine", "ppo", "policies"),
     *("traffic", "load", "sim", "serve"),
     *("calibrate", "cluster", "demo", "cli", "__main__"),
@@ -118,13 +118,13 @@ def test_base_knows_only_itself() -> None:
 
 def test_what_controls_sees_values_only() -> None:
     for module in (m for m in IMPORTS if layer(m) == "control"):
-        assert {layer(other) for other in ours(module)} <= {*BASE, "memory", "control"}
+        assert {layer(other) for other in ours(module)} <= {*BASE, "costs", "memory", "control"}
         assert {m for m in ours(module) if layer(m) == "memory"} <= SEEN_BY_CONTROL
 
 
 def test_routing_sees_base_and_the_sampling_hash_only() -> None:
     for module in (m for m in IMPORTS if layer(m) == "router"):
-        assert {layer(other) for other in ours(module)} <= {*BASE, "memory", "router"}
+        assert {layer(other) for other in ours(module)} <= {*BASE, "costs", "memory", "router"}
         assert {m for m in ours(module) if layer(m) == "memory"} <= {"helmrec.memory", "helmrec.memory.sampling"}
         for seen in (module, *reach(module)):
             assert not any(uses(seen, library) for library in ("torch", "ray", "socket", "time", "random"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.sim.cost import CostModel
+from helmrec.costs.calibrated import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.relay import VERDICTS, R, T

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from helmrec.config import EngineConfig
+from helmrec.costs.calibrated import CostModel, default_cost
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import dlrmv3_shape
-from helmrec.sim.cost import CostModel, default_cost
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes

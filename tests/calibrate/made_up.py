@@ -5,8 +5,8 @@ import numpy as np
 from helmrec.calibrate.cases import Case, make_cases
 from helmrec.calibrate.replay import replay
 from helmrec.calibrate.timed import Measured, MeasuredWork, Timed
+from helmrec.costs.calibrated import CostTerms, host_ms
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import CostTerms, host_ms
 
 ROW_BYTES, TOKEN_BYTES = 1_024, 10 * 1_024
 

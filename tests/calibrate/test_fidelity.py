@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from helmrec.calibrate.measure import make_model
+from helmrec.costs.calibrated import default_cost
 from helmrec.engine.engine import Engine
-from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes

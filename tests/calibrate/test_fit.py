@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helmrec.calibrate.fit import fit
-from helmrec.sim.cost import CostTerms
+from helmrec.costs.calibrated import CostTerms
 from tests.calibrate.made_up import made_up
 
 TRUE = CostTerms(

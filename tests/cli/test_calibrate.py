@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from helmrec.calibrate.timed import read_measured
 from helmrec.cli.main import app
-from helmrec.sim.cost import load_cost
+from helmrec.costs.calibrated import load_cost
 
 SMALL = ["--device", "cpu", "--quick", "--pool", "24MiB", "--tables", "16MiB"]
 

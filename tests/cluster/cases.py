@@ -14,13 +14,13 @@ from helmrec.cluster.port import ReplicaLost
 from helmrec.cluster.remote_clock import Stamp
 from helmrec.cluster.replica import EngineReplica, ReplicaReply, ReplicaSettings
 from helmrec.cluster.report import ReplicaReport
+from helmrec.costs.calibrated import default_cost
+from helmrec.costs.routing import RouterCost
 from helmrec.model.weights import save_model
-from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware
 from helmrec.router.state import ClusterState, StateSettings
 from helmrec.serve.settings import Given, Settings, resolve
 from helmrec.serve.wire import Begin
-from helmrec.sim.cost import default_cost
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
 

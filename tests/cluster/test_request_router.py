@@ -10,8 +10,8 @@ import pytest
 
 from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint
-from helmrec.router.cost import RouterCost
-from helmrec.sim.cost import default_cost
+from helmrec.costs.calibrated import default_cost
+from helmrec.costs.routing import RouterCost
 
 pytest.importorskip("ray.serve", reason="helmrec[cluster] is not installed")
 from helmrec.cluster.request_router import HelmRequestRouter

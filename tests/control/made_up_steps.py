@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helmrec.control.costs import StageCosts
+from helmrec.costs.learned import StageCosts
 from helmrec.steps import Step, Steps
 
 COSTS = StageCosts(

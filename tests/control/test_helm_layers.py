@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
 from helmrec.control.layers import MIN_GAIN, SETTLED, Bursts, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
+from helmrec.costs.learned import Floats
 from helmrec.steps import Step
 from tests.control.bowl import Bowl
 from tests.control.served import Served

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Floats
 from helmrec.control.helm import Helm
 from helmrec.control.latency import (
     _NUM_STREAMS,
@@ -20,6 +19,7 @@ from helmrec.control.latency import (
     play,
 )
 from helmrec.control.policy import Move, WindowStats
+from helmrec.costs.learned import Floats
 from helmrec.memory.curve_shape import between
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps

@@ -203,7 +203,7 @@ def test_overlapping_steps_are_not_counted_twice_when_a_deadline_is_judged() -> 
         engine.submit(random_request(rng, engine.model_config, user))
     while engine.step():
         clock.advance(0.01)
-    assert engine._scheduler._ms_per_request == pytest.approx(10, rel=0.15)
+    assert engine._scheduler._times.request_ms == pytest.approx(10, rel=0.15)
 
 
 def test_nothing_runs_after_close(monkeypatch: pytest.MonkeyPatch) -> None:

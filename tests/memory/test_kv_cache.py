@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from helmrec.memory.kv_admission import KVAdmission, admit_always, second_visit
+from helmrec.memory.kv_admission import Admission
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.kv_host_tier import KVHostTier
 from helmrec.memory.ledger import Owner, PageLedger
@@ -36,7 +36,7 @@ class Bench:
     reserve: int = 1
     max_forks: int = 2
     lag_s: float = 0.0
-    admission: KVAdmission = admit_always
+    admission: Admission = Admission.ALWAYS
     num_slots: int = 0
     now: float = 0.0
 
@@ -275,7 +275,7 @@ def test_a_commit_restores_the_reserve() -> None:
 
 
 def test_one_time_users_do_not_displace_returning_ones() -> None:
-    bench = Bench(num_pages=10, reserve=2, admission=second_visit)
+    bench = Bench(num_pages=10, reserve=2, admission=Admission.SECOND_VISIT)
     for _ in range(2):
         for user_id in range(4):
             bench.serve(user_id, range(8))
@@ -287,7 +287,7 @@ def test_one_time_users_do_not_displace_returning_ones() -> None:
 
 def test_one_time_users_do_not_displace_returning_ones_while_steps_overlap() -> None:
     """What the step behind still holds will be free, so there is room for strangers: as guests, who go first."""
-    bench = Bench(num_pages=14, reserve=2, admission=second_visit)
+    bench = Bench(num_pages=14, reserve=2, admission=Admission.SECOND_VISIT)
     for _ in range(2):
         for user_id in range(4):
             bench.serve(user_id, range(8))
@@ -301,7 +301,7 @@ def test_one_time_users_do_not_displace_returning_ones_while_steps_overlap() -> 
 
 
 def test_a_guest_that_comes_again_has_earned_its_place() -> None:
-    bench = Bench(num_pages=10, reserve=2, admission=second_visit, num_slots=8)
+    bench = Bench(num_pages=10, reserve=2, admission=Admission.SECOND_VISIT, num_slots=8)
     bench.serve(1, range(8))
     assert bench.cache.next_saves(9) == [], "who came once is not worth the bus"
     assert bench.serve(1, range(8)).num_resident == 8
@@ -314,7 +314,7 @@ def test_a_guest_that_comes_again_has_earned_its_place() -> None:
 
 
 def test_without_an_admission_policy_one_time_users_flush_everyone() -> None:
-    bench = Bench(num_pages=10, reserve=2, admission=admit_always)
+    bench = Bench(num_pages=10, reserve=2, admission=Admission.ALWAYS)
     for user_id in [0, 1, 2, 3, 0, 1, 2, 3, *range(100, 150)]:
         bench.serve(user_id, range(8))
     assert [bench.resident(user_id, range(8)) for user_id in range(4)] == [0] * 4
@@ -420,7 +420,7 @@ def test_a_fork_replaces_its_donor_where_one_history_is_kept() -> None:
 
 
 def test_a_forgotten_user_is_new_again() -> None:
-    bench = Bench(num_pages=12, admission=second_visit, reserve=12)
+    bench = Bench(num_pages=12, admission=Admission.SECOND_VISIT, reserve=12)
     for _ in range(2):
         bench.serve(1, range(8))
     fork = [*range(4), 90, 91, 92, 93]
@@ -461,7 +461,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(num_pages=14, reserve=2, admission=second_visit)
+        self.bench = Bench(num_pages=14, reserve=2, admission=Admission.SECOND_VISIT)
         self.arena: dict[tuple[int, int], int] = {}
         self.versions = [0] * NUM_ROWS
         self.current: dict[int, list[int]] = {}

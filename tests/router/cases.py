@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from helmrec.router.cost import RouterCost
+from helmrec.costs.routing import RouterCost
 from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
 from helmrec.router.sketch import RowSample, build_sketch, no_sample
 from helmrec.types import IntArray

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmrec.router.cost import RequestWork, Stages, expected_ms, service_ms, stages_of
+from helmrec.costs.routing import RequestWork, Stages, expected_ms, service_ms, stages_of
 from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
 from helmrec.router.policy import Choice, EmbKVAware, RouterSettings, Weighing, price
 from helmrec.router.sketch import sample_rows

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helmrec.router.cost import RouterCost
+from helmrec.costs.routing import RouterCost
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, NodeLoss, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import prepare_requests

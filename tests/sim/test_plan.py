@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from helmrec.cli.main import app
 from helmrec.cli.plan import milliseconds
+from helmrec.costs.calibrated import default_cost
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import default_cost
 from helmrec.sim.plan import Plan, PlanConfig, Point, _fewest, _share, make_plan, settings_of_trace
 from helmrec.traffic.imported import ImportConfig, trace_of_log
 from helmrec.traffic.importers import Log

@@ -4,9 +4,9 @@ import pytest
 from helmrec.config import EngineConfig
 from helmrec.control.policy import Move, WindowStats
 from helmrec.control.static import Static, StaticSettings
+from helmrec.costs.calibrated import BusLoad, ComputeWork, compute_ms, default_cost, rows_ms
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import BusLoad, ComputeWork, compute_ms, default_cost, rows_ms
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, Status, make_outcomes, no_faults

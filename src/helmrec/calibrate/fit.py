@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from helmrec.calibrate.replay import replay
 from helmrec.calibrate.timed import Measured
-from helmrec.sim.cost import CostTerms
+from helmrec.costs.calibrated import CostTerms
 from helmrec.sim.node.state import FloatArray
 from helmrec.types import IntArray
 

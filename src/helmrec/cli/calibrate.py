@@ -19,9 +19,9 @@ from helmrec.calibrate.fit import Fitted, fit
 from helmrec.calibrate.measure import MeasurePlan, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
 from helmrec.cli.console import check_writable, err, exit_on_error, out
+from helmrec.costs.calibrated import CostModel, CostTerms
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
-from helmrec.sim.cost import CostModel, CostTerms
 
 _SIZES = {"cuda": ("16GiB", "4GiB", "6GiB"), "cpu": ("64MiB", "64MiB", "96MiB")}  # tables, pool, host tier
 

@@ -9,9 +9,9 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from helmrec.cli.console import exit_on_error, out, progress
+from helmrec.costs.calibrated import default_cost, load_cost
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
-from helmrec.sim.cost import default_cost, load_cost
 from helmrec.sim.plan import MAX_NODES, Plan, PlanConfig, make_plan, settings_of_trace
 from helmrec.traffic.families import PRESETS
 from helmrec.traffic.trace_file import read_trace

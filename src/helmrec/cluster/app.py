@@ -21,18 +21,18 @@ from helmrec.cluster.port import ClusterPort
 from helmrec.cluster.replica import EngineReplica, ReplicaSettings
 from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_policy
 from helmrec.collector import PROCESS
+from helmrec.costs.calibrated import default_cost, load_cost
+from helmrec.costs.routing import RouterCost
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
 from helmrec.redaction import redact
-from helmrec.router.cost import RouterCost
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
-from helmrec.sim.cost import default_cost, load_cost
 from helmrec.sim.node.config import NodeConfig
 
 ENGINES, INGRESS = "engines", "ingress"

@@ -16,9 +16,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from helmrec.cluster.config import OURS
 from helmrec.cluster.dispatch import Dispatch
 from helmrec.cluster.hint import Hint, unpack_hint
+from helmrec.costs.routing import RouterCost
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
-from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware, RouterSettings, RoutingPolicy
 from helmrec.router.state import ClusterState, StateSettings
 

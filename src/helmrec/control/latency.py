@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from helmrec.control.costs import Estimator, Floats, StageCosts
 from helmrec.control.policy import WindowStats
+from helmrec.costs.learned import Estimator, Floats, StageCosts
 from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.steps import MS_PER_S, Step

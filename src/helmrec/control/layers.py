@@ -12,9 +12,9 @@ from typing import Protocol
 import numba
 import numpy as np
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel, Prediction, value_at
 from helmrec.control.policy import WindowStats
+from helmrec.costs.learned import Floats
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
 MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.config import RelayConfig
+from helmrec.costs.reload import ReloadCosts, StepCosts
 from helmrec.engine.dense import Dense
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.kernels.row_table import RowTally
 from helmrec.memory.device_rows import DeviceRows
-from helmrec.memory.kv_host_tier import ReloadCosts, StepCosts
 from helmrec.memory.pool import Pool
 from helmrec.memory.prefix import PageLoad
 from helmrec.types import PrefillRequest, RankRequest, RankResult

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from helmrec.config import EngineConfig
+from helmrec.costs.reload import StepWork
 from helmrec.engine.intake import Prepared
 from helmrec.errors import DeadlineExceeded, Forgotten, HelmRecError, QueueFull
 from helmrec.memory.kv_cache import KVCache
-from helmrec.memory.kv_host_tier import StepWork
 from helmrec.memory.prefix import KVPlan
+from helmrec.queueing import ADMITTED_SHARE, StepTimes, expected_ms, may_fit, needed_s, with_step
 from helmrec.types import RankResult
-
-_SMOOTHING = 0.1
-_ADMITTED_SHARE = 0.85  # of its deadline that a request may be expected to take when it is submitted
-_CAUTION = 3  # mean deviations by which a step is assumed to exceed its mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +92,7 @@ class Scheduler:
         self._queue: deque[Waiting] = deque()
         self._lock = threading.Lock()
         self._expired: list[Reply] = []
-        self._ms_per_request = 0.0
-        self._step_s = self._step_deviation_s = 0.0
+        self._times = StepTimes()
         self._in_flight: list[Batch] = []  # planned and neither committed nor aborted, oldest first
         self._last_ended_s = -math.inf
         self._ended_by: HelmRecError | None = None
@@ -124,7 +120,7 @@ class Scheduler:
     @property
     def wait_ms(self) -> float:
         """Expected wait of a request that is submitted now."""
-        return self._ms_per_request * len(self._queue)
+        return self._times.request_ms * len(self._queue)
 
     def submit_all(self, requests: Sequence[Prepared], now: float) -> "list[Future[RankResult]]":
         """Queue all requests of a call, or none: one that is refused takes those before it out of the queue again."""
@@ -157,23 +153,14 @@ class Scheduler:
         deadline_ms = request.deadline_ms or self._config.deadline_ms
         if deadline_ms is None or not (num or self._in_flight):  # an idle engine always tries
             return
-        ahead_ms = self._ms_per_request * (num + 1) + self._left_ms(now)
-        slower = self._step_deviation_s / self._step_s if self._step_s else 0.0  # a slow phase lasts for some steps
-        expected_ms = ahead_ms * (1 + slower) + _CAUTION * self._step_deviation_s * 1e3
-        if expected_ms > _ADMITTED_SHARE * deadline_ms:
+        num_running = sum(len(batch.members) for batch in self._in_flight)
+        spent_s = now - max(self._in_flight[0].started_s, self._last_ended_s) if num_running else 0.0
+        wait_ms = expected_ms(self._times, num, num_running, spent_s)
+        if wait_ms > ADMITTED_SHARE * deadline_ms:
             self.refused += 1
             raise DeadlineExceeded(
-                f"a deadline of {deadline_ms:g} ms is unlikely to be met: "
-                f"{num} requests wait, about {expected_ms:.1f} ms"
+                f"a deadline of {deadline_ms:g} ms is unlikely to be met: {num} requests wait, about {wait_ms:.1f} ms"
             )
-
-    def _left_ms(self, now: float) -> float:
-        """Expected time until the running steps end."""
-        if not self._in_flight:
-            return 0.0
-        num_running = sum(len(batch.members) for batch in self._in_flight)
-        spent_s = now - max(self._in_flight[0].started_s, self._last_ended_s)
-        return max(0.0, self._ms_per_request * num_running - spent_s * 1e3)
 
     def next_batch(self, now: float) -> Batch | None:
         """Plan the oldest requests that fit one step and pin their pages.
@@ -205,8 +192,7 @@ class Scheduler:
         """Whether a request may still run: it is not cancelled, and its deadline is expected to hold."""
         if not waiting.claim():
             return False
-        likely_s = self._step_s + _CAUTION * self._step_deviation_s
-        step_s = likely_s if len(self._queue) > 1 else 0.0  # an idle engine always tries
+        step_s = needed_s(self._times, len(self._queue))
         if waiting.deadline_s is None or now + step_s <= waiting.deadline_s:
             return True
         self.refused += 1
@@ -227,7 +213,7 @@ class Scheduler:
         request = waiting.request
         others = request.num_unkept + request.request_rows.size + request.num_candidates
         most = history.num_tokens + others
-        if budget is not None and most > budget and most - self._kv.resident_tokens(history) > budget:
+        if budget is not None and most > budget and not may_fit(budget, most, self._kv.resident_tokens(history)):
             return None
         plan = self._kv.plan(history, now)
         if plan is None:
@@ -267,11 +253,7 @@ class Scheduler:
             took_s = now - max(batch.started_s, self._last_ended_s)
             self._in_flight = [each for each in self._in_flight if each is not batch]
             self._last_ended_s = now
-            error_s = took_s - self._step_s
-            self._step_deviation_s += _SMOOTHING * (abs(error_s) - self._step_deviation_s)
-            self._step_s += _SMOOTHING * error_s
-            if not batch.is_ahead:
-                self._ms_per_request += _SMOOTHING * (took_s * 1e3 / len(batch.members) - self._ms_per_request)
+            self._times = with_step(self._times, took_s, 0 if batch.is_ahead else len(batch.members))
         return took_s
 
     def abort(self, batch: Batch) -> None:

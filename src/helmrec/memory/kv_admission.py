@@ -1,67 +1,88 @@
-"""Admission policies of the KV cache. Prefixes of one-time users must not evict those of returning users."""
+"""The rules of the KV cache: whose prefix is admitted, whose is kept, which is evicted first, what is kept free.
+
+A prefix is admitted if it is worth evicting another for it: prefixes of one-time users must not evict those of
+returning users. One that is not admitted stays on probation while pages are free, and is the first to be evicted.
+The engine's cache, the simulated node and the estimates of other splits all follow these functions.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from helmrec.jit import rule
 
 LINEAR_TOKENS = 2_048  # length of a history at which attention costs as much as the linear parts
 MOST_VISITORS = 1 << 16  # users whose visits are counted
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """What a policy knows of a user when it decides about a new prefix."""
+class Admission(IntEnum):
+    """Which new prefixes are admitted."""
 
-    count: int  # visits so far, this one included
-    idle_s: float | None  # since the visit before; None on the first
-    num_tokens: int
-    room: bool  # pages are free: keeping the prefix evicts no other
-    coldest_idle_s: float  # idle time of the prefix that would be evicted next
+    ALWAYS = 0
+    SECOND_VISIT = 1
+    BENEFIT = 2
+    NEVER = 3  # for models whose K/V are valid for one request only
 
 
-KVAdmission = Callable[[Visit], bool]  # decides which new prefixes stay in the cache
-
-
-def admit_always(visit: Visit) -> bool:
-    """Admit every prefix."""
-    return True
-
-
-def second_visit(visit: Visit) -> bool:
-    """Admit the prefix of a user's second visit; of a first visit only while pages are free."""
-    return visit.room or visit.count >= 2
-
-
-def expected_benefit(visit: Visit) -> bool:
-    """Admit a prefix whose expected saving per byte exceeds that of the prefix it would evict.
-
-    Saved work per token grows with length (attention is quadratic) while bytes grow linearly; the chance of
-    a return before eviction is estimated from the user's own gap and the idle time of the coldest resident.
-    """
-    if visit.room or visit.idle_s is None:
-        return visit.room
-    return (1 + visit.num_tokens / LINEAR_TOKENS) * visit.coldest_idle_s >= visit.idle_s
-
-
-def admit_never(visit: Visit) -> bool:
-    """Admit no prefix, for models whose K/V are valid for one request only."""
-    return False
-
-
-KV_ADMISSIONS: dict[str, KVAdmission] = {
-    "always": admit_always,
-    "second-visit": second_visit,
-    "benefit": expected_benefit,
-    "never": admit_never,
+ADMISSIONS = {
+    "always": Admission.ALWAYS,
+    "second-visit": Admission.SECOND_VISIT,
+    "benefit": Admission.BENEFIT,
+    "never": Admission.NEVER,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierVisits:
-    """A user's visits so far."""
+class VisitCount(NamedTuple):
+    """How often a user has visited, and how long ago the visit before was."""
 
-    count: int
-    last_s: float | None
+    num: int  # this visit included
+    gap_s: float  # 0 on the first visit
+
+
+NO_VISIT = VisitCount(0, 0.0)
+
+
+@rule
+def is_admitted(admission: int, visits: VisitCount, num_tokens: int, coldest_idle_s: float) -> bool:
+    """Whether a prefix of `num_tokens` is worth evicting the coldest one, idle for `coldest_idle_s`.
+
+    By benefit: saved work per token grows with length (attention is quadratic) while bytes grow linearly; the chance of
+    a return before eviction is estimated from the user's own gap and the idle time of the coldest prefix.
+    """
+    if admission in (Admission.ALWAYS, Admission.NEVER) or visits.num < 2:
+        return admission == Admission.ALWAYS
+    if admission == Admission.SECOND_VISIT:
+        return True
+    return (1 + num_tokens / LINEAR_TOKENS) * coldest_idle_s >= visits.gap_s
+
+
+@rule
+def idle_s(is_probationary: bool, last_use_s: float, now_s: float) -> float:
+    """Idle time of a prefix that may be evicted. One on probation is given up for any that is admitted."""
+    return np.inf if is_probationary else now_s - last_use_s
+
+
+@rule
+def has_room(admission: int, num_free: int, reserve: int) -> bool:
+    """Whether a prefix that is not admitted may stay on probation: the pages left are enough for the next step."""
+    return admission != Admission.NEVER and num_free >= reserve
+
+
+@rule
+def is_evicted_last(is_probationary: bool, is_ahead: bool) -> bool:
+    """At which end of the eviction order a prefix stands once used. Computed ahead of a request, it is needed soon."""
+    return is_ahead or not is_probationary
+
+
+@rule
+def reserved_pages(kv_pages: int, batch_pages: int) -> int:
+    """Pages kept free for the next step, so that one-time users evict no prefix of others.
+
+    A quarter of KV at most: on a small pool a larger reserve would evict the prefixes that it protects.
+    """
+    return max(1, min(batch_pages, kv_pages // 4))
 
 
 class VisitLog:
@@ -71,13 +92,13 @@ class VisitLog:
         self._limit = limit
         self._seen: OrderedDict[int, tuple[int, float]] = OrderedDict()
 
-    def record(self, user_id: int, now: float) -> EarlierVisits:
-        """Count this visit; return the count with it, and the time of the visit before."""
-        count, last_s = self._seen.pop(user_id, (0, None))
+    def record(self, user_id: int, now: float) -> VisitCount:
+        """Count this visit."""
+        count, last_s = self._seen.pop(user_id, (0, now))
         self._seen[user_id] = (count + 1, now)
         if len(self._seen) > self._limit:
             self._seen.popitem(last=False)
-        return EarlierVisits(count + 1, last_s)
+        return VisitCount(count + 1, now - last_s)
 
     def forget(self, user_id: int) -> None:
         self._seen.pop(user_id, None)

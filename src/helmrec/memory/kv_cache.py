@@ -5,11 +5,11 @@ touches K/V. It does not know layers, heads or devices.
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from helmrec.memory.kv_admission import EarlierVisits, KVAdmission, Visit, VisitLog
+from helmrec.memory.kv_admission import Admission, VisitLog, has_room, idle_s, is_admitted, is_evicted_last
 from helmrec.memory.kv_host_tier import KVHostTier, PageKey, PageSave
 from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
@@ -34,7 +34,7 @@ class KVCache:
         limits: KVLimits,
         ledger: PageLedger,
         epochs: RowEpochs,
-        admission: KVAdmission,
+        admission: Admission,
         host_tier: KVHostTier | None = None,
     ) -> None:
         self.limits = limits
@@ -146,7 +146,7 @@ class KVCache:
             self._adopt(prefix)
             prefix.is_probationary |= is_ahead
         if id(prefix) in self._order:
-            self._order.move_to_end(id(prefix), last=is_ahead or not prefix.is_probationary)
+            self._order.move_to_end(id(prefix), last=is_evicted_last(prefix.is_probationary, is_ahead))
             if not prefix.is_probationary:  # once admitted, all of it is saved
                 self._note_unsaved(0 if was_probationary else plan.num_resident, plan.num_tokens, prefix)
         self._unpin(plan)
@@ -176,9 +176,12 @@ class KVCache:
         seen = self._visits.record(prefix.user_id, now)
         if id(prefix) in self._order and not prefix.is_probationary:
             return True
-        visit = self._visit(prefix, seen, now)
-        prefix.is_probationary = not self._admission(replace(visit, room=False))
-        return not prefix.is_probationary or self._admission(visit)
+        coldest = self._coldest_idle()
+        coldest_s = 0.0 if coldest is None else idle_s(coldest.is_probationary, coldest.last_use_s, now)
+        prefix.is_probationary = not is_admitted(self._admission, seen, prefix.num_tokens, coldest_s)
+        others_pages = sum([len(other.pages) for other in self._running.values()]) - len(prefix.pages)
+        num_free = self._pages.num_free + others_pages
+        return not prefix.is_probationary or has_room(self._admission, num_free, self.reserve_pages)
 
     def hold(self, user_id: int) -> None:
         """Move a user's prefixes to the warm end of the eviction order."""
@@ -340,18 +343,6 @@ class KVCache:
         prefix.states = history.states
         prefix.num_tokens = history.num_tokens
         return True
-
-    def _visit(self, prefix: Prefix, seen: EarlierVisits, now: float) -> Visit:
-        coldest = self._coldest_idle()
-        idle_s = 0.0 if coldest is None else np.inf if coldest.is_probationary else now - coldest.last_use_s
-        others_pages = sum([len(other.pages) for other in self._running.values()]) - len(prefix.pages)
-        return Visit(
-            count=seen.count,
-            idle_s=None if seen.last_s is None else now - seen.last_s,
-            num_tokens=prefix.num_tokens,
-            room=self._pages.num_free + others_pages >= self.reserve_pages,
-            coldest_idle_s=idle_s,
-        )
 
     def _adopt(self, prefix: Prefix) -> None:
         del self._running[id(prefix)]

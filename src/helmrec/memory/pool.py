@@ -13,7 +13,7 @@ from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.kv_admission import KV_ADMISSIONS
+from helmrec.memory.kv_admission import ADMISSIONS, reserved_pages
 from helmrec.memory.kv_cache import KVCache, KVLimits
 from helmrec.memory.kv_host_tier import KVHostTier, PageSave
 from helmrec.memory.ledger import Owner, PageLedger
@@ -74,7 +74,7 @@ class Pool:
             max_forks=config.max_forks,
             lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
         )
-        return KVCache(limits, self.ledger, self.row_epochs, KV_ADMISSIONS[config.kv_admission], self.host_tier)
+        return KVCache(limits, self.ledger, self.row_epochs, ADMISSIONS[config.kv_admission], self.host_tier)
 
     @property
     def alpha(self) -> float:
@@ -93,8 +93,7 @@ class Pool:
     def aim(self, alpha: float) -> None:
         """Set the target of the boundary; `advance` moves it there in bounded steps."""
         self._target_pages = self._pages_at(alpha)
-        # At most a quarter of KV: on a small pool a larger reserve would evict the prefixes that it protects.
-        self.kv.reserve_pages = max(1, min(self._batch_pages, (self.ledger.num_pages - self._target_pages) // 4))
+        self.kv.reserve_pages = reserved_pages(self.ledger.num_pages - self._target_pages, self._batch_pages)
 
     def _pages_at(self, alpha: float) -> int:
         if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):

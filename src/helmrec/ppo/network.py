@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from helmrec.config import Frozen
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
+from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError, ModelError
 from helmrec.ppo.observation import Sight, Signal, observe, signals_of
 

@@ -7,9 +7,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
+from helmrec.costs.learned import Floats
 
 
 class Signal(IntEnum):

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.router.cost import RequestWork, RouterCost, expected_ms, service_ms, stages_of
+from helmrec.costs.routing import RequestWork, RouterCost, expected_ms, service_ms, stages_of
 from helmrec.router.hashing import NO_NODE, first_of, rendezvous_scores, within_bound
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
 from helmrec.router.sketch import RowPrior, SketchTable, absent_rows, count_clear, shared_rate

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.policy import Policy
+from helmrec.costs.calibrated import CostModel
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, FloatArray, Requests, Status, make_outcomes

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
+from helmrec.costs.calibrated import CostModel
 from helmrec.memory.miss_curves import (
     MOST_WAITING,
     HistoryVisit,
@@ -18,7 +19,6 @@ from helmrec.memory.miss_curves import (
     shadows,
 )
 from helmrec.memory.sampling import keep_sampled, sampling_threshold
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Status, make_outcomes
@@ -58,7 +58,7 @@ class NodeCurveFeed:
         self._window: dict[int, int] = {}  # of each user's last request
         self._most_rows = 3 * node.requests.reads.max_rows  # of a request: each of three calls needs this room
         self._most_together = max(1, min(MOST_WAITING, _MOST_BYTES // (8 * self._most_rows)))
-        self._visits = np.empty((self._most_together, 5), np.int64)
+        self._visits = np.empty((self._most_together, 4), np.int64)
 
     def observe(self, requests: IntArray) -> None:
         """Pass on those of these requests that were served."""
@@ -113,7 +113,7 @@ def _serve(arrays: tuple[Any, ...], visits: IntArray, rows: _TraceRows, requests
     pending = state.pending
     for i in range(requests.size):
         request, visit = requests[i], visits[i]
-        history = HistoryVisit(visit[0], visit[1], visit[2], visit[3], bool(visit[4]))
+        history = HistoryVisit(visit[0], visit[1], visit[2], visit[3])
         num_history = rows.num_context + (history.num_tokens - rows.num_context) * rows.rows_per_event
         num_candidates = int(reads.num_candidates[request]) * rows.rows_per_event
         reused = serve(state, history, num_history, num_candidates, decay)

@@ -14,12 +14,12 @@ from pydantic import ByteSize, Field
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.control.static import Static, StaticSettings
+from helmrec.costs.calibrated import CostModel
+from helmrec.costs.routing import RouterCost
 from helmrec.model.profiles import profile
-from helmrec.router.cost import RouterCost
 from helmrec.router.policy import EmbKVAware
 from helmrec.sim.cluster import ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.state import FloatArray, Outcomes, Status
 from helmrec.sim.simulate import simulate

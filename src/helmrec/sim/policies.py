@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from helmrec import policies
 from helmrec.control.policy import Policy
+from helmrec.costs.calibrated import CostModel
 from helmrec.extensions import POLICIES, extensions
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig
 from helmrec.traffic.trace import Trace
 

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from helmrec.config import EngineConfig, Frozen
+from helmrec.costs.calibrated import CostModel, CostTerms, default_cost, load_cost
 from helmrec.errors import ConfigError
 from helmrec.extensions import SCENARIOS, extensions
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import CostModel, CostTerms, default_cost, load_cost
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.state import Faults
 from helmrec.traffic.families import Shape, family, preset

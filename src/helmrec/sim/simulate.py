@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from helmrec.control.policy import Policy
 from helmrec.control.rebalancer import LOOK_EVERY
+from helmrec.costs.calibrated import CostModel
 from helmrec.memory.stats import PoolStats
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, FloatArray, Outcomes, Status, make_outcomes

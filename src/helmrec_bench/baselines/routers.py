@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.router.cost import RouterCost
+from helmrec.costs.routing import RouterCost
 from helmrec.router.hashing import rendezvous
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware, RouterSettings, RoutingPolicy, Weighing, price

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.policy import WindowStats
-from helmrec.sim.cost import CostModel
+from helmrec.costs.calibrated import CostModel
 from helmrec.sim.node.config import NodeConfig
 from helmrec.traffic.trace import Trace
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from helmrec.costs.calibrated import default_cost
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import default_cost
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.provenance import provenance

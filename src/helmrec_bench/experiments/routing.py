@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from helmrec.control.static import Static, StaticSettings
-from helmrec.router.cost import RouterCost
+from helmrec.costs.calibrated import CostModel
+from helmrec.costs.routing import RouterCost
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.scenario import Scenario
 from helmrec.traffic.trace import Trace

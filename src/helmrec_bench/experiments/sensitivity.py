@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from helmrec.sim.cost import BusLoad, ComputeWork, CostTerms, compute_ms, host_ms, rows_ms
+from helmrec.costs.calibrated import BusLoad, ComputeWork, CostTerms, compute_ms, host_ms, rows_ms
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.lab.contests import Field, sweep
 from helmrec_bench.lab.lab import Lab

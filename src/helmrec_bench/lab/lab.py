@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from helmrec.sim.cost import default_cost
+from helmrec.costs.calibrated import default_cost
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec_bench import scenarios
 from helmrec_bench.lab.provenance import code_digest

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 import helmrec
 from helmrec.cli.console import err
-from helmrec.sim.cost import CostModel
+from helmrec.costs.calibrated import CostModel
 
 
 class Unit(Protocol):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from helmrec.config import EngineConfig, Frozen
+from helmrec.costs.calibrated import CostModel
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.scenario import with_bus_speed
 from helmrec.traffic.workload import Phase, Users, Workload

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.control.static import Static, StaticSettings
-from helmrec.sim.cost import CostModel
+from helmrec.costs.calibrated import CostModel
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.control.policy import Move, WindowStats
-from helmrec.sim.cost import CostModel, tokens_ms
+from helmrec.costs.calibrated import CostModel, tokens_ms
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec.traffic.generate import generate

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from helmrec.control.costs import Floats
+from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError
 from helmrec.ppo.observation import Sight, Signal
 from helmrec_bench.train.fleet import FleetOutcome

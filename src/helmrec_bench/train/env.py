@@ -10,8 +10,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
+from helmrec.costs.learned import Floats
 from helmrec.ppo.observation import Sight, Signal, observe
 from helmrec_bench.train.designs import STEPS, Design
 from helmrec_bench.train.fleet import Fleet

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
 from helmrec.control.layers import JUDGED_S
+from helmrec.costs.learned import Floats
 from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
 from helmrec_bench.train.nodes import NODE, NodeMix, draw_node

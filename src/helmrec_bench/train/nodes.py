@@ -9,8 +9,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
+from helmrec.costs.learned import Floats
 from helmrec.steps import MS_PER_S
 
 EPISODE_S = (600.0, 1_200.0)

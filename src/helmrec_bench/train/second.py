@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import EngineModel
+from helmrec.costs.learned import Floats
 from helmrec.steps import MS_PER_S
 from helmrec_bench.train.nodes import Kind, NodeMix
 

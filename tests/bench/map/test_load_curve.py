@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from helmrec.sim.cost import default_cost
+from helmrec.costs.calibrated import default_cost
 from helmrec.sim.scenario import with_bus_speed
 from helmrec_bench.map.cells import Cell
 from helmrec_bench.map.load_curve import LoadCurve, load_curve, rising_trace, run_static

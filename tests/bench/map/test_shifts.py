@@ -3,7 +3,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from helmrec.sim.cost import default_cost
+from helmrec.costs.calibrated import default_cost
 from helmrec_bench.map.cells import Cell
 from helmrec_bench.map.shifts import Planned, Shift, run_shift, switch_prices
 from tests.control.bowl import Bowl

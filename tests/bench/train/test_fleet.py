@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
+from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError
 from helmrec.ppo.observation import Signal
 from helmrec_bench.train.designs import DESIGNS, design

@@ -3,7 +3,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from helmrec.memory.miss_curves.lru import OUT, Lines, close_gaps, coldest, join, make_lines, with_ids, with_places
+from helmrec.memory.miss_curves.lru import OUT, Lines, close_gaps_of, coldest, join, make_lines, with_ids, with_places
 
 
 class PlainLine:
@@ -21,7 +21,7 @@ class PlainLine:
 
 
 def enter(lines: Lines, column: int, id_: int) -> None:
-    close_gaps(lines, 1)
+    close_gaps_of(lines.queue, lines.place, lines.ends, column, 1)
     join(lines.queue, lines.place, lines.ends, column, id_)
 
 

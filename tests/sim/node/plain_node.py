@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from helmrec.costs.calibrated import BusLoad, ComputeWork, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.costs.reload import ReloadCosts, StepCosts
 from helmrec.engine.intake import Intake, Prepared
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import DeadlineExceeded, QueueFull
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
-from helmrec.memory.kv_host_tier import ReloadCosts, StepCosts
 from helmrec.memory.pool import Demand, Pool
 from helmrec.memory.row_cache import Slots
-from helmrec.sim.cost import BusLoad, ComputeWork, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.plan import has_changed
 from helmrec.sim.node.state import Faults, Outcomes, Status, make_outcomes

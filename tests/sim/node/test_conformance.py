@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helmrec.config import EngineConfig
-from helmrec.sim.cost import CostModel, default_cost
+from helmrec.costs.calibrated import CostModel, default_cost
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import Faults, N, Status, make_outcomes, no_faults

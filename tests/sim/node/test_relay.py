@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from helmrec.config import RelayConfig
+from helmrec.costs.calibrated import CostModel
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.engine.scheduler import Batch, Scheduled
 from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.ledger import Owner
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.relay import VERDICTS, R, T

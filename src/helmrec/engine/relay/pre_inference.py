@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from helmrec.config import RelayConfig
+from helmrec.costs.reload import StepCosts
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.leases import ComputeShare, Leases
 from helmrec.engine.relay.trigger import LEAST_IDLE, SHARE_S, PrefillSignal, RelayLoad, Verdict, decide
 from helmrec.engine.scheduler import Batch, Reply, Scheduled, Scheduler
 from helmrec.errors import HelmRecError
 from helmrec.memory.kv_cache import KVCache
-from helmrec.memory.kv_host_tier import StepCosts
 from helmrec.types import Lease, PrefillRequest, PrefillResult
 
 

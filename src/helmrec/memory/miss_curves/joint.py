@@ -18,9 +18,11 @@ from pydantic import Field, field_validator
 
 from helmrec.config import EngineConfig, Frozen
 from helmrec.memory.geometry import PageGeometry
+from helmrec.memory.kv_admission import ADMISSIONS
 from helmrec.memory.miss_curves.kv import KVShadows
 from helmrec.memory.miss_curves.rows import RowShadows, RowSteps
 from helmrec.memory.miss_curves.step import NUM_SUMS, Pending, Visit, observe
+from helmrec.memory.prefix_book import KVRules
 from helmrec.memory.sampling import sampling_threshold
 
 Rows = NDArray[np.int64]
@@ -122,7 +124,9 @@ class JointMissCurves:
         self.config = config
         emb_pages = [config.emb_pages(alpha) for alpha in config.alphas]
         rate = config.sampling_rate
-        self.kv = KVShadows([config.num_pages - pages for pages in emb_pages], config.batch_pages, config.max_users)
+        rules = KVRules(config.page_tokens, max_forks=1, admission=ADMISSIONS[config.kv_admission])
+        kv_pages = [config.num_pages - pages for pages in emb_pages]
+        self.kv = KVShadows(kv_pages, config.batch_pages, config.max_users, rules)
         self._rows = RowShadows(
             capacities=[round(pages * config.rows_per_page * rate) for pages in emb_pages],
             filter_slots=None if config.row_admission == "always" else config.num_pages * config.rows_per_page,
@@ -133,7 +137,6 @@ class JointMissCurves:
         self._log_decay = float(np.log(self.decay))
         self._threshold = sampling_threshold(rate)
         self._alphas = _read_only(np.array(config.alphas))
-        self._first_kept = 1 if config.kv_admission == "always" else 2  # visit from which on a prefix displaces others
         self._pending = Pending.empty(config.waiting_rows, MOST_WAITING, len(config.alphas))
         self._sums = np.zeros((NUM_SUMS, len(config.alphas)))
         self.reset()
@@ -179,7 +182,7 @@ class JointMissCurves:
     def check(self) -> None:
         """Assert the invariants of all shadows."""
         self.read_pending()
-        self.kv.check(self.config.page_tokens)
+        self.kv.check()
         self._rows.check()
 
     @property
@@ -193,13 +196,7 @@ class JointMissCurves:
         self._num_requests = self._num_requests * self.decay + 1
         self._num_tokens = self._num_tokens * self.decay + num_tokens
         self._faded += self._log_decay
-        return (
-            user,
-            num_tokens,
-            num_tokens if unchanged is None else min(unchanged, num_tokens),
-            self.config.page_tokens,
-            visits >= self._first_kept,
-        )
+        return user, num_tokens, num_tokens if unchanged is None else min(unchanged, num_tokens), visits
 
     def make_room(self, num_rows: int, num_requests: int = 1) -> None:
         """Make room for more rows and requests; read the waiting rows if there is no room or enough of them wait."""

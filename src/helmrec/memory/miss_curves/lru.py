@@ -5,7 +5,7 @@ coldest id and removed when the queue is full, so a touch is two writes. The que
 `queue[c, first[c]:end[c]]`; an entry is valid if `place` holds its position.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 OUT = -1  # place of an id that is not in the queue
 
 Queue = NDArray[np.int32]  # (columns, places)
-Place = NDArray[np.int32]  # (ids, columns)
+Place = NDArray[np.int32]  # (ids, columns), a column in one piece
 Ends = NDArray[np.int64]  # (2, columns): first and end
 
 
@@ -26,14 +26,11 @@ class Lines(NamedTuple):
     ends: Ends
 
 
-def make_lines(num_columns: int, num_ids: int, num_places: int, order: Literal["C", "F"] = "C") -> Lines:
-    """Empty queues. With at least twice as many places as ids in the longest queue, gaps are rarely removed.
-
-    Use `order` "F" for loops over the ids of one column, "C" for loops over the columns of one id.
-    """
+def make_lines(num_columns: int, num_ids: int, num_places: int) -> Lines:
+    """Empty queues. With at least twice as many places as ids in the longest queue, gaps are rarely removed."""
     return Lines(
         queue=np.empty((num_columns, num_places), np.int32),
-        place=np.full((num_ids, num_columns), OUT, np.int32, order),
+        place=np.full((num_ids, num_columns), OUT, np.int32, order="F"),
         ends=np.zeros((2, num_columns), np.int64),
     )
 
@@ -41,7 +38,7 @@ def make_lines(num_columns: int, num_ids: int, num_places: int, order: Literal["
 def with_ids(lines: Lines, num_ids: int) -> Lines:
     """The same queues with room for more ids."""
     num_before, num_columns = lines.place.shape
-    place = np.full((num_ids, num_columns), OUT, np.int32, "C" if lines.place.flags.c_contiguous else "F")
+    place = np.full((num_ids, num_columns), OUT, np.int32, order="F")
     place[:num_before] = lines.place
     return lines._replace(place=place)
 
@@ -51,13 +48,6 @@ def with_places(lines: Lines, num_places: int) -> Lines:
     queue = np.empty((lines.queue.shape[0], num_places), np.int32)
     queue[:, : lines.queue.shape[1]] = lines.queue
     return lines._replace(queue=queue)
-
-
-@numba.njit(cache=True)
-def close_gaps(lines: Lines, num_joining: int) -> None:
-    """Remove gaps where needed, so that `num_joining` ids can be appended to each queue."""
-    for column in range(lines.queue.shape[0]):
-        close_gaps_of(lines.queue, lines.place, lines.ends, column, num_joining)
 
 
 @numba.njit(cache=True, inline="always")
@@ -82,23 +72,6 @@ def join(queue: Queue, place: Place, ends: Ends, column: int, id_: int | np.int6
     queue[column, end] = id_
     place[id_, column] = end
     ends[1, column] = end + 1
-
-
-@numba.njit(cache=True)
-def join_first(lines: Lines, column: int, id_: int | np.int64) -> None:
-    """Make this id the coldest. A queue that begins at the first place is moved to the middle before."""
-    queue, place, ends = lines
-    if ends[0, column] == 0:
-        close_gaps_of(queue, place, ends, column, queue.shape[1])
-        num = ends[1, column]
-        shift = (queue.shape[1] - num) // 2
-        for at in range(num - 1, -1, -1):
-            queue[column, at + shift] = queue[column, at]
-            place[queue[column, at], column] = at + shift
-        ends[0, column], ends[1, column] = shift, shift + num
-    ends[0, column] -= 1
-    queue[column, ends[0, column]] = id_
-    place[id_, column] = ends[0, column]
 
 
 @numba.njit(cache=True, inline="always")

@@ -59,7 +59,7 @@ class RowShadows:
         self._capacity = np.array(capacities, np.int64)
         self._longest = max(capacities)
         columns = len(capacities)
-        lines = make_lines(columns, 1_024, 2 * self._longest + 4_096, "F")
+        lines = make_lines(columns, 1_024, 2 * self._longest + 4_096)
         sketch, age_after = _make_filter(columns, filter_slots, rate)
         slots = np.array([self._capacity, np.zeros(columns, np.int64)])
         self.state = RowShadowState(

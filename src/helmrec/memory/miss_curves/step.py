@@ -15,7 +15,7 @@ from helmrec.memory.sampling import is_sampled
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
-Visit = tuple[int, int, int, int, bool]  # the fields of a `HistoryVisit`
+Visit = tuple[int, int, int, int]  # the fields of a `HistoryVisit`
 
 NUM_SUMS = 4  # reused tokens, users hit, rows read, sampled rows missed
 _BLOCK = 32  # tokens that are compared together
@@ -51,7 +51,7 @@ class Shadows(NamedTuple):
 @numba.njit(cache=True, inline="always")
 def shadows(arrays: tuple[Any, ...]) -> Shadows:
     """Name the arrays of one plain tuple: named tuples take three times as long to pass from Python."""
-    return Shadows(KVShadowState(*arrays[:5]), Pending(*arrays[5:9]), arrays[9])
+    return Shadows(KVShadowState(*arrays[:7]), Pending(*arrays[7:11]), arrays[11])
 
 
 @numba.njit(cache=True)

@@ -4,20 +4,19 @@ import numpy as np
 from pydantic import Field
 
 from helmrec.config import EngineConfig, Frozen
+from helmrec.costs.calibrated import CostModel
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.geometry import PageGeometry
-from helmrec.memory.kv_admission import LINEAR_TOKENS
+from helmrec.memory.kv_admission import ADMISSIONS
+from helmrec.memory.prefix_book import KVRules
 from helmrec.model.config import ModelConfig
-from helmrec.sim.cost import CostModel
 from helmrec.sim.node.host import MAX_POSITIONS
-from helmrec.sim.node.kv import KVRules
 from helmrec.sim.node.relay import relay_rules
 from helmrec.sim.node.state import ALWAYS_RELOAD, MEASURED_RELOAD, NEVER_RELOAD, Requests, Setup
 from helmrec.traffic.rows import row_reads, row_space
 from helmrec.traffic.trace import Trace, index_histories
 
 _PAGE_TOKENS = 128  # the engine's default on a GPU
-_ADMISSION = {"always": 0, "second-visit": 1, "benefit": 2}
 _RELOAD = {"never": NEVER_RELOAD, "always": ALWAYS_RELOAD, "measured": MEASURED_RELOAD}
 
 
@@ -61,7 +60,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
     engine, geometry = config.engine, config.geometry
     page_bytes = geometry.page_bytes
     return Setup(
-        rules=KVRules(geometry.page_tokens, engine.max_forks, _ADMISSION[engine.kv_admission], LINEAR_TOKENS),
+        rules=KVRules(geometry.page_tokens, engine.max_forks, ADMISSIONS[engine.kv_admission]),
         terms=cost.terms(),
         num_context=len(config.model.user_context),
         num_request_context=len(config.model.request_context),

@@ -11,8 +11,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.node.jit import NONE, inner
-from helmrec.sim.node.links import Links, link_last, make_links, unlink
+from helmrec.jit import NONE, inner
+from helmrec.memory.links import Links, link_last, make_links, unlink
 from helmrec.types import IntArray
 
 MAX_POSITIONS = 4_096  # a prefix has fewer pages, and a user fewer windows

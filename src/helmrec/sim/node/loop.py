@@ -7,9 +7,9 @@ the next are read.
 import numba
 import numpy as np
 
-from helmrec.sim.cost import reload_ms
-from helmrec.sim.node.jit import inner
-from helmrec.sim.node.kv import Kv
+from helmrec.costs.calibrated import reload_ms
+from helmrec.jit import inner
+from helmrec.memory.prefix_book import Kv
 from helmrec.sim.node.plan import (
     advance_boundary,
     commit_step,

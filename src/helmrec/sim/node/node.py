@@ -9,11 +9,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.costs.calibrated import CostModel, reload_ms
+from helmrec.memory.kv_admission import reserved_pages
+from helmrec.memory.prefix_book import Kv, check_book, make_book
 from helmrec.memory.stats import PoolStats
-from helmrec.sim.cost import CostModel, reload_ms
 from helmrec.sim.node.config import NodeConfig, make_setup
 from helmrec.sim.node.host import Host, check_host, make_host
-from helmrec.sim.node.kv import Kv, check_kv, make_kv
 from helmrec.sim.node.loop import run_until
 from helmrec.sim.node.plan import row_capacity
 from helmrec.sim.node.relay import R, check_relay, make_relay, with_signals
@@ -31,6 +32,7 @@ from helmrec.sim.node.state import (
     Setup,
     no_faults,
 )
+from helmrec.sim.node.visits import make_visits
 from helmrec.steps import CAPACITY, Step, Steps, latest
 from helmrec.traffic.rows import candidate_rows, context_rows, history_rows
 from helmrec.types import IntArray
@@ -115,8 +117,7 @@ class Node:
         """Set the target of the boundary, which moves between steps, a bounded number of pages at a time."""
         target = self.config.pages_at(alpha)
         self.state.counts[N.TARGET] = target
-        reserve = max(1, min(self.setup.batch_pages, (self.config.num_pages - target) // 4))
-        self.state.kv.counts[Kv.RESERVE] = reserve
+        self.state.kv.counts[Kv.RESERVE] = reserved_pages(self.config.num_pages - target, self.setup.batch_pages)
 
     def unanswered(self) -> IntArray:
         """Requests sent to this node that it has not answered: running, queued or not yet arrived."""
@@ -187,7 +188,7 @@ class Node:
     def check(self) -> None:
         """Assert the invariants of all parts."""
         counts = self.state.counts
-        check_kv(self.state.kv, self.setup.rules)
+        check_book(self.state.kv, self.setup.rules, self.config.num_pages)
         check_rows(self.state.rows)
         check_host(self.state.host)
         check_relay(self.state.relay)
@@ -217,7 +218,8 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
         ended=np.zeros((CAPACITY, len(Step))),
         drains=np.zeros((_DRAINS, 2), np.int64),
         scratch=np.empty(reads.max_rows, np.int64),
-        kv=make_kv(config.num_pages, reads.backlog.size),
+        kv=make_book(config.num_pages, reads.backlog.size, num_slots=config.num_pages),
+        visits=make_visits(reads.backlog.size),
         rows=make_rows(space.num_kept_rows, num_slots, _max_missed(config, setup, requests), is_filtered=is_filtered),
         host=make_host(config.engine.host_kv_bytes // setup.page_bytes),
         relay=make_relay(reads.backlog.size),

@@ -3,10 +3,11 @@
 import numba
 import numpy as np
 
-from helmrec.sim.cost import reload_ms, tokens_ms
-from helmrec.sim.node.host import Host, find, note_sealed, page_key, save, touch
-from helmrec.sim.node.jit import NONE, inner
-from helmrec.sim.node.kv import (
+from helmrec.costs.calibrated import reload_ms, tokens_ms
+from helmrec.costs.reload import DOUBT, can_overlap, is_cheaper, with_delay
+from helmrec.jit import NONE, inner
+from helmrec.memory.kv_admission import NO_VISIT
+from helmrec.memory.prefix_book import (
     SHORT,
     Kv,
     P,
@@ -19,6 +20,8 @@ from helmrec.sim.node.kv import (
     truncate,
     unpin,
 )
+from helmrec.queueing import ADMITTED_SHARE, StepTimes, expected_ms, may_fit, needed_s, with_step
+from helmrec.sim.node.host import Host, find, note_sealed, page_key, save, touch
 from helmrec.sim.node.relay import J, R, T, add_share, end_lease
 from helmrec.sim.node.rows import resize
 from helmrec.sim.node.state import (
@@ -26,6 +29,7 @@ from helmrec.sim.node.state import (
     NEVER_RELOAD,
     C,
     Environment,
+    FloatArray,
     Member,
     N,
     NodeState,
@@ -33,12 +37,11 @@ from helmrec.sim.node.state import (
     Setup,
     Status,
 )
+from helmrec.sim.node.visits import record_visit
 from helmrec.traffic.popularity import Index, draw_event, mix, rules_at, user_word
 from helmrec.types import IntArray
 
-_SMOOTHING, _PROMISED, _CAUTION = 0.1, 0.85, 3  # as in Scheduler
 _NO_LIMIT = 1 << 62  # tokens of the first request of a step
-_RELOAD_SMOOTHING, _DOUBT = 0.2, 0.99  # as in ReloadCosts
 
 
 @inner
@@ -61,18 +64,19 @@ def take_arrivals(node: NodeState, env: Environment) -> None:
 @inner
 def _is_hopeless(node: NodeState, setup: Setup, num: int, now_s: float) -> bool:
     """Whether a request that arrives now would miss its deadline. An idle node accepts every request."""
-    clocks, oldest, newest = node.clocks, node.counts[N.ENDING], node.counts[N.IN_FLIGHT]
+    oldest, newest = node.counts[N.ENDING], node.counts[N.IN_FLIGHT]
     num_running = (node.size[oldest] if oldest >= 0 else 0) + (node.size[newest] if newest >= 0 else 0)
     if not num and not num_running:
         return False
-    left_ms = 0.0
+    spent_s = 0.0
     if num_running:
-        spent_s = now_s - max(node.step[oldest if oldest >= 0 else newest, 0], clocks[C.LAST_ENDED_S])
-        left_ms = max(0.0, clocks[C.MS_PER_REQUEST] * num_running - spent_s * 1e3)
-    ahead_ms = clocks[C.MS_PER_REQUEST] * (num + 1) + left_ms
-    slower = clocks[C.STEP_DEVIATION_S] / clocks[C.STEP_S] if clocks[C.STEP_S] else 0.0
-    expected_ms = ahead_ms * (1 + slower) + _CAUTION * clocks[C.STEP_DEVIATION_S] * 1e3
-    return expected_ms > _PROMISED * setup.deadline_ms
+        spent_s = now_s - max(node.step[oldest if oldest >= 0 else newest, 0], node.clocks[C.LAST_ENDED_S])
+    return expected_ms(_times(node.clocks), num, num_running, spent_s) > ADMITTED_SHARE * setup.deadline_ms
+
+
+@inner
+def _times(clocks: FloatArray) -> StepTimes:
+    return StepTimes(clocks[C.STEP_S], clocks[C.STEP_DEVIATION_S], clocks[C.MS_PER_REQUEST])
 
 
 @inner
@@ -92,8 +96,7 @@ def next_batch(node: NodeState, env: Environment, which: int) -> int:
     node.clocks[C.PLANNED_COMPUTE_S] = node.clocks[C.PLANNED_LOAD_S] = 0.0
     while counts[N.QUEUED] and num < setup.max_batch_requests:
         place = node.queue[counts[N.QUEUE_BEGIN]]
-        likely_s = node.clocks[C.STEP_S] + _CAUTION * node.clocks[C.STEP_DEVIATION_S]
-        step_s = likely_s if counts[N.QUEUED] > 1 else 0.0
+        step_s = needed_s(_times(node.clocks), counts[N.QUEUED])
         is_late = now_s + step_s > inbox.time_s[place] + setup.deadline_ms / 1e3
         if is_late:
             _refuse(node, env, place, Status.EXPIRED)
@@ -123,7 +126,7 @@ def _plan_member(node: NodeState, env: Environment, member: IntArray, request: i
     kv, setup, requests = node.kv, env.setup, env.requests
     tokens, num_candidates = requests.num_tokens[request], requests.reads.num_candidates[request]
     most = tokens + num_candidates + setup.num_request_context
-    if most > budget and most - resident_tokens(node, requests, request) > budget:
+    if most > budget and not may_fit(budget, most, resident_tokens(node, requests, request)):
         return False
     member[Member.REQUEST], member[Member.TOKENS], member[Member.ASKED] = request, tokens, num_candidates
     if not plan_tokens(node, env, member):
@@ -236,11 +239,10 @@ def _reload(node: NodeState, env: Environment, member: IntArray) -> None:
 def _prefers_reload(node: NodeState, setup: Setup, start: int, end: int, num_pages: int) -> bool:
     """Whether loading pages takes less time than computing tokens [start, end). A refusal lowers the learned cost."""
     clocks, computing_s = node.clocks, tokens_ms(setup.terms, start, end, setup.rows_per_event) / 1e3
-    is_cheaper = num_pages * clocks[C.RELOAD_PAGE_S] < computing_s
-    if not is_cheaper:
-        clocks[C.RELOAD_PAGE_S] *= _DOUBT
-    load_s = clocks[C.PLANNED_LOAD_S] + num_pages * _page_s(setup)
-    return is_cheaper and load_s <= clocks[C.PLANNED_COMPUTE_S] + computing_s
+    if not is_cheaper(num_pages, clocks[C.RELOAD_PAGE_S], computing_s):
+        clocks[C.RELOAD_PAGE_S] *= DOUBT
+        return False
+    return can_overlap(clocks[C.PLANNED_LOAD_S] + num_pages * _page_s(setup), clocks[C.PLANNED_COMPUTE_S] + computing_s)
 
 
 @inner
@@ -251,13 +253,12 @@ def _page_s(setup: Setup) -> float:
 
 @inner
 def learn_reload_cost(node: NodeState, which: int) -> None:
-    """Learn how long loaded pages delayed their step, as `ReloadCosts` does."""
+    """Learn how long loaded pages delayed their step."""
     num_pages = 0
     for index in range(node.size[which]):
         num_pages += node.members[which, index, Member.LOADED]
     if num_pages:
-        page_s = max(0.0, node.step[which, 3]) / num_pages
-        node.clocks[C.RELOAD_PAGE_S] += _RELOAD_SMOOTHING * (page_s - node.clocks[C.RELOAD_PAGE_S])
+        node.clocks[C.RELOAD_PAGE_S] = with_delay(node.clocks[C.RELOAD_PAGE_S], num_pages, node.step[which, 3])
 
 
 @inner
@@ -271,7 +272,9 @@ def commit_step(node: NodeState, env: Environment, which: int, now_s: float) -> 
             continue
         generation = kv.prefix[slot, P.GENERATION]
         served = PinnedPrefix(slot, member[Member.RESIDENT], member[Member.BEFORE])
-        first = commit(kv, setup.rules, served, tokens, now_s, not member[Member.ASKED])
+        user = kv.prefix[slot, P.USER]
+        visit = record_visit(node.visits, user, now_s) if member[Member.ASKED] else NO_VISIT
+        first = commit(kv, setup.rules, served, tokens, now_s, visit)
         if first != NONE and node.host.key.size:
             note_sealed(node.host, slot, generation, first // page_tokens, tokens // page_tokens)
     evict(kv, setup.rules, kv.counts[Kv.RESERVE] - kv.counts[Kv.FREE])
@@ -283,12 +286,12 @@ def _learn_step_time(node: NodeState, requests: Requests, which: int, now_s: flo
     """Update the moving averages of step times, and the leases of the users that the step served."""
     took_s = now_s - max(node.step[which, 0], node.clocks[C.LAST_ENDED_S])
     node.clocks[C.LAST_ENDED_S] = now_s
-    error_s = took_s - node.clocks[C.STEP_S]
-    node.clocks[C.STEP_DEVIATION_S] += _SMOOTHING * (abs(error_s) - node.clocks[C.STEP_DEVIATION_S])
-    node.clocks[C.STEP_S] += _SMOOTHING * error_s
+    num_requests = 0 if is_ahead_step(node, which) else node.size[which]
+    times = with_step(_times(node.clocks), took_s, num_requests)
+    node.clocks[C.STEP_S], node.clocks[C.STEP_DEVIATION_S], node.clocks[C.MS_PER_REQUEST] = times
     add_share(node.relay, T.LATE_BUSY_S, now_s, took_s)
     node.relay.clocks[T.STEPS_S] += took_s
-    if is_ahead_step(node, which):
+    if not num_requests:
         node.relay.counts[R.STEPS] += 1
         for index in range(node.size[which]):  # the jobs of its chunks are still the next ones
             job = node.relay.job[node.relay.counts[R.JOB_NEXT] + index]
@@ -296,8 +299,6 @@ def _learn_step_time(node: NodeState, requests: Requests, which: int, now_s: flo
         node.relay.clocks[T.BUSY_S] += took_s
         add_share(node.relay, T.AHEAD_BUSY_S, now_s, took_s)
         return
-    took_ms = took_s * 1e3 / node.size[which]
-    node.clocks[C.MS_PER_REQUEST] += _SMOOTHING * (took_ms - node.clocks[C.MS_PER_REQUEST])
     for index in range(node.size[which]):
         end_lease(node.relay, requests.reads.user[node.members[which, index, Member.REQUEST]], R.USED)
 

@@ -3,10 +3,10 @@
 A compiled version of `engine/relay/pre_inference.py`.
 """
 
+from helmrec.costs.calibrated import ComputeWork, compute_ms
 from helmrec.engine.relay.trigger import LEAST_IDLE
-from helmrec.sim.cost import ComputeWork, compute_ms
-from helmrec.sim.node.jit import inner
-from helmrec.sim.node.kv import Kv, pages_for
+from helmrec.jit import inner
+from helmrec.memory.prefix_book import Kv, pages_for
 from helmrec.sim.node.plan import is_ahead_step, plan_tokens, resident_tokens
 from helmrec.sim.node.relay import (
     J,

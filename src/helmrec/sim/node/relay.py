@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from helmrec.config import EngineConfig
 from helmrec.engine.relay.trigger import SHARE_S
-from helmrec.sim.node.jit import NONE, inner
-from helmrec.sim.node.kv import KEPT, KVState, P
-from helmrec.sim.node.links import link, unlink
+from helmrec.jit import NONE, inner
+from helmrec.memory.links import link, unlink
+from helmrec.memory.prefix_book import KEPT, P, PrefixBook
 from helmrec.types import IntArray
 
 
@@ -190,7 +190,7 @@ def promise(relay: RelayState, user: int, seconds: float) -> None:
 
 
 @inner
-def grant(relay: RelayState, kv: KVState, user: int, num_pages: int, end_s: float) -> None:
+def grant(relay: RelayState, kv: PrefixBook, user: int, num_pages: int, end_s: float) -> None:
     """Give a user a lease and hold its prefixes."""
     counts = relay.counts
     place = counts[R.GRANT_END]
@@ -215,14 +215,14 @@ def end_lease(relay: RelayState, user: int, why: int) -> None:
 
 
 @inner
-def lose_lease(relay: RelayState, kv: KVState, user: int) -> None:
+def lose_lease(relay: RelayState, kv: PrefixBook, user: int) -> None:
     """End the lease of a user whose prefix was evicted while it was computed."""
     end_lease(relay, user, R.LOST)
     _release(kv, user)
 
 
 @inner
-def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
+def expire(relay: RelayState, kv: PrefixBook, now_s: float) -> None:
     """End leases whose time is over, and make the prefixes of the others the hottest."""
     counts = relay.counts
     while counts[R.GRANT_NEXT] < counts[R.GRANT_END] and relay.end_s[counts[R.GRANT_NEXT]] <= now_s:
@@ -238,7 +238,7 @@ def expire(relay: RelayState, kv: KVState, now_s: float) -> None:
 
 
 @inner
-def _hold(kv: KVState, user: int) -> None:
+def _hold(kv: PrefixBook, user: int) -> None:
     """Make a user's prefixes the hottest, the newest last, as `KVCache.hold` does."""
     links, after, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
     while slot != NONE:
@@ -250,7 +250,7 @@ def _hold(kv: KVState, user: int) -> None:
 
 
 @inner
-def _release(kv: KVState, user: int) -> None:
+def _release(kv: PrefixBook, user: int) -> None:
     """Make a user's probationary prefixes the coldest, the newest first, as `KVCache.release` does."""
     links, before, slot = kv.links, kv.links.shape[0] - 1, int(kv.head[user]) - 1
     while slot != NONE:

@@ -12,9 +12,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.jit import inner
+from helmrec.memory.links import Links, link_first, link_last, unlink
 from helmrec.memory.row_admission import count_touch, halve, num_counters
-from helmrec.sim.node.jit import inner
-from helmrec.sim.node.links import Links, link_first, link_last, unlink
 from helmrec.types import IntArray
 
 ABSENT = -1

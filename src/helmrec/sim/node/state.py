@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.cost import CostTerms
+from helmrec.costs.calibrated import CostTerms
+from helmrec.memory.prefix_book import KVRules, PrefixBook
 from helmrec.sim.node.host import HostState
-from helmrec.sim.node.kv import KVRules, KVState
 from helmrec.sim.node.relay import RelayRules, RelayState
 from helmrec.sim.node.rows import RowState
+from helmrec.sim.node.visits import Visits
 from helmrec.traffic.rows import RowReads
 from helmrec.types import IntArray
 
@@ -160,7 +161,8 @@ class NodeState(NamedTuple):
     ended: FloatArray  # (CAPACITY, columns) ring of the log lines of ended steps; N.ENDED were written so far
     drains: IntArray  # ring of (epoch, pages)
     scratch: IntArray  # room for the rows of one request
-    kv: KVState
+    kv: PrefixBook
+    visits: Visits
     rows: RowState
     host: HostState
     relay: RelayState

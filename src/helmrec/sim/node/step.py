@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from helmrec.sim.cost import BusLoad, ComputeWork, compute_ms, host_ms, reload_ms, rows_ms
-from helmrec.sim.node.jit import inner
+from helmrec.costs.calibrated import BusLoad, ComputeWork, compute_ms, host_ms, reload_ms, rows_ms
+from helmrec.jit import inner
 from helmrec.sim.node.plan import is_ahead_step
 from helmrec.sim.node.rows import admit, begin_step, look_up, refill
 from helmrec.sim.node.state import C, Environment, Faults, Member, N, NodeState

@@ -20,11 +20,11 @@ import numpy as np
 
 from helmrec.calibrate.measure import make_model, sized_profile
 from helmrec.config import EngineConfig
+from helmrec.costs.calibrated import CostModel, default_cost, load_cost
 from helmrec.engine.engine import Engine
 from helmrec.load import EngineLoad
 from helmrec.memory.stats import PoolStats
 from helmrec.model.config import ModelConfig
-from helmrec.sim.cost import CostModel, default_cost, load_cost
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from helmrec.control.costs import Floats
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import MIN_GAIN
+from helmrec.costs.learned import Floats
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
 from helmrec_bench.lab.provenance import write_measurement

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from helmrec.control.costs import Estimator
 from helmrec.control.helm import Helm
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
+from helmrec.costs.learned import Estimator
 from helmrec.sim.node.config import prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.state import make_outcomes

@@ -22,11 +22,11 @@ import numpy as np
 from helmrec.config import EngineConfig
 from helmrec.control.policy import Policy
 from helmrec.control.static import Static, StaticSettings
+from helmrec.costs.calibrated import default_cost
 from helmrec.model.profiles import profile
 from helmrec.policies import make_policy
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting
-from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.state import Status
 from helmrec.traffic.families import Shape, family, preset

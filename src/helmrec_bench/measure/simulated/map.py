@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helmrec.sim.cost import default_cost
+from helmrec.costs.calibrated import default_cost
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, digest_of, finish
 from helmrec_bench.map.cell_report import (

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helmrec.config import EngineConfig, RelayConfig
+from helmrec.costs.calibrated import default_cost
 from helmrec.model.profiles import profile
-from helmrec.sim.cost import default_cost
 from helmrec.sim.node.config import NodeConfig
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.sim.node.jit import inner
+from helmrec.jit import inner
 
 Links = NDArray[np.int32]
 

@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 
-from helmrec.router.cost import (
+from helmrec.costs.calibrated import ComputeWork, compute_ms, default_cost, host_ms
+from helmrec.costs.routing import (
     RequestWork,
     RouterCost,
     Stages,
@@ -10,7 +11,6 @@ from helmrec.router.cost import (
     service_ms,
     stages_of,
 )
-from helmrec.sim.cost import ComputeWork, compute_ms, default_cost, host_ms
 from tests.router.cases import COST
 
 

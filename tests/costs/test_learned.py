@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helmrec.control.costs import Estimator, StageCosts, add_steps, fit
+from helmrec.costs.learned import Estimator, StageCosts, add_steps, fit
 from helmrec.steps import Step, no_steps
 from tests.control.made_up_steps import COSTS, timed, work_of
 

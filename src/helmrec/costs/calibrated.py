@@ -97,7 +97,7 @@ def load_cost(path: Path) -> CostModel:
 @cache
 def default_cost() -> CostModel:
     """The committed calibration of an H200."""
-    with resources.as_file(resources.files("helmrec.sim") / "calibrations" / "h200.json") as path:
+    with resources.as_file(resources.files("helmrec.costs") / "calibrations" / "h200.json") as path:
         return load_cost(path)
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helmrec.costs.calibrated import BusLoad, default_cost, load_cost, reload_ms, rows_ms, tokens_ms
 from helmrec.errors import ConfigError
-from helmrec.sim.cost import BusLoad, default_cost, load_cost, reload_ms, rows_ms, tokens_ms
 
 COST = default_cost()
 TERMS = COST.terms()
