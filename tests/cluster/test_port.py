@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helmrec.cluster.port import ClusterPort
 from helmrec.cluster.replica import ReplicaReply
+from helmrec.engine.choose import device_name
 from helmrec.errors import DeadlineExceeded, EngineClosed, Forgotten, RequestError
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
@@ -238,8 +239,13 @@ def test_metrics_name_the_replica_and_count_replicas_that_were_started_again(fol
         }
         assert before["helmrec_engine_restarts_total"] == [({}, 0.0)]
         assert before["helmrec_replicas"] == [({}, 3.0)]
+        live = caller.get("/v1/live").json
+        assert sorted(live["replicas"]) == ["a", "b", "c"]
+        assert sum(each["served"] for each in live["replicas"].values()) == live["stats"]["served"]
+        assert live["device"] == device_name("cpu"), "named once"
         asyncio.run(fleet.replicas.pop("b").close())
         assert samples(caller)["helmrec_replicas"] == [({}, 2.0)]
+        assert sorted(caller.get("/v1/live").json["replicas"]) == ["a", "c"]
         fleet.replicas["d"] = make_replica(folder, "d")
         after = samples(caller)
         asyncio.run(fleet.replicas.pop("d").close())

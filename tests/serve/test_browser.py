@@ -3,12 +3,17 @@
 import shutil
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import helmrec
 from helmrec.clock import MonotonicClock
+from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine
+from helmrec.errors import RequestError
+from helmrec.serve import problems
 from helmrec.serve.app import make_app
 from helmrec.serve.client import Client
 from helmrec.serve.control import Steering
@@ -19,6 +24,7 @@ from tests.serve.asgi import on_loopback, wait_for
 from tests.serve.cases import as_request, rank_body
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHECKS = Path(__file__).with_name("browser_checks.js")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt install chromium)"),
@@ -64,6 +70,7 @@ def page(browser: Any, server: Watched) -> Iterator[Any]:
     page.goto(server.url)
     page.wait_for_selector("text=✓ ready")
     page.wait_for_selector("#tiles dd")
+    page.add_script_tag(content=CHECKS.read_text())
     yield page
     page.close()
     assert problems == []
@@ -98,15 +105,134 @@ def test_requests_show_in_tiles_and_charts(page: Any, server: Watched) -> None:
     assert text(page, "#mode") == "static:0.4, adaptive"
 
 
+def show_large(page: Any) -> None:
+    """Show a look with long values, and stop asking the server."""
+    page.evaluate("showLarge()")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-def test_nothing_runs_off_the_side(page: Any, width: int) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_nothing_is_clipped_or_runs_off_the_side(page: Any, width: int, scheme: str, is_large: bool) -> None:
+    page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
+    if is_large:
+        show_large(page)
     page.wait_for_timeout(100)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("clipped()") == []
+    assert page.evaluate("overlapping()") == []
     too_small = (
         "[...document.querySelectorAll('dd, td, li, p')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 11)"
     )
     assert page.evaluate(f"{too_small}.length") == 0
+
+
+def test_words_can_be_read_in_light_and_dark(page: Any) -> None:
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("contrast()") >= 4.5, scheme
+
+
+# What a reader may not know: titles, names of tiles, columns, lines of charts, owners of pages, causes.
+_LABELS = "dt, h2, th, .legend li, #causes td:first-child, #errors td:first-child, #layers td:first-child"
+
+
+def test_every_label_explains_itself(page: Any) -> None:
+    show_large(page)
+    labels = page.evaluate(
+        f"[...document.querySelectorAll('{_LABELS}')].map(e => [e.textContent, e.querySelectorAll('.term').length])"
+    )
+    assert len(labels) > 50
+    assert [name for name, num in labels if num != 1] == []
+    assert (
+        page.evaluate(
+            "[...document.querySelectorAll('.term')].filter(e => meaning(e.dataset.about).length < 12).length"
+        )
+        == 0
+    )
+    known = page.evaluate("Object.keys(TERMS).filter(term => !document.querySelector(`[data-about='${term}']`))")
+    assert set(known) <= {"row-update"}, "nothing is explained that is not shown"
+
+
+def test_every_error_a_client_can_see_is_explained(page: Any) -> None:
+    explained = set(page.evaluate("Object.keys(ERRORS)"))
+    assert {kind.__name__ for kind in problems._STATUS} <= explained
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_tooltips_open_by_pointer_keyboard_and_touch_and_stay_on_the_page(
+    browser: Any, server: Watched, width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 700}, has_touch=True)
+    page.goto(server.url)
+    page.wait_for_selector("#tiles dd")
+    tip = page.locator("#tip")
+    assert not tip.is_visible()
+    first, last = page.locator("#tiles .term").first, page.locator("#causes th .term").last
+    first.hover()
+    assert "99 of 100" in tip.inner_text()
+    page.mouse.move(1, 1)
+    assert not tip.is_visible()
+    first.focus()
+    page.keyboard.press("Tab")
+    assert "Half of the ranking calls" in tip.inner_text()
+    assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
+    page.wait_for_timeout(1_500)
+    assert tip.is_visible(), "the next look does not take it away"
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    last.tap()
+    assert "Since this server was started" in tip.inner_text()
+    box = tip.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.touchscreen.tap(2, 690)
+    assert not tip.is_visible()
+    page.close()
+
+
+def test_errors_show_by_cause(page: Any, server: Watched) -> None:
+    with Client(server.url) as client, pytest.raises(RequestError):
+        client.rank(as_request(rank_body() | {"candidates": [10**6, 2, 3]}))
+    page.wait_for_selector("#errors td:has-text('RequestError')", timeout=10_000)
+    assert "RequestError" in text(page, "#tiles")
+    row = page.locator("#errors tr", has_text="RequestError")
+    assert "A field of a request is wrong" in row.locator(".term").evaluate("e => meaning(e.dataset.about)")
+    wait_for(lambda: row.locator("td").all_inner_texts()[1:] == ["1", "1", "1"])
+
+
+def test_the_page_names_model_version_device_and_engines(page: Any) -> None:
+    facts = text(page, "#facts")
+    assert "tiny" in facts
+    assert helmrec.__version__ in facts
+    assert device_name("cpu") in facts
+    assert not page.locator("#replica-card").is_visible()
+    show_large(page)
+    assert "3, 3 restarts" in text(page, "#facts")
+    assert page.locator("#replicas tbody tr").count() == 3
+
+
+def test_the_tile_of_filled_pages_is_not_the_share_that_was_assigned(page: Any, server: Watched) -> None:
+    with Client(server.url) as client:
+        client.rank(as_request(rank_body()))
+    pool = server.engine.stats().pool
+    assert 0 < pool.resident_rows < pool.row_capacity
+    wait_for(lambda: f"{pool.resident_rows} of {pool.row_capacity} rows" in text(page, "#tiles"))
+    share = f"{100 * pool.resident_rows / pool.row_capacity:.1f} %"
+    assert share in text(page, "#tiles div[data-key=fill]")
+    solid, assigned = (page.get_attribute(f"#split rect:nth-of-type({i})", "width") for i in (2, 3))
+    assert float(solid) == pytest.approx(float(assigned) * pool.resident_rows / pool.row_capacity, rel=0.02)
+
+
+def test_a_longer_range_shows_older_samples(page: Any) -> None:
+    page.evaluate("answerOldSamples()")
+    for label, axis, most in (("1 h", "15 min ago", 3600), ("1 min", "60 s ago", 60), ("10 min", "10 min ago", 600)):
+        page.locator("#range label", has_text=label).first.click()
+        page.wait_for_function("axis => document.querySelector('#alpha > svg').textContent.includes(axis)", arg=axis)
+        assert page.evaluate("asked").endswith(f"most={most}")
+    assert page.evaluate("location.hash") == "#10min"
 
 
 def test_owners_and_lines_differ_without_colour(page: Any) -> None:

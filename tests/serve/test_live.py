@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from helmrec import __version__
+from helmrec.engine.choose import device_name
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import rank_body
 
@@ -30,6 +32,16 @@ def test_a_look_shows_pool_pages_and_the_seconds_since(caller: Caller) -> None:
     last = seen["samples"][-1]["number"]
     assert all(sample["number"] > last for sample in caller.get(f"/v1/live?after={last}").json["samples"])
     assert sum(sample["answered"] for sample in seen["samples"]) <= 1
+
+
+def test_a_look_names_errors_by_cause_but_not_those_of_probes(caller: Caller) -> None:
+    caller.post("/v1/rank", rank_body() | {"candidates": []})
+    caller.get("/nowhere")
+    caller.get("/readyz")
+    seen = caller.get("/v1/live?most=0").json
+    assert (seen["samples"], seen["errors"]) == ([], {"RequestError": 1, "Not Found": 1})
+    assert 'helmrec_http_errors_total{cause="RequestError"} 1.0' in caller.get("/metrics").body.decode()
+    assert (seen["version"], seen["device"], seen["replicas"]) == (__version__, device_name("cpu"), None)
 
 
 @pytest.mark.parametrize("after", ["x", "-1", "1.5", "9" * 30, ""])

@@ -7,6 +7,7 @@ import pytest
 
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.ledger import Owner
+from helmrec.serve.control import Steering
 from helmrec.serve.port import EngineView
 from helmrec.serve.samples import PageMap, Samples
 from tests.helpers import tiny_engine
@@ -44,6 +45,23 @@ def test_a_sample_is_the_difference_of_two_looks() -> None:
     assert recent.slo_share == pytest.approx(2 / 6)
 
 
+def test_errors_are_counted_by_cause_and_pages_by_what_fills_them() -> None:
+    samples, control = Samples(slo_ms=50), Steering("static:0.4", 50).view(None, "adaptive", 0.0)
+    samples.add(0.0, look())
+    for cause in ("QueueFull", "RequestError", "QueueFull"):
+        samples.count_error(cause)
+    predicted = replace(control, measured_ms=3.0, predicted_ms=2.0)
+    samples.add(1.0, replace(look(1, resident_rows=30, row_capacity=120), control=predicted))
+    samples.count_error("QueueFull")
+    samples.add(2.0, look(1, row_capacity=0))
+    first, second = samples.after(0)
+    assert (first.errors, second.errors) == ({"QueueFull": 2, "RequestError": 1}, {"QueueFull": 1})
+    assert samples.recent().errors == samples.errors == {"QueueFull": 3, "RequestError": 1}
+    assert (first.fill, second.fill) == (0.25, None)
+    assert (first.measured_ms, first.predicted_ms) == (3.0, 2.0)
+    assert (second.measured_ms, second.predicted_ms) == (None, None)
+
+
 def test_a_second_without_requests_has_no_times_and_no_rates() -> None:
     samples = Samples(slo_ms=50)
     for now_s in (0.0, 1.0):
@@ -55,10 +73,13 @@ def test_a_second_without_requests_has_no_times_and_no_rates() -> None:
 
 def test_only_what_is_new_is_given_and_the_oldest_leave() -> None:
     samples = Samples(slo_ms=50)
-    for second in range(700):
+    for second in range(3_700):
         samples.add(float(second), look(second))
-    assert [sample.number for sample in samples.after(697)] == [698, 699]
-    assert len(samples.after(0)) == 600
+    assert [sample.number for sample in samples.after(3_697)] == [3_698, 3_699]
+    assert samples.after(4_000) == []
+    assert len(samples.after(0)) == 3_600
+    assert [sample.number for sample in samples.after(0, most=2)] == [3_698, 3_699]
+    assert samples.after(0, most=0) == []
 
 
 def test_an_engine_that_was_restarted_begins_anew() -> None:

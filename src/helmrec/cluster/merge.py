@@ -25,7 +25,8 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
 def merge_looks(looks: Sequence[EngineView]) -> EngineView:
     """Merge views: pages are concatenated, and the controller shown is that of the first engine."""
     owners = b"".join(look.page_owners for look in looks)
-    return EngineView(merge_stats([look.stats for look in looks]), owners, looks[0].control)
+    devices = " and ".join(dict.fromkeys(look.device for look in looks))
+    return EngineView(merge_stats([look.stats for look in looks]), owners, looks[0].control, devices)
 
 
 def _merged(parts: Sequence[T]) -> T:

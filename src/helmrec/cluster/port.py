@@ -208,7 +208,9 @@ class ClusterPort:
         return merge_stats(list(self._replica_stats.values()))
 
     async def look(self) -> EngineView:
-        return merge_looks(list((await self._answers("look", EngineView)).values()))
+        looks = await self._answers("look", EngineView)
+        self._replica_stats = {name: look.stats for name, look in looks.items()}
+        return merge_looks(list(looks.values()))
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", alpha=alpha)

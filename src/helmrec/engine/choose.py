@@ -31,6 +31,14 @@ class Chosen(NamedTuple):
     reason: str
 
 
+def device_name(device: str) -> str:
+    """Return a device in words: the name of a card, or the threads of a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    num = torch.get_num_threads()
+    return f"{device}, {num} thread{'s' * (num != 1)}"
+
+
 def has_card() -> bool:
     return torch.cuda.is_available()
 

@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 
@@ -22,8 +23,8 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class CallLog:
     """Gives calls their ids; logs and counts them."""
 
-    def __init__(self, count: Callable[[str, int, float], None]) -> None:
-        """`count` is called with the route, status and seconds of every call."""
+    def __init__(self, count: Callable[[str, int, float, str], None]) -> None:
+        """`count` is called with the route, status and seconds of every call, and the cause of an error or ""."""
         self._count = count
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
@@ -32,13 +33,23 @@ class CallLog:
         """Return the client's own id if it is valid; else a unique one."""
         return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
 
-    def conclude(self, request_id: str, method: str, route: str, status: int, seconds: float) -> None:
-        self._count(route, status, seconds)
+    def conclude(
+        self, request_id: str, method: str, route: str, status: int, seconds: float, problem: Problem | None = None
+    ) -> None:
+        """Count and log a call. An error without `problem` is counted under the name of its status."""
         is_error = status >= 400 and route not in _PROBES
+        self._count(route, status, seconds, _cause(status, problem) if is_error else "")
         level = logging.DEBUG if not is_error else logging.INFO if status < 500 else logging.WARNING
         if log.isEnabledFor(level):
             fields = {"id": request_id, "method": method, "route": route, "status": status}
             log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
+
+
+def _cause(status: int, problem: Problem | None) -> str:
+    """Return the name under which an error is counted: its class, or that of its status."""
+    if problem is not None:
+        return problem.type.removeprefix(problems.TYPE_PREFIX) if problem.type != "about:blank" else problem.title
+    return "Client gone" if status == CLIENT_GONE else HTTPStatus(status).phrase
 
 
 def explain(error: Exception, request_id: str, path: str) -> Problem:

@@ -24,7 +24,7 @@ class Edge:
         started_s = time.perf_counter()
         request_id = self._calls.request_id(header(scope, ID_HEADER.encode()) or "")
         scope.setdefault("state", {})["started_s"] = started_s
-        status = 0
+        status, problem = 0, None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -45,4 +45,4 @@ class Edge:
         finally:
             # Not the path: clients could create any number of labels.
             route = getattr(scope.get("route"), "path", "other")
-            self._calls.conclude(request_id, scope["method"], route, status, time.perf_counter() - started_s)
+            self._calls.conclude(request_id, scope["method"], route, status, time.perf_counter() - started_s, problem)

@@ -57,9 +57,13 @@ class Front:
         self.need_ready()
         return decode(decoder, await self.bodies.read(request))
 
-    def count_request(self, route: str, status: int, seconds: float) -> None:
+    def count_request(self, route: str, status: int, seconds: float, cause: str = "") -> None:
+        """Count an answer; `cause` names the error, if it is one."""
         route = route.replace("/versions/{version}", "")  # the same call
         self.metrics.count_request(route, status, seconds)
+        if cause:
+            self.metrics.count_error(cause)
+            self.samples.count_error(cause)
         if route in RANK_ROUTES:
             self.samples.count(status, seconds)
 

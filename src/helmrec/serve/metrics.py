@@ -84,6 +84,7 @@ class Metrics:
         self._requests = Counter(
             "helmrec_http_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
         )
+        self._errors = Counter("helmrec_http_errors", "Errors by cause.", ["cause"], registry=self._registry)
         self._seconds = self._histogram("helmrec_http_request_seconds", "Time from first byte to answer.", ["route"])
         self._queue = self._histogram("helmrec_queue_seconds", "Time ranked requests waited for their step.")
         self._compute = self._histogram("helmrec_compute_seconds", "Time ranked requests took to compute.")
@@ -106,6 +107,9 @@ class Metrics:
         counter, histogram = found
         counter.inc()
         histogram.observe(seconds)
+
+    def count_error(self, cause: str) -> None:
+        self._errors.labels(cause).inc()
 
     def count_result(self, result: RankResult) -> None:
         self._queue.observe(result.timing.queue_ms / 1e3)

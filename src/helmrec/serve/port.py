@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
+from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, Refused, RequestError
@@ -49,6 +50,7 @@ class EngineView:
     stats: EngineStats
     page_owners: bytes  # one byte per page: a value of `memory.ledger.Owner`
     control: ControlView | None  # None: no policy moves the boundary
+    device: str = ""  # in words; of several engines, every kind once
 
 
 class EnginePort(Protocol):
@@ -103,7 +105,7 @@ class HasReplicas(Protocol):
 
     @property
     def replica_stats(self) -> Mapping[str, EngineStats]:
-        """Result of the last call of `stats`, by the name of each replica."""
+        """Result of the last call of `stats` or `look`, by the name of each replica."""
 
 
 @runtime_checkable
@@ -142,6 +144,7 @@ class InProcessPort:
         self._steering = steering
         self._snapshots = snapshots
         self._failures = FailureLog(log)
+        self._device = device_name(engine.config.device)
         self._controller = None if steering is None else Controller(steering, engine, self._failures, time.time())
         self._has_work = threading.Event()
         self._is_over = False
@@ -213,7 +216,7 @@ class InProcessPort:
 
     def _look(self) -> EngineView:
         view = None if self._controller is None else self._controller.view
-        return EngineView(self._stats(), self.engine.page_owners(), view)
+        return EngineView(self._stats(), self.engine.page_owners(), view, self._device)
 
     async def set_mode(self, mode: Mode) -> None:
         if self._controller is None:

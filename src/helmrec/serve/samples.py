@@ -3,9 +3,10 @@
 Does not know how views and answers are made. Time is passed in.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from msgspec import Struct
@@ -14,7 +15,7 @@ from helmrec.memory.ledger import Owner
 from helmrec.memory.stats import PoolStats
 from helmrec.serve.port import EngineView
 
-_KEPT = 600
+_KEPT = 3_600
 _KEPT_LATENCIES = 1 << 14  # of one interval; with more answers, percentiles are those of the last ones
 _RECENT = 10
 _MAX_CELLS = 2_048
@@ -38,11 +39,15 @@ class Sample(Struct, frozen=True):
     busy: float
     alpha: float
     alpha_target: float
+    fill: float | None  # share of the slots of EMB pages that hold a row
     row_hit_rate: float | None
     token_reuse_rate: float | None
     on_path_bytes: int
     off_path_bytes: int
     inside_bytes: int
+    measured_ms: float | None  # mean latency of the controller's last window
+    predicted_ms: float | None  # as the controller predicted it one window earlier
+    errors: dict[str, int] = {}  # of all calls but probes, by cause
 
 
 class Recent(Struct, frozen=True):
@@ -53,6 +58,7 @@ class Recent(Struct, frozen=True):
     p50_ms: float | None
     p99_ms: float | None
     slo_share: float | None
+    errors: dict[str, int] = {}  # of all calls but probes, by cause
 
 
 class PageMap(Struct, frozen=True):
@@ -80,11 +86,12 @@ class _Interval:
     in_time: int = 0  # of those answered
     refused: int = 0
     failed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # by cause
     span_s: float = 0.0
 
 
 class Samples:
-    """The samples of the last ten minutes."""
+    """The samples of the last hour."""
 
     def __init__(self, slo_ms: float) -> None:
         self._slo_ms = slo_ms
@@ -93,6 +100,7 @@ class Samples:
         self._before: tuple[float, EngineView] | None = None
         self._late: deque[_Interval] = deque(maxlen=_RECENT)
         self._now = _Interval()
+        self.errors: Counter[str] = Counter()  # since the start, by cause
 
     def count(self, status: int, seconds: float) -> None:
         """Count the answer to a ranking call."""
@@ -106,6 +114,11 @@ class Samples:
         elif status >= 500:
             self._now.failed += 1
 
+    def count_error(self, cause: str) -> None:
+        """Count an error of any call."""
+        self._now.errors[cause] += 1
+        self.errors[cause] += 1
+
     def add(self, now_s: float, view: EngineView) -> None:
         """Add the sample of the interval since the last view. The first view only begins an interval."""
         before, self._before = self._before, (now_s, view)
@@ -117,6 +130,7 @@ class Samples:
         interval.span_s = span_s
         self._late.append(interval)
         p50_ms, p99_ms = _percentiles(interval.latencies_ms)
+        control = view.control
         self._ring.append(
             Sample(
                 number=self._number,
@@ -132,11 +146,15 @@ class Samples:
                 busy=min(1.0, (new.busy_s - old.busy_s) / span_s),
                 alpha=new.pool.alpha,
                 alpha_target=new.pool.alpha_target,
+                fill=new.pool.resident_rows / new.pool.row_capacity if new.pool.row_capacity else None,
                 row_hit_rate=_share(old.pool, new.pool, "row_hits", "row_hits", "row_misses"),
                 token_reuse_rate=_share(old.pool, new.pool, "reused_tokens", "total_tokens"),
                 on_path_bytes=_grown(old.pool, new.pool, _ON_PATH),
                 off_path_bytes=_grown(old.pool, new.pool, _OFF_PATH),
                 inside_bytes=_grown(old.pool, new.pool, None),
+                measured_ms=None if control is None else control.measured_ms,
+                predicted_ms=None if control is None else control.predicted_ms,
+                errors=dict(interval.errors),
             )
         )
 
@@ -151,11 +169,13 @@ class Samples:
             p50_ms=p50_ms,
             p99_ms=p99_ms,
             slo_share=_within(late),
+            errors=dict(sum((each.errors for each in late), Counter())),
         )
 
-    def after(self, number: int) -> list[Sample]:
-        """Return the samples with a higher number, oldest first."""
-        return [sample for sample in self._ring if sample.number > number]
+    def after(self, number: int, most: int = _KEPT) -> list[Sample]:
+        """Return the newest samples with a higher number, oldest first; at most so many."""
+        num = min(most, max(0, self._number - number), len(self._ring))
+        return list(islice(self._ring, len(self._ring) - num, None))
 
 
 def _percentiles(latencies_ms: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

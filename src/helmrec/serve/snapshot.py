@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine
 from helmrec.errors import AlphaOutOfRange
 from helmrec.failures import FailureLog
@@ -188,6 +188,5 @@ def _look(engine: Engine, steering: Steering | None) -> Snapshot:
 def _learned_on(engine: Engine) -> dict[str, str | int]:
     """Return model, pool and device, on which the learned state of a controller depends."""
     device, shape = engine.config.device, engine.model_config.model_dump_json().encode()
-    is_card = device.startswith("cuda")
-    name = torch.cuda.get_device_name(device) if is_card else f"{device}, {torch.get_num_threads()} threads"
-    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": engine.config.sized_pool_bytes, "device": name}
+    pool_bytes = engine.config.sized_pool_bytes
+    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": pool_bytes, "device": device_name(device)}
