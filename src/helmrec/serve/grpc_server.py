@@ -138,7 +138,7 @@ class GrpcServer:
         async def answer(body: bytes, context: Any) -> bytes:
             started_s = time.perf_counter()
             request_id = self._front.calls.request_id(_metadata(context, ID_HEADER) or "")
-            status = CLIENT_GONE  # or past its deadline
+            status, problem = CLIENT_GONE, None  # or past its deadline
             try:
                 with self._front.bodies.holding(len(body)):
                     made = await work(_Call(_parse(takes, body), context, started_s))
@@ -150,7 +150,8 @@ class GrpcServer:
                 status = problem.status
                 return await _refuse(context, problem)
             finally:
-                self._front.calls.conclude(request_id, "gRPC", route, status, time.perf_counter() - started_s)
+                spent_s = time.perf_counter() - started_s
+                self._front.calls.conclude(request_id, "gRPC", route, status, spent_s, problem)
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
