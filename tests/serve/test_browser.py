@@ -197,7 +197,7 @@ def test_errors_show_by_cause(page: Any, server: Watched) -> None:
     with Client(server.url) as client, pytest.raises(RequestError):
         client.rank(as_request(rank_body() | {"candidates": [10**6, 2, 3]}))
     page.wait_for_selector("#errors td:has-text('RequestError')", timeout=10_000)
-    assert "RequestError" in text(page, "#tiles")
+    wait_for(lambda: "RequestError" in text(page, "#tiles"))
     row = page.locator("#errors tr", has_text="RequestError")
     assert "A field of a request is wrong" in row.locator(".term").evaluate("e => meaning(e.dataset.about)")
     wait_for(lambda: row.locator("td").all_inner_texts()[1:] == ["1", "1", "1"])
