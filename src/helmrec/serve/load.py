@@ -47,7 +47,7 @@ class HttpOutcome(NamedTuple):
     latency_ms: float
 
 
-class _Connection(NamedTuple):
+class Connection(NamedTuple):
     """A connection with one request at a time. Parses only the HTTP that HelmRec's server writes."""
 
     reader: asyncio.StreamReader
@@ -70,7 +70,7 @@ class HttpLoad:
             raise ConfigError(f"url must look like http://127.0.0.1:8000, got {url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._deadline = "" if deadline_ms is None else f"deadline-ms: {deadline_ms:g}\r\n"
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self._room = asyncio.Semaphore(max_connections)
         self.tally = LoadTally()
         self._pool: PoolStats | None = None
@@ -164,10 +164,10 @@ class HttpLoad:
             connection = self._idle.pop()
             with suppress(OSError, EOFError):
                 return await self._send_over(connection, message)
-        connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
+        connection = Connection(*await asyncio.open_connection(self._host, self._port, limit=1 << 20))
         return await self._send_over(connection, message)
 
-    async def _send_over(self, connection: _Connection, message: bytes) -> HttpReply:
+    async def _send_over(self, connection: Connection, message: bytes) -> HttpReply:
         try:
             reply = await connection.send(message)
         except BaseException:

@@ -155,34 +155,19 @@ def _timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def shapes() -> tuple[ModelConfig, ModelConfig]:
-    """One row per token, and six."""
+def main(flags: Namespace) -> None:
     changes = {"window": 65_536, "max_candidates": 256}
     narrow, wide = (profile(name, 1_000).model_copy(update=changes) for name in ("kuairand", "dlrmv3"))
-    return narrow, wide
-
-
-def main(flags: Namespace) -> None:
-    narrow, wide = shapes()
     bookkeeping(narrow, 256, 2, 8)  # compiles the host loops
-    by_tokens = [
-        bookkeeping(config, n, 8, 64) for config in (narrow, wide) for n in (1_024, 2_048, 4_096, 8_192, 16_384)
-    ]
-    by_users = [bookkeeping(narrow, 4_096, 8, n) for n in (16, 128, 1_024)]
-    by_requests = [bookkeeping(narrow, 4_096, n, 64) for n in (1, 8, 32)]
-    cold = [first_visits(config, 4_096) for config in (narrow, wide)]
     with tempfile.TemporaryDirectory() as folder:
         reuse = reuse_ratio(Path(folder) / "model")
     results = {
         "what": "host bookkeeping per batch (intake, hash, lookup, page tables, layout, stats), returning users",
-        "by_tokens": by_tokens,
-        "by_users": by_users,
-        "by_requests": by_requests,
-        "first_visits": cold,
+        "by_tokens": [bookkeeping(shape, 1 << n, 8, 64) for shape in (narrow, wide) for n in range(10, 15)],
+        "by_users": [bookkeeping(narrow, 4_096, 8, n) for n in (16, 128, 1_024)],
+        "by_requests": [bookkeeping(narrow, 4_096, n, 64) for n in (1, 8, 32)],
+        "first_visits": [first_visits(shape, 4_096) for shape in (narrow, wide)],
         "prefix_reuse_on_cpu": reuse,
     }
-    for group in ("by_tokens", "by_users", "by_requests", "first_visits"):
-        for row in results[group]:
-            print(group, row)
-    print("prefix reuse", reuse)
+    print(*results.items(), sep="\n")
     write_measurement(flags.out, results)
