@@ -125,6 +125,21 @@ def test_the_samples_of_the_page_on_own_models_run_as_printed_one_after_the_othe
     assert float(answers.rpartition("helmrec_pool_reused_tokens_total ")[2]) >= 4
 
 
+def test_the_samples_of_the_page_on_imports_run_as_printed_one_after_the_other(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "import-hstu.md").read_text()
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    samples = blocks("docs/import-hstu.md")
+    first, last = [block.text for block in samples if block.language == "python"]
+    names, convert, serve = [block.text for block in samples if block.language == "sh"]
+    run_python(first, capsys)
+    assert run_shell(names).startswith(printed)
+    assert "largest difference" in run_shell(convert)
+    run_python(first + last, capsys)
+    assert re.findall(r'"reused_tokens":(\d+)', run_shell(serve)) == ["0", "4"]
+
+
 def test_the_sample_of_an_own_log_runs_and_prints_the_report_of_the_page(empty_folder: Path) -> None:
     (sample,) = blocks("docs/workloads.md")
     (report,) = re.findall(r"^```text\n(.*?)^```$", (DOCS / "workloads.md").read_text(), re.DOTALL | re.MULTILINE)

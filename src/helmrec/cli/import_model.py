@@ -1,4 +1,4 @@
-"""`helmrec import`: convert published models to model folders."""
+"""`helmrec import`: convert models of others to model folders."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,14 +6,16 @@ from typing import Annotated, Any
 import typer
 
 from helmrec.cli.console import bytes_bar, exit_on_error, out
+from helmrec.model.checkpoint import read_checkpoint
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
+from helmrec.model.weight_map import import_mapped
 
-import_app = typer.Typer(help="Import published models.", no_args_is_help=True)
+import_app = typer.Typer(help="Import published models and models of your own.", no_args_is_help=True)
 
 
 @import_app.callback()
 def _import() -> None:
-    """Import published models."""
+    """Import published models and models of your own."""
 
 
 @import_app.command("dlrmv3")
@@ -35,3 +37,35 @@ def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
         config = import_dlrmv3(checkpoint, tables, folder, ImportOptions(**asked), lambda done: bar.advance(task, done))
     out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
     out.print("its K/V depend on the query: they are reused within a request only", highlight=False)
+
+
+@import_app.command("hstu")
+def hstu(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A file of torch.save or safetensors, or a folder of the latter."),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Model folder to create; must be new or empty.")],
+    map_file: Annotated[Path, typer.Option("--map", help="TOML file: the model, and the source of every weight.")],
+) -> None:
+    """Import an HSTU of your own, whose weights have other names and layouts, as a map describes."""
+    with exit_on_error(), bytes_bar() as bar:
+        task = bar.add_task("writing and hashing", total=None)
+        config = import_mapped(checkpoint, folder, map_file, lambda done: bar.advance(task, done))
+    out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
+    out.print(f"compare its scores with your model's, then: helmrec model check {folder}", highlight=False)
+
+
+@import_app.command("names")
+def names(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file of torch.save or safetensors.")],
+    key: Annotated[
+        list[str] | None, typer.Option(help="Key under which the weights are saved; may be given several times.")
+    ] = None,
+) -> None:
+    """List the weights of a checkpoint, to write a map for `helmrec import hstu`."""
+    with exit_on_error():
+        weights = read_checkpoint(checkpoint, key or ())
+    for name, value in weights.items():
+        kind = str(value.dtype).removeprefix("torch.")
+        out.print(f"{name} {tuple(value.shape)} {kind}", highlight=False, markup=False, soft_wrap=True)

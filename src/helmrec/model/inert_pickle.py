@@ -37,11 +37,12 @@ class Named(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PickledCall:
-    """A call that the pickle would have made: the callable, its arguments, and the state of the result."""
+    """A call that the pickle would have made: the callable, its arguments, and the state and items of the result."""
 
     maker: Named
     args: tuple[Any, ...]
     state: Any = None
+    items: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,7 +95,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
     if isinstance(value, PickledCall):
-        return (value.args, value.state)
+        return (value.args, value.state, value.items)
     if isinstance(value, Outside):
         return (value.id,)
     return value if isinstance(value, list | tuple) and not isinstance(value, Named) else ()
@@ -246,8 +247,8 @@ class _Reader:
     def _set_items(self, flat: list[Any]) -> None:
         target = self._stack[-1]
         if isinstance(target, PickledCall):  # an ordered dictionary, made by a call
-            target.state = target.state or {}
-            target = target.state
+            target.items = target.items or {}
+            target = target.items
         if not isinstance(target, dict):
             raise TypeError("items are set of what is no dictionary")
         target.update(zip(_checked_keys(flat[::2]), flat[1::2], strict=True))

@@ -134,7 +134,7 @@ class TorchZip:
         value = self._saved
         for key in keys:
             if isinstance(value, PickledCall) and value.maker == _ORDERED:
-                value = value.state or {}
+                value = value.items or {}
             if not isinstance(value, dict) or key not in value:
                 raise ModelError(f"{self._source}: nothing was saved under {key!r}")
             value = value[key]
@@ -205,7 +205,7 @@ class TorchZip:
 
     def _made(self, made: PickledCall) -> Any:
         if made.maker == _ORDERED:
-            return self._understand(made.state or {})
+            return self._understand(made.items or {})
         if made.maker == _TENSOR:
             return self._tensor(made.args)
         match made.args:

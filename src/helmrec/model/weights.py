@@ -106,7 +106,7 @@ def save_model(
     _make_empty(folder)
     _save_dense(folder, dense)
     for name, rows in tables.items():
-        _write_table(folder / table_file(name), shapes[name], config.row_dtype, _parts_of(rows), lambda _: None)
+        _write_table(folder / table_file(name), shapes[name], config.row_dtype, parts_of(rows), lambda _: None)
     _write_manifest(folder, config, lambda _: None)
 
 
@@ -218,7 +218,8 @@ def _write_manifest(folder: Path, config: ModelConfig, progress: Progress) -> No
     (folder / "config.json").write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
-def _parts_of(rows: Tensor) -> Iterator[bytes]:
+def parts_of(rows: Tensor) -> Iterator[bytes]:
+    """Yield the bytes of a table's rows in parts."""
     for part in rows.detach().split(max(1, _CHUNK_BYTES // (rows.shape[1] * rows.itemsize))):
         yield part.contiguous().view(torch.uint8).numpy().tobytes()
 
