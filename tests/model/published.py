@@ -55,6 +55,9 @@ PUBLISHED = CheckpointSizes(
 )
 # What Meta's classes fix whatever their configuration; for the golden logits.
 GOLDEN = replace(SMALL, hidden=512, bit_dim=8, num_positions=8_192, num_times=2_049)
+# Three contextual features, two features besides the item, three tasks, and an output without the time of the query.
+WIDE = replace(GOLDEN, num_layers=3, num_tasks=3, num_cycles=0, num_context=3, num_extra=2, num_item_features=3)
+WIDE_ROWS = {"item_id": 200, "extra_a": 9, "extra_b": 30, "ctx_user": 30, "ctx_city": 7, "ctx_age": 5}
 HEADS = 2
 NOW = 1_700_000_000
 ROWS = {"item_id": 200, "item_category_id": 9, "user_id": 30}
@@ -64,14 +67,15 @@ def dense_weights(sizes: CheckpointSizes, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def made_up(name: str, shape: tuple[int, ...]) -> Tensor:
-        spread = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+        spread = 1.0 if len(shape) == 1 else max(1, shape[-1]) ** -0.5
         is_factor = len(shape) == 1 and name.endswith("weight")
         return spread * torch.randn(shape, generator=generator) * 0.5 + (1.0 if is_factor else 0.0)
 
     weights = {name: made_up(name, shape) for name, shape in published_shapes(sizes).items()}
     weights[BITS] = torch.tensor([1 << i for i in range(sizes.num_bits)])
-    weights[UNIT_S] = torch.tensor([[3_600.0, 86_400.0]])
-    weights[NUM_UNITS] = torch.tensor([[24.0, 7.0]])
+    if sizes.num_cycles:
+        weights[UNIT_S] = torch.tensor([[3_600.0, 86_400.0]])
+        weights[NUM_UNITS] = torch.tensor([[24.0, 7.0]])
     return weights
 
 
@@ -118,11 +122,28 @@ def _sharded(table: Tensor) -> Any:
     return init_from_local_shards(shards, *table.shape)
 
 
-def write_published(folder: Path, sizes: CheckpointSizes = SMALL) -> None:
+def write_published(folder: Path, sizes: CheckpointSizes = SMALL, rows: Mapping[str, int] = ROWS) -> None:
     """The two parts, as they lie in one folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_dense(folder / "non_sparse.ckpt", dense_weights(sizes))
-    write_tables(folder / "sparse", tables(sizes))
+    write_tables(folder / "sparse", tables(sizes, rows=rows))
+
+
+def wide_query(rng: np.random.Generator, user: int, num: int, num_candidates: int) -> RankRequest:
+    """A request for a model of the sizes WIDE, soon after time 0: the original clamps ages at the width of a token."""
+    times = np.cumsum(rng.integers(0, 100, num))
+    extra, context = (("extra_a", "extra_b"), ("ctx_user", "ctx_city", "ctx_age"))
+    return random_query(
+        rng,
+        user,
+        num,
+        num_candidates,
+        features={name: rng.integers(0, WIDE_ROWS[name], num) for name in extra},
+        candidate_features={name: rng.integers(0, WIDE_ROWS[name], num_candidates) for name in extra},
+        context={name: int(rng.integers(0, WIDE_ROWS[name])) for name in context},
+        timestamps=times,
+        request_time=int(times[-1]) + 500,
+    )
 
 
 def random_query(rng: np.random.Generator, user: int, num: int, num_candidates: int, **overrides: Any) -> RankRequest:

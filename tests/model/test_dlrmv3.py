@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from helmrec.cli.main import app
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.errors import ConfigError, ModelError, NonFiniteScores, RequestError
+from helmrec.engine.model_check import check_model
+from helmrec.errors import ConfigError, HelmRecError, ModelError, NonFiniteScores, RequestError
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3, read_dense
-from helmrec.model.dlrmv3_names import CheckpointSizes, published_shapes
+from helmrec.model.dlrmv3_names import BITS, CheckpointSizes, published_shapes
 from helmrec.model.weights import load_model
 from helmrec.types import PrefillRequest, RankRequest
 from tests.model.meta_reference import MetaReference
@@ -27,9 +28,12 @@ from tests.model.published import (
     NOW,
     PUBLISHED,
     SMALL,
+    WIDE,
+    WIDE_ROWS,
     dense_weights,
     random_query,
     tables,
+    wide_query,
     write_dense,
     write_published,
     write_tables,
@@ -75,6 +79,54 @@ def test_an_imported_model_agrees_with_logits_of_metas_own_code(tmp_path: Path) 
     engine = engine_of(tmp_path / "model")
     for request, logits in golden():
         assert np.abs(engine.rank([request])[0].scores - logits).max() <= 1e-5
+
+
+WIDE_OPTIONS = OPTIONS.model_copy(
+    update={"extra": ("extra_a", "extra_b"), "context": ("ctx_user:20", "ctx_city:0", "ctx_age:0")}
+)
+
+
+def test_a_wider_model_of_the_production_form_agrees_with_logits_of_metas_own_code(tmp_path: Path) -> None:
+    """Several contextual features, further features of events, three tasks, no clock; alone and in one batch."""
+    write_published(tmp_path, WIDE, WIDE_ROWS)
+    config = import_dlrmv3(tmp_path, tmp_path / "sparse", tmp_path / "model", WIDE_OPTIONS)
+    assert [table.name for table in config.tables] == ["item", *list(WIDE_ROWS)[1:]]
+    rng, engine = np.random.default_rng(0), engine_of(tmp_path / "model", pool_bytes="256KiB")
+    cases = json.loads((Path(__file__).parent.parent / "data" / "production-golden.json").read_text())["cases"]
+    requests = [wide_query(rng, case["user"], case["num_events"], case["num_candidates"]) for case in cases]
+    for case, request, result in zip(cases, requests, engine.rank(requests), strict=True):
+        assert np.abs(result.scores - np.array(case["logits"])).max() <= 1e-5
+        assert np.abs(engine.rank([request])[0].scores - result.scores).max() <= 1e-6
+    assert check_model(load_model(tmp_path / "model")).is_equal
+
+
+def test_a_model_without_actions_context_and_further_features_is_imported(tmp_path: Path) -> None:
+    sizes = replace(SMALL, num_bits=0, bit_dim=0, num_context=0, num_extra=0, num_item_features=1)
+    weights = dense_weights(sizes)
+    del weights[BITS]
+    write_dense(tmp_path / "non_sparse.ckpt", weights)
+    write_tables(tmp_path / "sparse", {"video": torch.randn(50, SMALL.row_dim)})
+    options = OPTIONS.model_copy(update={"item": "video", "extra": (), "context": ()})
+    import_dlrmv3(tmp_path, tmp_path / "sparse", tmp_path / "model", options)
+    config = load_model(tmp_path / "model").config
+    assert (config.num_actions, config.user_context, [table.name for table in config.tables]) == (1, (), ["item"])
+    assert check_model(load_model(tmp_path / "model")).is_equal
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": ()}, r"has 1 contextual features, but 0 are named: \[\]"),
+        ({"extra": ("item_category_id", "colour")}, "has 1 features besides the item, but 2 are named"),
+        ({"context": ("item_id",)}, "each feature needs a table of its own, 'item_id' is named twice"),
+        ({"context": ("user_id:many",)}, "context must be NAME or NAME:EVENTS, got 'user_id:many'"),
+    ],
+)
+def test_features_that_the_checkpoint_does_not_have_are_refused(
+    published: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HelmRecError, match=message):
+        import_dlrmv3(published, published / "sparse", tmp_path / "out", OPTIONS.model_copy(update=changes))
 
 
 def golden() -> list[tuple[RankRequest, np.ndarray[Any, np.dtype[np.float64]]]]:
@@ -221,7 +273,7 @@ WRONG_WEIGHTS: list[tuple[str, Tensor | None, str]] = [
     (f"{LAYER_0}_relative_bias", torch.zeros(3), r"'.*_relative_bias' are no weights of a DLRMv3"),
     (f"{LAYER_0}_output_weight", torch.zeros(16, 16), r"_output_weight' must be \(48, 16\), got \(16, 16\)"),
     (f"{LAYER_0}_output_norm_weight", torch.zeros(HEADS), r"must be .* got"),  # one per head: another norm
-    ("_item_embedding_mlp.0.weight", torch.zeros(14, 12), r"_item_embedding_mlp.0.weight' must be \(14, 24\)"),
+    ("_item_embedding_mlp.0.weight", torch.zeros(14, 18), r"_item_embedding_mlp.0.weight' must be \(14, 12\)"),
     ("_item_embedding_mlp.2.bias", torch.full((16,), torch.nan), r"not finite"),
 ]
 

@@ -26,13 +26,29 @@ def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
     heads: Annotated[int, typer.Option(help="Attention heads; a checkpoint does not contain them.")] = 4,
     window: Annotated[int, typer.Option(help="Most events of a history that the model uses.")] = ImportOptions().window,
     candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = ImportOptions().max_candidates,
+    item: Annotated[str, typer.Option(help="Table of the items, as the checkpoint names it.")] = ImportOptions().item,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Table of a further feature of events; in order, '' for none.", show_default="item_category_id"
+        ),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Table of a contextual feature; in order, '' for none. NAME:20: zeros below 20 events and candidates.",
+            show_default="user_id:20",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of dense weights and K/V: float32 or bfloat16; the checkpoint's own by default.")
     ] = None,
 ) -> None:
-    """Import Meta's DLRMv3, without running pickled code of its files."""
+    """Import Meta's DLRMv3 or another model of its production form, without running pickled code of its files."""
     with exit_on_error(), bytes_bar() as bar:
         asked: dict[str, Any] = {"num_heads": heads, "window": window, "max_candidates": candidates, "dtype": dtype}
+        asked |= {"item": item} | ({} if extra is None else {"extra": tuple(filter(None, extra))})
+        asked |= {} if context is None else {"context": tuple(filter(None, context)), "min_context_events": 0}
         task = bar.add_task("writing and hashing", total=None)
         config = import_dlrmv3(checkpoint, tables, folder, ImportOptions(**asked), lambda done: bar.advance(task, done))
     out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
@@ -60,7 +76,8 @@ def hstu(
 def names(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file of torch.save or safetensors.")],
     key: Annotated[
-        list[str] | None, typer.Option(help="Key under which the weights are saved; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Key under which the weights are saved; of nested ones in order.", show_default="none"),
     ] = None,
 ) -> None:
     """List the weights of a checkpoint, to write a map for `helmrec import hstu`."""

@@ -164,7 +164,7 @@ class EagerDense:
             return None
         return QueryTerms(
             context_gaps=self._put(step.query.context_gaps[step.context_owner]),
-            context_kept=self._put(step.query.context_kept[step.context_owner][:, None]),
+            context_kept=self._put(step.query.context_kept[step.context_owner, step.context_table][:, None]),
             clocks=self._put(np.repeat(step.query.clocks, step.num_candidates, axis=0)),
         )
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -47,8 +47,8 @@ class QueryFrame(Frozen):
 
     num_positions: int = Field(ge=1, description="entries of the position table; positions farther back share the last")
     bucket_s: int = Field(60, ge=1, description="time bucket b begins at an age of b * b of these seconds")
-    min_context_events: int = Field(
-        0, ge=0, description="with fewer events and candidates in all, user context rows are zero"
+    min_context_events: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        0, description="with fewer events and candidates in all, user context rows are zero; one, or one per table"
     )
     cycles: tuple[Cycle, ...] = Field((), description="periodic time features of the output")
 
@@ -115,6 +115,9 @@ class ModelConfig(Frozen):
                 raise ValueError(f"encoder {encoder.name!r} names unknown feature tables {sorted(unknown)}")
         if self.query_frame is not None and self.request_context:
             raise ValueError("a model with a query_frame has no request_context")
+        fewest = () if self.query_frame is None else self.query_frame.min_context_events
+        if isinstance(fewest, tuple) and fewest and len(fewest) != len(self.user_context):
+            raise ValueError(f"min_context_events has {len(fewest)} entries for {len(self.user_context)} tables")
         if self.retrieval is not None and self.query_frame is not None:
             raise ValueError("a model with a query_frame has no retrieval head")
         if self.retrieval is not None and self.num_tasks != 1:

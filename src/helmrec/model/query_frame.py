@@ -30,7 +30,7 @@ class QueryArrays:
     """One entry per request."""
 
     context_gaps: IntArray  # time bucket of context tokens
-    context_kept: NDArray[np.float32]  # 1, or 0 where context rows read as zeros
+    context_kept: NDArray[np.float32]  # (requests, context tables or 1) 1, or 0 where context rows read as zeros
     lengths: IntArray  # what attention is divided by: all tokens of the request
     clocks: NDArray[np.float32]  # (requests, 2 * cycles)
 
@@ -39,10 +39,16 @@ def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) 
     times, num_context, num_events, num_candidates = np.array(queries, np.int64).T
     return QueryArrays(
         context_gaps=age_buckets(frame, num_buckets, times),  # context has no time, which counts as time 0
-        context_kept=(num_events + num_candidates >= frame.min_context_events).astype(np.float32),
+        context_kept=_context_kept(frame, num_context, num_events + num_candidates),
         lengths=num_context + num_events + num_candidates,
         clocks=_clocks(frame, times),
     )
+
+
+def _context_kept(frame: QueryFrame, num_context: IntArray, num_tokens: IntArray) -> NDArray[np.float32]:
+    """Compare tokens with the fewest events, table by table. num_context is the same for all requests of a model."""
+    fewest = np.broadcast_to(np.asarray(frame.min_context_events, np.int64), (int(num_context.max(initial=0)),))
+    return (num_tokens[:, None] >= fewest).astype(np.float32)
 
 
 def latest_window(first_event: int, num_events: int, window: int) -> int:
