@@ -145,8 +145,8 @@ def published_shapes(s: CheckpointSizes) -> Shapes:
 
 def check_names(weights: Weights, source: str) -> int:
     """Check that the weights are exactly those of such a model, and return the number of layers."""
-    parts = [name.removeprefix(LAYERS).split(".")[0] for name in weights if name.startswith(LAYERS)]
-    numbers = {part for part in parts if part.isdecimal() and len(part) <= _MAX_LAYER_DIGITS}
+    layers = [name.removeprefix(LAYERS).split(".")[0] for name in weights if name.startswith(LAYERS)]
+    numbers = {part for part in layers if part.isdecimal() and len(part) <= _MAX_LAYER_DIGITS}
     num_layers = max((int(part) + 1 for part in numbers), default=1)
     if num_layers > max(1, len(numbers)):
         raise ModelError(f"{source}: a layer {num_layers - 1} is there, but only {len(numbers)} layers in all")
