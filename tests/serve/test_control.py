@@ -202,9 +202,10 @@ def test_before_anything_is_known_nothing_is_made_up() -> None:
     assert shown.reason == "no window has ended yet"
 
 
-def test_helm_steers_a_served_engine_and_its_layers_are_shown() -> None:
+def served_until_it_predicts(policy: str) -> dict[str, Any]:
+    """Serve an engine under a policy until it has predicted a latency; return what is shown of it."""
     engine = tiny_engine(clock=MonotonicClock(), miss_curves=True)
-    steering = Steering.of(ServeConfig(policy="helm", tick_s=0.05))
+    steering = Steering.of(ServeConfig(policy=policy, tick_s=0.05))
     with Caller(make_app(InProcessPort(engine, steering), ServeConfig())) as caller:
         caller.wait_until_ready()
         seen = dict[str, Any]()
@@ -218,9 +219,14 @@ def test_helm_steers_a_served_engine_and_its_layers_are_shown() -> None:
             return bool(seen)
 
         wait_for(has_layers)
-        assert [layer["name"] for layer in seen["layers"]][:2] == ["base", "residual"]
-        assert seen["measured_ms"] > 0
-        assert seen["predicted_ms"] > 0
+        return seen
+
+
+def test_helm_steers_a_served_engine_and_its_layers_are_shown() -> None:
+    seen = served_until_it_predicts("helm")
+    assert [layer["name"] for layer in seen["layers"]][:2] == ["base", "residual"]
+    assert seen["measured_ms"] > 0
+    assert seen["predicted_ms"] > 0
 
 
 def vars_of(request: Any) -> dict[str, Any]:
@@ -274,6 +280,7 @@ def test_decisions_compile_nothing_that_the_warm_up_did_not(name: str, monkeypat
     Steering(name, slo_ms=80).warm_up()
     warmed = called.copy()
     driven(make_policy(name), Served(Bowl()), 0.5, 20)
+    served_until_it_predicts(name)
     assert len(warmed) >= 4
     assert called == warmed
 

@@ -228,8 +228,9 @@ def with_curves(policy: str, engine: EngineConfig) -> EngineConfig:
 
 
 def _made_up_window() -> WindowStats:
-    """A second with enough steps and curves for a decision."""
+    """A second with enough steps and curves for a decision, in arrays of the same types as those of an engine."""
     num_steps, splits, half = 64, np.array(GRID), np.full(len(GRID), 0.5)
+    splits.flags.writeable = half.flags.writeable = False  # else loops would be compiled again for an engine's curves
     steps = np.ones((num_steps, len(Step)))
     steps[:, Step.END_S] = np.arange(num_steps)
     traffic = Traffic(0.0, 1.0, num_steps, num_steps, 0.5, 1.0, 1.0, 1.0, 80.0, 1.0, 0, 0.5, 0.5, 0.0)
