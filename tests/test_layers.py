@@ -130,6 +130,11 @@ def test_routing_sees_base_and_the_sampling_hash_only() -> None:
             assert not any(uses(seen, library) for library in ("torch", "ray", "socket", "time", "random"))
 
 
+def test_serving_knows_nothing_of_the_simulator() -> None:
+    for module in (m for m in IMPORTS if layer(m) in ("engine", "serve", "cluster", "router", "control", "costs")):
+        assert not [other for other in reach(module) if layer(other) == "sim"]
+
+
 def test_the_simulator_knows_of_the_engine_only_the_rule_of_the_relay() -> None:
     for module in (m for m in IMPORTS if layer(m) == "sim"):
         assert {m for m in ours(module) if layer(m) == "engine"} <= SEEN_BY_SIMULATOR

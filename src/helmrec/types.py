@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Ids = Sequence[int] | NDArray[np.integer]
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from helmrec.costs.calibrated import CostModel
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.relay import VERDICTS, R, T
-from helmrec.sim.node.state import C, FloatArray, Outcomes, Status, make_outcomes
+from helmrec.sim.node.state import C, Outcomes, Status, make_outcomes
 from helmrec.sim.simulate import finish
 from helmrec.traffic.popularity import mix
 from helmrec.traffic.trace import Trace
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 
 class CascadeConfig(Frozen):

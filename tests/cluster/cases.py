@@ -24,7 +24,7 @@ from helmrec.serve.wire import Begin
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import TINY_PAGES, tiny_geometry, tiny_model
 
-COST = RouterCost.from_calibration(default_cost().model_dump(), 2, 64)
+COST = RouterCost.from_calibration(default_cost().terms(), 2, 64)
 MEMORY = StateSettings(sketch_bits=1_024)
 _NUMBERS = itertools.count(1)  # of reports
 

@@ -25,7 +25,7 @@ def test_a_decision_that_fails_leaves_the_choice_to_ray_and_the_others_are_still
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     router = HelmRequestRouter.__new__(HelmRequestRouter)  # without a cluster behind it
-    cost = RouterCost.from_calibration(default_cost().model_dump(), 2, 64)
+    cost = RouterCost.from_calibration(default_cost().terms(), 2, 64)
     router.initialize_state("least-loaded", cost._asdict(), {}, {})
     replicas = [replica("a"), replica("b")]
     router._dispatch.meet({"a": None, "b": None})

@@ -10,8 +10,8 @@ from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
 from helmrec.control.layers import MIN_GAIN, SETTLED, Bursts, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
-from helmrec.costs.learned import Floats
 from helmrec.steps import Step
+from helmrec.types import FloatArray
 from tests.control.bowl import Bowl
 from tests.control.served import Served
 
@@ -25,11 +25,11 @@ def window(alpha: float = 0.5, start_s: float = 0.0, **traffic: float) -> Window
     return replace(made, traffic=replace(made.traffic, **traffic))  # type: ignore[arg-type]
 
 
-def prediction(mean_ms: Floats, stages_ms: Floats | None = None) -> Prediction:
+def prediction(mean_ms: FloatArray, stages_ms: FloatArray | None = None) -> Prediction:
     return Prediction(mean_ms if stages_ms is None else stages_ms, mean_ms)
 
 
-def chosen(mean_ms: Floats, at: WindowStats) -> float:
+def chosen(mean_ms: FloatArray, at: WindowStats) -> float:
     return Rule().choose(mean_ms, View(at, prediction(mean_ms), idle_s=60.0))
 
 
@@ -131,7 +131,7 @@ def test_a_residual_that_goes_on_from_another_one_is_that_one() -> None:
 BURST = 10 + 40 * (1 - ALPHAS)  # what a burst costs at each split
 
 
-def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: Floats = FLAT) -> Floats:
+def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: FloatArray = FLAT) -> FloatArray:
     """What is chosen on after these seconds, in which every request takes as much work as any other."""
     found = FLAT
     for second in seconds:
@@ -155,7 +155,7 @@ def test_in_a_burst_it_is_chosen_on_the_burst_alone() -> None:
     np.testing.assert_allclose(mixed(bursts, range(90, 91), 500, 2 * BURST), 2 * BURST)
 
 
-def is_burst(bursts: Bursts, at: WindowStats, offered_ms: Floats, predicted_ms: float | None = None) -> bool:
+def is_burst(bursts: Bursts, at: WindowStats, offered_ms: FloatArray, predicted_ms: float | None = None) -> bool:
     bursts.note(at, offered_ms, predicted_ms)
     return bursts.is_burst
 

@@ -19,10 +19,10 @@ from helmrec.control.latency import (
     play,
 )
 from helmrec.control.policy import Move, WindowStats
-from helmrec.costs.learned import Floats
 from helmrec.memory.curve_shape import between
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps
+from helmrec.types import FloatArray
 from helmrec_bench.drawn import OPENING_S, draw
 from tests.control.bowl import GRID, ROWS, TOKENS, Bowl
 from tests.control.made_up_steps import COSTS
@@ -32,11 +32,11 @@ BOWL = Bowl()
 WORK_MS = np.array([[0.2, 0.3], [0.5, 1.5], [1.0, 3.0]])  # host, rows and compute of who is known, of who is new
 
 
-def stream_of(num: int, rng: np.random.Generator) -> Floats:
+def stream_of(num: int, rng: np.random.Generator) -> FloatArray:
     return np.stack((rng.exponential(1.0, num), rng.random(num)))
 
 
-def played(stream: Floats, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
+def played(stream: FloatArray, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
     return float(play(stream, gap_ms, np.array([new_users]), np.ascontiguousarray(WORK_MS[:, :, None]), engine)[0])
 
 
@@ -96,7 +96,7 @@ def test_a_step_that_holds_more_bears_more() -> None:
 def test_a_node_whose_steps_were_measured_is_predicted_at_splits_it_has_not_been_at(rate: float) -> None:
     bowl = Bowl(rate=rate)
     model = learned_from(Served(bowl))
-    found = list[Floats]()
+    found = list[FloatArray]()
     for model._turn in range(_NUM_STREAMS):
         found.append(model.predict(Bias()).mean_ms)
     mean_ms = np.mean(found, axis=0)
@@ -165,7 +165,7 @@ def test_what_is_shown_of_the_uncorrected_prediction_is_whole_after_some_windows
     assert (found < whole).all()  # each part was of another stream
 
 
-def interpolated_plainly(values: Floats, known_at: Floats, at: float) -> float:
+def interpolated_plainly(values: FloatArray, known_at: FloatArray, at: float) -> float:
     """The plain twin of `between`, of one curve at one place."""
     at = min(max(at, known_at[0]), known_at[-1])
     piece = max(i for i in range(known_at.size - 1) if known_at[i] <= at)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from helmrec.costs.learned import Estimator, StageCosts, add_steps, fit
+from helmrec.costs.learned import Estimator, StageCosts, add_steps
+from helmrec.costs.least_squares import fit
 from helmrec.steps import Step, no_steps
 from tests.control.made_up_steps import COSTS, timed, work_of
 

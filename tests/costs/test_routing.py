@@ -42,7 +42,7 @@ def test_a_longer_queue_is_never_a_sooner_answer(stages: Stages) -> None:
 
 def test_a_calibration_gives_the_costs_of_the_simulator() -> None:
     calibration = default_cost()
-    terms, theirs = RouterCost.from_calibration(calibration.model_dump(), 6, 1_024), calibration.terms()
+    terms, theirs = RouterCost.from_calibration(calibration.terms(), 6, 1_024), calibration.terms()
     new, resident, candidates, missed = 700, 6_000, 2_048, 5_000
     ours = stages_of(terms, RequestWork(resident, new, candidates, missed))
     pairs = new * (resident + new / 2) + candidates * (resident + new)

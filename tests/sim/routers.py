@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from helmrec.sim.node.node import Node
-from helmrec.sim.node.state import FloatArray
 from helmrec.traffic.trace import Trace
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 from helmrec_bench.cascade import highest_hash
 
 

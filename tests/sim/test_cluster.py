@@ -4,12 +4,12 @@ import pytest
 from helmrec.control.static import Static, StaticSettings
 from helmrec.errors import ConfigError
 from helmrec.sim.cluster import ClusterResult, ClusterSimConfig, Fleet, NodeLoss, simulate_cluster
-from helmrec.sim.node.state import FloatArray, Status, no_faults
+from helmrec.sim.node.state import Status, no_faults
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.families import Shape, family
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 from helmrec_bench.cascade import highest_hash
 from tests.sim.routers import ByHash, LeastLoaded
 from tests.sim.test_simulate import COST, dlrmv3

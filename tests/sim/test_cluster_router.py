@@ -14,7 +14,7 @@ from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.routers import policies
 from tests.sim.test_cluster import CONFIG, FLEET
 
-COST = RouterCost.from_calibration(FLEET.cost.model_dump(), 6, 1_024)
+COST = RouterCost.from_calibration(FLEET.cost.terms(), 6, 1_024)
 NUM_NODES = 4
 
 

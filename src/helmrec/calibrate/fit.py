@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from helmrec.calibrate.replay import replay
 from helmrec.calibrate.timed import Measured
 from helmrec.costs.calibrated import CostTerms
-from helmrec.sim.node.state import FloatArray
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 _OUTLIER = 0.15  # relative error above which the loss is linear (Huber)
 _BESIDE_SHARE = 0.75  # of the speed alone, from docs/measurements/gpu-rows-h200.json: bursts hardly determine it

@@ -17,7 +17,6 @@ from helmrec.engine.row_graphs import ORDER_FROM
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense, total_table_bytes
-from helmrec.sim.node.config import NodeConfig
 
 Progress = Callable[[str, int, int], None]  # called with the current task, the number done and the total
 
@@ -51,7 +50,7 @@ def measure(name: str, plan: MeasurePlan, progress: Progress) -> Measured:
             probes[-1].warm_up()
             timed += _run_cases(probes[-1], [case for case in cases if case.is_reloaded == with_tier], plan, progress)
             engine.check()
-    row_bytes = NodeConfig(model=model, engine=engine.config).geometry.row_stride
+    row_bytes = model.row_stride
     return Measured(
         device=device_name(plan.device),
         profile=name,

@@ -4,8 +4,7 @@ import numba
 import numpy as np
 
 from helmrec.costs.calibrated import BusLoad, ComputeWork, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
-from helmrec.sim.node.state import FloatArray
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 
 @numba.njit(cache=True)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from helmrec.errors import ConfigError
-from helmrec.sim.node.state import FloatArray
+from helmrec.types import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

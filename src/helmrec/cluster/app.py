@@ -33,7 +33,6 @@ from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.settings import Given, Settings, for_engine, resolve, revealed
 from helmrec.serve.wire import Begin
-from helmrec.sim.node.config import NodeConfig
 
 ENGINES, INGRESS = "engines", "ingress"
 _STATS_TIMEOUT_PERIODS = 4  # report periods after which Ray stops waiting for a replica's report
@@ -146,9 +145,8 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
 
 def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> RouterCost:
     """Return the costs that the router predicts with, for the served model."""
-    row_bytes = NodeConfig(model=model, engine=settings.engine).geometry.row_stride
     cost = default_cost() if cluster.calibration is None else load_cost(Path(cluster.calibration))
-    return RouterCost.from_calibration(cost.model_dump(), len(model.features), row_bytes)
+    return RouterCost.from_calibration(cost.terms(), len(model.features), model.row_stride)
 
 
 def _check_histories(path: str | None) -> None:

@@ -12,14 +12,15 @@ import numba
 import numpy as np
 
 from helmrec.control.policy import WindowStats
-from helmrec.costs.learned import Estimator, Floats, StageCosts
+from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.steps import MS_PER_S, Step
+from helmrec.types import FloatArray
 
-ALPHAS: Floats = np.linspace(GRID[0], GRID[-1], 31)
+ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
 _EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
-_PLAYED: Floats = ALPHAS[::_EVERY].copy()
+_PLAYED: FloatArray = ALPHAS[::_EVERY].copy()
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 256, 16  # requests that are played at each split, and orders they are played in
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
@@ -32,13 +33,13 @@ class Fading:
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
         self.weight = 0.0
-        self.value: Floats | None = None
-        self._newest: tuple[Floats, float] | None = None  # value and weight that were added last
+        self.value: FloatArray | None = None
+        self._newest: tuple[FloatArray, float] | None = None  # value and weight that were added last
 
     def fade(self, dt_s: float) -> None:
         self.weight *= 2.0 ** (-dt_s / self._half_life_s)
 
-    def add(self, value: Floats, weight: float, dt_s: float) -> Floats:
+    def add(self, value: FloatArray, weight: float, dt_s: float) -> FloatArray:
         self.fade(dt_s)
         self.weight += weight
         self._newest = value, weight
@@ -65,10 +66,10 @@ class Bias(NamedTuple):
 class Work(NamedTuple):
     """Of recent requests at each of ALPHAS, per request, as the shadow caches saw it."""
 
-    computed_tokens: Floats
-    missed_rows: Floats
-    read_rows: Floats
-    new_users: Floats  # share of requests that find none of their history
+    computed_tokens: FloatArray
+    missed_rows: FloatArray
+    read_rows: FloatArray
+    new_users: FloatArray  # share of requests that find none of their history
 
 
 class EngineModel(NamedTuple):
@@ -94,8 +95,8 @@ class Requests(NamedTuple):
 class Prediction:
     """Per request, at each of ALPHAS."""
 
-    stages_ms: Floats  # host, rows and compute of a lone request, one after another
-    mean_ms: Floats  # latency: stages and waits
+    stages_ms: FloatArray  # host, rows and compute of a lone request, one after another
+    mean_ms: FloatArray  # latency: stages and waits
 
     def at(self, alpha: float) -> float:
         return value_at(self.mean_ms, alpha)
@@ -116,7 +117,7 @@ class LatencyModel:
     _turn: int = 0
     _history: float = 0.0  # as of `Requests`
     _others: float = 0.0
-    _plain_ms: Floats | None = None  # (1, splits that are played): without corrections
+    _plain_ms: FloatArray | None = None  # (1, splits that are played): without corrections
 
     def update(self, window: WindowStats) -> bool:
         """Take a window in. False: it says too little to predict from."""
@@ -149,7 +150,7 @@ class LatencyModel:
             recent, newest = np.maximum(0.0, between(both, curves.alphas, ALPHAS)).reshape(2, len(own), ALPHAS.size)
             self.work, self._newest = Work(*recent), Work(*newest)
 
-    def offered_ms(self, window: WindowStats) -> Floats:
+    def offered_ms(self, window: WindowStats) -> FloatArray:
         """Work that came in per second of the last window, at each of ALPHAS, in milliseconds of all stages."""
         costs, work = self.estimator.costs, self._newest
         assert costs is not None and work is not None
@@ -170,7 +171,7 @@ class LatencyModel:
         """With corrections, once `update` has returned True."""
         return Prediction(*between(self._play(bias, 0, 1), _PLAYED, ALPHAS))
 
-    def uncorrected_ms(self) -> Floats:
+    def uncorrected_ms(self) -> FloatArray:
         """Mean latency at ALPHAS without corrections. It is only shown: to save time, a window renews a part of it."""
         if self._plain_ms is None:
             self._plain_ms = self._play(Bias(), 0, 1)[1:]
@@ -178,7 +179,7 @@ class LatencyModel:
         self._plain_ms[0, part::_PARTS] = self._play(Bias(), part, _PARTS)[1]
         return between(self._plain_ms, _PLAYED, ALPHAS)[0]
 
-    def _play(self, bias: Bias, part: int, num_parts: int) -> Floats:
+    def _play(self, bias: Bias, part: int, num_parts: int) -> FloatArray:
         """Stage time and mean latency, at a part of the splits that are played."""
         costs, work = self.estimator.costs, self.work
         assert costs is not None and work is not None
@@ -188,19 +189,19 @@ class LatencyModel:
 
 
 @numba.njit(cache=True)
-def value_at(curve: Floats, alpha: float) -> float:
+def value_at(curve: FloatArray, alpha: float) -> float:
     """A curve at ALPHAS, interpolated. Compiled: NumPy's own takes longer to call than to interpolate."""
     return np.interp(alpha, ALPHAS, curve)
 
 
-def _stacked(curves: JointCurves) -> Floats:
+def _stacked(curves: JointCurves) -> FloatArray:
     """The curves in the order of `Work`."""
     tokens, missed_rows = curves.computed_tokens_per_request, curves.missed_rows_per_request
     return np.array((tokens, missed_rows, curves.rows_per_request, 1 - curves.kv_user_hit_rate))
 
 
 @cache
-def _streams() -> Floats:
+def _streams() -> FloatArray:
     """(streams, 2, requests): gaps between Poisson arrivals with a mean of 1, and a number that says who is new.
 
     Of evenly spread quantiles, in another order in each stream: their means are exact.
@@ -213,7 +214,7 @@ def _streams() -> Floats:
 
 
 @numba.njit(cache=True, nogil=True)
-def predict_at(stream: Floats, work: Work, costs: StageCosts, requests: Requests, bias: Bias) -> Floats:
+def predict_at(stream: FloatArray, work: Work, costs: StageCosts, requests: Requests, bias: Bias) -> FloatArray:
     """(2, splits of `work`): stage time of a lone request, without the pace, and mean latency of a stream of them."""
     gap_ms, history, others, most = requests
     pair_ms = costs.pair_ms * history / 2  # a history token sees half of its history, a candidate all
@@ -234,7 +235,9 @@ def predict_at(stream: Floats, work: Work, costs: StageCosts, requests: Requests
 
 
 @numba.njit(cache=True, nogil=True)
-def play(stream: Floats, gap_ms: float, new_users: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
+def play(
+    stream: FloatArray, gap_ms: float, new_users: FloatArray, work_ms: FloatArray, engine: EngineModel
+) -> FloatArray:
     """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
 
     A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is

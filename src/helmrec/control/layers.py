@@ -14,7 +14,7 @@ import numpy as np
 
 from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel, Prediction, value_at
 from helmrec.control.policy import WindowStats
-from helmrec.costs.learned import Floats
+from helmrec.types import FloatArray
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
 MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals
@@ -50,7 +50,7 @@ class View:
 class Chooser(Protocol):
     """Picks a split on a curve of predicted latency. Frozen: it learns nothing while serving."""
 
-    def choose(self, mean_ms: Floats, view: View) -> float:
+    def choose(self, mean_ms: FloatArray, view: View) -> float:
         """`mean_ms` at ALPHAS; the present target stands for staying."""
 
 
@@ -60,13 +60,13 @@ class Rule:
     Traffic that changes may want either cache next, and the middle is never far from what it wants.
     """
 
-    def choose(self, mean_ms: Floats, view: View) -> float:
+    def choose(self, mean_ms: FloatArray, view: View) -> float:
         window = view.window
         return nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
 
 
 @numba.njit(cache=True)
-def nearest_middle(mean_ms: Floats, alpha_min: float, alpha_max: float, start: float) -> float:
+def nearest_middle(mean_ms: FloatArray, alpha_min: float, alpha_max: float, start: float) -> float:
     """As `Rule` says; `start`, if another split neither gains enough nor is nearer the middle by enough."""
     is_open = (alpha_min <= ALPHAS) & (alpha_max >= ALPHAS)
     if not is_open.any():
@@ -81,7 +81,7 @@ def nearest_middle(mean_ms: Floats, alpha_min: float, alpha_max: float, start: f
     return equals[best] if is_gain or is_nearer else start
 
 
-def propose(layer: str, chooser: Chooser, mean_ms: Floats, view: View) -> Proposal:
+def propose(layer: str, chooser: Chooser, mean_ms: FloatArray, view: View) -> Proposal:
     """What a chooser makes of the curve a layer predicts."""
     start = view.window.alpha_target
     alpha = chooser.choose(mean_ms, view)
@@ -150,7 +150,7 @@ class Bursts:
         """Of recent requests that came in bursts."""
         return self._past.weight / max(1.0, self._past.weight + self._num_calm)
 
-    def note(self, window: WindowStats, offered_ms: Floats, predicted_ms: float | None) -> bool:
+    def note(self, window: WindowStats, offered_ms: FloatArray, predicted_ms: float | None) -> bool:
         """Take a window in, with the work per second that came in it. True: a burst has begun or ended.
 
         What chance alone may bring is no burst, unless requests took much longer than predicted: then they queue.
@@ -169,7 +169,7 @@ class Bursts:
         self._calm.add(offered_ms, dt_s * (_BURST_WEIGHT if self.is_burst else 1.0), dt_s)
         return self.is_burst != was_burst
 
-    def mix(self, window: WindowStats, newest: Prediction, calm_ms: Floats) -> Floats:
+    def mix(self, window: WindowStats, newest: Prediction, calm_ms: FloatArray) -> FloatArray:
         """What to choose on: the prediction for the present burst, or `calm_ms` with earlier bursts mixed in."""
         traffic = window.traffic
         dt_s, num = traffic.end_s - traffic.start_s, traffic.num_served

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
+from helmrec.costs.least_squares import add_one, fit
 from helmrec.steps import Step, Steps
-
-Floats = NDArray[np.float64]
+from helmrec.types import FloatArray
 
 _HALF_LIFE_STEPS = 2_000.0  # after which a step counts half: half a minute of a busy card, minutes of a CPU
 _FEWEST_STEPS = 30  # that tell a slope from noise
@@ -55,7 +54,7 @@ class Estimator:
         self._moments = np.zeros((len(_STAGES), num, num))  # of a one and the work, weighted for each stage
         self._targets = np.zeros((num, len(_STAGES)))  # of the work with what the stage took
         self._seen = np.zeros(1 + 2)  # steps in all; with older ones fading; those of them that overlapped
-        self._terms: dict[int, Floats] = {}  # by stage, in order
+        self._terms: dict[int, FloatArray] = {}  # by stage, in order
         self._turn = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
@@ -93,12 +92,14 @@ class Estimator:
         self._terms = {}
         self._know()
 
-    def _parts(self) -> list[Floats]:
+    def _parts(self) -> list[FloatArray]:
         return [self._moments, self._targets, self._seen]
 
 
 @numba.njit(cache=True, nogil=True)
-def add_steps(steps: Steps, half_life_steps: float, moments: Floats, targets: Floats) -> tuple[float, float, float]:
+def add_steps(
+    steps: Steps, half_life_steps: float, moments: FloatArray, targets: FloatArray
+) -> tuple[float, float, float]:
     """Fade the moments by as many steps as were timed in all stages, and add theirs.
 
     Returns how many those are, how many of them were launched while the one before was under way, and the share of the
@@ -118,34 +119,5 @@ def add_steps(steps: Steps, half_life_steps: float, moments: Floats, targets: Fl
         for term, column in enumerate(_WORK):
             work[1 + term] = steps[at, column]
         for place, stage in enumerate(_STAGES):
-            took_ms = steps[at, stage]
-            least_ms = max(took_ms, _LEAST_MS)
-            weight = 1.0 / (least_ms * least_ms)
-            for term in range(work.size):
-                weighted = weight * work[term]
-                targets[term, place] += weighted * took_ms
-                for other in range(work.size):
-                    moments[place, term, other] += weighted * work[other]
+            add_one(moments[place], targets[:, place], work, steps[at, stage], _LEAST_MS)
     return float(num), num_overlapped, keep
-
-
-@numba.njit(cache=True, nogil=True)
-def fit(moments: Floats, target: Floats, chosen: NDArray[np.int64], ridge: float) -> Floats:
-    """Least squares of the chosen terms; those that come out negative are left out, and the others fitted again."""
-    moments, target = moments[chosen][:, chosen], target[chosen]
-    num, scale = target.size, np.sqrt(np.diag(moments))
-    is_used = scale > 0
-    while is_used.any():
-        inverse = np.array([1 / scale[i] if is_used[i] else 0.0 for i in range(num)])
-        rows = np.column_stack((moments * np.outer(inverse, inverse), target * inverse))
-        for i in range(num):
-            rows[i, i] = 1 + ridge
-        for i in range(num):  # elimination needs no pivots: positive definite
-            for j in range(num):
-                if j != i:
-                    rows[j] -= rows[j, i] / rows[i, i] * rows[i]
-        terms = inverse * rows[:, num] / np.diag(rows)
-        if (terms >= 0).all():
-            return terms
-        is_used &= terms >= 0
-    return np.zeros(num)

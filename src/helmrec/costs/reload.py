@@ -8,8 +8,7 @@ at most as long as it computes, because only that much can overlap. The simulate
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
+from helmrec.costs.steps import StepCosts
 from helmrec.jit import rule
 
 DOUBT = 0.99  # factor on the learned delay of a page each time a reload is rejected
@@ -40,39 +39,6 @@ class StepWork(NamedTuple):
     tokens: int  # computed
     pairs: float  # of tokens that attention reads, in one layer
     num_reloaded: int  # pages that came from the host
-
-
-class StepCosts:
-    """Predicts the seconds of a step, as a linear function of tokens and token pairs fitted to earlier steps.
-
-    Least squares of the relative error with exponentially decaying weights; a ridge term regularises the first fits.
-    A step that something else delayed has little weight, since its error is relative to its own time.
-    """
-
-    _FADE = 0.99
-    _RIDGE = 1e-9  # relative to the trace of the moments
-    _SHORTEST_S = 1e-6
-    _SCALE = np.array([1.0, 1e3, 1e6])  # brings the three terms to one magnitude
-
-    def __init__(self) -> None:
-        self._moments = np.zeros((3, 3))
-        self._target = np.zeros(3)
-        self._floor_s = self._token_s = self._pair_s = 0.0
-
-    def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        """Update the fit with a step that has ended."""
-        expected_s = self.seconds(num_tokens, num_pairs, is_whole_step=True)
-        weight = 1 / max(seconds, expected_s, self._SHORTEST_S)
-        x = weight * np.array([1.0, num_tokens, num_pairs]) / self._SCALE
-        self._moments = self._FADE * self._moments + np.outer(x, x)
-        self._target = self._FADE * self._target + weight * seconds * x
-        ridge = self._RIDGE * np.trace(self._moments) * np.eye(3)
-        fitted = np.maximum(np.linalg.solve(self._moments + ridge, self._target), 0.0) / self._SCALE
-        self._floor_s, self._token_s, self._pair_s = fitted.tolist()
-
-    def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
-        """Predict the seconds that these tokens and pairs add to a step, or the seconds of a step of only these."""
-        return is_whole_step * self._floor_s + num_tokens * self._token_s + num_pairs * self._pair_s
 
 
 @dataclass(slots=True)

@@ -4,10 +4,11 @@ Compute time grows with new tokens and with the token pairs of attention; bus ti
 Knows formulas and cost terms, not nodes or reports.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numba
+
+from helmrec.costs.calibrated import CostTerms
 
 
 class RouterCost(NamedTuple):
@@ -23,17 +24,17 @@ class RouterCost(NamedTuple):
     requests_per_step: float = 8.0  # requests that share a step's floor on a saturated node
 
     @classmethod
-    def from_calibration(cls, terms: Mapping[str, Any], rows_per_token: int, row_bytes: int) -> Self:
-        """Convert the terms of a calibration, given by their names there, for the rows of a model."""
-        row_us = (terms["compute_row_ns"] + terms["host_row_ns"]) / 1e3
+    def from_calibration(cls, terms: CostTerms, rows_per_token: int, row_bytes: int) -> Self:
+        """Sum the terms of a calibration for the rows of a model."""
+        row_us = (terms.compute_row_ns + terms.host_row_ns) / 1e3
         return cls(
-            floor_ms=terms["compute_floor_ms"] + terms["host_floor_ms"],
-            request_ms=terms["intake_ms"] + terms["host_request_ms"],
-            token_us=terms["compute_token_us"] + terms["host_token_us"] + row_us * rows_per_token,
-            pair_ns=terms["compute_pair_ns"],
-            row_us=row_bytes / (terms["alone_gb_per_s"] * 1e3),
-            sorted_row_us=row_bytes / (terms["sorted_alone_gb_per_s"] * 1e3),
-            sorted_from_rows=float(terms["sorted_from_rows"]),
+            floor_ms=terms.compute_floor_ms + terms.host_floor_ms,
+            request_ms=terms.intake_ms + terms.host_request_ms,
+            token_us=terms.compute_token_us + terms.host_token_us + row_us * rows_per_token,
+            pair_ns=terms.compute_pair_ns,
+            row_us=row_bytes / (terms.alone_gb_per_s * 1e3),
+            sorted_row_us=row_bytes / (terms.sorted_alone_gb_per_s * 1e3),
+            sorted_from_rows=terms.sorted_from_rows,
         )
 
 

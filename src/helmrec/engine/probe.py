@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.config import RelayConfig
-from helmrec.costs.reload import ReloadCosts, StepCosts
+from helmrec.costs.reload import ReloadCosts
+from helmrec.costs.steps import StepCosts
 from helmrec.engine.dense import Dense
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helmrec.costs.reload import ReloadCosts, StepCosts
+from helmrec.costs.reload import ReloadCosts
+from helmrec.costs.steps import StepCosts
 from helmrec.memory.prefix_hash import States
 
 

@@ -134,6 +134,11 @@ class ModelConfig(Frozen):
         """The number of last events whose K/V are never kept, since a request needs or changes their states."""
         return 0 if self.retrieval is None else 1
 
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row to the next, in the pool and in the tables."""
+        return self.page_geometry(1).row_stride
+
     def page_geometry(self, page_tokens: int) -> PageGeometry:
         """Pages of a pool for this model."""
         return PageGeometry(

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from helmrec.config import Frozen
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
-from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError, ModelError
 from helmrec.ppo.observation import Sight, Signal, observe, signals_of
+from helmrec.types import FloatArray
 
 SHIPPED = Path(__file__).parent / "ppo.safetensors"
 
@@ -82,7 +82,7 @@ class Network:
         if width != len(self.record.steps):
             raise ModelError(f"{path}: {width} outputs for {len(self.record.steps)} steps")
 
-    def forward(self, inputs: Floats) -> Floats:
+    def forward(self, inputs: FloatArray) -> FloatArray:
         """Logits of the steps."""
         x, last = inputs, len(self._layers) - 1
         for number, (weight, bias) in enumerate(self._layers):
@@ -91,7 +91,7 @@ class Network:
                 x = np.maximum(x, 0)
         return x
 
-    def choose(self, mean_ms: Floats, view: View) -> float:
+    def choose(self, mean_ms: FloatArray, view: View) -> float:
         """The split to move to, within the bounds of the window."""
         signals = signals_of(view)
         inputs = (observe(mean_ms, view.newest.mean_ms, signals, self._sight) - self._centre) / self._scale

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import View
-from helmrec.costs.learned import Floats
+from helmrec.types import FloatArray
 
 
 class Signal(IntEnum):
@@ -36,13 +36,13 @@ class Signal(IntEnum):
 class Sight(NamedTuple):
     """The points of the curves and the signals that are inputs, in this order."""
 
-    near: Floats  # distances from the current split, on both curves
-    whole: Floats  # splits, on the averaged curve
+    near: FloatArray  # distances from the current split, on both curves
+    whole: FloatArray  # splits, on the averaged curve
     signals: NDArray[np.int64]
 
 
 @numba.njit(cache=True, nogil=True)
-def observe(mean_ms: Floats, newest_ms: Floats, signals: Floats, sight: Sight) -> Floats:
+def observe(mean_ms: FloatArray, newest_ms: FloatArray, signals: FloatArray, sight: Sight) -> FloatArray:
     """Compute the inputs before scaling, and fill in the last four signals."""
     start, low, high = signals[Signal.ALPHA], signals[Signal.LOW], signals[Signal.HIGH]
     num, at = sight.near.size, 0
@@ -62,7 +62,7 @@ def observe(mean_ms: Floats, newest_ms: Floats, signals: Floats, sight: Sight) -
     return inputs
 
 
-def signals_of(view: View) -> Floats:
+def signals_of(view: View) -> FloatArray:
     """All signals except those computed from the curves."""
     window, signals = view.window, np.zeros(len(Signal))
     traffic, start = window.traffic, window.alpha_target

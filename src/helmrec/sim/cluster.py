@@ -19,11 +19,11 @@ from helmrec.costs.calibrated import CostModel
 from helmrec.errors import ConfigError
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
-from helmrec.sim.node.state import Faults, FloatArray, Requests, Status, make_outcomes
+from helmrec.sim.node.state import Faults, Requests, Status, make_outcomes
 from helmrec.sim.simulate import ServedTrace
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
 from helmrec.traffic.trace import Trace
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 
 class NodeLoss(Frozen):

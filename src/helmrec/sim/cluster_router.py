@@ -22,9 +22,9 @@ from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.rows import ABSENT
-from helmrec.sim.node.state import C, FloatArray, Requests
+from helmrec.sim.node.state import C, Requests
 from helmrec.traffic.rows import RowReads, candidate_rows, history_rows
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 Words = NDArray[np.uint64]
 

@@ -21,11 +21,12 @@ from helmrec.router.policy import EmbKVAware
 from helmrec.sim.cluster import ClusterSimConfig, Fleet, simulate_cluster
 from helmrec.sim.cluster_router import Reporting, ReportingRouter
 from helmrec.sim.node.config import NodeConfig, prepare_requests
-from helmrec.sim.node.state import FloatArray, Outcomes, Status
+from helmrec.sim.node.state import Outcomes, Status
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.families import family, preset
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace, index_histories
+from helmrec.types import FloatArray
 
 MAX_NODES = 256
 ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
@@ -177,7 +178,7 @@ def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
     trace = _share(config, point.num_nodes, num)
     node = _node(config, trace, point.alpha)
     num_features, row_bytes = len(node.model.features), node.geometry.row_stride
-    policy = EmbKVAware(RouterCost.from_calibration(cost.model_dump(), num_features, row_bytes))
+    policy = EmbKVAware(RouterCost.from_calibration(cost.terms(), num_features, row_bytes))
     router = ReportingRouter(policy, prepare_requests(trace, node), node, Reporting())
     fleet = Fleet(node, cost, lambda _: Static(StaticSettings(alpha=point.alpha)))
     result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=num))

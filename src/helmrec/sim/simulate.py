@@ -16,9 +16,10 @@ from helmrec.costs.calibrated import CostModel
 from helmrec.memory.stats import PoolStats
 from helmrec.sim.node.config import NodeConfig, prepare_requests
 from helmrec.sim.node.node import Node
-from helmrec.sim.node.state import Faults, FloatArray, Outcomes, Status, make_outcomes
+from helmrec.sim.node.state import Faults, Outcomes, Status, make_outcomes
 from helmrec.sim.steered import NodeLoop, SteeredNode, Window
 from helmrec.traffic.trace import Trace
+from helmrec.types import FloatArray
 
 _LOOKS_PER_TICK = round(1 / LOOK_EVERY)
 

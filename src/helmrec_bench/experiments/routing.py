@@ -19,7 +19,7 @@ from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.routers import policies
 from helmrec_bench.experiments.experiment import Experiment, Figures, Measured
 from helmrec_bench.experiments.strategies import FAMILIES
-from helmrec_bench.judging.judge import interval, largest_of_each
+from helmrec_bench.judging.judge import interval, largest_of_each, with_refused
 from helmrec_bench.lab.lab import Lab
 from helmrec_bench.lab.runs import Settings
 from helmrec_bench.lab.store import digest_of
@@ -32,7 +32,6 @@ _ROUTERS = ("emb-aware", "kv-aware", OURS, BY_USER, "least-loaded")
 NUM_NODES = {"smoke": 2, "quick": 4, "full": 32}
 _PRESSED = 0.6  # of the scenario's time: nodes fill as fast as one alone
 _ALPHA = 0.7  # where the scenario is served best
-_REFUSED_MS = 10_000.0
 _PAPER = {"emb-aware": (0.69, 0.04), "kv-aware": (0.42, 0.29), OURS: (0.66, 0.24)}  # EMB and KV hits
 
 
@@ -74,7 +73,7 @@ def make_reporting_router(
 ) -> ReportingRouter:
     """A router by its name, which knows nodes of this kind by their reports."""
     rows_per_token, row_bytes = len(config.model.features), config.geometry.row_stride
-    priced = RouterCost.from_calibration(cost.model_dump(), rows_per_token, row_bytes)
+    priced = RouterCost.from_calibration(cost.terms(), rows_per_token, row_bytes)
     known = policies(priced, np.random.default_rng(seed))
     return ReportingRouter(known[name](), prepare_requests(trace, config), config, reporting)
 
@@ -82,7 +81,7 @@ def make_reporting_router(
 def _figures(result: ClusterResult, scenario: Scenario, num_nodes: int) -> dict[str, float]:
     start_s = scenario.warm_up_s
     summary, counted = result.summary(start_s), result.arrived_s >= start_s
-    latency_ms = np.nan_to_num(result.outcomes.latency_ms[counted], nan=_REFUSED_MS)
+    latency_ms = with_refused(result.outcomes.latency_ms[counted])
     windows = [w for ones in result.windows for w in ones if w.stats.traffic.start_s >= start_s]
     served = np.array([window.stats.traffic.num_served for window in windows])
     hits = np.array([window.stats.emb_hit_rate for window in windows])

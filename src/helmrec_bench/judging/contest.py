@@ -23,16 +23,16 @@ from helmrec.sim.simulate import SimResult, simulate
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.baselines.service_cost import ServiceCost, service_cost
+from helmrec_bench.judging.judge import with_refused
 
 Floats = NDArray[np.float64]
 
 WINDOW_S = 10.0  # of sweeps and oracles, from the end of the warm-up on; policies look every second
-_REFUSED_MS = 10_000.0  # what a refused request counts as in sums of latency
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one run went, warm-up left out. Refused requests count as _REFUSED_MS, in the P99 too."""
+    """How one run went, warm-up left out. Refused requests count as in `with_refused`, in the P99 too."""
 
     mean_ms: float
     p99_ms: float
@@ -119,7 +119,7 @@ class Course:
         num = int((self._end_s - start_s) // self.window_s)
         place = ((result.arrived_s - start_s) // self.window_s).astype(np.int64)
         is_scored = (place >= 0) & (place < num)
-        latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
+        latency_ms = with_refused(result.outcomes.latency_ms)
         per = round(self.window_s / self.scenario.tick_s)
         ends_s: Floats = start_s + self.scenario.tick_s * np.arange(1, num * per + 1, dtype=np.float64)
         alphas = np.array([window.stats.alpha for window in result.windows_at(ends_s)])

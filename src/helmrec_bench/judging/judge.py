@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError
 
@@ -12,7 +13,10 @@ from helmrec.errors import ConfigError
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T95_BEYOND = 2.12  # of 16, and of more a little too wide
 
+_REFUSED_MS = 10_000.0  # what a refused request counts as in sums of latency
+
 Name = TypeVar("Name")
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,11 @@ class Interval:
     mean: float
     low: float
     high: float
+
+
+def with_refused(latency_ms: Floats) -> Floats:
+    """Latencies in which each refused request, NaN before, counts as ten seconds."""
+    return np.nan_to_num(latency_ms, nan=_REFUSED_MS)
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -18,13 +18,13 @@ from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.judging.contest import Course, Score, Shown
+from helmrec_bench.judging.judge import with_refused
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.policies import is_blind, started_policy
 from helmrec_bench.lab.store import digest_of
 from helmrec_bench.lab.tiers import with_traffic
 
 Settings = tuple[tuple[str, Any], ...]  # names with values
-_REFUSED_MS = 10_000.0  # as in contests
 
 
 class Setup(NamedTuple):
@@ -150,7 +150,7 @@ def _outcome(course: Course, result: SimResult) -> Outcome:
 
 
 def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:
-    trace, latency_ms = course.trace, np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
+    trace, latency_ms = course.trace, with_refused(result.outcomes.latency_ms)
     counts = trace.time_s >= course.scenario.warm_up_s
     found = {}
     for code, name in enumerate(trace.phase_names):

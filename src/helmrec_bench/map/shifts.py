@@ -16,14 +16,13 @@ from helmrec.sim.simulate import SimResult, simulate
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.oracle import SwitchPrices, cheapest_path, switching_costs
-from helmrec_bench.judging.judge import largest_of
+from helmrec_bench.judging.judge import largest_of, with_refused
 from helmrec_bench.map.cells import REGIMES, SLO_MS, Cell
 from helmrec_bench.map.load_curve import run_static
 
 Floats = NDArray[np.float64]
 
 PRICES = (1.0, 8.0, 64.0)  # on work: how many requests wait for it is not known beforehand, so plans are made for each
-_REFUSED_MS = 10_000.0
 _SCORED_S = 120.0
 _TOKENS = 6_700  # of the prefix whose recomputation prices a byte
 
@@ -171,13 +170,13 @@ def _sums(result: SimResult, cell: Cell, shift: Shift) -> Floats:
     num = shift.num_rounds * per_round
     place = ((result.arrived_s - cell.warm_up_s) // shift.window_s).astype(np.int64)
     is_scored = (place >= 0) & (place < num)
-    latency_ms = np.nan_to_num(result.outcomes.latency_ms, nan=_REFUSED_MS)
+    latency_ms = with_refused(result.outcomes.latency_ms)
     summed: Floats = np.bincount(place[is_scored], latency_ms[is_scored], num).astype(np.float64)
     return summed.reshape(shift.num_rounds, per_round)
 
 
 def _scored_ms(result: SimResult, cell: Cell) -> Floats:
-    return np.nan_to_num(result.outcomes.latency_ms[result.arrived_s >= cell.warm_up_s], nan=_REFUSED_MS)
+    return with_refused(result.outcomes.latency_ms[result.arrived_s >= cell.warm_up_s])
 
 
 def _latency(latency_ms: Floats) -> Latency:

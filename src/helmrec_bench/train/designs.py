@@ -4,9 +4,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError
 from helmrec.ppo.observation import Sight, Signal
+from helmrec.types import FloatArray
 from helmrec_bench.train.fleet import FleetOutcome
 
 STEPS = (-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1)  # of alpha in a second; `Limits` allows no larger ones
@@ -31,7 +31,7 @@ class Design(NamedTuple):
         signals = np.array([Signal[name.upper()] for name in self.signals], np.int64)
         return Sight(np.array(self.near, float), np.array(self.whole, float), signals)
 
-    def rewards(self, outcome: FleetOutcome, travel: Floats) -> Floats:
+    def rewards(self, outcome: FleetOutcome, travel: FloatArray) -> FloatArray:
         """One per node; 0 is the best."""
         if self.reward == "expected":
             lost = outcome.expected

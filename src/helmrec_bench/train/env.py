@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from helmrec.control.latency import ALPHAS
-from helmrec.costs.learned import Floats
 from helmrec.ppo.observation import Sight, Signal, observe
+from helmrec.types import FloatArray
 from helmrec_bench.train.designs import STEPS, Design
 from helmrec_bench.train.fleet import Fleet
 
@@ -69,17 +69,17 @@ class SteeringEnv(VecEnv):
         return [False] * len(list(self._get_indices(indices)))
 
 
-def observe_all(fleet: Fleet, sight: Sight) -> Floats:
+def observe_all(fleet: Fleet, sight: Sight) -> FloatArray:
     """Inputs of every node, not yet scaled."""
     return _observe_all(fleet.mean_ms, fleet.newest_ms, fleet.signals, sight)
 
 
-def scaled(inputs: Floats, centre: Floats, scale: Floats) -> NDArray[np.float32]:
+def scaled(inputs: FloatArray, centre: FloatArray, scale: FloatArray) -> NDArray[np.float32]:
     return np.clip((inputs - centre) / scale, -MOST, MOST).astype(np.float32)
 
 
 @cache
-def input_scale(design: Design) -> Sequence[Floats]:
+def input_scale(design: Design) -> Sequence[FloatArray]:
     """Mean and deviation of every input, over nodes that wander; the same for every seed of a training."""
     fleet, sight = Fleet(64, seed=0), design.sight
     seen = []
@@ -92,7 +92,7 @@ def input_scale(design: Design) -> Sequence[Floats]:
 
 
 @numba.njit(cache=True)
-def _observe_all(mean_ms: Floats, newest_ms: Floats, signals: Floats, sight: Sight) -> Floats:
+def _observe_all(mean_ms: FloatArray, newest_ms: FloatArray, signals: FloatArray, sight: Sight) -> FloatArray:
     num = 2 * sight.near.size + sight.whole.size + sight.signals.size
     inputs = np.empty((len(signals), num))
     for number in range(len(signals)):

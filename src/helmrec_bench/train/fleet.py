@@ -11,9 +11,9 @@ import numpy as np
 
 from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
 from helmrec.control.layers import JUDGED_S
-from helmrec.costs.learned import Floats
 from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
+from helmrec.types import FloatArray
 from helmrec_bench.train.nodes import NODE, NodeMix, draw_node
 from helmrec_bench.train.second import (
     SecondWork,
@@ -27,7 +27,7 @@ from helmrec_bench.train.second import (
     work_of,
 )
 
-SPLITS: Floats = np.linspace(ALPHAS[0], ALPHAS[-1], 15)  # at which curves are played; straight lines between them
+SPLITS: FloatArray = np.linspace(ALPHAS[0], ALPHAS[-1], 15)  # at which curves are played; straight lines between them
 _NUM_PLAYED, _NUM_STREAMS = 128, 64
 _MOST_BIAS = 2.0  # this and those below as in `control.layers`
 _BURSTS_S, _BURST_FACTOR = 300.0, 1.25
@@ -36,10 +36,10 @@ _BURSTS_S, _BURST_FACTOR = 300.0, 1.25
 class FleetOutcome(NamedTuple):
     """Of one second, one value per node. Latencies are logarithms, over the least expected one at any split."""
 
-    expected: Floats  # at the present caches, without the queue that was left before
-    measured: Floats
-    tail: Floats  # P99, measured
-    is_over: Floats  # whether the episode ended; the node is another one now
+    expected: FloatArray  # at the present caches, without the queue that was left before
+    measured: FloatArray
+    tail: FloatArray  # P99, measured
+    is_over: FloatArray  # whether the episode ended; the node is another one now
 
 
 class Fleet:
@@ -58,7 +58,7 @@ class Fleet:
         self.nodes["left_s"] *= self.rng.random(num_nodes)  # so that they do not end together
         self.step(self.nodes["alpha"].copy())
 
-    def step(self, targets: Floats) -> FleetOutcome:
+    def step(self, targets: FloatArray) -> FleetOutcome:
         """Aim at these splits and serve for a second."""
         results = np.zeros((len(FleetOutcome._fields), targets.size))
         curves = (self.mean_ms, self.newest_ms, self._averaged_ms, self.burst_ms)
@@ -74,7 +74,7 @@ class Fleet:
         return FleetOutcome(*results)
 
 
-def _make_streams(rng: np.random.Generator) -> Floats:
+def _make_streams(rng: np.random.Generator) -> FloatArray:
     """As those of the latency model: evenly spread quantiles, in many orders."""
     quantiles = (np.arange(_NUM_PLAYED) + 0.5) / _NUM_PLAYED
     gaps = -np.log(1 - quantiles)
@@ -83,7 +83,7 @@ def _make_streams(rng: np.random.Generator) -> Floats:
 
 
 @numba.njit(cache=True)
-def _step_all(rng: np.random.Generator, parts: Any, curves: Any, in_out: Any, streams: Floats) -> None:
+def _step_all(rng: np.random.Generator, parts: Any, curves: Any, in_out: Any, streams: FloatArray) -> None:
     nodes, mixes, signals = parts
     targets, results = in_out
     for number in range(nodes.size):
@@ -123,7 +123,7 @@ def _move(node: Any, target: float) -> None:
 
 
 @numba.njit(cache=True)
-def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> ServedSecond:
+def _serve(rng: np.random.Generator, node: Any, mix: FloatArray, rate: float) -> ServedSecond:
     work_ms = np.empty((3, 2))
     work = work_of(node, mix, node.emb, node.kv)
     fill_stages(node, mix[NodeMix.HISTORY], work, np.ones(3), work_ms)
@@ -140,13 +140,13 @@ def _serve(rng: np.random.Generator, node: Any, mix: Floats, rate: float) -> Ser
 
 
 @numba.njit(cache=True)
-def _play(stream: Floats, rate: float, new: Floats, work_ms: Floats, engine: EngineModel) -> Floats:
+def _play(stream: FloatArray, rate: float, new: FloatArray, work_ms: FloatArray, engine: EngineModel) -> FloatArray:
     """Mean latency at splits, of `work_ms` (stages, known or new user, splits)."""
     return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, new.size)), engine)
 
 
 @numba.njit(cache=True)
-def _true_latency(node: Any, mix: Floats, rate: float, stream: Floats) -> tuple[float, float]:
+def _true_latency(node: Any, mix: FloatArray, rate: float, stream: FloatArray) -> tuple[float, float]:
     """Expected without a queue left from before: the least at any split, and that of the present caches."""
     num = SPLITS.size
     new, work_ms = np.empty(num + 1), np.empty((3, 2, num + 1))
@@ -160,7 +160,9 @@ def _true_latency(node: Any, mix: Floats, rate: float, stream: Floats) -> tuple[
 
 
 @numba.njit(cache=True)
-def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: ServedSecond, stream: Floats) -> Floats:
+def _predict(
+    rng: np.random.Generator, node: Any, mix: FloatArray, served: ServedSecond, stream: FloatArray
+) -> FloatArray:
     """Latency at ALPHAS, from miss curves and costs that are wrong and are corrected by what is measured here."""
     mix = mix.copy()
     mix[NodeMix.KV_SCALE] *= node.kv_stretch
@@ -192,7 +194,7 @@ def _predict(rng: np.random.Generator, node: Any, mix: Floats, served: ServedSec
 
 
 @numba.njit(cache=True)
-def _bias(node: Any, mix: Floats, served: ServedSecond) -> tuple[float, float]:
+def _bias(node: Any, mix: FloatArray, served: ServedSecond) -> tuple[float, float]:
     """Measured over promised tokens and rows at the present split, and the pace, as `Residual` has them."""
     keep = 2.0 ** (-1 / JUDGED_S)
     promised = work_of(node, mix, node.alpha, 1 - node.alpha)
@@ -208,7 +210,7 @@ def _bias(node: Any, mix: Floats, served: ServedSecond) -> tuple[float, float]:
 
 
 @numba.njit(cache=True)
-def _average(node: Any, newest_ms: Floats, served: ServedSecond, curves: Any) -> None:
+def _average(node: Any, newest_ms: FloatArray, served: ServedSecond, curves: Any) -> None:
     """Average over seconds, and mix in the bursts that were seen, as `Helm` and `Bursts` do."""
     mean_ms, newest, averaged_ms, burst_ms = curves
     newest[:] = newest_ms
@@ -231,7 +233,7 @@ def _average(node: Any, newest_ms: Floats, served: ServedSecond, curves: Any) ->
 
 
 @numba.njit(cache=True)
-def _fill_signals(node: Any, served: ServedSecond, known_ms: float, signals: Floats) -> None:
+def _fill_signals(node: Any, served: ServedSecond, known_ms: float, signals: FloatArray) -> None:
     """As `ppo.observation.signals_of` does."""
     signals[Signal.LOW], signals[Signal.HIGH], signals[Signal.ALPHA] = ALPHAS[0], ALPHAS[-1], node.alpha
     signals[Signal.BEHIND] = 0.0

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.control.latency import ALPHAS
-from helmrec.costs.learned import Floats
 from helmrec.steps import MS_PER_S
+from helmrec.types import FloatArray
 
 EPISODE_S = (600.0, 1_200.0)
 WITHIN_SLO = 0.92  # share of the throughput that a node can bear, as of the drawn scenarios
@@ -72,7 +72,7 @@ def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
-def draw_mixes(rng: np.random.Generator) -> Floats:
+def draw_mixes(rng: np.random.Generator) -> FloatArray:
     """Two mixes, (2, columns of NodeMix); the second differs in some columns."""
     logarithmic = [NodeMix.HISTORY, NodeMix.KV_SCALE, NodeMix.FRESH, NodeMix.EMB_SCALE]
     drawn = rng.uniform(_LOW, _HIGH, (2, _LOW.size))
@@ -83,7 +83,7 @@ def draw_mixes(rng: np.random.Generator) -> Floats:
     return drawn
 
 
-def draw_node(rng: np.random.Generator, node: Nodes, mixes: Floats) -> None:
+def draw_node(rng: np.random.Generator, node: Nodes, mixes: FloatArray) -> None:
     """Fill one node of an array and its two mixes."""
     mixes[:] = draw_mixes(rng)
     node[()] = np.zeros((), NODE)
@@ -129,7 +129,7 @@ def _draw_costs(rng: np.random.Generator, node: Nodes, history: float) -> None:
     node["host_step"], node["rows_step"], node["compute_step"] = rng.uniform(0.005, 0.1, 3)
 
 
-def _cycle_ms(node: Nodes, mixes: Floats) -> float:
+def _cycle_ms(node: Nodes, mixes: FloatArray) -> float:
     """Time between two requests that the best constant can bear in both mixes, steps being full."""
     worst = np.zeros(ALPHAS.size)
     for mix in mixes:

@@ -6,8 +6,8 @@ import numba
 import numpy as np
 
 from helmrec.control.latency import EngineModel
-from helmrec.costs.learned import Floats
 from helmrec.steps import MS_PER_S
+from helmrec.types import FloatArray
 from helmrec_bench.train.nodes import Kind, NodeMix
 
 _MOST_BEHIND_MS = 5_000.0  # that a node may be late; who comes then is refused
@@ -58,7 +58,7 @@ def rate_of(node: Any, share: float) -> float:
 
 
 @numba.njit(cache=True)
-def work_of(node: Any, mix: Floats, emb: float, kv: float) -> SecondWork:
+def work_of(node: Any, mix: FloatArray, emb: float, kv: float) -> SecondWork:
     """With these shares of the pool in use."""
     absent = np.exp(-((max(kv, 0.0) / mix[NodeMix.KV_SCALE]) ** mix[NodeMix.KV_POWER]))
     new = mix[NodeMix.COLD] + (1 - mix[NodeMix.COLD]) * absent
@@ -69,7 +69,7 @@ def work_of(node: Any, mix: Floats, emb: float, kv: float) -> SecondWork:
 
 
 @numba.njit(cache=True)
-def fill_stages(node: Any, history: float, work: SecondWork, factors: Floats, work_ms: Floats) -> None:
+def fill_stages(node: Any, history: float, work: SecondWork, factors: FloatArray, work_ms: FloatArray) -> None:
     """Stage times per request, (stages, new user or not), as `LatencyModel.predict` has them; `factors` of stages."""
     computed = work.tokens - node.others
     long = min(computed / max(work.new, _FEW), history)
@@ -84,7 +84,7 @@ def fill_stages(node: Any, history: float, work: SecondWork, factors: Floats, wo
 
 
 @numba.njit(cache=True)
-def engine_of(node: Any, factors: Floats) -> EngineModel:
+def engine_of(node: Any, factors: FloatArray) -> EngineModel:
     return EngineModel(
         node.host_step * factors[0],
         node.rows_step * factors[1],
@@ -95,7 +95,7 @@ def engine_of(node: Any, factors: Floats) -> EngineModel:
 
 
 @numba.njit(cache=True)
-def lone_ms(work_ms: Floats, new: float) -> float:
+def lone_ms(work_ms: FloatArray, new: float) -> float:
     """Stage time per request, without the fixed parts of steps."""
     total_ms = 0.0
     for stage in range(3):
@@ -104,7 +104,7 @@ def lone_ms(work_ms: Floats, new: float) -> float:
 
 
 @numba.njit(cache=True)
-def serve(rng: np.random.Generator, node: Any, rate: float, new: float, work_ms: Floats) -> ServedSecond:
+def serve(rng: np.random.Generator, node: Any, rate: float, new: float, work_ms: FloatArray) -> ServedSecond:
     """A second of random arrivals, in steps as of `control.latency.play`. Who is late keeps the next ones waiting."""
     arrived_ms = _arrivals(rng, rate)
     num, at, num_queued = arrived_ms.size, 0, 0
@@ -153,6 +153,6 @@ def _left_ms(free_ms: float) -> float:
 
 
 @numba.njit(cache=True)
-def _arrivals(rng: np.random.Generator, rate: float) -> Floats:
+def _arrivals(rng: np.random.Generator, rate: float) -> FloatArray:
     """Times within a second of a Poisson process."""
     return np.sort(rng.uniform(0.0, MS_PER_S, rng.poisson(rate)))

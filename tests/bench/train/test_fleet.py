@@ -6,29 +6,29 @@ import numpy as np
 import pytest
 
 from helmrec.control.latency import ALPHAS
-from helmrec.costs.learned import Floats
 from helmrec.errors import ConfigError
 from helmrec.ppo.observation import Signal
+from helmrec.types import FloatArray
 from helmrec_bench.train.designs import DESIGNS, design
 from helmrec_bench.train.fleet import Fleet
 
 
-def lost_by(fleet: Fleet, targets_of: Callable[[Fleet], Floats], num_seconds: int = 60) -> float:
+def lost_by(fleet: Fleet, targets_of: Callable[[Fleet], FloatArray], num_seconds: int = 60) -> float:
     """Mean logarithm of expected latency over the least one."""
     return float(np.mean([fleet.step(targets_of(fleet)).expected.mean() for _ in range(num_seconds)]))
 
 
-def hold(fleet: Fleet) -> Floats:
+def hold(fleet: Fleet) -> FloatArray:
     return fleet.signals[:, Signal.ALPHA].copy()
 
 
-def follow(fleet: Fleet) -> Floats:
+def follow(fleet: Fleet) -> FloatArray:
     """To the least of the predicted curve, in steps of at most 0.1."""
     start, best = hold(fleet), ALPHAS[fleet.mean_ms.argmin(axis=1)]
     return np.clip(best, start - 0.1, start + 0.1)
 
 
-def wander(fleet: Fleet) -> Floats:
+def wander(fleet: Fleet) -> FloatArray:
     return np.clip(hold(fleet) + fleet.rng.choice([-0.1, 0.1], len(fleet.nodes)), ALPHAS[0], ALPHAS[-1])
 
 

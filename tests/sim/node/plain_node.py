@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from helmrec.costs.calibrated import BusLoad, ComputeWork, CostModel, CostTerms, compute_ms, host_ms, reload_ms, rows_ms
-from helmrec.costs.reload import ReloadCosts, StepCosts
+from helmrec.costs.reload import ReloadCosts
+from helmrec.costs.steps import StepCosts
 from helmrec.engine.intake import Intake, Prepared
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import DeadlineExceeded, QueueFull

@@ -1,5 +1,7 @@
 """The compiled node decides what the engine's own classes decide, request by request, whatever the settings."""
 
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from tests.traffic.cases import model_of_many_tables, small_trace
 
 MODEL = model_of_many_tables()
 PAGE_BYTES = tiny_geometry(MODEL).page_bytes
-# So slow that requests queue and steps are shared: a token takes 0.7 ms, a page from the host as much as its four.
+# So slow that requests queue and steps are shared: a token takes 0.7 ms. A page from the host takes twice as long as
+# its four, so that some reloads are worth it and some are not.
 SLOW = default_cost().model_copy(
-    update={"compute_token_us": 700.0, "reload_gb_per_s": 0.0004, "sorted_from_rows": 60, "background_ms": 3.0}
+    update={"compute_token_us": 700.0, "reload_gb_per_s": 0.0002, "sorted_from_rows": 60, "background_ms": 3.0}
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -107,6 +110,50 @@ def test_the_compiled_node_decides_as_the_engines_classes_do(name: str, seed: in
     stats = node.stats()
     assert stats.kv_evicted_pages > 0, "both caches must have been short"
     assert stats.row_evictions > 0, "both caches must have been short"
+
+
+def _wrong(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function with every result changed."""
+    return lambda *args, **kwargs: change(function(*args, **kwargs))
+
+
+PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "admission": ("as the engine comes", "helmrec.memory.kv_cache.is_admitted", lambda admitted: not admitted),
+    "worth of the coldest": ("expected benefit", "helmrec.memory.kv_cache.idle_s", lambda seconds: 0.3 * seconds),
+    "probation": ("as the engine comes", "helmrec.memory.kv_cache.has_room", lambda room: False),
+    "order of eviction": ("as the engine comes", "helmrec.memory.kv_cache.is_evicted_last", lambda last: True),
+    "reserve": ("as the engine comes", "helmrec.memory.pool.reserved_pages", lambda pages: pages + 1),
+    "reload or compute": ("host tier if worth it", "helmrec.costs.reload.is_cheaper", lambda cheaper: True),
+    "delay of a reload": ("host tier if worth it", "helmrec.costs.reload.with_delay", lambda seconds: seconds + 0.01),
+    "loads of a step": ("host tier if worth it", "helmrec.costs.reload.can_overlap", lambda overlaps: True),
+    "batching": ("small batches", "helmrec.engine.scheduler.may_fit", lambda fits: False),
+    "refusal": ("deadlines", "helmrec.engine.scheduler.expected_ms", lambda ms: 1.02 * ms),
+    "expiry": ("deadlines", "helmrec.engine.scheduler.needed_s", lambda seconds: 0.0),
+    "times of steps": (
+        "deadlines",
+        "helmrec.engine.scheduler.with_step",
+        lambda times: times._replace(request_ms=0.98 * times.request_ms),
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_difference_of_each_kind_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the engine's side is changed: the compiled side has the rule compiled in."""
+    name, target, change = PLANTED[planted]
+    module, _, attribute = target.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    found = []
+    for seed in range(2):
+        config = node_config(**CASES[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, _wrong(getattr(owner, attribute), change))
+            node, plain = both(small_trace(seed), config, SLOW, no_faults(), MOVES)
+        try:
+            assert_same(node, plain)
+        except AssertionError:
+            found.append(seed)
+    assert found, "the nodes agreed although one of them decides otherwise"
 
 
 @pytest.mark.parametrize("host_pages", [0, 200])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from helmrec.config import RelayConfig
-from helmrec.costs.reload import StepCosts
+from helmrec.costs.steps import StepCosts
 from helmrec.engine.intake import Prepared
 from helmrec.engine.relay.leases import ComputeShare, Leases
 from helmrec.engine.relay.trigger import LEAST_IDLE, SHARE_S, PrefillSignal, RelayLoad, Verdict, decide

@@ -29,7 +29,6 @@ from helmrec.sim.node.state import (
     NEVER_RELOAD,
     C,
     Environment,
-    FloatArray,
     Member,
     N,
     NodeState,
@@ -39,7 +38,7 @@ from helmrec.sim.node.state import (
 )
 from helmrec.sim.node.visits import record_visit
 from helmrec.traffic.popularity import Index, draw_event, mix, rules_at, user_word
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
 _NO_LIMIT = 1 << 62  # tokens of the first request of a step
 

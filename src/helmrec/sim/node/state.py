@@ -16,9 +16,8 @@ from helmrec.sim.node.relay import RelayRules, RelayState
 from helmrec.sim.node.rows import RowState
 from helmrec.sim.node.visits import Visits
 from helmrec.traffic.rows import RowReads
-from helmrec.types import IntArray
+from helmrec.types import FloatArray, IntArray
 
-FloatArray = NDArray[np.float64]
 NEVER_RELOAD, ALWAYS_RELOAD, MEASURED_RELOAD = 0, 1, 2
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from helmrec.control.latency import ALPHAS
 from helmrec.control.layers import MIN_GAIN
-from helmrec.costs.learned import Floats
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
+from helmrec.types import FloatArray
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.report.files import picture
 from helmrec_bench.train.designs import STEPS
@@ -25,10 +25,10 @@ from helmrec_bench.train.fleet import Fleet
 PICTURE = Path("docs/images/ppo-learning.png")
 SEED, NUM_NODES, NUM_S = 999, 256, 400
 SMOOTH = 5  # points of a learning curve that are averaged in the picture
-Chooser = Callable[[Fleet], Floats]
+Chooser = Callable[[Fleet], FloatArray]
 
 
-def rule(fleet: Fleet) -> Floats:
+def rule(fleet: Fleet) -> FloatArray:
     """As `control.layers.Rule`, for all nodes at once."""
     start, least_ms = fleet.signals[:, Signal.ALPHA], fleet.mean_ms.min(axis=1)
     here_ms = np.array([np.interp(a, ALPHAS, curve) for a, curve in zip(start, fleet.mean_ms, strict=True)])
@@ -43,7 +43,7 @@ def chooser_of(network: Network) -> Chooser:
     record = network.record
     sight, centre, scale = record.sight, np.array(record.centre), np.array(record.scale)
 
-    def choose(fleet: Fleet) -> Floats:
+    def choose(fleet: Fleet) -> FloatArray:
         logits = np.array([network.forward(line) for line in scaled(observe_all(fleet, sight), centre, scale)])
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
         step = np.clip(record.factor * (likely @ np.array(record.steps)) / likely.sum(axis=1), STEPS[0], STEPS[-1])

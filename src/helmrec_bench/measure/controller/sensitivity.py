@@ -16,13 +16,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from helmrec.control import costs, helm, latency, layers, moves, policy, rebalancer
+from helmrec.control import helm, latency, layers, moves, policy, rebalancer
+from helmrec.costs import learned
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
 from helmrec_bench.measure.controller.cases import BUILD, Case, Trial
 from helmrec_bench.measure.controller.trials import judge
 
-MODULES: tuple[ModuleType, ...] = (costs, helm, latency, layers, moves, policy, rebalancer)
+MODULES: tuple[ModuleType, ...] = (learned, helm, latency, layers, moves, policy, rebalancer)
 NUMBERS = (  # module constants that decide where alpha goes, with their units; others are rounding or room
     ("_HALF_LIFE_STEPS", "steps"),
     ("_FEWEST_STEPS", "steps"),

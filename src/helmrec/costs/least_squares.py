@@ -1,0 +1,41 @@
+"""Least squares of the relative error over steps: the moments of their work, and the terms that explain their time."""
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from helmrec.types import FloatArray
+
+
+@numba.njit(cache=True, nogil=True)
+def add_one(moments: FloatArray, target: FloatArray, work: FloatArray, took: float, least: float) -> None:
+    """Add one step to the moments of its work; its error is relative to what it took, or to `least` if that is more."""
+    longer = max(took, least)
+    weight = 1.0 / (longer * longer)
+    for term in range(work.size):
+        weighted = weight * work[term]
+        target[term] += weighted * took
+        for other in range(work.size):
+            moments[term, other] += weighted * work[other]
+
+
+@numba.njit(cache=True, nogil=True)
+def fit(moments: FloatArray, target: FloatArray, chosen: NDArray[np.int64], ridge: float) -> FloatArray:
+    """Least squares of the chosen terms; those that come out negative are left out, and the others fitted again."""
+    moments, target = moments[chosen][:, chosen], target[chosen]
+    num, scale = target.size, np.sqrt(np.diag(moments))
+    is_used = scale > 0
+    while is_used.any():
+        inverse = np.array([1 / scale[i] if is_used[i] else 0.0 for i in range(num)])
+        rows = np.column_stack((moments * np.outer(inverse, inverse), target * inverse))
+        for i in range(num):
+            rows[i, i] = 1 + ridge
+        for i in range(num):  # elimination needs no pivots: positive definite
+            for j in range(num):
+                if j != i:
+                    rows[j] -= rows[j, i] / rows[i, i] * rows[i]
+        terms = inverse * rows[:, num] / np.diag(rows)
+        if (terms >= 0).all():
+            return terms
+        is_used &= terms >= 0
+    return np.zeros(num)
