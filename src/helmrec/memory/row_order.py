@@ -10,8 +10,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.memory.links import Links, link, link_first, link_last, make_links, unlink
+
 Slots = NDArray[np.int32]
-Links = NDArray[np.int32]  # (2, slots + 1): previous and next; the last column holds the ends
 
 
 class EvictionOrder(Protocol):
@@ -39,7 +40,7 @@ class LruOrder:
     """Exact least-recently-used: a doubly linked list over slots, coldest at the head."""
 
     def __init__(self, num_slots: int) -> None:
-        self._links = np.full((2, num_slots + 1), num_slots, np.int32)
+        self._links = make_links(num_slots)
 
     def touch(self, slots: Slots) -> None:
         _relink(self._links, slots)
@@ -60,72 +61,45 @@ class LruOrder:
         _replace(self._links, source, target)
 
 
-@numba.njit(cache=True, inline="always")
-def _take_out(links: Links, slot: int) -> None:
-    before, after = links[0, slot], links[1, slot]
-    links[1, before] = after
-    links[0, after] = before
-
-
-@numba.njit(cache=True, inline="always")
-def _put_last(links: Links, slot: int) -> None:
-    ends = links.shape[1] - 1
-    last = links[0, ends]
-    links[0, slot] = last
-    links[1, slot] = ends
-    links[1, last] = slot
-    links[0, ends] = slot
-
-
 @numba.njit(cache=True)
 def _unlink(links: Links, slots: Slots) -> None:
     for slot in slots:
-        _take_out(links, slot)
+        unlink(links, slot)
 
 
 @numba.njit(cache=True)
 def _link_last(links: Links, slots: Slots) -> None:
     for slot in slots:
-        _put_last(links, slot)
+        link_last(links, slot)
 
 
 @numba.njit(cache=True)
 def _link_first(links: Links, slots: Slots) -> None:
-    ends = links.shape[1] - 1
     for slot in slots:
-        first = links[1, ends]
-        links[0, slot] = ends
-        links[1, slot] = first
-        links[0, first] = slot
-        links[1, ends] = slot
+        link_first(links, slot)
 
 
 @numba.njit(cache=True)
 def _relink(links: Links, slots: Slots) -> None:
     for slot in slots:
-        _take_out(links, slot)
-        _put_last(links, slot)
+        unlink(links, slot)
+        link_last(links, slot)
 
 
 @numba.njit(cache=True)
 def _walk(links: Links, num: int) -> Slots:
-    ends = links.shape[1] - 1
     out = np.empty(num, np.int32)
-    slot = links[1, ends]
+    slot = links[-1, 1]
     for i in range(num):
         out[i] = slot
-        slot = links[1, slot]
+        slot = links[slot, 1]
     return out
 
 
 @numba.njit(cache=True)
 def _replace(links: Links, source: Slots, target: Slots) -> None:
     for i in range(source.size):
-        before, after = links[0, source[i]], links[1, source[i]]
-        links[0, target[i]] = before
-        links[1, target[i]] = after
-        links[1, before] = target[i]
-        links[0, after] = target[i]
+        link(links, links[source[i], 0], target[i], links[source[i], 1])
 
 
 _NUDGE = 1e-9  # in half-lives: distinguishes slots of otherwise equal score

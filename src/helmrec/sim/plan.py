@@ -177,8 +177,8 @@ def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:
     num = min(_CHECKED_NODES, point.num_nodes)
     trace = _share(config, point.num_nodes, num)
     node = _node(config, trace, point.alpha)
-    num_features, row_bytes = len(node.model.features), node.geometry.row_stride
-    policy = EmbKVAware(RouterCost.from_calibration(cost.terms(), num_features, row_bytes))
+    num_features = len(node.model.features)
+    policy = EmbKVAware(RouterCost.from_calibration(cost.terms(), num_features, node.model.row_stride))
     router = ReportingRouter(policy, prepare_requests(trace, node), node, Reporting())
     fleet = Fleet(node, cost, lambda _: Static(StaticSettings(alpha=point.alpha)))
     result = simulate_cluster(trace, fleet, router, ClusterSimConfig(num_nodes=num))

@@ -72,8 +72,7 @@ def make_reporting_router(
     name: str, trace: Trace, config: NodeConfig, cost: CostModel, reporting: Reporting, seed: int
 ) -> ReportingRouter:
     """A router by its name, which knows nodes of this kind by their reports."""
-    rows_per_token, row_bytes = len(config.model.features), config.geometry.row_stride
-    priced = RouterCost.from_calibration(cost.terms(), rows_per_token, row_bytes)
+    priced = RouterCost.from_calibration(cost.terms(), len(config.model.features), config.model.row_stride)
     known = policies(priced, np.random.default_rng(seed))
     return ReportingRouter(known[name](), prepare_requests(trace, config), config, reporting)
 

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError
+from helmrec.types import FloatArray
 
 # Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T95_BEYOND = 2.12  # of 16, and of more a little too wide
 
-_REFUSED_MS = 10_000.0  # what a refused request counts as in sums of latency
-
 Name = TypeVar("Name")
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +25,9 @@ class Interval:
     high: float
 
 
-def with_refused(latency_ms: Floats) -> Floats:
+def with_refused(latency_ms: FloatArray) -> FloatArray:
     """Latencies in which each refused request, NaN before, counts as ten seconds."""
-    return np.nan_to_num(latency_ms, nan=_REFUSED_MS)
+    return np.nan_to_num(latency_ms, nan=10_000.0)
 
 
 def interval(values: Sequence[float]) -> Interval:

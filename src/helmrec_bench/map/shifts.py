@@ -166,12 +166,11 @@ def _least(seen: list[Latency]) -> Latency:
 
 def _sums(result: SimResult, cell: Cell, shift: Shift) -> Floats:
     """(rounds, windows of a round): latency summed over the requests that arrived in each."""
-    per_round = round(2 * shift.length_s / shift.window_s)
-    num = shift.num_rounds * per_round
+    num = shift.num_rounds * (per_round := round(2 * shift.length_s / shift.window_s))
     place = ((result.arrived_s - cell.warm_up_s) // shift.window_s).astype(np.int64)
     is_scored = (place >= 0) & (place < num)
-    latency_ms = with_refused(result.outcomes.latency_ms)
-    summed: Floats = np.bincount(place[is_scored], latency_ms[is_scored], num).astype(np.float64)
+    counted_ms = with_refused(result.outcomes.latency_ms)[is_scored]
+    summed: Floats = np.bincount(place[is_scored], counted_ms, num).astype(np.float64)
     return summed.reshape(shift.num_rounds, per_round)
 
 

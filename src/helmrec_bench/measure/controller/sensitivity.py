@@ -8,7 +8,6 @@ number on the same requests.
 
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
-from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +22,7 @@ from helmrec_bench.lab.store import Store, finish
 from helmrec_bench.measure.controller.cases import BUILD, Case, Trial
 from helmrec_bench.measure.controller.trials import judge
 
-MODULES: tuple[ModuleType, ...] = (learned, helm, latency, layers, moves, policy, rebalancer)
+MODULES = (learned, helm, latency, layers, moves, policy, rebalancer)
 NUMBERS = (  # module constants that decide where alpha goes, with their units; others are rounding or room
     ("_HALF_LIFE_STEPS", "steps"),
     ("_FEWEST_STEPS", "steps"),
