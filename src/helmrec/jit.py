@@ -6,9 +6,10 @@ a rule is written once and costs the engine no call into compiled code.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
+from numba.core import caching
 from numba.extending import register_jitable
 
 NONE = -1  # no slot, prefix or page
@@ -28,3 +29,35 @@ def rule(function: Rule) -> Rule:
 # with the last option too (undocumented in Numba), unless it was compiled before; so a callee that allocates must be
 # compiled first, which `sim/node/node.py` does.
 inner = partial(numba.njit, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)()
+
+
+def ignore_outdated_code() -> None:
+    """Make Numba ignore kept code that names modules or classes of HelmRec which are gone, and compile again.
+
+    Numba looks whether kept code is of the present source only after it has read it, so an update that moves a class
+    would end every command with an error. Numba calls this before it compiles (entry point `numba_extensions`).
+    """
+    kept = caching.IndexDataCacheFile
+    read_index, read_code = kept._load_index, kept._load_data
+
+    def index(self: Any) -> dict[Any, str]:
+        try:
+            found: dict[Any, str] = read_index(self)
+            return found
+        except (ImportError, AttributeError) as error:
+            _raise_unless_ours(error)
+            return {}
+
+    def code(self: Any, name: str) -> Any:
+        try:
+            return read_code(self, name)
+        except (ImportError, AttributeError) as error:
+            _raise_unless_ours(error)
+            raise FileNotFoundError(name) from None  # which Numba takes as absent
+
+    kept._load_index, kept._load_data = index, code
+
+
+def _raise_unless_ours(error: Exception) -> None:
+    if "helmrec" not in str(error):
+        raise error
