@@ -12,6 +12,7 @@ from numba.core import caching
 from helmrec.jit import ignore_outdated_code
 
 ROOT = Path(__file__).parents[1]
+KEPT: Any = caching.IndexDataCacheFile
 
 
 def kept_file(folder: Path, module: str, name: str) -> Any:
@@ -19,13 +20,13 @@ def kept_file(folder: Path, module: str, name: str) -> Any:
     index = pickle.dumps(numba.__version__, protocol=-1) + f"c{module}\n{name}\n.".encode()
     (folder / "loop.nbi").write_bytes(index)
     (folder / "loop.1.nbc").write_bytes(f"c{module}\n{name}\n.".encode())
-    return caching.IndexDataCacheFile(str(folder), "loop", (0.0, 0))
+    return KEPT(str(folder), "loop", (0.0, 0))
 
 
 @pytest.fixture
 def ignoring(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_load_index", "_load_data"):
-        monkeypatch.setattr(caching.IndexDataCacheFile, name, getattr(caching.IndexDataCacheFile, name))
+        monkeypatch.setattr(KEPT, name, getattr(KEPT, name))
     ignore_outdated_code()
 
 

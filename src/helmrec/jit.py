@@ -37,7 +37,7 @@ def ignore_outdated_code() -> None:
     Numba looks whether kept code is of the present source only after it has read it, so an update that moves a class
     would end every command with an error. Numba calls this before it compiles (entry point `numba_extensions`).
     """
-    kept = caching.IndexDataCacheFile
+    kept: Any = caching.IndexDataCacheFile
     read_index, read_code = kept._load_index, kept._load_data
 
     def index(self: Any) -> dict[Any, str]:
