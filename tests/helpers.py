@@ -99,7 +99,7 @@ def tiny_engine(model: LoadedModel | None = None, clock: Clock | None = None, **
 def random_request(
     rng: np.random.Generator,
     config: ModelConfig,
-    user_id: int = 0,
+    user_id: int | str = 0,
     num_events: int = 5,
     num_candidates: int = 3,
     **overrides: Any,

@@ -71,7 +71,7 @@ class TablesTooSmall(HistoryError):
 class StaleVersion(HelmRecError):
     """Events were appended to a version of a history that is not the latest. Nothing was kept."""
 
-    def __init__(self, user_id: int, base: int, current: int) -> None:
+    def __init__(self, user_id: int | str, base: int, current: int) -> None:
         super().__init__(f"user {user_id} is at version {current}, not at base version {base}")
         self.user_id = user_id
         self.base = base

@@ -20,7 +20,7 @@ from helmrec.control.rebalancer import Rebalancer
 from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, DeadlineExceeded, EngineClosed, QueueFull
 from helmrec.memory.stats import PoolStats
-from helmrec.types import RankRequest, RankResult
+from helmrec.types import RankRequest, RankResult, UserId
 
 _IDLE_WAIT_S = 0.001
 _SWITCH_INTERVAL_S = 0.0005  # of threads: the stepping thread must not wait long for the interpreter lock
@@ -160,7 +160,7 @@ class EngineLoad:
         future.add_done_callback(lambda done: self._record(done, request.user_id, due_s))
         self._has_work.set()
 
-    def _record(self, done: "Future[RankResult]", user_id: int, due_s: float) -> None:
+    def _record(self, done: "Future[RankResult]", user_id: UserId, due_s: float) -> None:
         error = done.exception()
         latency_ms = (self._elapsed_s() - due_s) * 1e3
         self._report(user_id, latency_ms if error is None else None)
@@ -171,7 +171,7 @@ class EngineLoad:
         else:
             self.tally.failures[f"{type(error).__name__}: {error}"] += 1
 
-    def _report(self, user_id: int, latency_ms: float | None) -> None:
+    def _report(self, user_id: UserId, latency_ms: float | None) -> None:
         if self._rebalancer is not None:
             self._rebalancer.record(user_id, latency_ms)
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 Ids = Sequence[int] | NDArray[np.integer]
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+UserId = int | str  # the number 7 and the string "7" are two users
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,10 @@ class RankRequest:
     `items`, `actions`, `timestamps` and every entry of `features` have one value per event, oldest first.
     A client that sends only the last events of a history says with `first_event` how many came before
     them; without it every call would look like a new history. `context` holds one row id for each of the
-    model's context tables.
+    model's context tables. `user_id` is a number, or a string of at most 256 bytes in UTF-8.
     """
 
-    user_id: int
+    user_id: UserId
     items: Ids
     actions: Ids
     timestamps: Ids
@@ -69,7 +70,7 @@ class PrefillRequest:
     `hold_ms` is how long the computed prefix is held for it, up to the engine's bound.
     """
 
-    user_id: int
+    user_id: UserId
     items: Ids
     actions: Ids
     timestamps: Ids
@@ -86,7 +87,7 @@ class Lease:
     """A promise to hold a user's prefix until a rank request has used it, or until `expires_s`."""
 
     token: str
-    user_id: int
+    user_id: UserId
     expires_s: float  # by the engine's clock
     hold_ms: float  # from the grant to `expires_s`
     is_shortened: bool = False  # the signal asked for more than `RelayConfig.max_hold_ms`

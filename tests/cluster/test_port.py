@@ -56,6 +56,23 @@ def with_port(fleet: LocalFleet, work: Callable[[ClusterPort], Awaitable[None]])
     asyncio.run(run())
 
 
+def test_users_by_string_are_ranked_and_come_back_to_their_replica(fleet: LocalFleet) -> None:
+    requests = [replace(request, user_id=f"user-{request.user_id}") for request in rank_requests(30)]
+    wanted = tiny_engine().rank(requests)
+
+    async def work(port: ClusterPort) -> None:
+        for _ in range(2):
+            for result, alone in zip(await port.submit(requests), wanted, strict=True):
+                np.testing.assert_allclose(result.scores, alone.scores, atol=1e-5)
+        await port.forget("user-3")
+        (again,) = await port.submit(requests[3:4])
+        assert again.reused_tokens == 0
+
+    with_port(fleet, work)
+    assert len(spread(fleet.went_to)) == 3
+    assert fleet.went_to[:30] == fleet.went_to[30:60], "users come back to where they were"
+
+
 def test_scores_are_those_of_one_engine_in_the_order_of_the_requests(fleet: LocalFleet) -> None:
     requests = rank_requests(30)
     wanted = tiny_engine().rank(requests)

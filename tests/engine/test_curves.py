@@ -75,7 +75,7 @@ def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.Mo
 
     def slow(curves: JointMissCurves, request: CurveRequest) -> None:
         assert go_on.wait(10)
-        looked.append(request.user_id)
+        looked.append(int(request.user_id))
 
     monkeypatch.setattr(JointMissCurves, "observe", slow)
     serve(engine, 5)

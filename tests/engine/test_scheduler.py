@@ -25,7 +25,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     run = Runner.launch
 
     def record(self: Runner, batch: Batch) -> Running:
-        seen.append([member.request.history.user_id for member in batch.members])
+        seen.append([int(member.request.history.user_id) for member in batch.members])
         return run(self, batch)
 
     monkeypatch.setattr(Runner, "launch", record)

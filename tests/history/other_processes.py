@@ -104,7 +104,7 @@ def kill_many(path: Path, num_rounds: int, seed: int) -> dict[str, int]:
         acknowledged |= new
         with EmbeddedHistory(path, SCHEMA, config) as store:
             lost, wrong = judge(store, acknowledged)
-            acknowledged = {user: store.read_last(user, 0).version for user in store.user_ids()}
+            acknowledged = {int(user): store.read_last(user, 0).version for user in store.user_ids()}
         seen["rounds"] += 1
         seen["rounds_with_new"] += bool(new)
         seen["lost"] += lost

@@ -165,8 +165,8 @@ def test_a_store_that_is_filled_and_emptied_again_and_again_stays_within_its_bou
                     store.append(user, 0, events_of(user, 0, 300))
             sizes.append((tmp_path / "data.mdb").stat().st_size)
             some = list(store.user_ids())[::2]
-            for user in some:
-                assert store.delete(user)
+            for kept in some:
+                assert store.delete(kept)
             first_user += 1_000
         store.check()
     assert max(sizes) <= bound + (128 << 10), "what deletes need for a moment, and no more"

@@ -15,11 +15,10 @@ from helmrec.history.pages import (
     page_key,
     unpack_pages,
     unpack_user,
-    user_key,
-    user_of_key,
 )
 from helmrec.memory.prefix_hash import ChainState, advance, begin_chain
 from helmrec.types import IntArray
+from helmrec.user_ids import store_key, user_of_key
 from tests.memory.test_chained_hash import KEY
 
 FIELDS = 3
@@ -85,10 +84,10 @@ def test_missing_and_swapped_pages_are_noticed() -> None:
 
 def test_keys_sort_by_user_then_page() -> None:
     ids = [0, 1, 255, 256, 2**63 - 1]
-    assert sorted(map(user_key, ids)) == [user_key(i) for i in ids]
+    assert sorted(map(store_key, ids)) == [store_key(i) for i in ids]
     assert page_key(1, 300) < page_key(2, 0)
     assert page_key(1, 255) < page_key(1, 256)
-    assert [user_of_key(user_key(i)) for i in ids] == ids
+    assert [user_of_key(store_key(i)) for i in ids] == ids
 
 
 def test_a_user_record_comes_back_and_bad_ones_do_not() -> None:

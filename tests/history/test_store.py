@@ -12,7 +12,7 @@ from helmrec.history.events import EventSchema, NewEvents
 from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.store import HistoryStore
 from helmrec.history.values import Appended
-from helmrec.types import RankRequest
+from helmrec.types import RankRequest, UserId
 from tests.helpers import tiny_config
 from tests.history.helpers import SCHEMA, events_of, same
 from tests.history.places import Open, num_pages_kept
@@ -159,7 +159,7 @@ def test_a_request_from_the_store_is_the_one_a_client_would_send(store: HistoryS
     assert np.array_equal(a.history.states, b.history.states)
 
 
-@pytest.mark.parametrize("user_id", [-1, 2**63, True, 1.0, "1"])
+@pytest.mark.parametrize("user_id", [-1, 2**63, True, 1.0, "", "x" * 257, "\udc80", b"1"])
 def test_ids_that_are_none_are_refused(store: HistoryStore, user_id: object) -> None:
     for call in (store.state, store.delete, lambda user: store.read_last(user, 1)):
         with pytest.raises(RequestError, match="user_id"):
@@ -214,3 +214,38 @@ def test_tables_may_grow_between_two_openings(opened: Open) -> None:
     with opened(schema=larger) as store:
         store.append(1, 1, NewEvents([1_999], [4], [2_000], {"category": [1]}))
         assert store.read_last(1, 1).items.tolist() == [1_999]
+
+
+STRINGS: list[UserId] = [7, "7", "a", "ann", "annabel", "thirteen byte", "zoë", "x" * 256, '"7', "a/b"]
+
+
+def test_users_by_number_and_by_string_have_histories_of_their_own(store: HistoryStore) -> None:
+    for at, user in enumerate(STRINGS):
+        store.append(user, 0, events_of(at, 0, PAGE_EVENTS + at))
+    for at, user in enumerate(STRINGS):
+        assert same(store.read_last(user, 1_000), events_of(at, 0, PAGE_EVENTS + at))
+    assert list(store.user_ids()) == [7, *sorted(STRINGS[1:], key=lambda user: (len(str(user).encode()), user))]
+    assert store.stats().num_users == len(STRINGS)
+    store.check()
+
+
+def test_deleting_a_string_leaves_strings_that_begin_with_it(store: HistoryStore) -> None:
+    for at, user in enumerate(STRINGS):
+        store.append(user, 0, events_of(at, 0, 5))
+    assert store.delete("ann")
+    assert not store.delete("ann")
+    assert store.state("ann") is None
+    assert [user for user in STRINGS if store.state(user) is not None] == [user for user in STRINGS if user != "ann"]
+    assert store.delete("7")
+    assert store.state(7) is not None
+    store.check()
+
+
+def test_seals_tell_users_with_equal_events_apart(store: HistoryStore) -> None:
+    seals = set[int]()
+    for user in STRINGS:
+        store.append(user, 0, events_of(1, 0, 5))
+        state = store.state(user)
+        assert state is not None
+        seals.add(state.seal)
+    assert len(seals) == len(STRINGS)

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helmrec.memory import kv_host_tier
 from helmrec.memory.kv_host_tier import HostPage, KVHostTier, PageKey, PageSave
 from helmrec.memory.prefix_hash import chain
+from helmrec.types import UserId
 from tests.memory.test_chained_hash import KEY
 
 STATES = chain(KEY, (1,), 0, np.arange(24).reshape(1, -1))
@@ -102,3 +104,17 @@ def test_a_save_that_was_not_made_is_taken_back() -> None:
     host_tier.check()
     assert host_tier.num_pages == 1
     assert [len(host_tier.find(1, np.array([state], np.uint64), 0, 1)) for state in range(3)] == [1, 0, 0]
+
+
+def test_users_with_the_same_hash_are_forgotten_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_host_tier, "hash", lambda _: 5, raising=False)
+    tier = KVHostTier(num_slots=8)
+    users: list[UserId] = [5, "5", "ann"]
+    for page, user in enumerate(users):
+        tier.save(key(page)._replace(user_id=user))
+    tier.forget("5")
+    assert tier.num_pages == 2
+    tier.check()
+    tier.forget(5)
+    assert tier.num_pages == 1
+    tier.check()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import uvicorn
 from starlette.types import ASGIApp, Message
@@ -49,7 +50,8 @@ async def send(
     scope = {
         "type": "http",
         "method": method,
-        "path": path,
+        "path": unquote(path),
+        "raw_path": path.encode(),
         "headers": raw,
         "query_string": query.encode(),
         "root_path": "",

@@ -31,6 +31,7 @@ NOT_IDS: tuple[Any, ...] = (
     {},
     {"a": 1},
 )
+NOT_USERS = (*(value for value in NOT_IDS if not isinstance(value, str)), "", "ä" * 129)
 NOT_LISTS: tuple[Any, ...] = (0, 7, -1, 1.5, "123", None, False, {}, {"0": 1}, [[1]], [None])
 TENSORS = tensors_of(rank_requests(1))
 
@@ -91,7 +92,7 @@ def _spoil_table(rng: Rng, body: dict[str, Any]) -> None:
 
 
 def _spoil_scalar(rng: Rng, body: dict[str, Any]) -> None:
-    name, wrong = pick(rng, (("user_id", NOT_IDS), ("first_event", NOT_IDS), ("deadline_ms", (0, -1, "1", [], True))))
+    name, wrong = pick(rng, (("user_id", NOT_USERS), ("first_event", NOT_IDS), ("deadline_ms", (0, -1, "1", [], True))))
     body[name] = pick(rng, wrong)
 
 
@@ -117,7 +118,8 @@ def wrong_rank(rng: Rng) -> Sent:
 
 
 def _spoil_base(rng: Rng, body: dict[str, Any]) -> None:
-    body[pick(rng, ("user_id", "base_version"))] = pick(rng, NOT_IDS)
+    name, wrong = pick(rng, (("user_id", NOT_USERS), ("base_version", NOT_IDS)))
+    body[name] = pick(rng, wrong)
 
 
 EVENTS_FAULTS = (_drop, _add_unknown, _spoil_list, _spoil_id, _lengthen, _shorten, _spoil_base)

@@ -69,13 +69,13 @@ def test_every_shell_example_has_its_answer_beside_it() -> None:
     assert len(PYTHON) == 2
 
 
-def test_the_example_of_a_bulk_load_runs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_bulk_load_runs(addresses: Addresses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sample,) = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    script = sample.replace(ADDRESS, address)
+    script = addresses.put_into(sample)
     done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, "2 / 4" in done.stdout) == (0, True), done.stderr
-    with Client(address) as client:
+    with Client(addresses.http) as client:
         assert client.user(20) is not None
 
 

@@ -26,6 +26,7 @@ from helmrec.serve.grpc_server import PROBLEM_KEY, read_tensors
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.server import check_grpc
 from helmrec.serve.settings import ServeConfig
+from helmrec.serve.string_tensors import pack_strings
 from tests.helpers import tiny_engine
 from tests.serve.asgi import on_loopback, wait_for
 from tests.serve.cases import infer_json, rank_requests, tensors_of
@@ -141,6 +142,18 @@ def test_raw_and_typed_contents_of_any_width_give_the_same_scores(
         tensors["TIMESTAMPS"] = tensors["TIMESTAMPS"] % 2**16
     answer = server.call("ModelInfer", message_of(tensors, is_raw=is_raw, datatype=datatype))
     np.testing.assert_allclose(scores_of(answer), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_users_may_be_strings(server: Server, expected: Any, is_raw: bool) -> None:
+    tensors, names = tensors_of(REQUESTS), [f"zoë {request.user_id}" for request in REQUESTS]
+    asked = message_of({name: values for name, values in tensors.items() if name != "USER_IDS"}, is_raw=is_raw)
+    users = asked.inputs.add(name="USER_IDS", datatype="BYTES", shape=[len(names)])
+    if is_raw:
+        asked.raw_input_contents.append(pack_strings(names))
+    else:
+        users.contents.bytes_contents.extend(name.encode() for name in names)
+    np.testing.assert_allclose(scores_of(server.call("ModelInfer", asked)), expected, atol=1e-5)
 
 
 def test_every_field_is_that_of_tritons_messages() -> None:

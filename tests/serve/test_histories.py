@@ -179,7 +179,7 @@ def test_a_call_of_many_users_may_take_longer_than_one_read(
 ) -> None:
     read_last = store.read_last
 
-    def slow_read(user_id: int, num_events: int) -> Any:
+    def slow_read(user_id: int | str, num_events: int) -> Any:
         time.sleep(0.03)
         return read_last(user_id, num_events)
 

@@ -94,7 +94,8 @@ def test_no_user_at_all_is_refused() -> None:
     ("change", "field"),
     [
         ({"datatype": "FP32"}, "inputs[0].datatype"),
-        ({"datatype": "BYTES"}, "inputs[0].datatype"),
+        ({"datatype": "BYTES"}, "inputs[0].data"),
+        ({"datatype": "BYTES", "name": "ITEMS2"}, "inputs[0].datatype"),
         ({"shape": [2, 1]}, "inputs[0].shape"),
         ({"shape": [-1]}, "inputs[0].shape[0]"),
         ({"shape": [3]}, "inputs[0].data"),

@@ -88,7 +88,8 @@ def test_what_cannot_be_packed_is_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"user_id": "7"},
+        {"user_id": 7.5},
+        {"user_id": b"7"},
         {"first_event": [1, 2]},
         {"request_time": 1.5},
         {"deadline_ms": {"ms": 3}},

@@ -8,7 +8,7 @@ from helmrec.engine.intake import Intake
 from helmrec.errors import TraceError
 from helmrec.traffic.requests import rank_requests
 from helmrec.traffic.trace import Trace, index_histories
-from helmrec.types import RankRequest
+from helmrec.types import RankRequest, UserId
 from tests.helpers import tiny_engine, tiny_model
 from tests.traffic.cases import model_of_many_tables, small_trace
 
@@ -37,7 +37,7 @@ def test_every_request_is_one_the_engine_takes(trace: Trace) -> None:
 def test_histories_only_grow_at_the_end(trace: Trace) -> None:
     whole = MODEL.model_copy(update={"window": 10_000})
     histories = index_histories(trace)
-    seen: dict[int, Sequence[int]] = {}
+    seen: dict[UserId, Sequence[int]] = {}
     for r, request in enumerate(rank_requests(trace, whole)):
         items = list(request.items)
         before = seen.get(request.user_id, [])
@@ -51,7 +51,8 @@ def test_own_events_are_those_of_the_trace(trace: Trace) -> None:
     whole = MODEL.model_copy(update={"window": 10_000})
     histories = index_histories(trace)
     for r, request in enumerate(rank_requests(trace, whole)):
-        backlog, own = int(trace.backlog[request.user_id]), int(histories.own_start[request.user_id])
+        user = int(request.user_id)
+        backlog, own = int(trace.backlog[user]), int(histories.own_start[user])
         stored = slice(own, own + int(histories.length[r]) - backlog)
         assert np.array_equal(request.items[backlog:], trace.item[stored])
         assert np.array_equal(request.timestamps[backlog:], trace.timestamp_s[stored])

@@ -12,6 +12,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.sketch import RowSample, no_sample, sample_rows
 from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
+from helmrec.user_ids import routing_number
 
 
 class Hint(Struct, frozen=True, array_like=True):
@@ -64,7 +65,7 @@ class Describer:
         except (ValueError, TypeError, KeyError, OverflowError):
             sample = no_sample()
         return Hint(
-            user=_bounded(request.user_id),
+            user=_number(request.user_id),
             num_tokens=self._num_context + min(len(request.items), self._model.window),
             num_candidates=len(request.candidates) if isinstance(request, RankRequest) else 0,
             rows_per_token=len(self._model.features),
@@ -89,5 +90,8 @@ class Describer:
         return np.stack(columns, axis=1) + self._offsets
 
 
-def _bounded(user_id: object) -> int:
-    return int(user_id) & ((1 << 63) - 1) if isinstance(user_id, int | np.integer) else 0
+def _number(user_id: object) -> int:
+    """Return a number for any user id, a wrong one too: the replica refuses it."""
+    if isinstance(user_id, np.integer):
+        user_id = int(user_id)
+    return routing_number(user_id) if isinstance(user_id, int | str) else 0

@@ -35,7 +35,7 @@ from helmrec.serve.wire import (
     unpack_error,
     unpack_results,
 )
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
 log = logging.getLogger("helmrec.cluster")
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class ClusterPort:
         if len(requests) == 1:
             return await self._rank(requests, came_s)
         self._intake.prepare_all(requests)  # raises what an engine would raise, before any request of the call runs
-        by_user: dict[int, list[int]] = {}
+        by_user: dict[UserId, list[int]] = {}
         for i, request in enumerate(requests):
             by_user.setdefault(request.user_id, []).append(i)
         groups = list(by_user.values())
@@ -222,7 +222,7 @@ class ClusterPort:
         """Update rows on every running replica. A replica that starts later has the rows of the model's folder."""
         await self._call("update_rows", table=table, ids=list(ids), values=values)
 
-    async def forget(self, user_id: int) -> None:
+    async def forget(self, user_id: UserId) -> None:
         await self._call("forget", user_id=user_id)
 
     async def _call(self, name: str, **arguments: Any) -> None:

@@ -28,7 +28,8 @@ from helmrec.serve.node import in_process
 from helmrec.serve.port import Health
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.wire import Begin, FrameKind, pack_error, pack_results, unpack_call, unpack_prefill, unpack_requests
-from helmrec.types import PrefillRequest, RankRequest
+from helmrec.types import PrefillRequest, RankRequest, UserId
+from helmrec.user_ids import routing_number
 
 log = logging.getLogger("helmrec.cluster")
 _LOOK_EVERY_S = 0.02
@@ -66,7 +67,7 @@ class EngineReplica:
         self._page_tokens = self._engine.report().page_tokens
         self._served = RecentUsers(self._settings.kept_from_visit)
         self._fronts = RemoteClocks()
-        self._forgotten_s: OrderedDict[int, float] = OrderedDict()  # time of forgetting, by user
+        self._forgotten_s: OrderedDict[UserId, float] = OrderedDict()  # time of forgetting, by user
         self._incarnation = secrets.randbits(62)
         self._num_reports = 0
         self._waiting: dict[int, int] = {}  # history tokens of unanswered calls, by number of the call
@@ -92,7 +93,7 @@ class EngineReplica:
             self._refuse_forgotten([request.user_id for request in requests], came_s)
             results = await self._port.submit(requests, max(0.0, (time.monotonic() - came_s) * 1e3))
             for request in requests:
-                self._served.note(request.user_id, self._num_tokens(request))
+                self._served.note(routing_number(request.user_id), self._num_tokens(request))
             return ReplicaReply(FrameKind.RESULTS, self._name, b"".join(pack_results(results)))
         except Exception as error:
             return self._failed(error)
@@ -107,7 +108,7 @@ class EngineReplica:
             self._refuse_forgotten([request.user_id], came_s)
             result = await self._port.prefill(request)
             if result.lease is not None:
-                self._served.hold(request.user_id, self._num_tokens(request))
+                self._served.hold(routing_number(request.user_id), self._num_tokens(request))
             return ReplicaReply(FrameKind.VALUE, self._name, msgspec.msgpack.encode(result))
         except Exception as error:
             return self._failed(error)
@@ -137,14 +138,14 @@ class EngineReplica:
         model: ModelConfig = self._port.model
         return len(model.user_context) + min(len(request.items), model.window)
 
-    def _forget(self, user_id: int) -> None:
-        self._served.forget(user_id)
+    def _forget(self, user_id: UserId) -> None:
+        self._served.forget(routing_number(user_id))
         self._forgotten_s.pop(user_id, None)
         self._forgotten_s[user_id] = time.monotonic()
         if len(self._forgotten_s) > _MOST_FORGOTTEN:
             self._forgotten_s.popitem(last=False)
 
-    def _refuse_forgotten(self, user_ids: Sequence[int], came_s: float) -> None:
+    def _refuse_forgotten(self, user_ids: Sequence[UserId], came_s: float) -> None:
         """Raise Forgotten if a user was forgotten after the request arrived: its history must not be cached again."""
         for user_id in user_ids:
             if self._forgotten_s.get(user_id, -math.inf) >= came_s:

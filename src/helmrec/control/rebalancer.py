@@ -22,7 +22,7 @@ from helmrec.errors import ConfigError
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.memory.stats import PoolStats
 from helmrec.steps import Step, Steps, busy_share, idle_share
-from helmrec.types import IntArray
+from helmrec.types import IntArray, UserId
 
 log = logging.getLogger("helmrec.control")
 Mode = Literal["adaptive", "static", "freeze"]
@@ -70,7 +70,7 @@ class Decision:
 
 
 class _Answers(NamedTuple):
-    user_ids: list[int]
+    user_ids: list[UserId]
     latency_ms: NDArray[np.float64]  # (requests,) NaN: refused
 
 
@@ -105,16 +105,16 @@ class Rebalancer:
         self._before = steered.stats()
         alpha = self._before.pool.alpha_target if static_alpha is None else static_alpha
         self._to_static = Limited(Static(StaticSettings(alpha=alpha)), limits)
-        self._answers: deque[tuple[int, float]] = deque()  # user, latency in ms; NaN: it was refused
+        self._answers: deque[tuple[UserId, float]] = deque()  # user, latency in ms; NaN: it was refused
         self._bulks: list[_Answers] = []  # others, recorded together
-        self._users, self._older_users = set[int](), set[int]()  # who came lately
+        self._users, self._older_users = set[UserId](), set[UserId]()  # who came lately
         self._origin_s: float | None = None  # when the first window began; ticks are counted from there
         self._start_s = self._due_s = 0.0  # when this window began, and when it ends at the latest
         self._looked_s = 0.0  # when the queue was looked at last
         self._rate: float | None = None  # arrivals per second that are expected
         self.mode: Mode = "adaptive"
 
-    def record(self, user_id: int, latency_ms: float | None) -> None:
+    def record(self, user_id: UserId, latency_ms: float | None) -> None:
         """A request was answered, or refused."""
         self._answers.append((user_id, np.nan if latency_ms is None else latency_ms))
 
@@ -220,7 +220,7 @@ class Rebalancer:
         latency_ms = np.array([ms for _, ms in singles], np.float64)
         return _Answers(user_ids, np.concatenate([latency_ms, *(bulk.latency_ms for bulk in bulks)]))
 
-    def _hot_share(self, user_ids: list[int]) -> float:
+    def _hot_share(self, user_ids: list[UserId]) -> float:
         """Share of these requests whose user had come before, lately; then remember their users."""
         users = set(user_ids)
         num_new = len(users - self._users - self._older_users)

@@ -42,4 +42,4 @@ class Auditor:
         if not error <= self._tolerance:
             self.mismatches += 1
             user_id = request.history.user_id
-            log.error("audit: scores of user %d differ by %.3g from an uncached run", user_id, error)
+            log.error("audit: scores of user %s differ by %.3g from an uncached run", user_id, error)

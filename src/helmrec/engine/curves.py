@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from helmrec.engine.intake import Prepared
 from helmrec.memory.miss_curves import CurveRequest, JointCurves, JointMissCurves, MissCurveConfig
+from helmrec.types import UserId
 
 _MOST_USERS = 1 << 16  # users whose window is remembered
 _MOST_WAITING = 512  # requests; further requests are skipped while so many wait
@@ -25,7 +26,7 @@ class CurveFeed:
         self._config = config
         self._curves = JointMissCurves(config)
         self._num_features = num_features
-        self._window: dict[int, int] = {}  # start of each user's window at its last visit
+        self._window: dict[UserId, int] = {}  # start of each user's window at its last visit
         self._thread = ThreadPoolExecutor(1, "helmrec-curves")
         self._last: Future[None] | None = None
         self._failure: Exception | None = None  # error of the thread that was not raised yet

@@ -38,7 +38,7 @@ from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
-from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult
+from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
 log = logging.getLogger("helmrec.engine")
 _MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
@@ -310,7 +310,7 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def forget(self, user_id: int) -> None:
+    def forget(self, user_id: UserId) -> None:
         """Drop a user's KV, in the pool and on the host, and refuse its waiting requests. Rows belong to no user.
 
         The dropped pages can no longer be found; their bytes stay until the pages are used again.

@@ -17,6 +17,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import latest_window
 from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
+from helmrec.user_ids import check_user_id, seed_words
 
 _MAX_ID = np.iinfo(np.int64).max
 _NO_ROWS = np.empty(0, np.int64)
@@ -171,9 +172,9 @@ class Intake:
     def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...]) -> History:
         """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events."""
         columns = columns[:, : max(0, columns.shape[1] - self._config.unkept_events)]
-        user_id = _scalar("user_id", request.user_id, _MAX_ID)
+        user_id = check_user_id(request.user_id)
         user_rows = _context_rows(self._user_context, request.context)
-        seed = (user_id, self._version, *frame, *user_rows.tolist())
+        seed = (*seed_words(user_id), self._version, *frame, *user_rows.tolist())
         return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, columns))
 
     def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:

@@ -16,7 +16,7 @@ from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import NonFiniteScores
 from helmrec.pauses import GapMonitor, StepStart
 from helmrec.steps import StepLog
-from helmrec.types import RankResult, Timing
+from helmrec.types import RankResult, Timing, UserId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Ended:
         )
 
 
-def _non_finite(scores: NDArray[np.float32], user_id: int) -> NonFiniteScores:
+def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores:
     wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     return NonFiniteScores(
         f"the model gave non-finite scores to {wrong.size} of {len(scores)} candidates of user {user_id}, "

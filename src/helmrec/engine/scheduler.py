@@ -18,7 +18,7 @@ from helmrec.errors import DeadlineExceeded, Forgotten, HelmRecError, QueueFull
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan
 from helmrec.queueing import ADMITTED_SHARE, StepTimes, expected_ms, may_fit, needed_s, with_step
-from helmrec.types import RankResult
+from helmrec.types import RankResult, UserId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,7 +278,7 @@ class Scheduler:
         for reply in _refusals(waiting, error):
             reply.send()
 
-    def forget(self, user_id: int) -> list[Reply]:
+    def forget(self, user_id: UserId) -> list[Reply]:
         """Take a user's requests out of the queue and return their refusals."""
         with self._lock:
             taken = [waiting for waiting in self._queue if waiting.request.history.user_id == user_id]

@@ -11,12 +11,13 @@ from pathlib import Path
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.history.commit import GroupCommit
 from helmrec.history.config import HistoryConfig
-from helmrec.history.events import MAX_ID, EventSchema
+from helmrec.history.events import EventSchema
 from helmrec.history.file import HistoryFile, Txn
 from helmrec.history.sizes import TableSizes, sizes_of
 from helmrec.history.store import HistoryStore
-from helmrec.history.users import Append, UserTable
+from helmrec.history.users import Append, UserTable, user_of_stored
 from helmrec.history.values import Appended, HistoryStats
+from helmrec.types import UserId
 
 _USERS_AT_ONCE = 1_024
 
@@ -45,28 +46,28 @@ class EmbeddedHistory(HistoryStore):
             raise
         self._writer = GroupCommit(file, self._config, clock or MonotonicClock())
 
-    def _reading(self, user_id: int, num_events: int) -> AbstractContextManager[Txn]:
+    def _reading(self, user_id: UserId, num_events: int) -> AbstractContextManager[Txn]:
         return self._file.reading()
 
     def _submit_append(self, new: Append) -> Future[Appended]:
         return self._writer.submit(lambda txn: self._users.append(txn, new))
 
-    def _submit_delete(self, user_id: int) -> Future[bool]:
+    def _submit_delete(self, user_id: UserId) -> Future[bool]:
         """The bytes of the user stay in free pages of the file until these are reused."""
         return self._writer.submit(lambda txn: self._users.delete(txn, user_id), frees=True)
 
     def _note_sizes(self, schema: EventSchema) -> None:
         self._writer.submit(lambda txn: self._file.note_sizes(txn, schema)).result()
 
-    def user_ids(self) -> Iterator[int]:
-        start = 0
-        while start <= MAX_ID:
+    def user_ids(self) -> Iterator[UserId]:
+        start = b""
+        while True:
             with self._file.reading() as txn:  # in batches: while a transaction is open, freed pages cannot be reused
-                some = self._users.list_ids(txn, start, _USERS_AT_ONCE)
-            yield from some
+                some = self._users.list_keys(txn, start, _USERS_AT_ONCE)
+            yield from map(user_of_stored, some)
             if len(some) < _USERS_AT_ONCE:
                 return
-            start = some[-1] + 1
+            start = some[-1] + b"\0"
 
     def stats(self) -> HistoryStats:
         with self._file.reading() as txn:

@@ -19,7 +19,7 @@ from helmrec.errors import DiskFull, HistoryError, HistoryFull, HistoryUnavailab
 from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.identity import Found, check_identity, describe, make_key
-from helmrec.history.pages import PAGE_KEY_BYTES, USER_KEY_BYTES
+from helmrec.history.pages import is_page_key, is_user_key
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.memory.prefix_hash import SECRET_BYTES, HashKey
 
@@ -172,10 +172,10 @@ class HistoryFile:
             self.env.set_mapsize(new)
 
     def check_index(self) -> None:
-        """Raise HistoryError unless all counted keys exist, have their full length and are in order."""
+        """Raise HistoryError unless all counted keys exist, are keys of users and pages, and are in order."""
         with self.reading() as txn:
-            _check_keys(txn, self.tables.users, USER_KEY_BYTES)
-            _check_keys(txn, self.tables.pages, PAGE_KEY_BYTES)
+            _check_keys(txn, self.tables.users, is_user_key)
+            _check_keys(txn, self.tables.pages, is_page_key)
 
     def sync(self) -> None:
         """Force everything committed to the disk."""
@@ -274,11 +274,11 @@ def _fill_up(env: lmdb.Environment, path: Path) -> bool:
     return True
 
 
-def _check_keys(txn: Txn, table: lmdb._Database, key_bytes: int) -> None:
+def _check_keys(txn: Txn, table: lmdb._Database, is_key: Callable[[bytes], bool]) -> None:
     last, num_keys = b"", 0
     with txn.cursor(table) as cursor:
         for key in cursor.iternext(values=False):
-            if len(key) != key_bytes or bytes(key) <= last:
+            if not is_key(bytes(key)) or bytes(key) <= last:
                 raise HistoryError(f"the index is damaged at key {bytes(key)!r}")
             last = bytes(key)
             num_keys += 1

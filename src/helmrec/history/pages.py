@@ -14,17 +14,16 @@ import numba
 import numpy as np
 
 from helmrec.memory.prefix_hash import ChainKeys, ChainState, HashKey, advance_lanes, begin_chain
-from helmrec.types import IntArray
+from helmrec.types import IntArray, UserId
+from helmrec.user_ids import seed_words, store_key, user_of_key
 
 # Four or eight fields of 126 events, with headers, just fit one or two disk pages; 128 of eight would take three.
 PAGE_EVENTS = 126
 _HEADER_WORDS = 5
 _WORD = (1 << 64) - 1
 _USER = struct.Struct("<QQQQQ")
-_PAGE_KEY = struct.Struct(">QQ")  # big-endian: keys sort by user, then by page
-_USER_KEY = struct.Struct(">Q")
-PAGE_KEY_BYTES = _PAGE_KEY.size
-USER_KEY_BYTES = _USER_KEY.size
+_PAGE = struct.Struct(">Q")
+PAGE_NUMBER_BYTES = _PAGE.size
 
 
 class UserRecord(NamedTuple):
@@ -57,21 +56,22 @@ class Unpacked(NamedTuple):
     num_sound: int  # leading events whose hashes match the states
 
 
-def new_user(key: HashKey, user_id: int) -> UserRecord:
+def new_user(key: HashKey, user_id: UserId) -> UserRecord:
     """Return the record of a history before its first event."""
-    return UserRecord(0, 0, begin_chain(key, (user_id,)), 0)
+    return UserRecord(0, 0, begin_chain(key, seed_words(user_id)), 0)
 
 
-def user_key(user_id: int) -> bytes:
-    return _USER_KEY.pack(user_id)
+def page_key(user_id: UserId, page: int) -> bytes:
+    """Return the key of a page: that of its user, then its number. Keys sort by user, then by page."""
+    return store_key(user_id) + _PAGE.pack(page)
 
 
-def user_of_key(key: bytes | memoryview) -> int:
-    return int(_USER_KEY.unpack(key)[0])
+def is_user_key(key: bytes) -> bool:
+    return user_of_key(key) is not None
 
 
-def page_key(user_id: int, page: int) -> bytes:
-    return _PAGE_KEY.pack(user_id, page)
+def is_page_key(key: bytes) -> bool:
+    return len(key) > PAGE_NUMBER_BYTES and is_user_key(key[:-PAGE_NUMBER_BYTES])
 
 
 def pack_user(record: UserRecord) -> bytes:

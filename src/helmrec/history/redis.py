@@ -18,14 +18,16 @@ from helmrec.history.config import HistoryConfig
 from helmrec.history.events import EventSchema
 from helmrec.history.file import Tables, Txn
 from helmrec.history.identity import Found, check_identity, describe, make_key
-from helmrec.history.pages import PAGE_EVENTS, PAGE_KEY_BYTES, page_key, user_key, user_of_key
+from helmrec.history.pages import PAGE_EVENTS, PAGE_NUMBER_BYTES, page_key
 from helmrec.history.redis_client import connect, redis_errors
 from helmrec.history.sizes import TableSizes, check_sizes, pack_sizes, sizes_of, unpack_sizes
 from helmrec.history.store import HistoryStore
-from helmrec.history.users import Append, UserTable
+from helmrec.history.users import Append, UserTable, user_of_stored
 from helmrec.history.values import Appended, HistoryStats
 from helmrec.memory.prefix_hash import SECRET_BYTES
 from helmrec.redaction import redact
+from helmrec.types import UserId
+from helmrec.user_ids import store_key
 
 T = TypeVar("T")
 _RECORD = b"record"
@@ -54,11 +56,11 @@ class _Keys:
         self.description = f"{prefix}:history".encode()
         self.own_secret = f"{prefix}:history-key".encode()
         self.sizes = f"{prefix}:sizes".encode()
-        self.users = f"{prefix}:users".encode()  # sorted: ids, big-endian
+        self.users = f"{prefix}:users".encode()  # sorted: keys of the embedded store
         self._user = f"{prefix}:user:".encode()
 
-    def user(self, user_id: int) -> bytes:
-        return self._user + str(user_id).encode()
+    def user(self, user_id: UserId) -> bytes:
+        return self._user + (str(user_id) if isinstance(user_id, int) else f'"{user_id}').encode()
 
 
 class _WatchedTxn:
@@ -70,14 +72,14 @@ class _WatchedTxn:
         self.deletes: list[bytes] = []
 
     def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None:
-        value = self._pipe.hget(self._key, _field(key))
+        value = self._pipe.hget(self._key, _field(key, db))
         return default if value is None else value
 
     def put(self, key: bytes, value: bytes, db: object = None) -> None:
-        self.writes[_field(key)] = value
+        self.writes[_field(key, db)] = value
 
     def delete(self, key: bytes, db: object = None) -> None:
-        self.deletes.append(_field(key))
+        self.deletes.append(_field(key, db))
 
 
 class _FetchedTxn:
@@ -87,12 +89,15 @@ class _FetchedTxn:
         self._values = values
 
     def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None:
-        return self._values.get(_field(key), default)
+        return self._values.get(_field(key, db), default)
 
 
-def _field(key: bytes) -> bytes:
-    """Return the field of the user's hash for a key of the embedded store."""
-    return key[-8:] if len(key) == PAGE_KEY_BYTES else _RECORD
+_TABLES = Tables(*cast("tuple[Any, Any]", ("users", "pages")))  # a user's hash holds both
+
+
+def _field(key: bytes, table: object) -> bytes:
+    """Return the field of the user's hash for a key of a table of the embedded store."""
+    return key[-PAGE_NUMBER_BYTES:] if table == _TABLES.pages else _RECORD
 
 
 class RedisHistory(HistoryStore):
@@ -133,8 +138,7 @@ class RedisHistory(HistoryStore):
             client.set(names.description, describe(self._schema, key, secret), nx=True)
         self._found = Found(client.get(names.description), client.get(names.own_secret))
         key = check_identity(self._place, self._found, self._schema, secret)
-        tables = Tables(*cast("tuple[Any, Any]", (None, None)))  # a user's hash holds both
-        self._users = UserTable(tables, key, self._schema.num_fields, self._config.max_events_per_user)
+        self._users = UserTable(_TABLES, key, self._schema.num_fields, self._config.max_events_per_user)
 
     def _note_sizes(self, schema: EventSchema) -> None:
         with redis_errors(self._place), self._client.pipeline() as pipe:
@@ -173,7 +177,7 @@ class RedisHistory(HistoryStore):
     def _submit_append(self, new: Append) -> Future[Appended]:
         return self._start(lambda: self._append(new))
 
-    def _submit_delete(self, user_id: int) -> Future[bool]:
+    def _submit_delete(self, user_id: UserId) -> Future[bool]:
         return self._start(lambda: self._delete(user_id))
 
     def _start(self, work: Callable[[], T]) -> Future[T]:
@@ -211,7 +215,7 @@ class RedisHistory(HistoryStore):
                     raise outcome
                 return outcome
 
-    def _write(self, pipe: Any, user_id: int, txn: _WatchedTxn) -> None:
+    def _write(self, pipe: Any, user_id: UserId, txn: _WatchedTxn) -> None:
         """Queue the writes of a transaction. Without writes, queue a read, so that executing detects a changed user."""
         key = self._keys.user(user_id)
         if not txn.writes:
@@ -220,10 +224,10 @@ class RedisHistory(HistoryStore):
         pipe.hset(key, mapping=txn.writes)
         if txn.deletes:
             pipe.hdel(key, *txn.deletes)
-        pipe.zadd(self._keys.users, {user_key(user_id): 0})
+        pipe.zadd(self._keys.users, {store_key(user_id): 0})
 
     @contextmanager
-    def _reading(self, user_id: int, num_events: int) -> Iterator[Txn]:
+    def _reading(self, user_id: UserId, num_events: int) -> Iterator[Txn]:
         """Yield a user's record and last events, which one round trip has read."""
         with self._closing:
             self._need_open()
@@ -234,21 +238,23 @@ class RedisHistory(HistoryStore):
             record = self._users.record(cast("Txn", _FetchedTxn(fetched)), user_id)
             assert record is not None, "it was read"
             first_page = record.first_of_last(num_events) // PAGE_EVENTS
-            fetched |= {_field(page_key(user_id, first_page + i)): page for i, page in enumerate(values[1:])}
+            fetched |= {
+                _field(page_key(user_id, first_page + i), _TABLES.pages): page for i, page in enumerate(values[1:])
+            }
         yield cast("Txn", _FetchedTxn(fetched))
 
-    def _delete(self, user_id: int) -> bool:
+    def _delete(self, user_id: UserId) -> bool:
         with redis_errors(self._place), self._write_client.pipeline() as pipe:
             pipe.delete(self._keys.user(user_id))
-            pipe.zrem(self._keys.users, user_key(user_id))
+            pipe.zrem(self._keys.users, store_key(user_id))
             return bool(pipe.execute()[0])
 
-    def user_ids(self) -> Iterator[int]:
+    def user_ids(self) -> Iterator[UserId]:
         after = b"-"
         while True:
             with redis_errors(self._place):
                 some = self._client.zrangebylex(self._keys.users, after, b"+", start=0, num=_USERS_AT_ONCE)
-            yield from map(user_of_key, some)
+            yield from map(user_of_stored, some)
             if len(some) < _USERS_AT_ONCE:
                 return
             after = b"(" + some[-1]

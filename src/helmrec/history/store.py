@@ -20,6 +20,8 @@ from helmrec.history.pages import PAGE_EVENTS
 from helmrec.history.sizes import TableSizes
 from helmrec.history.users import Append, UserTable
 from helmrec.history.values import Appended, HistoryStats, UserState
+from helmrec.types import UserId
+from helmrec.user_ids import check_user_id
 
 
 class HistoryStore(ABC):
@@ -33,49 +35,48 @@ class HistoryStore(ABC):
         self._schema = schema
         self._config = config
 
-    def submit(self, user_id: int, base_version: int, events: NewEvents) -> Future[Appended]:
+    def submit(self, user_id: UserId, base_version: int, events: NewEvents) -> Future[Appended]:
         """Append events to a history that has `base_version` events; the future is the acknowledgement.
 
         The same events sent again with the same base are acknowledged again and kept once. Otherwise the future
         raises StaleVersion if the history has another version, and RequestError if time would run backwards.
         RequestError is raised at once for events that are wrong in themselves, QueueFull if too many wait.
         """
-        check_whole("user_id", user_id)
+        user_id = check_user_id(user_id)
         check_whole("base_version", base_version)
         columns = to_columns(self._schema, events, self._config.max_append_events)
-        return self._submit_append(Append(int(user_id), int(base_version), columns))
+        return self._submit_append(Append(user_id, int(base_version), columns))
 
-    def append(self, user_id: int, base_version: int, events: NewEvents) -> Appended:
+    def append(self, user_id: UserId, base_version: int, events: NewEvents) -> Appended:
         """Append events and wait for the acknowledgement."""
         return self.submit(user_id, base_version, events).result()
 
-    def submit_delete(self, user_id: int) -> Future[bool]:
+    def submit_delete(self, user_id: UserId) -> Future[bool]:
         """Delete a user; False if there was none. A later append starts again at version 0."""
-        check_whole("user_id", user_id)
-        return self._submit_delete(int(user_id))
+        return self._submit_delete(check_user_id(user_id))
 
-    def delete(self, user_id: int) -> bool:
+    def delete(self, user_id: UserId) -> bool:
         """Delete a user and wait for it; False if there was none."""
         return self.submit_delete(user_id).result()
 
-    def read_last(self, user_id: int, num_events: int) -> Events:
+    def read_last(self, user_id: UserId, num_events: int) -> Events:
         """Return the last events, at most this many; for an unknown user none, at version 0."""
-        check_whole("user_id", user_id)
+        user_id = check_user_id(user_id)
         check_whole("num_events", num_events)
-        with self._reading(int(user_id), int(num_events)) as txn:
-            record = self._users.record(txn, int(user_id))
+        with self._reading(user_id, int(num_events)) as txn:
+            record = self._users.record(txn, user_id)
             if record is None or not num_events:
                 empty = np.empty((self._schema.num_fields, 0), np.int64)
                 return to_events(self._schema, 0 if record is None else record.version, empty)
             first_event = record.first_of_last(num_events)
-            found = self._users.read(txn, int(user_id), record, first_event)
+            found = self._users.read(txn, user_id, record, first_event)
         return to_events(self._schema, first_event, found.columns[:, first_event % PAGE_EVENTS :])
 
-    def state(self, user_id: int) -> UserState | None:
+    def state(self, user_id: UserId) -> UserState | None:
         """None if the user is unknown."""
-        check_whole("user_id", user_id)
-        with self._reading(int(user_id), 0) as txn:
-            record = self._users.record(txn, int(user_id))
+        user_id = check_user_id(user_id)
+        with self._reading(user_id, 0) as txn:
+            record = self._users.record(txn, user_id)
         return None if record is None else self._users.state(record)
 
     def follow(self, schema: EventSchema) -> None:
@@ -113,8 +114,11 @@ class HistoryStore(ABC):
         """Raise HistoryUnavailable, or another HistoryError, if the store cannot be read now."""
 
     @abstractmethod
-    def user_ids(self) -> Iterator[int]:
-        """Yield all users, ascending. Users added or removed during the iteration may or may not be included."""
+    def user_ids(self) -> Iterator[UserId]:
+        """Yield all users: numbers ascending, then strings, by length.
+
+        Users added or removed during the iteration may or may not be included.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -124,10 +128,10 @@ class HistoryStore(ABC):
     def _submit_append(self, new: Append) -> Future[Appended]: ...
 
     @abstractmethod
-    def _submit_delete(self, user_id: int) -> Future[bool]: ...
+    def _submit_delete(self, user_id: UserId) -> Future[bool]: ...
 
     @abstractmethod
-    def _reading(self, user_id: int, num_events: int) -> AbstractContextManager[Txn]:
+    def _reading(self, user_id: UserId, num_events: int) -> AbstractContextManager[Txn]:
         """Return a transaction that reads at least the record and the last events of one user."""
 
     @abstractmethod

@@ -18,25 +18,32 @@ from helmrec.history.pages import (
     page_key,
     unpack_pages,
     unpack_user,
-    user_key,
-    user_of_key,
 )
 from helmrec.history.values import Appended, UserState
 from helmrec.memory.prefix_hash import ChainState, HashKey, advance
-from helmrec.types import IntArray
+from helmrec.types import IntArray, UserId
+from helmrec.user_ids import store_key, user_of_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
     """New events that have been checked."""
 
-    user_id: int
+    user_id: UserId
     base_version: int
     columns: IntArray  # (fields, events)
 
     @property
     def num_events(self) -> int:
         return self.columns.shape[1]
+
+
+def user_of_stored(key: bytes) -> UserId:
+    """Return the user of a key of the store; HistoryError if it is none."""
+    user = user_of_key(key)
+    if user is None:
+        raise HistoryError(f"the index is damaged at key {key!r}")
+    return user
 
 
 class UserTable:
@@ -48,8 +55,8 @@ class UserTable:
         self._num_fields = num_fields
         self._keep_events = keep_events
 
-    def record(self, txn: Txn, user_id: int) -> UserRecord | None:
-        value = txn.get(user_key(user_id), db=self._tables.users)
+    def record(self, txn: Txn, user_id: UserId) -> UserRecord | None:
+        value = txn.get(store_key(user_id), db=self._tables.users)
         if value is None:
             return None
         record = unpack_user(value)
@@ -62,7 +69,7 @@ class UserTable:
         seal = self._key.seal(record.end)
         return UserState(record.version, record.first_event, seal, record.last_timestamp)
 
-    def read(self, txn: Txn, user_id: int, record: UserRecord, first_event: int) -> Unpacked:
+    def read(self, txn: Txn, user_id: UserId, record: UserRecord, first_event: int) -> Unpacked:
         """Read and verify all events from the page of `first_event` on. `first_event` must still be kept."""
         first_page = first_event // PAGE_EVENTS
         num_events = record.version - first_page * PAGE_EVENTS
@@ -88,7 +95,7 @@ class UserTable:
         version = record.version + new.num_events
         first_event = self._drop_old(txn, new.user_id, record.first_event, version)
         latest = UserRecord(version, first_event, end, int(new.columns[-1, -1]))
-        txn.put(user_key(new.user_id), pack_user(latest), db=self._tables.users)
+        txn.put(store_key(new.user_id), pack_user(latest), db=self._tables.users)
         return Appended(record.version, version, is_repeat=False)
 
     def _repeated(self, txn: Txn, record: UserRecord, new: Append) -> Appended:
@@ -117,16 +124,16 @@ class UserTable:
             before = end
         return before
 
-    def _drop_old(self, txn: Txn, user_id: int, first_event: int, version: int) -> int:
+    def _drop_old(self, txn: Txn, user_id: UserId, first_event: int, version: int) -> int:
         """Drop pages beyond the number of events to keep; return the first event kept."""
         kept_from = max(first_event, (version - self._keep_events) // PAGE_EVENTS * PAGE_EVENTS)
         for page in range(first_event // PAGE_EVENTS, kept_from // PAGE_EVENTS):
             txn.delete(page_key(user_id, page), db=self._tables.pages)
         return kept_from
 
-    def delete(self, txn: Txn, user_id: int) -> bool:
+    def delete(self, txn: Txn, user_id: UserId) -> bool:
         """Delete every page under the user's key, even if its record is damaged."""
-        prefix = user_key(user_id)
+        prefix = store_key(user_id)
         with txn.cursor(self._tables.pages) as cursor:
             is_there = cursor.set_range(page_key(user_id, 0))
             while is_there and bytes(cursor.key()[: len(prefix)]) == prefix:
@@ -134,14 +141,14 @@ class UserTable:
                 is_there = bool(cursor.key())
         return txn.delete(prefix, db=self._tables.users)
 
-    def list_ids(self, txn: Txn, start: int, limit: int) -> list[int]:
-        """Return the first `limit` users from id `start` on."""
+    def list_keys(self, txn: Txn, start: bytes, limit: int) -> list[bytes]:
+        """Return the keys of the first `limit` users from key `start` on."""
         with txn.cursor(self._tables.users) as cursor:
-            if not cursor.set_range(user_key(start)):
+            if not (cursor.set_range(start) if start else cursor.first()):
                 return []
-            return [user_of_key(key) for key in islice(cursor.iternext(values=False), limit)]
+            return [bytes(key) for key in islice(cursor.iternext(values=False), limit)]
 
-    def check(self, txn: Txn, user_id: int) -> None:
+    def check(self, txn: Txn, user_id: UserId) -> None:
         """Raise HistoryError if the user's history is damaged. A user that does not exist is not."""
         record = self.record(txn, user_id)
         if record is not None:

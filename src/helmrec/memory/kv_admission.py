@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from helmrec.jit import rule
+from helmrec.types import UserId
 
 LINEAR_TOKENS = 2_048  # length of a history at which attention costs as much as the linear parts
 MOST_VISITORS = 1 << 16  # users whose visits are counted
@@ -90,9 +91,9 @@ class VisitLog:
 
     def __init__(self, limit: int = MOST_VISITORS) -> None:
         self._limit = limit
-        self._seen: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._seen: OrderedDict[UserId, tuple[int, float]] = OrderedDict()
 
-    def record(self, user_id: int, now: float) -> VisitCount:
+    def record(self, user_id: UserId, now: float) -> VisitCount:
         """Count this visit."""
         count, last_s = self._seen.pop(user_id, (0, now))
         self._seen[user_id] = (count + 1, now)
@@ -100,5 +101,5 @@ class VisitLog:
             self._seen.popitem(last=False)
         return VisitCount(count + 1, now - last_s)
 
-    def forget(self, user_id: int) -> None:
+    def forget(self, user_id: UserId) -> None:
         self._seen.pop(user_id, None)

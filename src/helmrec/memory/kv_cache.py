@@ -15,6 +15,7 @@ from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
 from helmrec.memory.prefix_hash import History, RowEpochs, common_tokens
 from helmrec.memory.shared_pages import SharedPages
+from helmrec.types import UserId
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class KVCache:
         self._epochs = epochs
         self._admission = admission
         self._visits = VisitLog()
-        self._users: dict[int, list[Prefix]] = {}
+        self._users: dict[UserId, list[Prefix]] = {}
         self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
         self._running: dict[int, Prefix] = {}  # new in a running step, not yet admitted or refused
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # full pages not yet offered to the host tier
@@ -183,12 +184,12 @@ class KVCache:
         num_free = self._pages.num_free + others_pages
         return not prefix.is_probationary or has_room(self._admission, num_free, self.reserve_pages)
 
-    def hold(self, user_id: int) -> None:
+    def hold(self, user_id: UserId) -> None:
         """Move a user's prefixes to the warm end of the eviction order."""
         for prefix in self._users.get(user_id, ()):
             self._order.move_to_end(id(prefix))
 
-    def release(self, user_id: int) -> None:
+    def release(self, user_id: UserId) -> None:
         """Move a user's probationary prefixes to the cold end of the eviction order."""
         for prefix in self._users.get(user_id, ()):
             if prefix.is_probationary:
@@ -207,7 +208,7 @@ class KVCache:
             self._truncate(plan.prefix, plan.num_before)
             self._unpin(plan)
 
-    def forget(self, user_id: int) -> None:
+    def forget(self, user_id: UserId) -> None:
         """Drop a user's prefixes, here and on the host. No step may be running."""
         for prefix in list(self._users.get(user_id, ())):
             assert prefix.pins == 0, "a running step still reads a prefix that is forgotten"
@@ -349,7 +350,7 @@ class KVCache:
         self._order[id(prefix)] = prefix
         self._users.setdefault(prefix.user_id, []).append(prefix)
 
-    def _limit_forks(self, user_id: int) -> None:
+    def _limit_forks(self, user_id: UserId) -> None:
         mates = self._users.get(user_id, [])
         surplus = len(mates) - self.limits.max_forks
         if surplus <= 0:

@@ -14,6 +14,7 @@ import numpy as np
 from helmrec.costs.reload import ReloadCosts
 from helmrec.costs.steps import StepCosts
 from helmrec.memory.prefix_hash import States
+from helmrec.types import UserId
 
 
 class HostPage(NamedTuple):
@@ -26,7 +27,7 @@ class HostPage(NamedTuple):
 class PageKey(NamedTuple):
     """A full page in the pool that may be saved."""
 
-    user_id: int
+    user_id: UserId
     state: int  # the chain state at its end
     page: int
     epoch: int
@@ -37,9 +38,6 @@ class PageSave(NamedTuple):
 
     page: int
     slot: int
-
-
-_NO_USER = -1  # user of a free slot
 
 
 class KVHostTier:
@@ -59,7 +57,8 @@ class KVHostTier:
     def clear(self, num_slots: int) -> None:
         """Drop all pages; use the first `num_slots` slots from now on."""
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # chain state -> slot, coldest first
-        self._user = np.full(num_slots, _NO_USER, np.int64)  # whose page each slot holds
+        self._user = np.full(num_slots, None, object)  # whose page each slot holds
+        self._hash = np.zeros(num_slots, np.int64)  # of that user, to find all pages of a user; users are compared too
         self._state = np.zeros(num_slots, np.uint64)
         self._epoch = np.zeros(num_slots, np.int64)  # see `HostPage`
         self._free = list(range(num_slots - 1, -1, -1))
@@ -72,7 +71,7 @@ class KVHostTier:
     def num_pages(self) -> int:
         return len(self._slot_of)
 
-    def find(self, user_id: int, states: States, first: int, page_tokens: int) -> list[HostPage]:
+    def find(self, user_id: UserId, states: States, first: int, page_tokens: int) -> list[HostPage]:
         """Return the consecutive pages held, from page `first` of a user's history on."""
         found: list[HostPage] = []
         if not self._slot_of:
@@ -86,7 +85,7 @@ class KVHostTier:
             found.append(HostPage(slot, int(self._epoch[slot])))
         return found
 
-    def _held(self, user_id: int, state: int) -> int | None:
+    def _held(self, user_id: UserId, state: int) -> int | None:
         """Return the slot of this user's page; None if there is none, or if it belongs to another user."""
         slot = self._slot_of.get(state)
         return slot if slot is not None and self._user[slot] == user_id else None
@@ -109,26 +108,28 @@ class KVHostTier:
             slot = self._take_slot()
         self._slot_of[key.state] = slot
         self._slot_of.move_to_end(key.state)
-        self._user[slot], self._state[slot], self._epoch[slot] = key.user_id, key.state, key.epoch
+        self._user[slot], self._hash[slot] = key.user_id, hash(key.user_id)
+        self._state[slot], self._epoch[slot] = key.state, key.epoch
         self.saved_pages += 1
         return PageSave(key.page, slot)
 
-    def discard(self, user_id: int, states: Iterable[int]) -> None:
+    def discard(self, user_id: UserId, states: Iterable[int]) -> None:
         """Drop a user's pages that end in these states."""
         self._drop([slot for state in states if (slot := self._held(user_id, state)) is not None])
 
     def withdraw(self, saves: Sequence[PageSave]) -> None:
         """Drop pages whose copy has failed."""
-        self._drop([save.slot for save in saves if self._user[save.slot] != _NO_USER])
+        self._drop([save.slot for save in saves if self._user[save.slot] is not None])
 
-    def forget(self, user_id: int) -> None:
+    def forget(self, user_id: UserId) -> None:
         """Drop all pages of a user."""
-        self._drop(np.flatnonzero(self._user == user_id).tolist())
+        same_hash = np.flatnonzero(self._hash == hash(user_id)).tolist()
+        self._drop([slot for slot in same_hash if self._user[slot] == user_id])
 
     def _drop(self, slots: list[int]) -> None:
         for slot in slots:
             del self._slot_of[int(self._state[slot])]
-            self._user[slot] = _NO_USER
+            self._user[slot] = None
         self._free.extend(slots)
 
     def _take_slot(self) -> int:
@@ -141,4 +142,4 @@ class KVHostTier:
         slots = [*self._free, *self._slot_of.values()]
         assert sorted(slots) == list(range(self.num_slots)), "a host slot is lost or held twice"
         assert all(int(self._state[slot]) == state for state, slot in self._slot_of.items()), "a slot has another state"
-        assert np.count_nonzero(self._user != _NO_USER) == self.num_pages, "a free slot has a user"
+        assert sum(user is not None for user in self._user) == self.num_pages, "a free slot has a user"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from helmrec.memory.prefix_hash import Epochs, States
+from helmrec.types import UserId
 
 
 class EpochRun(NamedTuple):
@@ -19,7 +20,7 @@ class EpochRun(NamedTuple):
 class Prefix:
     """One resident history of one user. The last page may be partial; only this prefix writes to it."""
 
-    user_id: int
+    user_id: UserId
     states: States  # chain states; the first `num_tokens` are in pages
     made_at: list[EpochRun]  # the row epochs its tokens were computed at
     pages: list[int] = field(default_factory=list)

@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from helmrec.types import IntArray
+from helmrec.types import IntArray, UserId
 
 States = NDArray[np.uint64]
 Epochs = NDArray[np.uint32]
@@ -41,7 +41,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 class History:
     """The cacheable tokens of one request: user-context tokens, then the window's events."""
 
-    user_id: int
+    user_id: UserId
     context_rows: IntArray  # (context,)
     event_rows: IntArray  # (features, events)
     states: States  # (context + events,) chain state after each token

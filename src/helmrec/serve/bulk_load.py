@@ -18,6 +18,7 @@ from helmrec.serve.bodies import decode
 from helmrec.serve.client import Client
 from helmrec.serve.schema import AppendOutcome, EventsBody
 from helmrec.traffic.trace_file import pyarrow
+from helmrec.types import UserId
 
 _BATCH_APPENDS = 500
 _BATCH_EVENTS = 50_000  # about 1 MB of JSON
@@ -46,7 +47,7 @@ class BulkReport:
     num_events: int = 0  # of appends that were done, repeats included
     num_stored: int = 0  # lines
     num_repeats: int = 0  # lines whose events were there already
-    users: set[int] = field(default_factory=set)
+    users: set[UserId] = field(default_factory=set)
     bad: list[tuple[int, str]] = field(default_factory=list)  # line numbers and reasons
 
 
@@ -106,7 +107,7 @@ class BulkLoad:
     def __init__(self, client: Client, sleep: Callable[[float], None] = time.sleep) -> None:
         self._client = client
         self._sleep = sleep
-        self._versions = dict[int, int]()  # of each user after the lines so far
+        self._versions = dict[UserId, int]()  # of each user after the lines so far
         self.report = BulkReport()
 
     def run(self, lines: Iterable[Line]) -> BulkReport:

@@ -5,7 +5,7 @@ Uses the connection of the standard library, so that programs that only call a s
 
 import http.client
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import numpy as np
@@ -26,7 +26,8 @@ from helmrec.serve.schema import (
     RankAnswer,
     UserAnswer,
 )
-from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, UserId
+from helmrec.user_ids import check_user_id, path_text
 
 _REFUSALS = (errors.DeadlineExceeded, errors.EngineClosed, errors.Forgotten, errors.NonFiniteScores, errors.QueueFull)
 _STORE_ERRORS = (errors.DiskFull, errors.HistoryFull, errors.HistoryUnavailable, errors.TablesTooSmall)
@@ -52,7 +53,7 @@ class Client:
 
     def rank_stored(
         self,
-        user_id: int,
+        user_id: UserId,
         candidates: Ids,
         candidate_features: Mapping[str, Ids] | None = None,
         context: Mapping[str, int] | None = None,
@@ -78,7 +79,7 @@ class Client:
 
     def prefill_stored(
         self,
-        user_id: int,
+        user_id: UserId,
         context: Mapping[str, int] | None = None,
         num_candidates: int = 0,
         budget_ms: float | None = None,
@@ -93,7 +94,7 @@ class Client:
 
     def append(
         self,
-        user_id: int,
+        user_id: UserId,
         base_version: int | None,
         items: Ids,
         actions: Ids,
@@ -126,17 +127,17 @@ class Client:
         answer = self._done("POST", "/v1/events/bulk", BulkBody(list(appends)))
         return msgspec.json.decode(answer, type=BulkAnswer).outcomes
 
-    def user(self, user_id: int) -> UserState | None:
+    def user(self, user_id: UserId) -> UserState | None:
         """Return length and hash of a user's stored history; None if nothing is stored."""
-        answer = self._send("GET", f"/v1/users/{user_id}")
+        answer = self._send("GET", _user_path(user_id))
         if answer.status == 404:
             return None
         found = msgspec.json.decode(_body_of(answer), type=UserAnswer)
         return UserState(found.version, found.first_event, int(found.seal, 16), found.last_timestamp)
 
-    def forget(self, user_id: int) -> bool:
+    def forget(self, user_id: UserId) -> bool:
         """Delete a user from history store and caches. False if no events were stored."""
-        return msgspec.json.decode(self._done("DELETE", f"/v1/users/{user_id}"), type=ForgetAnswer).had_events
+        return msgspec.json.decode(self._done("DELETE", _user_path(user_id)), type=ForgetAnswer).had_events
 
     def is_ready(self) -> bool:
         """Return whether requests may be sent: False while the server warms up or cannot be reached."""
@@ -177,6 +178,10 @@ class Client:
             raise
 
 
+def _user_path(user_id: UserId) -> str:
+    return f"/v1/users/{quote(path_text(check_user_id(user_id)), safe='')}"
+
+
 class _Answer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
@@ -188,7 +193,7 @@ def _body_of(answer: _Answer) -> bytes:
     return answer.body
 
 
-def _stale(answer: _Answer, user_id: int, base_version: int | None) -> HelmRecError:
+def _stale(answer: _Answer, user_id: UserId, base_version: int | None) -> HelmRecError:
     problem = _problem(answer)
     if problem is None or problem.current_version is None or base_version is None:
         return _error(answer)

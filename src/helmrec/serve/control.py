@@ -16,6 +16,7 @@ from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.policies import make_policy, needs_curves
 from helmrec.serve.settings import ServeConfig
 from helmrec.steps import Step, Steps
+from helmrec.types import UserId
 
 NO_POLICY = "none"  # only admin calls move the boundary
 _SHOWN_MOVES = 5
@@ -170,7 +171,7 @@ class Controller:
         self._is_failed = False
         self.view = steering.view(None, "adaptive", now_s)
 
-    def record(self, user_id: int, latency_ms: float | None) -> None:
+    def record(self, user_id: UserId, latency_ms: float | None) -> None:
         """Record an answered request, or a refused one (None)."""
         if not self._is_failed:  # without ticks, recorded requests would pile up
             self._rebalancer.record(user_id, latency_ms)

@@ -1,6 +1,7 @@
 """The outermost ASGI layer: gives each request an id, logs and counts it, and turns errors into answers."""
 
 import time
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -8,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from helmrec.serve import problems
 from helmrec.serve.bodies import header
 from helmrec.serve.calls import CLIENT_GONE, ID_HEADER, CallLog, explain
+
+_RAW_PATHS = "/v1/users/"  # routed as they were sent: a user id may have an encoded slash, which is part of it
 
 
 class Edge:
@@ -24,6 +27,9 @@ class Edge:
         started_s = time.perf_counter()
         request_id = self._calls.request_id(header(scope, ID_HEADER.encode()) or "")
         scope.setdefault("state", {})["started_s"] = started_s
+        if scope["path"].startswith(_RAW_PATHS):
+            raw = scope.get("raw_path")  # optional in ASGI
+            scope["path"] = quote(scope["path"]) if raw is None else raw.decode("latin-1")
         status, problem = 0, None
 
         async def send_with_id(message: Message) -> None:

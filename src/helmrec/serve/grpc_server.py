@@ -38,7 +38,7 @@ _CODES = {  # status of HTTP -> of gRPC; all others are INTERNAL
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 _CODES_BY_NAME = {"DeadlineExceeded": grpc.StatusCode.DEADLINE_EXCEEDED}
-_CONTENTS = {"INT64": "int64_contents", "UINT64": "uint64_contents"} | {
+_CONTENTS = {"INT64": "int64_contents", "UINT64": "uint64_contents", "BYTES": "bytes_contents"} | {
     f"{kind}{bits}": f"{kind.lower()}_contents" for kind in ("INT", "UINT") for bits in (8, 16, 32)
 }
 _FIELDS = ValueFields(raw="raw_input_contents[{i}]", listed="inputs[{i}].contents")
@@ -216,7 +216,7 @@ def read_tensors(asked: Any) -> dict[str, Tensor]:
     return tensors_by_name(inputs, raw or [None] * len(inputs), _FIELDS)
 
 
-def _contents(i: int, tensor: Any) -> list[int]:
+def _contents(i: int, tensor: Any) -> list[int | str]:
     """Return the typed values of a tensor; RequestError if they are in the field of another type."""
     values, wanted = [], _CONTENTS.get(tensor.datatype)
     for field, found in tensor.contents.ListFields():
@@ -224,7 +224,10 @@ def _contents(i: int, tensor: Any) -> list[int]:
             problem = f"{wanted or 'integers'} is needed for datatype {tensor.datatype}"
             raise RequestError(f"inputs[{i}].contents", field.name, problem)
         values = list(found)
-    return values
+    try:
+        return [value.decode() if isinstance(value, bytes) else value for value in values]
+    except UnicodeDecodeError:
+        raise RequestError(f"inputs[{i}].contents", repr(values)[:100], "UTF-8 is needed") from None
 
 
 def _timeout_ms(asked: Any) -> float | None:

@@ -36,6 +36,7 @@ from helmrec.history.warm_up import compile_loops
 from helmrec.model.config import ModelConfig
 from helmrec.redaction import redact
 from helmrec.serve.breaker import Breaker
+from helmrec.types import UserId
 
 log = logging.getLogger("helmrec.serve")
 T = TypeVar("T")
@@ -46,9 +47,9 @@ _PING_EVERY_S = 1.0  # while the store answers, so that /readyz is right without
 class _Read:
     """A running read of some users."""
 
-    def __init__(self, user_ids: Sequence[int]) -> None:
+    def __init__(self, user_ids: Sequence[UserId]) -> None:
         self.user_ids = frozenset(user_ids)
-        self.forgotten: int | None = None  # a user among them who was forgotten since the read began
+        self.forgotten: UserId | None = None  # a user among them who was forgotten since the read began
 
 
 class _TimedCall(Generic[T]):
@@ -83,7 +84,7 @@ class StoredHistories:
         self._threads = ThreadPoolExecutor(config.read_threads, thread_name_prefix="history-read")
         self._num_waiting = 0
         self._reads: set[_Read] = set()
-        self._being_forgotten: Counter[int] = Counter()
+        self._being_forgotten: Counter[UserId] = Counter()
         self._following = asyncio.Lock()
         self._last_failure = ""
         self._pings: asyncio.Task[None] | None = None
@@ -116,7 +117,7 @@ class StoredHistories:
         """Calls that the store did not answer in time."""
         return self._breaker.num_failures
 
-    async def read(self, user_ids: Sequence[int], model: ModelConfig) -> list[Events]:
+    async def read(self, user_ids: Sequence[UserId], model: ModelConfig) -> list[Events]:
         """Read the events in the model's window, for each user; none, at version 0, for an unknown user.
 
         Raise Forgotten if a user was forgotten since the call began. A caller that submits the result without awaiting
@@ -138,7 +139,7 @@ class StoredHistories:
             raise Forgotten(f"user {read.forgotten} was forgotten while the history was read")
         return found
 
-    def _reading(self, user_id: int, schema: EventSchema, window: int) -> Callable[[], Events]:
+    def _reading(self, user_id: UserId, schema: EventSchema, window: int) -> Callable[[], Events]:
         def work() -> Events:
             events = self._store.read_last(user_id, window)
             if (beyond := find_beyond(schema, events)) is not None:
@@ -148,11 +149,13 @@ class StoredHistories:
 
         return work
 
-    async def last(self, user_id: int, num_events: int) -> Events:
+    async def last(self, user_id: UserId, num_events: int) -> Events:
         """Read the last events of a user, at most this many, also those outside the model's window or tables."""
         return await self._call(lambda: self._store.read_last(user_id, num_events))
 
-    async def append(self, user_id: int, base_version: int | None, events: NewEvents, model: ModelConfig) -> Appended:
+    async def append(
+        self, user_id: UserId, base_version: int | None, events: NewEvents, model: ModelConfig
+    ) -> Appended:
         """Append events; returns when they are stored. Raises what the store raises.
 
         Without `base_version` they are appended to the current version; StaleVersion if another append comes between.
@@ -187,16 +190,16 @@ class StoredHistories:
         except TablesTooSmall as error:
             raise ModelError(f"the model cannot be swapped in while histories are kept: {error}") from None
 
-    async def state(self, user_id: int) -> UserState | None:
+    async def state(self, user_id: UserId) -> UserState | None:
         return await self._call(lambda: self._store.state(user_id))
 
-    async def delete(self, user_id: int) -> bool:
+    async def delete(self, user_id: UserId) -> bool:
         """Delete a user; False if nothing was stored. Call within `forgetting`, so that running reads are refused."""
         assert self._being_forgotten[user_id], "running reads must be refused"
         return await self._write(lambda: self._store.submit_delete(user_id))
 
     @contextmanager
-    def forgetting(self, user_id: int) -> Iterator[None]:
+    def forgetting(self, user_id: UserId) -> Iterator[None]:
         """Refuse reads of a user, running ones included, while store and engine forget the user."""
         for read in self._reads:
             if user_id in read.user_ids:

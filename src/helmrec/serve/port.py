@@ -27,7 +27,7 @@ from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.serve.control import Controller, ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
 log = logging.getLogger("helmrec.serve")
 _IDLE_WAIT_S = 0.02  # between idle steps, in which the boundary moves on; a request ends the wait at once
@@ -92,7 +92,7 @@ class EnginePort(Protocol):
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None: ...
 
-    async def forget(self, user_id: int) -> None:
+    async def forget(self, user_id: UserId) -> None:
         """Drop a user from the caches, and refuse the user's waiting requests."""
 
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class SwapsModels(Protocol):
 class Queued:
     """A ranking call whose requests are in the engine's queue."""
 
-    user_ids: list[int]
+    user_ids: list[UserId]
     futures: "list[Future[RankResult]]"
     started_s: float
 
@@ -191,7 +191,7 @@ class InProcessPort:
         self._has_work.set()
         return future
 
-    def _record(self, user_ids: Sequence[int], latency_ms: float | None) -> None:
+    def _record(self, user_ids: Sequence[UserId], latency_ms: float | None) -> None:
         """Report answers to the controller, or refusals (None)."""
         if self._controller is not None:
             for user_id in user_ids:
@@ -230,7 +230,7 @@ class InProcessPort:
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await asyncio.to_thread(self.engine.update_rows, table, ids, values)
 
-    async def forget(self, user_id: int) -> None:
+    async def forget(self, user_id: UserId) -> None:
         await asyncio.to_thread(self.engine.forget, user_id)
 
     def inherit(self, old: "InProcessPort") -> None:

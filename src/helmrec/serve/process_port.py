@@ -38,7 +38,7 @@ from helmrec.serve.wire import (
     unpack_error,
     unpack_results,
 )
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
 log = logging.getLogger("helmrec.serve")
 _FIRST_PAUSE_S = 0.2  # before a restart; doubles with every start that fails
@@ -131,7 +131,7 @@ class ProcessPort:
         if num_lost == 0 and self._replay.num_lost:
             log.warning("row updates exceed replay_bytes: a restarted engine will not have all of them")
 
-    async def forget(self, user_id: int) -> None:
+    async def forget(self, user_id: UserId) -> None:
         await self._call("forget", None, user_id=user_id)
 
     async def swap(self, model: str) -> None:

@@ -8,11 +8,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from helmrec.user_ids import MAX_NUMBER, MAX_USER_BYTES
+
 Handler = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/{name}"
 MODEL_VERSION = "1"  # of the one model a server has, in the paths of the Open Inference Protocol
 _BODY_STATUSES = (408, 413, 415, 503)  # that reading a body may end with
-_USER_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
+_USER_ID = {
+    "description": 'digits are a number; "7" in quotes is the string 7; anything else is the string itself',
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER},
+        {"type": "string", "minLength": 1, "maxLength": MAX_USER_BYTES},
+    ],
+}
 
 
 @dataclass(frozen=True, slots=True)

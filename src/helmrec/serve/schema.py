@@ -9,8 +9,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from helmrec.errors import RequestError
 from helmrec.history.events import Events, NewEvents
 from helmrec.types import RankRequest, RankResult, Timing
+from helmrec.user_ids import MAX_USER_BYTES
 
 Count = Annotated[int, Meta(ge=0)]
+UserIdField = (
+    Annotated[int, Meta(ge=0)] | Annotated[str, Meta(min_length=1, max_length=MAX_USER_BYTES, description="UTF-8")]
+)
 MAX_APPENDS = 1_000  # of one bulk call
 
 
@@ -20,7 +24,7 @@ class HistoryBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     Without any field of events, the history is the one the server keeps of the user.
     """
 
-    user_id: Count
+    user_id: UserIdField
     items: Annotated[list[int], Meta(description="one id per event")] | UnsetType = UNSET
     actions: Annotated[list[int], Meta(description="one per event")] | UnsetType = UNSET
     timestamps: Annotated[list[int], Meta(description="one per event, never running backwards")] | UnsetType = UNSET
@@ -94,7 +98,7 @@ _RESULT_FIELDS = [field.name for field in fields(RankResult) if field.name != "s
 class EventsBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """New events of a user, oldest first; every field has one value per event."""
 
-    user_id: Count
+    user_id: UserIdField
     base_version: (
         Annotated[
             int,
@@ -150,7 +154,7 @@ class BulkAnswer(Struct, frozen=True):
 class UserAnswer(Struct, frozen=True):
     """Length and hash of a user's stored history."""
 
-    user_id: int
+    user_id: int | str
     version: Annotated[int, Meta(description="events it ever had: the next base_version")]
     first_event: Annotated[int, Meta(description="absolute index of the oldest event still kept")]
     last_timestamp: int
@@ -160,7 +164,7 @@ class UserAnswer(Struct, frozen=True):
 class HistoryAnswer(Struct, frozen=True):
     """The last events of a user's stored history, oldest first."""
 
-    user_id: int
+    user_id: int | str
     version: Annotated[int, Meta(description="events it ever had")]
     first_event: Annotated[int, Meta(description="absolute index of the first event here")]
     items: list[int]
@@ -172,7 +176,7 @@ class HistoryAnswer(Struct, frozen=True):
 class ForgetAnswer(Struct, frozen=True):
     """The user is deleted from history store and caches."""
 
-    user_id: int
+    user_id: int | str
     had_events: bool
 
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from helmrec.errors import EngineClosed, ModelError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.port import Health, InProcessPort
-from helmrec.types import Ids
+from helmrec.types import Ids, UserId
 
 log = logging.getLogger("helmrec.serve")
 _LOOK_EVERY_S = 0.01
@@ -63,7 +63,7 @@ class SwappingPort:
         await port.update_rows(table, ids, values)
         return num_swaps
 
-    async def forget(self, user_id: int) -> None:
+    async def forget(self, user_id: UserId) -> None:
         for port in (self.current, *self._retiring):
             await port.forget(user_id)
 

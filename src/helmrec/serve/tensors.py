@@ -18,9 +18,11 @@ from helmrec.history.events import Events, NewEvents
 from helmrec.model.config import ModelConfig
 from helmrec.serve.bodies import decode
 from helmrec.serve.routes import MODEL_VERSION
-from helmrec.types import RankRequest, RankResult
+from helmrec.serve.string_tensors import BYTES, listed_strings, pack_strings, unpack_strings
+from helmrec.types import RankRequest, RankResult, UserId
 
 SCORES = "SCORES"
+USER_IDS = "USER_IDS"  # integers, or strings as BYTES
 EVENT_INPUTS = ("ITEMS", "ACTIONS", "TIMESTAMPS")
 OPTIONAL_INPUTS = ("FIRST_EVENTS", "REQUEST_TIMES")
 _DTYPES = {
@@ -29,7 +31,7 @@ _DTYPES = {
     for bits in (8, 16, 32, 64)
 }
 MAX_USERS = 1_024  # of one call
-Tensor = NDArray[np.integer]
+Tensor = NDArray[Any]  # of integers; of Python strings where users are
 
 
 class TensorParameters(Struct, frozen=True):
@@ -37,13 +39,13 @@ class TensorParameters(Struct, frozen=True):
 
 
 class InputTensor(Struct, frozen=True, omit_defaults=True):
-    """A flat tensor of integers: its values are in `data`, or in `binary_data_size` bytes after the JSON."""
+    """A flat tensor of integers or strings: values are in `data`, or in `binary_data_size` bytes after the JSON."""
 
     name: str
     shape: list[Annotated[int, Meta(ge=0)]]
     datatype: str
     parameters: TensorParameters = TensorParameters()
-    data: list[int] | None = None
+    data: list[int | str] | None = None
 
 
 class OutputParameters(Struct, frozen=True):
@@ -172,9 +174,12 @@ def _json_bytes(header_length: str | None, body_bytes: int) -> int:
 
 
 def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None, fields: ValueFields) -> Tensor:
+    if tensor.datatype == BYTES and tensor.name == USER_IDS:
+        return _strings(i, tensor, raw, fields)
     dtype = _DTYPES.get(tensor.datatype)
     if dtype is None:
-        raise RequestError(f"inputs[{i}].datatype", tensor.datatype, f"one of {', '.join(_DTYPES)} is needed")
+        kinds = ", ".join((*_DTYPES, *([BYTES] if tensor.name == USER_IDS else [])))
+        raise RequestError(f"inputs[{i}].datatype", tensor.datatype, f"one of {kinds} is needed")
     if len(tensor.shape) != 1 or tensor.shape[0] < 0:
         raise RequestError(f"inputs[{i}].shape", tensor.shape, "a flat tensor is needed")
     (num,) = tensor.shape
@@ -186,14 +191,27 @@ def _values(i: int, tensor: InputTensor, raw: memoryview | bytes | None, fields:
     return np.frombuffer(raw, dtype) if num else np.empty(0, dtype)
 
 
+def _strings(i: int, tensor: InputTensor, raw: memoryview | bytes | None, fields: ValueFields) -> Tensor:
+    if raw is None:
+        values = listed_strings(fields.listed.format(i=i), tensor.data or [])
+    else:
+        values = unpack_strings(fields.raw.format(i=i), bytes(raw))
+    if tensor.shape != [values.size]:
+        raise RequestError(f"inputs[{i}].shape", tensor.shape, f"[{values.size}] is needed for so many strings")
+    return values
+
+
 def _listed(field: str, tensor: InputTensor, num: int, dtype: "np.dtype[Any]") -> Tensor:
     if tensor.data is None or len(tensor.data) != num:
         seen = None if tensor.data is None else len(tensor.data)
         raise RequestError(field, seen, f"as many values as the shape says are needed, {num}")
+    texts = [value for value in tensor.data if isinstance(value, str)]
+    if texts:
+        raise RequestError(field, texts[0][:100], f"integers are needed in a tensor of {tensor.datatype}")
     try:
         return np.array(tensor.data, dtype)
     except OverflowError:
-        widest = max(tensor.data, key=abs)
+        widest = max(tensor.data, key=lambda value: abs(int(value)))
         raise RequestError(field, widest, f"integers that fit {tensor.datatype} are needed") from None
 
 
@@ -211,7 +229,7 @@ class TensorNames:
         self.per_request = ("USER_IDS", "LENGTHS", "NUM_CANDIDATES", *self.context)
         self.required = (*self.per_request, *self.per_event, *self.per_candidate)
 
-    def users_without_events(self, tensors: dict[str, Tensor]) -> list[int] | None:
+    def users_without_events(self, tensors: dict[str, Tensor]) -> list[UserId] | None:
         """Return the users of a call without tensors of events, which uses stored histories; None for other calls.
 
         Raise RequestError, before any history is read, if the call is wrong regardless of what is stored.
@@ -220,9 +238,9 @@ class TensorNames:
             return None
         return self._users(tensors, is_stored=True)
 
-    def _users(self, tensors: dict[str, Tensor], *, is_stored: bool) -> list[int]:
+    def _users(self, tensors: dict[str, Tensor], *, is_stored: bool) -> list[UserId]:
         self._check(tensors, is_stored=is_stored)
-        users: list[int] = tensors["USER_IDS"].tolist()
+        users: list[UserId] = tensors["USER_IDS"].tolist()
         if len(users) > MAX_USERS:
             raise RequestError("USER_IDS", len(users), f"at most {MAX_USERS} users may be asked for in one call")
         return users
@@ -320,7 +338,7 @@ class Encoded:
 def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
     """Encode a call of one request with binary tensors, as a client sends it."""
     tensors: dict[str, Any] = {
-        "USER_IDS": [request.user_id],
+        **({} if isinstance(request.user_id, str) else {USER_IDS: [request.user_id]}),
         "LENGTHS": [len(request.items)],
         "NUM_CANDIDATES": [len(request.candidates)],
         "FIRST_EVENTS": [request.first_event],
@@ -332,13 +350,13 @@ def encode_request(request: RankRequest, names: TensorNames) -> Encoded:
         **{tensor: request.candidate_features[name] for tensor, name in names.candidate_features.items()},
         **{tensor: [request.context[name]] for tensor, name in names.context.items()},
     }
-    blobs = [np.asarray(values, "<i8").tobytes() for values in tensors.values()]
-    inputs = [
-        InputTensor(name, [len(blob) // 8], "INT64", TensorParameters(len(blob)))
-        for name, blob in zip(tensors, blobs, strict=True)
-    ]
+    blobs = {name: np.asarray(values, "<i8").tobytes() for name, values in tensors.items()}
+    inputs = [InputTensor(name, [len(blob) // 8], "INT64", TensorParameters(len(blob))) for name, blob in blobs.items()]
+    if isinstance(request.user_id, str):
+        blobs = {USER_IDS: pack_strings([request.user_id]), **blobs}
+        inputs.insert(0, InputTensor(USER_IDS, [1], BYTES, TensorParameters(len(blobs[USER_IDS]))))
     header = msgspec.json.encode(InferBody(inputs, parameters=InferParameters(binary_data_output=True)))
-    return Encoded(b"".join((header, *blobs)), len(header))
+    return Encoded(b"".join((header, *blobs.values())), len(header))
 
 
 def encode_answer(inference: InferBody, model_name: str, results: list[RankResult]) -> Encoded:

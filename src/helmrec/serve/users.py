@@ -1,6 +1,7 @@
 """`/v1/events` and `/v1/users`: append to stored histories, read them, delete them."""
 
 import asyncio
+from urllib.parse import unquote
 
 import msgspec
 import numpy as np
@@ -9,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from helmrec.errors import HelmRecError, HistoryError, RequestError, StaleVersion
-from helmrec.history.events import MAX_ID
 from helmrec.history.values import Appended
 from helmrec.serve import problems
 from helmrec.serve.bodies import decode
@@ -26,6 +26,8 @@ from helmrec.serve.schema import (
     HistoryAnswer,
     UserAnswer,
 )
+from helmrec.types import UserId
+from helmrec.user_ids import user_of_path
 
 MAX_LAST = 100_000  # events of one answer
 
@@ -56,7 +58,7 @@ class UserRoutes:
         """Append for many users at once: what waits for the store's writer together shares a transaction."""
         histories = self._need_histories()
         appends = decode(self._bulk_body, await self._front.bodies.read(request)).appends
-        by_user: dict[int, list[int]] = {}
+        by_user: dict[UserId, list[int]] = {}
         for at, each in enumerate(appends):
             by_user.setdefault(each.user_id, []).append(at)
         outcomes = [AppendOutcome()] * len(appends)
@@ -138,8 +140,12 @@ class UserRoutes:
         ]  # fmt: skip
 
 
-def _user_id(request: Request) -> int:
-    return _whole("user_id", request.path_params["user_id"], MAX_ID)
+def _user_id(request: Request) -> UserId:
+    """The user in the path, which is still percent-encoded (`edge.Edge`)."""
+    try:
+        return user_of_path(unquote(request.path_params["user_id"], errors="strict"))
+    except UnicodeDecodeError:
+        raise RequestError("user_id", request.path_params["user_id"][:100], "UTF-8 is needed") from None
 
 
 def _whole(field: str, text: str, most: int, least: int = 0) -> int:

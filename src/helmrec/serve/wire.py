@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from helmrec import errors
 from helmrec.errors import HelmRecError, QueueFull, RequestError, ServerError
-from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing
+from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing, UserId
 
 _ENCODER = msgspec.msgpack.Encoder()
 R = TypeVar("R", RankRequest, PrefillRequest)
@@ -50,7 +50,7 @@ class _WireRequest(Struct, frozen=True, array_like=True):
     """The plain fields of a RankRequest or PrefillRequest, and the arrays that follow the header."""
 
     arrays: dict[str, tuple[str, int]]  # by field, or "FIELD.TABLE": dtype and number of values, in order
-    user_id: int
+    user_id: UserId
     context: dict[str, int]
     first_event: int
     request_time: int | None = None

@@ -6,7 +6,7 @@ import secrets
 from typing import NamedTuple
 
 from helmrec.engine.relay.trigger import SHARE_S
-from helmrec.types import Lease
+from helmrec.types import Lease, UserId
 
 
 class _Held(NamedTuple):
@@ -24,8 +24,8 @@ class Leases:
 
     def __init__(self, max_hold_ms: float = math.inf) -> None:
         self._max_hold_ms = max_hold_ms
-        self._by_user: dict[int, _Held] = {}
-        self._ends: list[tuple[float, int, int]] = []  # heap of end time, number and user
+        self._by_user: dict[UserId, _Held] = {}
+        self._ends: list[tuple[float, int, UserId]] = []  # heap of end time, number and user
         self._num_granted = 0
         self.held_pages = 0
         self.promised_s = 0.0
@@ -40,7 +40,7 @@ class Leases:
         return user_id in self._by_user
 
     @property
-    def users(self) -> list[int]:
+    def users(self) -> list[UserId]:
         return list(self._by_user)
 
     def is_held(self, lease: Lease) -> bool:
@@ -48,7 +48,7 @@ class Leases:
         held = self._by_user.get(lease.user_id)
         return held is not None and held.lease is lease
 
-    def grant(self, user_id: int, num_pages: int, now_s: float, hold_ms: float, promised_s: float = 0.0) -> Lease:
+    def grant(self, user_id: UserId, num_pages: int, now_s: float, hold_ms: float, promised_s: float = 0.0) -> Lease:
         """Grant a lease for `hold_ms`, or for the longest allowed time if that is shorter."""
         assert user_id not in self._by_user, "a user has at most one lease"
         granted_ms = min(hold_ms, self._max_hold_ms)
@@ -61,26 +61,26 @@ class Leases:
         self.promised_s += promised_s
         return lease
 
-    def end_promise(self, user_id: int) -> None:
+    def end_promise(self, user_id: UserId) -> None:
         """Set the promised compute time of a user to zero: its whole prefix is resident."""
         held = self._by_user.get(user_id)
         if held is not None:
             self.promised_s -= held.promised_s
             self._by_user[user_id] = held._replace(promised_s=0.0)
 
-    def use(self, user_id: int) -> None:
+    def use(self, user_id: UserId) -> None:
         """End the lease of a user whose rank request has arrived."""
         self.used += self._end(user_id)
 
-    def drop(self, user_id: int) -> None:
+    def drop(self, user_id: UserId) -> None:
         """End the lease of a user that is forgotten, or whose prefix could not be computed."""
         self._end(user_id)
 
-    def lose(self, user_id: int) -> None:
+    def lose(self, user_id: UserId) -> None:
         """End the lease of a user whose prefix was evicted because the pool became too small."""
         self.lost += self._end(user_id)
 
-    def expire(self, now_s: float) -> list[int]:
+    def expire(self, now_s: float) -> list[UserId]:
         """End the leases whose time is over; return their users."""
         ended = []
         while self._ends and self._ends[0][0] <= now_s:
@@ -92,7 +92,7 @@ class Leases:
         self.expired += len(ended)
         return ended
 
-    def _end(self, user_id: int) -> bool:
+    def _end(self, user_id: UserId) -> bool:
         held = self._by_user.pop(user_id, None)
         if held is not None:
             self.held_pages -= held.num_pages

@@ -19,7 +19,7 @@ from helmrec.engine.relay.trigger import LEAST_IDLE, SHARE_S, PrefillSignal, Rel
 from helmrec.engine.scheduler import Batch, Reply, Scheduled, Scheduler
 from helmrec.errors import HelmRecError
 from helmrec.memory.kv_cache import KVCache
-from helmrec.types import Lease, PrefillRequest, PrefillResult
+from helmrec.types import Lease, PrefillRequest, PrefillResult, UserId
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Job:
     reached: int = 0  # resident tokens after its last chunk
 
     @property
-    def user_id(self) -> int:
+    def user_id(self) -> UserId:
         return self.lease.user_id
 
 
@@ -254,12 +254,12 @@ class Relay:
             for member in batch.members if batch.is_ahead else ():
                 self.drop(member.request.history.user_id)
 
-    def drop(self, user_id: int) -> None:
+    def drop(self, user_id: UserId) -> None:
         """End the lease and the jobs of a user that is forgotten, or whose step failed."""
         self._leases.drop(user_id)
         self._jobs = deque(job for job in self._jobs if job.user_id != user_id)
 
-    def forget(self, user_id: int) -> list[Reply]:
+    def forget(self, user_id: UserId) -> list[Reply]:
         """Drop a user and refuse its waiting signals; the caller completes their futures without any lock."""
         self.drop(user_id)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]

@@ -24,6 +24,7 @@ from helmrec.memory.miss_curves.rows import RowShadows, RowSteps
 from helmrec.memory.miss_curves.step import NUM_SUMS, Pending, Visit, observe
 from helmrec.memory.prefix_book import KVRules
 from helmrec.memory.sampling import sampling_threshold
+from helmrec.types import UserId
 
 Rows = NDArray[np.int64]
 Curve = NDArray[np.float64]  # (alphas,)
@@ -90,7 +91,7 @@ def sampling_rate_of(num_slots: int) -> float:
 class CurveRequest(NamedTuple):
     """One served request, with all its rows. A named tuple costs a third of a frozen dataclass to make."""
 
-    user_id: int
+    user_id: UserId
     num_tokens: int  # cacheable tokens of the history: context, then events
     context_rows: Rows
     event_rows: Rows  # (features, events)
@@ -190,7 +191,7 @@ class JointMissCurves:
         """All arrays, for compiled code (`miss_curves.step`)."""
         return (*self.kv.state, *self._pending, self._sums)
 
-    def arrive(self, user_id: int, num_tokens: int, unchanged: int | None) -> Visit:
+    def arrive(self, user_id: UserId, num_tokens: int, unchanged: int | None) -> Visit:
         """Count a visit. Serve it before the next visit that makes a user be forgotten (`KVShadows.forgets_for`)."""
         user, visits = self.kv.arrive(user_id) if num_tokens else (0, 0)
         self._num_requests = self._num_requests * self.decay + 1

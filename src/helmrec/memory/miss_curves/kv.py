@@ -28,7 +28,7 @@ from helmrec.memory.prefix_book import (
     plan,
     truncate,
 )
-from helmrec.types import IntArray
+from helmrec.types import IntArray, UserId
 
 _ONLY_WINDOW = 0
 _NO_TIME = 0.0  # neither rule that is simulated looks at times
@@ -62,7 +62,7 @@ class KVShadows:
         assert rules.max_forks == 1, "a user has one history here"
         self._kv_pages = kv_pages
         self._max_users = max_users
-        self._ids: OrderedDict[int, int] = OrderedDict()  # user -> small id, longest unseen first
+        self._ids: OrderedDict[UserId, int] = OrderedDict()  # user -> small id, longest unseen first
         self._visits = np.zeros(max_users, np.int64)
         num_slots = 1 + min(max_users, max(kv_pages))  # one for the history that is served
         books = [make_book(num_pages, max_users, num_slots) for num_pages in kv_pages]
@@ -70,11 +70,11 @@ class KVShadows:
             book.counts[Kv.RESERVE] = reserved_pages(num_pages, batch_pages)
         self.state = KVShadowState(np.array(rules), *(np.stack(arrays) for arrays in zip(*books, strict=True)))
 
-    def forgets_for(self, user: int) -> bool:
+    def forgets_for(self, user: UserId) -> bool:
         """Whether a visit of this user makes another user be forgotten."""
         return len(self._ids) == self._max_users and user not in self._ids
 
-    def arrive(self, user: int) -> tuple[int, int]:
+    def arrive(self, user: UserId) -> tuple[int, int]:
         """Count a visit; return the small id of the user and its number of visits."""
         id_ = self._ids.get(user)
         if id_ is None:

@@ -148,7 +148,7 @@ class Recorded:
     def next_run(self) -> list[RankRequest]:
         self._num_runs += 1
         shift = self._num_runs * _OTHER_USERS
-        return [replace(request, user_id=request.user_id + shift) for request in self._requests]
+        return [replace(request, user_id=int(request.user_id) + shift) for request in self._requests]
 
 
 def _kept(request: RankRequest) -> RankRequest:
