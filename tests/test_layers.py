@@ -20,7 +20,7 @@ BASE = (
 PRODUCT = (
     *BASE,
     *("costs", "kernels", "memory", "model"),
-    *("control", "router", "history", "engine", "ppo", "policies"),
+    *("control", "router", "history", "engine", "deltas", "ppo", "policies"),
     *("traffic", "load", "sim", "serve"),
     *("calibrate", "cluster", "demo", "cli", "__main__"),
 )

@@ -8,12 +8,18 @@ import typing
 
 if typing.TYPE_CHECKING:
     from helmrec.config import EngineConfig, RelayConfig
+    from helmrec.deltas.producer import DeltaProducer
     from helmrec.engine.engine import Engine, EngineStats
     from helmrec.engine.relay.pre_inference import RelayStats
     from helmrec.errors import (
         AlphaOutOfRange,
         ConfigError,
         DeadlineExceeded,
+        DeltaCorrupt,
+        DeltaError,
+        DeltaGap,
+        DeltaOutOfOrder,
+        DeltaUnavailable,
         DiskFull,
         EngineClosed,
         Forgotten,
@@ -44,6 +50,12 @@ __all__ = [
     "Client",
     "ConfigError",
     "DeadlineExceeded",
+    "DeltaCorrupt",
+    "DeltaError",
+    "DeltaGap",
+    "DeltaOutOfOrder",
+    "DeltaProducer",
+    "DeltaUnavailable",
     "DiskFull",
     "Engine",
     "EngineClosed",
@@ -79,6 +91,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(("EngineConfig", "RelayConfig"), "helmrec.config"),
+    "DeltaProducer": "helmrec.deltas.producer",
     **dict.fromkeys(("Engine", "EngineStats"), "helmrec.engine.engine"),
     "RelayStats": "helmrec.engine.relay.pre_inference",
     "PoolStats": "helmrec.memory.stats",

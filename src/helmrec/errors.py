@@ -11,6 +11,11 @@ HelmRecError
 │   │   └── DiskFull     its disk is full
 │   ├── HistoryUnavailable  it does not answer in time, or cannot be reached
 │   └── TablesTooSmall   it may hold ids that the model has no rows for
+├── DeltaError           a stream of row deltas cannot be read or written as it is; carries `sequence`
+│   ├── DeltaCorrupt     a delta is damaged or malformed
+│   ├── DeltaGap         a delta is missing
+│   ├── DeltaOutOfOrder  a delta comes after a later one, or belongs to another stream
+│   └── DeltaUnavailable its place does not answer, or cannot be written
 ├── StaleVersion         events were appended to a version that is not the latest; carries `current`
 ├── RequestError         one field of a request (or update) is wrong; carries `field` and `value`
 │   └── TooLarge         it is longer than this server accepts
@@ -66,6 +71,30 @@ class HistoryUnavailable(HistoryError):
 
 class TablesTooSmall(HistoryError):
     """The model has fewer rows in a table than the ids of stored events may need."""
+
+
+class DeltaError(HelmRecError):
+    """A stream of row deltas cannot be read or written as it is. `sequence` is the delta concerned, if it is one."""
+
+    def __init__(self, message: str, sequence: int | None = None) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
+class DeltaCorrupt(DeltaError):
+    """A delta is damaged or malformed."""
+
+
+class DeltaGap(DeltaError):
+    """A delta is missing: a later one is there."""
+
+
+class DeltaOutOfOrder(DeltaError):
+    """A delta comes after a later one, its number is taken, or it belongs to another stream."""
+
+
+class DeltaUnavailable(DeltaError):
+    """The place of the deltas does not answer, or cannot be written. The call may be tried again."""
 
 
 class StaleVersion(HelmRecError):

@@ -1,0 +1,118 @@
+"""Deltas as files of one folder, named by sequence number.
+
+A file is written beside its place, synced to disk, and linked to its name, which fails if the name is taken. So a
+reader sees whole files only, and two producers cannot write over each other.
+"""
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from helmrec.deltas.delta import MAX_DELTA_BYTES, Delta, decode, encode
+from helmrec.errors import ConfigError, DeltaCorrupt, DeltaOutOfOrder, DeltaUnavailable
+
+_SUFFIX = ".delta.safetensors"
+_DIGITS = 20
+_STREAM = "stream"
+
+
+class DeltaFolder:
+    """The deltas of a folder."""
+
+    def __init__(self, folder: str | Path, *, is_made: bool = False) -> None:
+        self.name = str(folder)
+        self._folder = Path(folder)
+        if is_made:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._folder.is_dir():
+            raise ConfigError(f"there is no folder of row deltas, got {self.name!r}")
+
+    def read(self, after: int) -> Iterator[Delta]:
+        for sequence in self._sequences():
+            if sequence > after:
+                yield self._read(sequence)
+
+    def newest(self) -> int:
+        return max(self._sequences(), default=0)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def stream(self) -> str:
+        path = self._folder / _STREAM
+        if not path.exists():
+            self._put(_STREAM, secrets.token_hex(8).encode(), is_first=False)
+        try:
+            name = path.read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DeltaUnavailable(f"{path} cannot be read: {error}") from None
+        if not name:
+            raise DeltaCorrupt(f"{path} is empty: it must name the stream")
+        return name
+
+    def write(self, delta: Delta) -> None:
+        self._put(self._file(delta.sequence), encode(delta), is_first=True, sequence=delta.sequence)
+
+    def skip(self, delta: Delta) -> None:
+        path = self._folder / self._file(delta.sequence)
+        if path.exists():
+            try:
+                self._read(delta.sequence)
+            except DeltaCorrupt:
+                path.rename(path.with_name(f"{path.name}.corrupt"))  # kept for whoever looks for the reason
+            else:
+                raise DeltaOutOfOrder(f"delta {delta.sequence} can be read: it cannot be skipped", delta.sequence)
+        self.write(delta)
+
+    def trim(self, keep: int) -> None:
+        for sequence in self._sequences()[: -keep or None]:
+            (self._folder / self._file(sequence)).unlink(missing_ok=True)
+
+    def _sequences(self) -> list[int]:
+        try:
+            names = os.listdir(self._folder)  # noqa: PTH208 - a long folder, listed often
+        except OSError as error:
+            raise DeltaUnavailable(f"{self.name} cannot be read: {error.strerror}") from None
+        numbers = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+        return sorted(int(number) for number in numbers if len(number) == _DIGITS and number.isdigit())
+
+    def _file(self, sequence: int) -> str:
+        return f"{sequence:0{_DIGITS}d}{_SUFFIX}"
+
+    def _read(self, sequence: int) -> Delta:
+        path = self._folder / self._file(sequence)
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_DELTA_BYTES + 1)
+        except OSError as error:  # perhaps trimmed since it was listed
+            raise DeltaUnavailable(f"{path} cannot be read: {error.strerror}", sequence) from None
+        return decode(data, str(path), sequence)
+
+    def _put(self, name: str, data: bytes, *, is_first: bool, sequence: int | None = None) -> None:
+        """Write a file whole or not at all. `is_first`: fail if it is there; else keep what is there."""
+        beside = self._folder / f".{name}.{secrets.token_hex(4)}"
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(beside, self._folder / name)
+            except FileExistsError:
+                if is_first:
+                    raise DeltaOutOfOrder(f"{self._folder / name} is there already", sequence) from None
+            _sync(self._folder)
+        except OSError as error:
+            raise DeltaUnavailable(f"{self._folder / name} cannot be written: {error.strerror}", sequence) from None
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
