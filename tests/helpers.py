@@ -11,7 +11,7 @@ from helmrec.engine.engine import Engine
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Pool
-from helmrec.model.config import ITEM, EncoderConfig, ModelConfig, RetrievalHead, TableConfig
+from helmrec.model.config import ITEM, AttentionBias, EncoderConfig, ModelConfig, RetrievalHead, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 
@@ -26,6 +26,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "request_context": (),
         "encoders": (EncoderConfig(name="event", tables=("item", "category"), pooling="sum", kind="linear"),),
         "candidate_encoder": EncoderConfig(name="candidate", tables=("item",), kind="linear"),
+    },
+    "attention bias": {
+        "num_tasks": 1,
+        "retrieval": RetrievalHead(state_norm="l2", item_norm="l2", temperature=0.2),
+        "attention_bias": AttentionBias(time_buckets=12, bucket_width=0.6),
+        "qk_scale": 1.0,
+        "user_context": (),
+        "request_context": (),
     },
 }
 

@@ -34,6 +34,7 @@ class Shape:
     v_dim: int
     normaliser: float
     form: str
+    scale: float | None = None  # of q.k; by default 1 / sqrt(qk_dim)
 
 
 def visible(num_tokens: int, num_candidates: int) -> NDArray[np.bool_]:
@@ -44,7 +45,21 @@ def visible(num_tokens: int, num_candidates: int) -> NDArray[np.bool_]:
     return mask
 
 
-def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape) -> Array:
+def relative_bias(times: Sequence[int], w: Weights, width: float) -> Array:  # (events, events)
+    """By distance, and by the logarithm of the time from a key's event to the event after the row's.
+
+    times: of all events, and of the request.
+    """
+    num = len(times) - 1
+    bias = np.zeros((num, num))
+    for i in range(num):
+        for j in range(i + 1):
+            bucket = int(np.log(max(1, times[i + 1] - times[j])) / width)
+            bias[i, j] = w["position_bias"][i - j] + w["time_bias"][min(bucket, len(w["time_bias"]) - 1)]
+    return bias
+
+
+def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape, bias: Array | float = 0.0) -> Array:
     """One sequence through one layer. x: (tokens, dim)."""
     normed = layer_norm(x, w["input_norm_weight"], w["input_norm_bias"], 1e-6)
     mixed = normed @ w["uvqk_weight"] + w["uvqk_beta"]
@@ -58,7 +73,7 @@ def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape) -> Array
     for head in range(shape.num_heads):
         at_qk = slice(head * shape.qk_dim, (head + 1) * shape.qk_dim)
         at_v = slice(head * shape.v_dim, (head + 1) * shape.v_dim)
-        logits = q[:, at_qk] @ k[:, at_qk].T / np.sqrt(shape.qk_dim)
+        logits = q[:, at_qk] @ k[:, at_qk].T * (shape.qk_dim**-0.5 if shape.scale is None else shape.scale) + bias
         out[:, at_v] = (silu(logits) / shape.normaliser * mask) @ v[:, at_v]
     gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], 1e-6)
     y = gated if shape.form == "gated" else np.concatenate([u, out, gated], axis=1)
@@ -107,7 +122,7 @@ class Reference:
         gaps = [0, *(b - a for a, b in pairwise(times))][: len(times)]
         num, num_candidates = len(times), len(request.candidates)
         if config.retrieval is not None:
-            return self._retrieval_scores(request, skip, gaps)
+            return self._retrieval_scores(request, skip, gaps, times)
         history = self._events(request.items, request.features, skip)
         x_history = self._encode_all(history)
         for i in range(num):
@@ -121,13 +136,13 @@ class Reference:
         x_candidates = x_candidates + w["time_embedding.weight"][time_bucket(since, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x_history, per_request, x_candidates])
-        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form)
+        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form, config.qk_scale)
         for i in range(config.num_layers):
             x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
         top = layer_norm(x[len(x) - num_candidates :], w["output_norm.weight"], w["output_norm.bias"], 1e-5)
         return self._mlp("head", top * self._encode("candidate_encoder", config.candidate_encoder, candidates))
 
-    def _retrieval_scores(self, request: RankRequest, skip: int, gaps: Sequence[int]) -> Array:
+    def _retrieval_scores(self, request: RankRequest, skip: int, gaps: Sequence[int], times: Sequence[int]) -> Array:
         """The state of the last token times the candidates' encodings; candidates are no tokens."""
         config, w, head = self.config, self._dense, self.config.retrieval
         assert head is not None
@@ -137,9 +152,12 @@ class Reference:
             x[i] += w["time_embedding.weight"][time_bucket(gap, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x, per_request])
-        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form)
+        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form, config.qk_scale)
+        now = times[-1] if request.request_time is None else request.request_time
         for i in range(config.num_layers):
-            x = hstu_layer(x, 0, layer_weights(w, i), shape)
+            layer, given = layer_weights(w, i), config.attention_bias
+            bias = 0.0 if given is None else relative_bias([*times, now], layer, given.bucket_width)
+            x = hstu_layer(x, 0, layer, shape, bias)
         state = x[-1]
         if head.state_norm == "layer":
             state = layer_norm(state, w["output_norm.weight"], w["output_norm.bias"], 1e-5)

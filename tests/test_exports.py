@@ -56,6 +56,7 @@ def test_the_export_list_is_the_promised_one() -> None:
 
 def test_the_export_list_of_models_is_the_promised_one() -> None:
     assert helmrec.model.__all__ == [
+        "AttentionBias",
         "Cycle",
         "EncoderConfig",
         "HstuRanker",

@@ -22,7 +22,7 @@ from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
 from helmrec.engine import engine as engine_module
 from helmrec.engine import intake
-from helmrec.engine.intake import RowUpdate
+from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention
@@ -331,7 +331,8 @@ class Streams(RuleBasedStateMachine):
     def _signal(self, user: int, kind: str, where: float) -> PrefillRequest:
         rank = self._request(user, kind, where)
         history = {name: getattr(rank, name) for name in ("items", "actions", "timestamps", "features", "first_event")}
-        return PrefillRequest(user, context={"country": rank.context["country"]}, num_candidates=3, **history)
+        context = {table.name: rank.context[table.name] for table in self.config.user_context}
+        return PrefillRequest(user, context=context, num_candidates=3, **history)
 
     def _context(self, user: int) -> dict[str, int]:
         given = {"country": self.countries[user], "hour": int(self.rng.integers(24))}
@@ -435,6 +436,13 @@ def trust_the_user_id(a: Any, b: Any) -> int:
     return min(a.size, b.size)
 
 
+def hash_without_the_time_of_the_next_event(
+    self: Intake, request: Any, columns: Any, frame: tuple[int, ...], times: Any, whole: Any = Intake._history
+) -> History:
+    """A prefix is verified without the time that its states depend on, where attention has a bias by time."""
+    return whole(self, request, columns, frame, None)  # type: ignore[no-any-return]
+
+
 def reload_nothing(self: HostPages, loads: Any) -> None:
     """A reload that never arrives."""
 
@@ -481,6 +489,7 @@ def compute_again_what_did_not_stay(self: Relay, job: Any) -> bool:
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (RowEpochs, "mark", forget_row_updates),
     (intake, "window_anchor", slide_the_anchor),
+    (Intake, "_history", hash_without_the_time_of_the_next_event),
     (KVCache, "_fork", write_into_the_shared_tail),
     (Arena, "copy_tokens", fork_without_copying),
     ("helmrec.memory.kv_cache", "common_tokens", trust_the_user_id),

@@ -10,10 +10,10 @@ if not torch.cuda.is_available():
     # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.kernels.ragged_cases import Case, Heads, Lengths, on, random_case, relative_error
+from tests.kernels.ragged_cases import Case, Heads, Lengths, on, random_case, relative_error, with_bias
 from tests.kernels.ragged_cases import layout as ragged_layout
 
-from helmrec.kernels import hopper_attention, layer, triton_attention, triton_layer
+from helmrec.kernels import hopper_attention, layer, triton_append, triton_attention, triton_layer
 from helmrec.kernels.attention_plan import AttentionPlan, plan_for
 from helmrec.kernels.layer import Form, LayerWeights
 
@@ -55,7 +55,7 @@ def test_attention_matches_float64(
 ) -> None:
     lengths = [*MIXED, Lengths(int(fresh.integers(0, 2000)), int(fresh.integers(0, 2000)), int(fresh.integers(0, 500)))]
     case = random_case(fresh, lengths, heads, page_tokens, dtype, num_context=3, device="cuda")
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     check(case, heads.qk**-0.5)
 
 
@@ -64,13 +64,13 @@ def test_attention_matches_float64(
 def test_long_histories_match_float64(dim: int, dtype: torch.dtype, fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 14_000, 100), Lengths(13_968, 32, 256), Lengths(0, 200, 16)]
     case = random_case(fresh, lengths, Heads(2, dim, dim), 128, dtype, device="cuda")
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     check(case, dim**-0.5)
 
 
 def test_float32_is_not_rounded_to_tf32(fresh: np.random.Generator) -> None:
     case = random_case(fresh, MIXED, Heads(2, 32, 48), 32, torch.float32, num_context=1, device="cuda")
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     check(case, 0.2, bound=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_the_portable_kernel_agrees_with_the_one_for_hopper(
     fresh: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda")
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     monkeypatch.setattr(hopper_attention, "supports", lambda *_: False)
     check(case, 128**-0.5)
 
@@ -87,7 +87,7 @@ def test_append_copies_kept_tokens_bit_for_bit(fresh: np.random.Generator) -> No
     case = random_case(fresh, MIXED, Heads(4, 128, 128), 64, torch.bfloat16, device="cuda")
     k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
     case._replace(k_pages=k_pages, v_pages=v_pages).append()
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     assert torch.equal(case.k_pages.nan_to_num(9.0), k_pages.nan_to_num(9.0))
     assert torch.equal(case.v_pages.nan_to_num(9.0), v_pages.nan_to_num(9.0))
 
@@ -131,6 +131,19 @@ def _copy_into(static: Case, case: Case) -> None:
     static.batch.page_table[:, : case.batch.page_table.shape[1]] = case.batch.page_table
 
 
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize(("heads", "page_tokens"), [(Heads(4, 128, 128), 128), (Heads(2, 25, 25), 64)])
+def test_attention_with_a_relative_bias_matches_float64(
+    heads: Heads, page_tokens: int, dtype: torch.dtype, rng: np.random.Generator
+) -> None:
+    lengths = [Lengths(0, 700, 0), Lengths(1000, 40, 0), Lengths(0, 0, 0), Lengths(640, 1, 0), Lengths(0, 1, 0)]
+    plain = random_case(rng, lengths, heads, page_tokens, dtype, device="cuda")
+    case, bias = with_bias(plain, rng, 128)
+    triton_append.append_kv(*case[1:])
+    out = triton_attention.attend(*case, scale=heads.qk**-0.5, normaliser=1000.0, bias=bias)[: case.num_live]
+    assert relative_error(out, case.reference(heads.qk**-0.5, 1000.0, bias)) < BOUND
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("form", ["gated", "concat"])
 @pytest.mark.parametrize(
@@ -146,7 +159,8 @@ def test_dense_halves_match_float64(dim: int, heads: Heads, form: Form, dtype: t
         noise(dim, projected), noise(projected), 1 + noise(dim), noise(dim), noise(out_rows, dim), 1 + noise(width),
         noise(width), noise(dim),
     )  # fmt: skip
-    exact = LayerWeights(*(getattr(weights, field.name).double() for field in fields(weights)))
+    given = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    exact = LayerWeights(**{name: value.double() for name, value in given.items() if value is not None})
     x, o = torch.randn(1001, dim, device="cuda").to(dtype), torch.randn(1001, width, device="cuda").to(dtype)
     ours = triton_layer.project(x, weights, form, heads.num)
     twin = layer.project(x.double(), exact, form, heads.num)

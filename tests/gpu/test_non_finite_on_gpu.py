@@ -15,7 +15,7 @@ from tests.kernels.ragged_cases import Heads, Lengths, harmed_by, random_case, r
 
 from helmrec.config import RelayConfig
 from helmrec.errors import NonFiniteScores
-from helmrec.kernels import hopper_attention, triton_attention
+from helmrec.kernels import hopper_attention, triton_append, triton_attention
 from helmrec.kernels.attention_plan import plan_for
 from helmrec.model.config import ITEM, TableConfig
 
@@ -42,7 +42,7 @@ def test_a_token_that_is_not_finite_reaches_those_that_see_it_and_nobody_else(
         each[tokens] = 1.0
     sound.append()
     expected, harmed = sound.reference(heads.qk**-0.5, 1000.0), harmed_by(case, tokens)
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     plan = plan_for(case.q, case.v, case.batch)
     for _ in range(2):
         out = torch.full(case.v.shape, torch.inf, dtype=dtype, device="cuda")

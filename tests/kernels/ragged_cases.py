@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels import attention
+from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 
 
@@ -42,10 +43,10 @@ class Case(NamedTuple):
     def append(self) -> None:
         attention.append_kv(self.k, self.v, self.k_pages, self.v_pages, self.batch)
 
-    def reference(self, scale: float, normaliser: float) -> Tensor:
+    def reference(self, scale: float, normaliser: float, bias: RelativeBias | None = None) -> Tensor:
         """The twin in float64; needs the new tokens in their pages."""
         q, k, v, k_pages, v_pages = (t.double() for t in self[:5])
-        out = attention.attend(q, k, v, k_pages, v_pages, self.batch, scale=scale, normaliser=normaliser)
+        out = attention.attend(q, k, v, k_pages, v_pages, self.batch, scale=scale, normaliser=normaliser, bias=bias)
         return out[: self.num_live]
 
 
@@ -140,3 +141,18 @@ def harmed_by(case: Case, tokens: list[int]) -> Tensor:  # (live rows,)
         is_candidate = token >= starts[i] + num_new[i] + case.batch.num_context
         harmed[token : token + 1 if is_candidate else starts[i + 1]] = True
     return harmed
+
+
+def with_bias(case: Case, rng: np.random.Generator, num_edges: int = 21) -> tuple[Case, RelativeBias]:
+    """Give a case without candidates times of its tokens, and random biases by distance and time."""
+    batch, device = case.batch, case.q.device
+    lengths = (batch.num_resident + batch.num_new + 1).tolist()
+    times = np.concatenate([1_000 + np.cumsum(rng.integers(0, 1 << rng.integers(1, 20), num)) for num in lengths])
+    edges = np.sort(rng.integers(1, 1 << 20, num_edges))
+    position, time = (torch.randn(num, device=device).to(case.q.dtype) for num in (max(lengths), num_edges + 1))
+    timed = replace(
+        batch,
+        times=torch.tensor(times, device=device),
+        cu_times=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
+    )
+    return case._replace(batch=timed), RelativeBias(position, time, torch.tensor(edges, device=device))

@@ -45,7 +45,8 @@ def test_a_layer_with_values_scaled_by_sequence_matches_the_twin(is_scaled: bool
     outs, pages_after = [], []
     for run_layer, dtype in ((fused.run_layer, torch.float32), (plain.run_layer, torch.float64)):
         pages = [torch.zeros(8, PAGE, HEADS, DIM_HEAD, dtype=dtype) for _ in range(2)]
-        cast = LayerWeights(*(getattr(weights, field.name).to(dtype) for field in fields(weights)))
+        given = {field.name: getattr(weights, field.name) for field in fields(weights)}
+        cast = LayerWeights(**{name: value.to(dtype) for name, value in given.items() if value is not None})
         scaled = replace(batch, v_scale=scale.to(dtype) if is_scaled else None)
         outs.append(run_layer(x.to(dtype).clone(), cast, shape, pages[0], pages[1], scaled))
         pages_after.append(pages[1])

@@ -14,9 +14,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is imported, so before that
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from helmrec.kernels import attention, triton_attention
+from helmrec.kernels import attention, triton_append, triton_attention
 from helmrec.kernels.attention_plan import plan_for
-from tests.kernels.ragged_cases import Heads, Lengths, harmed_by, random_case, relative_error, spoil
+from tests.kernels.ragged_cases import Heads, Lengths, harmed_by, random_case, relative_error, spoil, with_bias
 
 # NaN in unowned rows and pages is the point of these cases; NumPy, under the interpreter, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -44,6 +44,20 @@ def test_attention_matches_the_twin(
     case.append()
     out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
     assert relative_error(out, case.reference(0.3, 50.0)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("num_edges", [1, 21])
+def test_attention_with_a_relative_bias_matches_the_twin(
+    dtype: torch.dtype, num_edges: int, rng: np.random.Generator
+) -> None:
+    lengths = [Lengths(0, 70, 0), Lengths(100, 40, 0), Lengths(0, 0, 0), Lengths(64, 1, 0), Lengths(0, 1, 0)]
+    plain = random_case(rng, lengths, Heads(2, 8, 24), 16, dtype)
+    case, bias = with_bias(plain, rng, num_edges)
+    case.append()
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0, bias=bias)[: case.num_live]
+    assert relative_error(out, case.reference(0.3, 50.0, bias)) < BOUNDS[dtype]
+    assert relative_error(out, case.reference(0.3, 50.0)) > 0.1, "the bias matters"
 
 
 def test_new_tokens_need_no_append(rng: np.random.Generator) -> None:
@@ -84,7 +98,7 @@ def test_append_writes_kept_tokens_and_nothing_else(dtype: torch.dtype, heads: H
     case = random_case(rng, LENGTHS, heads, 16, dtype)
     k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
     attention.append_kv(case.k, case.v, k_pages, v_pages, case.batch)
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     for pages, expected in ((case.k_pages, k_pages), (case.v_pages, v_pages)):
         assert torch.equal(pages.nan_to_num(9.0), expected.nan_to_num(9.0))
 
@@ -101,7 +115,7 @@ def test_a_token_that_is_not_finite_reaches_those_that_see_it_and_nobody_else(
         each[tokens] = 1.0
     sound.append()
     expected, harmed = sound.reference(0.3, 50.0), harmed_by(case, tokens)
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
     assert out[harmed].isnan().all()
     assert relative_error(out[~harmed], expected[~harmed]) < BOUNDS[dtype]
@@ -115,7 +129,7 @@ def test_both_appends_isolate_the_same_tokens(rng: np.random.Generator) -> None:
     spoil(case, "value", [0, 1, 4])
     twin = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
     twin.append()
-    triton_attention.append_kv(*case[1:])
+    triton_append.append_kv(*case[1:])
     for one, other in zip(case[1:5], twin[1:5], strict=True):
         assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
     assert case.v.isfinite().all()

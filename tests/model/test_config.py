@@ -41,6 +41,7 @@ def test_a_config_cannot_be_changed() -> None:
         ({"format": 2}, "format: .*got 2"),
         ({"depth": 3}, "depth is not a known setting, got 3"),
         ({"features": ()}, r"features: .*got \(\)"),
+        ({"attention_bias": {}}, "a model with an attention_bias has a retrieval head, and no context tables"),
         ({"retrieval": RetrievalHead()}, "a retrieval head has one task, got num_tasks 2"),
         ({"retrieval": {"temperature": 0.0}, "num_tasks": 1}, "temperature must be .*0.*, got 0"),
         (

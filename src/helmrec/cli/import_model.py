@@ -8,6 +8,7 @@ import typer
 from helmrec.cli.console import bytes_bar, exit_on_error, out
 from helmrec.model.checkpoint import read_checkpoint
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
+from helmrec.model.meta_research import ResearchOptions, import_research
 from helmrec.model.weight_map import import_mapped
 
 import_app = typer.Typer(help="Import published models and models of your own.", no_args_is_help=True)
@@ -53,6 +54,37 @@ def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
         config = import_dlrmv3(checkpoint, tables, folder, ImportOptions(**asked), lambda done: bar.advance(task, done))
     out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
     out.print("its K/V depend on the query: they are reused within a request only", highlight=False)
+
+
+@import_app.command("research")
+def research(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of the research trainer.")],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Model folder to create; must be new or empty.")],
+    heads: Annotated[int, typer.Option(help="Attention heads (num_heads); a checkpoint does not contain them.")],
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key of the weights in the file; '' if it holds them alone.", show_default="model_state_dict"
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Most events that the model uses.", show_default="positions of the checkpoint less 11"),
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = 1_000,
+    item_l2_norm: Annotated[bool, typer.Option(help="Whether items are brought to length 1 (item_l2_norm).")] = True,
+    temperature: Annotated[float, typer.Option(help="Divides scores; evaluation of the original has none.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Of dense weights and K/V: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Import the research HSTU of Meta's generative-recommenders, without running pickled code of its file."""
+    with exit_on_error(), bytes_bar() as bar:
+        asked: dict[str, Any] = {"num_heads": heads, "window": window, "max_candidates": candidates, "dtype": dtype}
+        asked |= {"item_l2_norm": item_l2_norm, "temperature": temperature}
+        asked |= {} if key is None else {"keys": tuple(filter(None, key))}
+        task = bar.add_task("writing and hashing", total=None)
+        config = import_research(checkpoint, folder, ResearchOptions(**asked), lambda done: bar.advance(task, done))
+    out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} items, window {config.window}")
+    out.print("its last event is computed for every request: K/V of all events before it are reused", highlight=False)
 
 
 @import_app.command("hstu")

@@ -6,7 +6,7 @@ Pure NumPy and Numba; the dense stage moves the result to the device.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -46,6 +46,8 @@ class Assembly:
     context_table: IntArray
     context_counts: tuple[int, ...]
     query: QueryArrays | None = None  # in a model with a query frame
+    times: IntArray | None = None  # in a model with an attention bias; as in `RaggedBatch`
+    cu_times: Lengths | None = None
 
     @property
     def event_rows(self) -> IntArray:  # (features, events)
@@ -146,7 +148,17 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         context_table=context.tables,
         context_counts=tuple(context.counts.tolist()),
         query=query,
+        **_times(members, config),
     )
+
+
+def _times(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig) -> dict[str, Any]:
+    """Return the times of all requests one after another, in a model with an attention bias."""
+    if config.attention_bias is None:
+        return {}
+    times = [request.times for request, _ in members if request.times is not None]
+    cu_times = np.cumsum([0, *(each.size for each in times)], dtype=np.int32)
+    return {"times": np.concatenate(times), "cu_times": cu_times}
 
 
 def _query(request: Prepared, num_user: int) -> Query:

@@ -53,6 +53,7 @@ class Prepared:
     truncated_events: int
     deadline_ms: float | None
     query_time: int = 0  # ages are relative to it in a model with a query frame
+    times: IntArray | None = None  # (events + 1,) of the events and what follows, if attention has a bias by time
     is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
 
     @property
@@ -114,8 +115,9 @@ class Intake:
         query_time = _query_time(request.request_time, columns[-1])
         # Where K/V depend on the query, only a request with the same query may reuse them.
         query = () if self._config.is_append_stable else (query_time, columns.shape[1], candidate_rows.shape[1])
+        times = self._times(columns, query_time)
         return Prepared(
-            history=self._history(request, columns, (anchor, *query)),
+            history=self._history(request, columns, (anchor, *query), times),
             columns=columns,
             candidate_rows=candidate_rows,
             candidate_gap=candidate_gap,
@@ -124,6 +126,7 @@ class Intake:
             truncated_events=anchor - request.first_event,
             deadline_ms=_deadline("deadline_ms", request.deadline_ms),
             query_time=query_time,
+            times=times,
             is_retrieval=self._config.retrieval is not None,
         )
 
@@ -149,17 +152,24 @@ class Intake:
         _deadline("budget_ms", request.budget_ms)
         _deadline("hold_ms", request.hold_ms)
         columns, anchor = self._window(request)
-        history = self._history(request, columns, (anchor,))
+        times = self._times(columns, 0)  # of the time of the request, nothing that is kept depends
+        history = self._history(request, columns, (anchor,), times)
+        num_kept = history.event_rows.shape[1]
         return Prepared(
             history=history,
-            columns=columns[:, : history.event_rows.shape[1]],
+            columns=columns[:, :num_kept],
             candidate_rows=np.empty((len(self._config.features), 0), np.int64),
             candidate_gap=0,
             request_rows=np.array([table.offset for table in self._request_context], np.int64),
             window_start=anchor,
             truncated_events=anchor - request.first_event,
             deadline_ms=None,
+            times=None if times is None else times[: num_kept + 1],
         )
+
+    def _times(self, columns: IntArray, query_time: int) -> IntArray | None:
+        """Return the times that a bias of attention reads: of all events, and of the request after them."""
+        return None if self._config.attention_bias is None else np.append(columns[-1], query_time)
 
     def _window(self, request: RankRequest | PrefillRequest) -> tuple[IntArray, int]:
         """Return the columns of the events in the model's window, and the absolute index of the first of them."""
@@ -169,13 +179,19 @@ class Intake:
         anchor = anchored(first_event, columns.shape[1], self._config.window)
         return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
 
-    def _history(self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...]) -> History:
-        """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events."""
+    def _history(
+        self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...], times: IntArray | None
+    ) -> History:
+        """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events.
+
+        With a bias by time, K/V of an event depend on the time of the next one too.
+        """
         columns = columns[:, : max(0, columns.shape[1] - self._config.unkept_events)]
+        hashed = columns if times is None else np.vstack([columns, times[1 : columns.shape[1] + 1]])
         user_id = check_user_id(request.user_id)
         user_rows = _context_rows(self._user_context, request.context)
         seed = (*seed_words(user_id), self._version, *frame, *user_rows.tolist())
-        return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, columns))
+        return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, hashed))
 
     def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
         """Return all events as (features + 2, events): row ids, then actions, then timestamps."""

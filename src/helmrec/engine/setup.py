@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     capture: Capture | None  # captures graphs, where steps run as graphs
     start_up: StartUp  # times of the start
     config: EngineConfig  # with the device and the pool that were chosen
-    choices: tuple[str, str]  # what was chosen, and why
+    choices: tuple[str, ...]  # what was chosen, and why
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
@@ -58,6 +58,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
+    if shape.attention_bias is not None:
+        config = config.model_copy(update={"cuda_graphs": False})
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
@@ -77,7 +79,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense.warm_up(follow)
     start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    kernels, choices = row_kernels(_kernels(config)), (device_reason, pool_reason)
+    kernels, choices = row_kernels(_kernels(config)), (device_reason, pool_reason, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
 
 
@@ -86,6 +88,13 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
     if config.miss_curves:
         raise ConfigError("miss_curves: K/V of this model depend on the query and are never kept, got True")
     return config.model_copy(update={"kv_admission": "never", "cuda_graphs": False})
+
+
+def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
+    """Say so if a model cannot use the fastest kernels of a card."""
+    if shape.attention_bias is None or config.device != "cuda":
+        return ()
+    return ("attention: the portable kernel and no CUDA graphs, since this model has an attention bias",)
 
 
 def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

@@ -144,7 +144,7 @@ def _kind(model: ModelConfig, config: EngineConfig) -> tuple[object, ...]:
     """Return the settings that decide which functions an engine calls, and with which types."""
     tables = tuple(bool(each) for each in (model.features[1:], model.user_context, model.request_context))
     rows = (config.device, config.row_index, config.row_order, config.row_admission)
-    form = (model.is_append_stable, model.unkept_events)
+    form = (model.is_append_stable, model.unkept_events, model.attention_bias is not None)
     return (*tables, *form, *rows, config.kv_admission, config.miss_curves, bool(config.host_kv_bytes))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 
 
@@ -47,12 +48,13 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     *,
     scale: float,
     normaliser: float,
+    bias: RelativeBias | None = None,
 ) -> Tensor:  # (tokens, heads, v)
     """Compute the attention of every new token, context token and candidate of the batch.
 
     A history token sees the history up to itself; a context token all history and the context up
     to itself; a candidate all history, all context and itself, never another candidate. k and v are as `append_kv`
-    leaves them: values are finite.
+    leaves them: values are finite. With a bias there are neither context tokens nor candidates.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     bounds = batch.cu_tokens.tolist()
@@ -61,8 +63,10 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
         span = slice(bounds[i], bounds[i + 1])
         own = Own(*(t[span].transpose(0, 1) for t in (q, k, v)))
         k_history, v_history = (_history(pages, batch.page_table[i], resident[i]) for pages in (k_pages, v_pages))
-        seen = _from_history(own, k_history, v_history, scale)
-        seen += _from_own_tokens(own, new[i] + batch.num_context, scale)
+        added = _relative_bias(bias, batch, i, resident[i], new[i])
+        before, after = (None, None) if added is None else (added[:, : resident[i]], added[:, resident[i] :])
+        seen = _from_history(own, k_history, v_history, scale, before)
+        seen += _from_own_tokens(own, new[i] + batch.num_context, scale, after)
         out[span] = seen.transpose(0, 1)
     return out / normaliser
 
@@ -80,15 +84,35 @@ def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (heads
     return pages[table[:used].long()].flatten(0, 1)[:num_tokens].transpose(0, 1)
 
 
-def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scale: float) -> Tensor:
+def _relative_bias(
+    bias: RelativeBias | None, batch: RaggedBatch, i: int, resident: int, num_new: int
+) -> Tensor | None:  # (num_new, resident + num_new)
+    """Compute the bias of each new token of a sequence for each key up to itself."""
+    if bias is None:
+        return None
+    assert batch.times is not None, "a bias by time needs times"
+    assert batch.cu_times is not None
+    times = batch.times[int(batch.cu_times[i]) : int(batch.cu_times[i + 1])]
+    keys = torch.arange(resident + num_new, device=times.device)
+    distance = keys[resident:, None] - keys
+    waits = times[resident + 1 :, None] - times[:-1]
+    return bias.position[distance.clamp(min=0)] + bias.time[torch.bucketize(waits, bias.edges, right=True)]
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:  # (heads, rows, keys)
+    scores = scale * (q @ k.transpose(1, 2))
+    return F.silu(scores if bias is None else scores + bias.to(scores.dtype))
+
+
+def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scale: float, bias: Tensor | None) -> Tensor:
     """Sum over the resident keys, which every token sees."""
-    weights = F.silu(scale * (own.q @ k_history.to(own.k.dtype).transpose(1, 2)))
+    weights = _weights(own.q, k_history.to(own.k.dtype), scale, bias)
     return weights @ v_history.to(own.v.dtype)
 
 
-def _from_own_tokens(own: Own, num_shared: int, scale: float) -> Tensor:
+def _from_own_tokens(own: Own, num_shared: int, scale: float, bias: Tensor | None) -> Tensor:
     """Sum over the keys of the new and context tokens up to each token, and over its own key for each candidate."""
-    weights = F.silu(scale * (own.q @ own.k[:, :num_shared].transpose(1, 2))).tril_()
+    weights = _weights(own.q, own.k[:, :num_shared], scale, bias).tril_()
     seen = weights @ own.v[:, :num_shared]
     itself = F.silu(scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v
     seen[:, num_shared:] += itself[:, num_shared:]

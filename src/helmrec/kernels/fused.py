@@ -1,10 +1,13 @@
 """One HSTU layer with the fused kernels: the contract of `plain.run_layer`, but x is updated in place."""
 
+from typing import Any
+
 from torch import Tensor
 
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.triton_attention import append_kv, attend
+from helmrec.kernels.triton_append import append_kv
+from helmrec.kernels.triton_attention import attend
 from helmrec.kernels.triton_layer import gate_output, joined_buffer, project
 
 
@@ -15,12 +18,13 @@ def run_layer(
     if batch.v_scale is not None:
         v.mul_(batch.v_scale)
     append_kv(k, v, k_pages, v_pages, batch)
-    scale, normaliser, plan = shape.scale, shape.normaliser, batch.plan
+    settings: dict[str, Any] = {"scale": shape.scale, "normaliser": shape.normaliser, "plan": batch.plan}
+    settings["bias"] = weights.relative_bias
     if shape.form == "gated":
-        o = attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan)
+        o = attend(q, k, v, k_pages, v_pages, batch, **settings)
         return gate_output(x, u, o.flatten(1), weights, shape.form)
     joined = joined_buffer(x, weights)  # attention writes O to its place, so that the gate need not copy it
     o = joined[:, u.shape[1] : 2 * u.shape[1]]
     out = o.unflatten(1, v.shape[1:])
-    attend(q, k, v, k_pages, v_pages, batch, scale=scale, normaliser=normaliser, plan=plan, out=out)
+    attend(q, k, v, k_pages, v_pages, batch, **settings, out=out)
     return gate_output(x, u, o, weights, shape.form, joined)

@@ -15,6 +15,14 @@ NORM_EPS = 1e-6
 Form = Literal["gated", "concat"]
 
 
+class RelativeBias(NamedTuple):
+    """A bias of attention by distance and time. It is added to the scaled q.k before its SiLU, for all heads."""
+
+    position: Tensor  # (tokens,) by distance of row and key
+    time: Tensor  # (buckets + 1,)
+    edges: Tensor  # (buckets,) int64, ascending: the bucket of a time is the number of edges that it reaches
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One HSTU layer; GEMM weights are stored in x out, as published checkpoints store them."""
@@ -27,6 +35,7 @@ class LayerWeights:
     output_norm_weight: Tensor  # (heads * v,)
     output_norm_bias: Tensor
     output_bias: Tensor | None = None  # (dim,), of the output projection
+    relative_bias: RelativeBias | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,5 +15,7 @@ def run_layer(
     if batch.v_scale is not None:
         v.mul_(batch.v_scale)
     append_kv(k, v, k_pages, v_pages, batch)
-    o = attend(q, k, v, k_pages, v_pages, batch, scale=shape.scale, normaliser=shape.normaliser)
+    o = attend(
+        q, k, v, k_pages, v_pages, batch, scale=shape.scale, normaliser=shape.normaliser, bias=weights.relative_bias
+    )
     return gate_output(x, u, o.flatten(1), weights, shape.form)

@@ -31,6 +31,11 @@ class RaggedBatch:
     plan: "AttentionPlan | None" = None  # the work list, if the step has made one
     v_scale: Tensor | None = None  # (tokens, 1, 1), factor of values before they are kept, if it differs by sequence
 
+    # For a relative bias of attention: the time of every history token of a sequence, resident ones too, and last the
+    # time that follows them. A token's row has the time of the next entry.
+    times: Tensor | None = None  # (history tokens + sequences,) int64, flat
+    cu_times: Tensor | None = None  # (sequences + 1,) int32, where those of each sequence start
+
     @property
     def num_sequences(self) -> int:
         return self.num_new.shape[0]

@@ -1,4 +1,4 @@
-"""HSTU attention over paged K/V in Triton, and the K/V append: fast twins of `attention.py`.
+"""HSTU attention over paged K/V in Triton: the fast twin of `attention.py`.
 
 One persistent kernel takes query tiles from a work list on the device. Resident keys are read from pages, the step's
 own keys from the flat tensors, so that nothing waits for the append. This module does not know layers, weights or
@@ -9,7 +9,7 @@ owners.
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helmrec.kernels import hopper_attention
 from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, padded, plan_for
+from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS
 
@@ -69,17 +70,49 @@ def _load_paged(source, strides, table, token, num_tokens, head, PAGE_TOKENS: tl
 
 
 @triton.jit
-def _add_block(acc, q, k, v, half_scale, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr):
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    weights = _silu_of_twice(scores * half_scale, FAST_TANH)
+def _half_bias(bias, times, row, key, num_tokens, NUM_EDGES: tl.constexpr,
+               EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Half the relative bias of rows and keys, both numbered in the whole history; zero without one.
+
+    bias: pointers to the biases by distance and by time bucket, and to the edges of the buckets.
+    times: of this sequence's tokens, and last the time that follows them.
+    """
+    if HAS_BIAS:
+        distance = row[:, None] - key[None, :]
+        inside = (distance >= 0) & (row < num_tokens)[:, None]
+        row_time = tl.load(times + row + 1, mask=row < num_tokens, other=0)
+        wait = row_time[:, None] - tl.load(times + key, mask=key < num_tokens, other=0)[None, :]
+        bucket = tl.zeros_like(distance)
+        for i in tl.static_range(1, 32):  # bisection: the number of edges that the time reaches
+            if EDGE_STEP >> i > 0:
+                reached = bucket + (EDGE_STEP >> i)
+                edge = tl.load(bias[2] + reached - 1, mask=inside & (reached <= NUM_EDGES), other=0)
+                bucket = tl.where((reached <= NUM_EDGES) & (edge <= wait), reached, bucket)
+        by_distance = tl.load(bias[0] + distance, mask=inside, other=0.0).to(tl.float32)
+        half = 0.5 * (by_distance + tl.load(bias[1] + bucket, mask=inside, other=0.0).to(tl.float32))
+    else:
+        half = 0.0
+    return half
+
+
+@triton.jit
+def _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+               HAS_BIAS: tl.constexpr):
+    half = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * half_scale
+    if HAS_BIAS:
+        half += half_bias
+    weights = _silu_of_twice(half, FAST_TANH)
     return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _add_masked_block(acc, q, k, v, visible, live, half_scale, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr):
+def _add_masked_block(acc, q, k, v, visible, live, half_scale, half_bias, FAST_TANH: tl.constexpr,
+                      PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr):
     """As `_add_block`; values of keys that are not live may be anything, and are cleared: 0 * NaN is NaN."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    weights = tl.where(visible, _silu_of_twice(scores * half_scale, FAST_TANH), 0.0)
+    half = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * half_scale
+    if HAS_BIAS:
+        half += half_bias
+    weights = tl.where(visible, _silu_of_twice(half, FAST_TANH), 0.0)
     v = tl.where(live[:, None], v, 0.0)
     return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
@@ -121,10 +154,11 @@ def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arriv
 def _attend_item(  # one tile from start to end: splitting it further would only hand the same locals around
     item, head, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times,
     NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     sequence, row, lo, hi = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     start, end = tl.load(cu_tokens + sequence), tl.load(cu_tokens + sequence + 1)
@@ -142,18 +176,26 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     acc = tl.zeros((BLOCK_M, V_PADDED), tl.float32)
     rows = row + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
+    num_tokens = resident + shared  # of the history; with a bias, all rows are of it
+    if HAS_BIAS:
+        times += tl.load(cu_times + sequence)
 
     for block in tl.range(lo, tl.minimum(hi, resident // BLOCK_N)):
         k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
                         QK_PADDED, USE_TMA)
         v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
                         V_PADDED, USE_TMA)
-        acc = _add_block(acc, q, k, v, half_scale, FAST_TANH, PRECISION)
+        half_bias = _half_bias(bias, times, resident + rows, block * BLOCK_N + columns, num_tokens, NUM_EDGES,
+                               EDGE_STEP, HAS_BIAS)
+        acc = _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
     for block in tl.range(tl.maximum(lo, paged), tl.minimum(hi, paged + whole)):
         at = start + (block - paged) * BLOCK_N
         k = _load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
         v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
-        acc = _add_block(acc, q, k, v, half_scale, FAST_TANH, PRECISION)
+        key = resident + (block - paged) * BLOCK_N + columns
+        half_bias = _half_bias(bias, times, resident + rows, key, num_tokens, NUM_EDGES,
+                               EDGE_STEP, HAS_BIAS)
+        acc = _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
     # At most one block: the page the resident tokens end in.
     for block in tl.range(tl.maximum(lo, resident // BLOCK_N), tl.minimum(hi, paged), num_stages=1):
         k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
@@ -161,7 +203,10 @@ def _attend_item(  # one tile from start to end: splitting it further would only
         v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
                         V_PADDED, USE_TMA)
         live = block * BLOCK_N + columns < resident
-        acc = _add_masked_block(acc, q, k, v, live[None, :], live, half_scale, FAST_TANH, PRECISION)
+        half_bias = _half_bias(bias, times, resident + rows, block * BLOCK_N + columns, num_tokens, NUM_EDGES,
+                               EDGE_STEP, HAS_BIAS)
+        acc = _add_masked_block(acc, q, k, v, live[None, :], live, half_scale, half_bias, FAST_TANH, PRECISION,
+                                HAS_BIAS)
     # The diagonal. A candidate's own key is one of a block of them: that costs less than a loop of its own.
     for block in tl.range(tl.maximum(lo, paged + whole), hi, num_stages=1):
         own = block - paged
@@ -171,7 +216,10 @@ def _attend_item(  # one tile from start to end: splitting it further would only
         v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
         column = own * BLOCK_N + columns
         visible = (column[None, :] <= tl.minimum(rows, shared - 1)[:, None]) | (column[None, :] == rows[:, None])
-        acc = _add_masked_block(acc, q, k, v, visible, start + column < end, half_scale, FAST_TANH, PRECISION)
+        half_bias = _half_bias(bias, times, resident + rows, resident + column, num_tokens, NUM_EDGES,
+                               EDGE_STEP, HAS_BIAS)
+        live = start + column < end
+        acc = _add_masked_block(acc, q, k, v, visible, live, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
 
     if tl.load(item + 5) > 1:
         _store_part(acc, item, head, out, out_strides, start + row, end, partials, arrivals, inv_normaliser, NUM_HEADS,
@@ -184,10 +232,11 @@ def _attend_item(  # one tile from start to end: splitting it further would only
 def _attention_kernel(
     work, state, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times,
     FIELDS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr,
     V_PADDED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr,
+    EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
     """Take (item, head) tickets until none is left; the last program to leave rewinds the counters."""
     num_tickets = tl.load(work) * NUM_HEADS
@@ -196,82 +245,16 @@ def _attention_kernel(
         _attend_item(work + FIELDS * (1 + ticket // NUM_HEADS), ticket % NUM_HEADS, q_flat, k_flat, v_flat, k_pages,
                      v_pages, out, q_strides, k_strides, v_strides, k_page_strides, v_page_strides, out_strides,
                      cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals, num_context,
-                     half_scale, inv_normaliser, NUM_HEADS, QK, V, QK_PADDED, V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N,
-                     USE_TMA, FAST_TANH, PRECISION)
+                     half_scale, inv_normaliser, bias, times, cu_times, NUM_HEADS, QK, V, QK_PADDED, V_PADDED,
+                     PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP,
+                     HAS_BIAS)
         ticket = tl.atomic_add(state, 1, sem="relaxed")
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state, 0)
         tl.store(state + 1, 0)
 
 
-@triton.jit
-def _load_rows(source, strides, rows, live, DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Whole token rows, all heads; and which of them hold a value that is not finite."""
-    columns = tl.arange(0, PADDED)
-    at = (rows * strides[0])[:, None] + (columns // DIM * strides[1] + columns % DIM)[None, :]
-    taken = tl.load(source + at, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    is_finite = tl.abs(taken.to(tl.float32)) < float("inf")  # false of NaN
-    return taken, tl.min(is_finite.to(tl.int32), axis=1) == 0
-
-
-@triton.jit
-def _store_rows_in(target, row_starts, head_stride, values, mask, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                   PADDED: tl.constexpr):
-    columns = tl.arange(0, PADDED)
-    at = row_starts[:, None] + (columns // DIM * head_stride + columns % DIM)[None, :]
-    tl.store(target + at, values, mask=mask[:, None] & (columns < WIDTH)[None, :])
-
-
-@triton.jit
-def _append_kernel(k, v, k_pages, v_pages, write_slots, k_strides, v_strides, k_page_strides, v_page_strides,
-                   num_tokens, PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
-                   QK_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Isolate tokens that are not finite, as the twin does, and copy ROWS tokens to their slots; below zero is none."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    live = rows < num_tokens
-    slot = tl.load(write_slots + rows, mask=live, other=-1)
-    page, offset, kept = slot // PAGE_TOKENS, slot % PAGE_TOKENS, slot >= 0
-    keys, wrong_key = _load_rows(k, k_strides, rows, live, QK, NUM_HEADS * QK, QK_WIDTH)
-    values, wrong_value = _load_rows(v, v_strides, rows, live, V, NUM_HEADS * V, V_WIDTH)
-    is_wrong = wrong_key | wrong_value
-    keys = tl.where(is_wrong[:, None], float("nan"), keys).to(k.dtype.element_ty)
-    values = tl.where(is_wrong[:, None], 0.0, values).to(v.dtype.element_ty)
-    _store_rows_in(k_pages, page * k_page_strides[0] + offset * k_page_strides[1], k_page_strides[2], keys, kept, QK,
-                   NUM_HEADS * QK, QK_WIDTH)
-    _store_rows_in(v_pages, page * v_page_strides[0] + offset * v_page_strides[1], v_page_strides[2], values, kept, V,
-                   NUM_HEADS * V, V_WIDTH)
-    _store_rows_in(k, rows * k_strides[0], k_strides[1], keys, live & is_wrong, QK, NUM_HEADS * QK, QK_WIDTH)
-    _store_rows_in(v, rows * v_strides[0], v_strides[1], values, live & is_wrong, V, NUM_HEADS * V, V_WIDTH)
-
-
 # fmt: on
-
-
-def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
-    """As the twin: isolate non-finite tokens, and write those that are kept into their pages. Dims contiguous."""
-    tokens, heads, qk = k.shape
-    qk_width, v_width = (triton.next_power_of_2(heads * dim) for dim in (qk, v.shape[2]))
-    rows = max(1, 4096 // max(qk_width, v_width))
-    _append_kernel[(triton.cdiv(tokens, rows),)](
-        k,
-        v,
-        k_pages,
-        v_pages,
-        batch.write_slots,
-        k.stride()[:2],
-        v.stride()[:2],
-        k_pages.stride()[:3],
-        v_pages.stride()[:3],
-        tokens,
-        PAGE_TOKENS=batch.page_tokens,
-        NUM_HEADS=heads,
-        QK=qk,
-        V=v.shape[2],
-        QK_WIDTH=qk_width,
-        V_WIDTH=v_width,
-        ROWS=rows,
-        num_warps=8,
-    )
 
 
 def attend(
@@ -286,6 +269,7 @@ def attend(
     normaliser: float,
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,  # (tokens, heads, v), any row and head stride
+    bias: RelativeBias | None = None,
 ) -> Tensor:
     """Attention of every new token, context token and candidate of the batch, as the twin defines it.
 
@@ -295,17 +279,26 @@ def attend(
     plan = plan_for(q, v, batch) if plan is None else plan
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     sources = AttentionInputs(q, k, v, k_pages, v_pages)
-    if hopper_attention.supports(sources, plan.tiling):
+    if bias is None and hopper_attention.supports(sources, plan.tiling):
         hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
     else:
-        _launch(sources, batch, out, plan, scale, normaliser)
+        _launch(sources, batch, out, plan, _Scores(scale, normaliser, bias))
     return out
 
 
-def _launch(
-    sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scale: float, normaliser: float
-) -> None:
+class _Scores(NamedTuple):
+    """How q.k becomes a weight."""
+
+    scale: float
+    normaliser: float
+    bias: RelativeBias | None
+
+
+def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scores: _Scores) -> None:
     q, k, v, k_pages, v_pages = sources
+    bias = scores.bias
+    assert bias is None or batch.times is not None, "a bias by time needs times"
+    unused = batch.cu_tokens  # in place of pointers that are not read
     tiling, launch = plan.tiling, plan.launch
     qk_dim, v_dim = q.shape[2], v.shape[2]
     half = q.dtype != torch.float32
@@ -333,8 +326,11 @@ def _launch(
         plan.partials,
         plan.arrivals,
         batch.num_context,
-        scale / 2,
-        1 / normaliser,
+        scores.scale / 2,
+        1 / scores.normaliser,
+        (unused,) * 3 if bias is None else tuple(bias),
+        unused if batch.times is None else batch.times,
+        unused if batch.cu_times is None else batch.cu_times,
         FIELDS=FIELDS,
         NUM_HEADS=tiling.num_heads,
         QK=qk_dim,
@@ -347,6 +343,9 @@ def _launch(
         USE_TMA=use_tma,
         FAST_TANH=half and q.is_cuda,
         PRECISION="tf32" if half else "ieee",
+        NUM_EDGES=0 if bias is None else bias.edges.numel(),
+        EDGE_STEP=1 if bias is None else triton.next_power_of_2(bias.edges.numel() + 1),
+        HAS_BIAS=bias is not None,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -1,10 +1,19 @@
 """HSTU ranking models: their shape, their weights on disk, their arithmetic."""
 
-from helmrec.model.config import Cycle, EncoderConfig, ModelConfig, QueryFrame, RetrievalHead, TableConfig
+from helmrec.model.config import (
+    AttentionBias,
+    Cycle,
+    EncoderConfig,
+    ModelConfig,
+    QueryFrame,
+    RetrievalHead,
+    TableConfig,
+)
 from helmrec.model.ranker import HstuRanker, RankBatch
 from helmrec.model.weights import LoadedModel, load_model, save_model
 
 __all__ = [
+    "AttentionBias",
     "Cycle",
     "EncoderConfig",
     "HstuRanker",

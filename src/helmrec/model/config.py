@@ -64,6 +64,17 @@ class RetrievalHead(Frozen):
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="divides the product")
 
 
+class AttentionBias(Frozen):
+    """A learned bias of attention, by distance in events and by time, the same for all heads.
+
+    The time is that from the key's event to the event after the row's, or to the request after the last event.
+    K/V of an event thus depend on the time of the next one.
+    """
+
+    time_buckets: int = Field(128, ge=1, description="buckets after the first; the last is open-ended")
+    bucket_width: float = Field(0.301, gt=0, description="bucket b begins where the logarithm of a time is b of these")
+
+
 class ModelConfig(Frozen):
     """The shape and arithmetic of a model.
 
@@ -83,6 +94,8 @@ class ModelConfig(Frozen):
     hidden_dim: int = Field(512, ge=1, description="width inside the input and head MLPs")
     input_hidden_dim: int | None = Field(None, ge=1, description="width inside the input MLPs, if different")
     output_bias: bool = Field(False, description="whether the output projection of a layer has a bias")
+    qk_scale: float | None = Field(None, gt=0, description="factor of q.k; by default 1 / sqrt(qk_dim)")
+    attention_bias: AttentionBias | None = Field(None, description="added to q.k, for models with a retrieval head")
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 
@@ -120,6 +133,8 @@ class ModelConfig(Frozen):
             raise ValueError(f"min_context_events has {len(fewest)} entries for {len(self.user_context)} tables")
         if self.retrieval is not None and self.query_frame is not None:
             raise ValueError("a model with a query_frame has no retrieval head")
+        if self.attention_bias is not None and (self.retrieval is None or self.user_context or self.request_context):
+            raise ValueError("a model with an attention_bias has a retrieval head, and no context tables")
         if self.retrieval is not None and self.num_tasks != 1:
             raise ValueError(f"a retrieval head has one task, got num_tasks {self.num_tasks}")
         return self
@@ -138,6 +153,11 @@ class ModelConfig(Frozen):
     def row_stride(self) -> int:
         """Bytes from one row to the next, in the pool and in the tables."""
         return self.page_geometry(1).row_stride
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of q.k."""
+        return self.qk_dim**-0.5 if self.qk_scale is None else self.qk_scale
 
     def page_geometry(self, page_tokens: int) -> PageGeometry:
         """Pages of a pool for this model."""

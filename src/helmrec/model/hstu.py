@@ -5,6 +5,7 @@ and times are gaps, so K/V of a token never depend on later tokens. Models with 
 Nothing here knows users, owners or queues.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from helmrec.kernels import ModelKernels
 from helmrec.kernels.embed import NORM_EPS, Lookups
-from helmrec.kernels.layer import LayerShape, LayerWeights
+from helmrec.kernels.layer import LayerShape, LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead
 
 L2_EPS = 1e-6  # smallest length that a vector is divided by
+_LAST_LOGARITHM = 43.6  # of a time that 63 bits hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,29 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "output_norm_weight": (width,),
         "output_norm_bias": (width,),
     }
-    return shapes | ({"output_bias": (config.dim,)} if config.output_bias else {})
+    if config.output_bias:
+        shapes["output_bias"] = (config.dim,)
+    if config.attention_bias is not None:
+        shapes |= {"position_bias": (config.window,), "time_bias": (config.attention_bias.time_buckets + 1,)}
+    return shapes
 
 
-def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int) -> LayerWeights:
-    return LayerWeights(**{name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)})
+def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int, edges: Tensor | None) -> LayerWeights:
+    """Return the weights of one layer. edges: those of `bias_edges`, in a model with an attention bias."""
+    found = {name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)}
+    if edges is None:
+        return LayerWeights(**found)
+    bias = RelativeBias(found.pop("position_bias"), found.pop("time_bias"), edges)
+    return LayerWeights(**found, relative_bias=bias)
+
+
+def bias_edges(config: ModelConfig, device: torch.device | None = None) -> Tensor | None:
+    """Return the smallest time of each bucket after the first, where the model has an attention bias."""
+    if config.attention_bias is None:
+        return None
+    logarithms = [config.attention_bias.bucket_width * (i + 1) for i in range(config.attention_bias.time_buckets)]
+    edges = [math.ceil(math.exp(each)) for each in logarithms if each < _LAST_LOGARITHM]
+    return torch.tensor(edges, dtype=torch.int64, device=device)
 
 
 def _encoder_shapes(name: str, encoder: EncoderConfig, config: ModelConfig, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -143,8 +163,9 @@ class HstuModel:
         self.config = config
         self._kernels = kernels
         self._weights = dict(weights)
-        self._layers = [layer_weights(config, weights, i) for i in range(config.num_layers)]
-        self._shape = LayerShape(config.form, config.num_heads, config.qk_dim**-0.5, float(config.normaliser))
+        edges = bias_edges(config, self.device)
+        self._layers = [layer_weights(config, weights, i, edges) for i in range(config.num_layers)]
+        self._shape = LayerShape(config.form, config.num_heads, config.score_scale, float(config.normaliser))
         place = {table.name: i for i, table in enumerate(config.features)}
         self.head_features = [place[table] for table in config.candidate_encoder.tables]  # whose rows `head` is given
         self._event_inputs = [

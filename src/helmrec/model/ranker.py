@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
-from helmrec.kernels.layer import NORM_EPS, LayerWeights, gate_output, split_projection
+from helmrec.kernels.layer import NORM_EPS, LayerWeights, RelativeBias, gate_output, split_projection
 from helmrec.model.config import EncoderConfig, ModelConfig
-from helmrec.model.hstu import dot_product, layer_weights
+from helmrec.model.hstu import bias_edges, dot_product, layer_weights
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.model.window import window_anchor
 from helmrec.types import IntArray, RankRequest
@@ -109,6 +109,7 @@ class Layout:
     last_tokens: Tensor  # (requests,) flat position of the last token before the candidates
     prefix_slots: Tensor  # (context tokens + events,) request * prefix_len + place
     candidate_slots: Tensor  # (candidates,) request * candidates_len + place
+    times: Tensor  # (requests, prefix_len + 1) of the events and then of the request, without context
     num_requests: int
     prefix_len: int  # tokens before the candidates in the longest request
     candidates_len: int
@@ -128,6 +129,10 @@ class Layout:
         candidate_slots = candidate_owner * candidates_len + candidate_places
         if config.retrieval is not None:  # candidates are no tokens
             candidates_len, candidate_slots = 0, candidate_slots[:0]
+        padded = batch.timestamps.new_zeros((lengths.numel(), prefix_len + 1))
+        if config.attention_bias is not None:  # then a prefix is of events alone
+            padded[owner, positions] = batch.timestamps
+            padded[requests, lengths] = batch.request_times
         if config.request_context:
             last_tokens = (num_context - 1) * lengths.numel() + requests
         else:
@@ -142,6 +147,7 @@ class Layout:
             ),
             candidate_slots=candidate_slots,
             last_tokens=last_tokens,
+            times=padded,
             num_requests=lengths.numel(),
             prefix_len=prefix_len,
             candidates_len=candidates_len,
@@ -169,6 +175,8 @@ class HstuRanker(nn.Module):
         edges = [-(-((2 + i % 2) << i // 2) // 2) for i in range(min(config.time_buckets - 1, _MAX_EDGES))]
         self._gap_edges: Tensor
         self.register_buffer("_gap_edges", torch.tensor(edges), persistent=False)
+        self._bias_edges: Tensor | None
+        self.register_buffer("_bias_edges", bias_edges(config), persistent=False)
 
     @classmethod
     def from_model(cls, model: LoadedModel) -> "HstuRanker":
@@ -208,7 +216,7 @@ class HstuRanker(nn.Module):
         rows = {name: each.to(sample.dtype) for name, each in self.rows(ids).items()}
         x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):
-            x = self._layer(x, layer_weights(config, w, i), layout)
+            x = self._layer(x, layer_weights(config, w, i, self._bias_edges), layout)
         last_rows = {t.name: rows[t.name][batch.actions.numel() :] for t in config.features}
         items = _encode(w, "candidate_encoder", config.candidate_encoder, last_rows)
         if config.retrieval is not None:
@@ -248,7 +256,8 @@ class HstuRanker(nn.Module):
         uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
         uvqk = F.silu(uvqk) if form == "gated" else torch.cat([F.silu(uvqk[:, :width]), uvqk[:, width:]], 1)
         u, v, q, k = split_projection(uvqk, width, self.config.num_heads)
-        o = _attend(q * self.config.qk_dim**-0.5, k, v, layout) / self.config.normaliser
+        bias = None if weights.relative_bias is None else _bias(weights.relative_bias, layout)
+        o = _attend(q * self.config.score_scale, k, v, layout, bias) / self.config.normaliser
         return gate_output(x, u, o.flatten(1), weights, form)
 
 
@@ -297,18 +306,27 @@ def _mlp(w: Rows, name: str, x: Tensor) -> Tensor:
     return F.linear(gated, w[f"{name}.2.weight"], w[f"{name}.2.bias"])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:  # (tokens, heads, v)
+def _bias(bias: RelativeBias, layout: Layout) -> Tensor:  # (requests, 1, prefix_len, prefix_len)
+    """Compute the bias of every row and key of events, padded; for rows and keys of padding it is anything."""
+    places = torch.arange(layout.prefix_len, device=layout.times.device)
+    distance = places[:, None] - places
+    waits = layout.times[:, 1:, None] - layout.times[:, None, :-1]
+    buckets = torch.bucketize(waits.clamp(min=0), bias.edges, right=True)
+    return (bias.position[distance.clamp(min=0)] + bias.time[buckets])[:, None]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:  # (tokens, heads, v)
     """Sum SiLU(q.k) v over the visible keys. A token sees the prefix up to itself, a candidate all of it and itself.
 
-    The prefixes are padded here with zeros, which add nothing to a sum: SiLU(0) is 0.
+    The prefixes are padded here with values of zero, which add nothing to a sum.
     """
     num = layout.prefix_slots.numel()
     places = ((layout.prefix_slots, layout.prefix_len), (layout.candidate_slots, layout.candidates_len))
     k_prefix, v_prefix = (_pad(each[:num], *places[0], layout.num_requests) for each in (k, v))
     seen: list[Tensor] = []
     for own, (slots, length) in zip((q[:num], q[num:]), places, strict=True):
-        weights = F.silu(_pad(own, slots, length, layout.num_requests) @ k_prefix.transpose(2, 3))
-        weights = weights if seen else weights.tril()
+        scores = _pad(own, slots, length, layout.num_requests) @ k_prefix.transpose(2, 3)
+        weights = F.silu(scores) if seen else F.silu(scores if bias is None else scores + bias).tril()
         seen.append((weights @ v_prefix).transpose(1, 2).flatten(0, 1).index_select(0, slots))
     itself = F.silu((q[num:] * k[num:]).sum(-1, keepdim=True)) * v[num:]
     return torch.cat([seen[0], seen[1] + itself])

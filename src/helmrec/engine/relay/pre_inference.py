@@ -300,4 +300,5 @@ def _first_tokens(whole: Prepared, num_tokens: int) -> Prepared:
         event_rows=history.event_rows[:, :num_events],
         states=history.states[: history.context_rows.size + num_events],
     )
-    return replace(whole, history=cut, columns=whole.columns[:, :num_events])
+    times = None if whole.times is None else whole.times[: num_events + 1]
+    return replace(whole, history=cut, columns=whole.columns[:, :num_events], times=times)
