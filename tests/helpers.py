@@ -35,6 +35,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "user_context": (),
         "request_context": (),
     },
+    "window": {"max_attn_len": 5},
+    "window with a tail": {"max_attn_len": 3, "full_attn_tail": 4},
+    "window, tail, retrieval": {
+        "num_tasks": 1,
+        "retrieval": RetrievalHead(state_norm="layer", temperature=4.0),
+        "max_attn_len": 4,
+        "full_attn_tail": 2,
+        "request_context": (),
+    },
 }
 
 

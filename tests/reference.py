@@ -35,13 +35,35 @@ class Shape:
     normaliser: float
     form: str
     scale: float | None = None  # of q.k; by default 1 / sqrt(qk_dim)
+    window: int | None = None  # tokens before it that a token sees
+    tail: int = 0  # last tokens before the candidates that see all of them, and so do candidates
 
 
-def visible(num_tokens: int, num_candidates: int) -> NDArray[np.bool_]:
-    """Causal; candidates come last and see everything before the first candidate, and themselves."""
+def layer_shape(config: ModelConfig) -> Shape:
+    return Shape(
+        config.num_heads,
+        config.qk_dim,
+        config.v_dim,
+        config.normaliser,
+        config.form,
+        config.qk_scale,
+        config.max_attn_len,
+        config.full_attn_tail,
+    )
+
+
+def visible(num_tokens: int, num_candidates: int, window: int | None = None, tail: int = 0) -> NDArray[np.bool_]:
+    """Causal; candidates come last and see everything before the first candidate, and themselves.
+
+    With a window, a token sees so many tokens before it; a candidate stands where the first of them does.
+    """
     mask = np.tril(np.ones((num_tokens, num_tokens), np.bool_))
     first = num_tokens - num_candidates
     mask[first:, first:] = np.eye(num_candidates, dtype=np.bool_)
+    for row in range(num_tokens if window is not None else 0):
+        at = min(row, first)
+        if not (tail and at >= first - tail):
+            mask[row, : max(0, at - window)] = False  # type: ignore[operator]
     return mask
 
 
@@ -69,12 +91,14 @@ def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape, bias: Ar
     if shape.form == "gated":
         v, q, k = silu(v), silu(q), silu(k)
     out = np.empty_like(v)
-    mask = visible(len(x), num_candidates)
+    mask = visible(len(x), num_candidates, shape.window, shape.tail)
+    wrong = ~(np.isfinite(k).all(1) & np.isfinite(v).all(1))  # such a token harms only those that see it
     for head in range(shape.num_heads):
         at_qk = slice(head * shape.qk_dim, (head + 1) * shape.qk_dim)
         at_v = slice(head * shape.v_dim, (head + 1) * shape.v_dim)
         logits = q[:, at_qk] @ k[:, at_qk].T * (shape.qk_dim**-0.5 if shape.scale is None else shape.scale) + bias
-        out[:, at_v] = (silu(logits) / shape.normaliser * mask) @ v[:, at_v]
+        weights = np.where(mask, np.where(wrong, np.nan, silu(logits) / shape.normaliser), 0.0)
+        out[:, at_v] = weights @ np.where(wrong[:, None], 0.0, v[:, at_v])
     gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], 1e-6)
     y = gated if shape.form == "gated" else np.concatenate([u, out, gated], axis=1)
     return x + y @ w["output_weight"] + w.get("output_bias", 0.0)
@@ -136,7 +160,7 @@ class Reference:
         x_candidates = x_candidates + w["time_embedding.weight"][time_bucket(since, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x_history, per_request, x_candidates])
-        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form, config.qk_scale)
+        shape = layer_shape(config)
         for i in range(config.num_layers):
             x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
         top = layer_norm(x[len(x) - num_candidates :], w["output_norm.weight"], w["output_norm.bias"], 1e-5)
@@ -152,7 +176,7 @@ class Reference:
             x[i] += w["time_embedding.weight"][time_bucket(gap, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x, per_request])
-        shape = Shape(config.num_heads, config.qk_dim, config.v_dim, config.normaliser, config.form, config.qk_scale)
+        shape = layer_shape(config)
         now = times[-1] if request.request_time is None else request.request_time
         for i in range(config.num_layers):
             layer, given = layer_weights(w, i), config.attention_bias

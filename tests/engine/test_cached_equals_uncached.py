@@ -440,7 +440,7 @@ def hash_without_the_time_of_the_next_event(
     self: Intake, request: Any, columns: Any, frame: tuple[int, ...], times: Any, whole: Any = Intake._history
 ) -> History:
     """A prefix is verified without the time that its states depend on, where attention has a bias by time."""
-    return whole(self, request, columns, frame, None)  # type: ignore[no-any-return]
+    return whole(self, request, columns, frame, None)
 
 
 def reload_nothing(self: HostPages, loads: Any) -> None:

@@ -10,12 +10,13 @@ if not torch.cuda.is_available():
     # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.kernels.ragged_cases import Case, Heads, Lengths, on, random_case, relative_error, with_bias
+from tests.kernels.ragged_cases import Case, Heads, Lengths, in_window, on, random_case, relative_error, with_bias
 from tests.kernels.ragged_cases import layout as ragged_layout
 
 from helmrec.kernels import hopper_attention, layer, triton_append, triton_attention, triton_layer
 from helmrec.kernels.attention_plan import AttentionPlan, plan_for
 from helmrec.kernels.layer import Form, LayerWeights
+from helmrec.kernels.ragged import Window
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +130,18 @@ def _copy_into(static: Case, case: Case) -> None:
     for name in ("cu_tokens", "num_resident", "num_new"):
         getattr(static.batch, name).copy_(getattr(case.batch, name))
     static.batch.page_table[:, : case.batch.page_table.shape[1]] = case.batch.page_table
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("window", [Window(100), Window(1_000, 40)])
+@pytest.mark.parametrize("heads", [Heads(4, 128, 128), Heads(3, 8, 24)])
+def test_attention_with_a_window_matches_float64(
+    heads: Heads, window: Window, dtype: torch.dtype, rng: np.random.Generator
+) -> None:
+    case = in_window(random_case(rng, MIXED, heads, 128, dtype, num_context=2, device="cuda"), window)
+    triton_append.append_kv(*case[1:])
+    out = triton_attention.attend(*case, scale=heads.qk**-0.5, normaliser=1000.0)[: case.num_live]
+    assert relative_error(out, case.reference(heads.qk**-0.5, 1000.0)) < BOUND
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helmrec.kernels import attention
 from helmrec.kernels.layer import RelativeBias
-from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.ragged import RaggedBatch, Window
 
 
 class Lengths(NamedTuple):
@@ -156,3 +156,12 @@ def with_bias(case: Case, rng: np.random.Generator, num_edges: int = 21) -> tupl
         cu_times=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
     )
     return case._replace(batch=timed), RelativeBias(position, time, torch.tensor(edges, device=device))
+
+
+def in_window(case: Case, window: Window) -> Case:
+    """Give a case local attention; of every second sequence no token before the candidates sees all."""
+    num_full = None
+    if window.tail:
+        num_full = torch.zeros_like(case.batch.num_new)
+        num_full[::2] = window.tail
+    return case._replace(batch=replace(case.batch, window=window, num_full=num_full))

@@ -16,7 +16,17 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import attention, triton_append, triton_attention
 from helmrec.kernels.attention_plan import plan_for
-from tests.kernels.ragged_cases import Heads, Lengths, harmed_by, random_case, relative_error, spoil, with_bias
+from helmrec.kernels.ragged import Window
+from tests.kernels.ragged_cases import (
+    Heads,
+    Lengths,
+    harmed_by,
+    in_window,
+    random_case,
+    relative_error,
+    spoil,
+    with_bias,
+)
 
 # NaN in unowned rows and pages is the point of these cases; NumPy, under the interpreter, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -58,6 +68,15 @@ def test_attention_with_a_relative_bias_matches_the_twin(
     out = triton_attention.attend(*case, scale=0.3, normaliser=50.0, bias=bias)[: case.num_live]
     assert relative_error(out, case.reference(0.3, 50.0, bias)) < BOUNDS[dtype]
     assert relative_error(out, case.reference(0.3, 50.0)) > 0.1, "the bias matters"
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("window", [Window(1), Window(40), Window(70, 9), Window(1_000)])
+def test_attention_with_a_window_matches_the_twin(dtype: torch.dtype, window: Window, rng: np.random.Generator) -> None:
+    case = in_window(random_case(rng, LENGTHS, Heads(2, 8, 24), 8, dtype, num_context=2), window)
+    case.append()
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
+    assert relative_error(out, case.reference(0.3, 50.0)) < BOUNDS[dtype]
 
 
 def test_new_tokens_need_no_append(rng: np.random.Generator) -> None:

@@ -52,6 +52,24 @@ def test_blocks_of_a_tile_are_those_its_rows_see() -> None:
     assert blocks == {0: 2 + 2, 128: 2 + 3 + 1, 256: 2 + 3 + 2, 384: 2 + 3 + 1}
 
 
+def test_blocks_before_the_window_are_skipped() -> None:
+    tiling = Tiling(block_m=128, block_n=64, num_heads=1, num_programs=1, max_parts=0, window=100)
+    cu_tokens, resident, new = np.array([0, 430], np.int32), np.array([1_000], np.int32), np.array([130], np.int32)
+    work = build_work(cu_tokens, resident, new, 0, tiling)
+    # 16 blocks resident; a row sees 100 tokens before it, a candidate those before the first candidate.
+    assert {int(item[1]): (int(item[2]), int(item[3])) for item in work} == {
+        0: (900 // 64, 16 + 2),
+        128: (16 + 28 // 64, 16 + 3 + 1),
+        256: (16 + 30 // 64, 16 + 3 + 2),
+        384: (16 + 30 // 64, 16 + 3 + 1),
+    }
+    whole = build_work(cu_tokens, resident, new, 0, tiling._replace(tail=3))
+    first = {int(item[1]): int(item[2]) for item in whole}
+    assert first == {0: 0, 128: 0, 256: 0, 384: 0}, (
+        "row 127 is one of the last three before the candidates, and row 129"
+    )
+
+
 def test_no_rows_no_work() -> None:
     empty = np.zeros(3, np.int32)
     assert len(build_work(np.zeros(4, np.int32), empty, empty, 0, Tiling(128, 128, 4, 132, 96))) == 0

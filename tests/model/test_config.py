@@ -41,6 +41,11 @@ def test_a_config_cannot_be_changed() -> None:
         ({"format": 2}, "format: .*got 2"),
         ({"depth": 3}, "depth is not a known setting, got 3"),
         ({"features": ()}, r"features: .*got \(\)"),
+        ({"full_attn_tail": 3}, "full_attn_tail needs a max_attn_len, got 3"),
+        (
+            {"max_attn_len": 1, "user_context": tuple(TableConfig(name=f"t{i}", num_rows=3) for i in range(2))},
+            "max_attn_len must reach over the 2 user_context tokens",
+        ),
         ({"attention_bias": {}}, "a model with an attention_bias has a retrieval head, and no context tables"),
         ({"retrieval": RetrievalHead()}, "a retrieval head has one task, got num_tasks 2"),
         ({"retrieval": {"temperature": 0.0}, "num_tasks": 1}, "temperature must be .*0.*, got 0"),

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def _run(tensors: dict[str, Tensor], case: dict[str, int], form: Form) -> Tensor
     for i in range(case["num_layers"]):
         get = {name.replace(f"layers.{i}._", f"layers.{i}."): value for name, value in tensors.items()}
         names = [field.name for field in fields(LayerWeights) if f"layers.{i}.{field.name}" in get]
-        weights = LayerWeights(**{name: get[f"layers.{i}.{name}"] for name in names})
+        given: dict[str, Any] = {name: get[f"layers.{i}.{name}"] for name in names}
+        weights = LayerWeights(**given)
         k_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["qk_dim"]), torch.nan, dtype=x.dtype)
         v_pages = torch.full((num_pages, PAGE_TOKENS, heads, case["v_dim"]), torch.nan, dtype=x.dtype)
         shape = LayerShape(form, heads, case["qk_dim"] ** -0.5, float(case["normaliser"]))

@@ -46,6 +46,7 @@ class Assembly:
     context_table: IntArray
     context_counts: tuple[int, ...]
     query: QueryArrays | None = None  # in a model with a query frame
+    num_full: Lengths | None = None  # in a model whose attention has a window with a tail; as in `RaggedBatch`
     times: IntArray | None = None  # in a model with an attention bias; as in `RaggedBatch`
     cu_times: Lengths | None = None
 
@@ -148,6 +149,7 @@ def assemble(members: Sequence[tuple[Prepared, KVPlan]], config: ModelConfig, pa
         context_table=context.tables,
         context_counts=tuple(context.counts.tolist()),
         query=query,
+        num_full=np.array([r.num_full for r, _ in members], np.int32) if config.full_attn_tail else None,
         **_times(members, config),
     )
 

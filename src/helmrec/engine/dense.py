@@ -148,6 +148,8 @@ class EagerDense:
                 num_context=len(self._model.config.request_context),
                 page_tokens=self._memory.k_pages.shape[2],
                 v_scale=self._v_scale(step),
+                window=self._model.config.attention_window,
+                num_full=None if step.num_full is None else self._put(step.num_full),
                 times=None if step.times is None else self._put(step.times),
                 cu_times=None if step.cu_times is None else self._put(step.cu_times),
             ),

@@ -222,7 +222,8 @@ class GraphedDense:
     def _make_plan(self) -> AttentionPlan:
         config, num_tokens = self._model.config, self._x.shape[0]
         q, v = (self._x.new_empty((num_tokens, config.num_heads, dim)) for dim in (config.qk_dim, config.v_dim))
-        return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences)
+        window = config.attention_window
+        return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences, window)
 
     # Capture.
 
@@ -273,5 +274,6 @@ class GraphedDense:
                 num_context=len(config.request_context),
                 page_tokens=self._memory.k_pages.shape[2],
                 plan=self._plan,
+                window=config.attention_window,
             ),
         )

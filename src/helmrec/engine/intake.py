@@ -53,6 +53,7 @@ class Prepared:
     truncated_events: int
     deadline_ms: float | None
     query_time: int = 0  # ages are relative to it in a model with a query frame
+    num_full: int = 0  # last tokens before the candidates that see all, if attention has a window and a tail
     times: IntArray | None = None  # (events + 1,) of the events and what follows, if attention has a bias by time
     is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
 
@@ -127,6 +128,7 @@ class Intake:
             deadline_ms=_deadline("deadline_ms", request.deadline_ms),
             query_time=query_time,
             times=times,
+            num_full=self._config.full_attn_tail,
             is_retrieval=self._config.retrieval is not None,
         )
 
@@ -182,11 +184,9 @@ class Intake:
     def _history(
         self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...], times: IntArray | None
     ) -> History:
-        """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events.
-
-        With a bias by time, K/V of an event depend on the time of the next one too.
-        """
+        """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events."""
         columns = columns[:, : max(0, columns.shape[1] - self._config.unkept_events)]
+        # With a bias by time, K/V of an event depend on the time of the next one too.
         hashed = columns if times is None else np.vstack([columns, times[1 : columns.shape[1] + 1]])
         user_id = check_user_id(request.user_id)
         user_rows = _context_rows(self._user_context, request.context)

@@ -58,7 +58,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
-    if shape.attention_bias is not None:
+    if shape.attention_bias is not None or shape.full_attn_tail:
         config = config.model_copy(update={"cuda_graphs": False})
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
@@ -92,9 +92,11 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
 
 def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
     """Say so if a model cannot use the fastest kernels of a card."""
-    if shape.attention_bias is None or config.device != "cuda":
+    if config.device != "cuda" or (shape.attention_bias is None and shape.max_attn_len is None):
         return ()
-    return ("attention: the portable kernel and no CUDA graphs, since this model has an attention bias",)
+    reason = "an attention bias" if shape.attention_bias is not None else "local attention (max_attn_len)"
+    graphs = "" if shape.attention_bias is None and not shape.full_attn_tail else " and no CUDA graphs"
+    return (f"attention: the portable kernel{graphs}, since this model has {reason}",)
 
 
 def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

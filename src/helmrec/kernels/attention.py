@@ -54,7 +54,8 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
 
     A history token sees the history up to itself; a context token all history and the context up
     to itself; a candidate all history, all context and itself, never another candidate. k and v are as `append_kv`
-    leaves them: values are finite. With a bias there are neither context tokens nor candidates.
+    leaves them: values are finite. With a bias there are neither context tokens nor candidates. The batch's window
+    narrows what a token sees.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     bounds = batch.cu_tokens.tolist()
@@ -65,8 +66,10 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
         k_history, v_history = (_history(pages, batch.page_table[i], resident[i]) for pages in (k_pages, v_pages))
         added = _relative_bias(bias, batch, i, resident[i], new[i])
         before, after = (None, None) if added is None else (added[:, : resident[i]], added[:, resident[i] :])
-        seen = _from_history(own, k_history, v_history, scale, before)
-        seen += _from_own_tokens(own, new[i] + batch.num_context, scale, after)
+        near = _in_window(batch, i, resident[i], new[i] + batch.num_context)
+        far, close = (None, None) if near is None else (near[:, : resident[i]], near[:, resident[i] :])
+        seen = _from_history(own, k_history, v_history, _Scores(scale, before, far))
+        seen += _from_own_tokens(own, new[i] + batch.num_context, _Scores(scale, after, close))
         out[span] = seen.transpose(0, 1)
     return out / normaliser
 
@@ -99,21 +102,42 @@ def _relative_bias(
     return bias.position[distance.clamp(min=0)] + bias.time[torch.bucketize(waits, bias.edges, right=True)]
 
 
-def _weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:  # (heads, rows, keys)
-    scores = scale * (q @ k.transpose(1, 2))
-    return F.silu(scores if bias is None else scores + bias.to(scores.dtype))
+def _in_window(batch: RaggedBatch, i: int, resident: int, num_shared: int) -> Tensor | None:
+    """Return which keys before the candidates lie in the window of each own token, (own tokens, all keys)."""
+    if batch.window is None:
+        return None
+    num_own = int(batch.cu_tokens[i + 1] - batch.cu_tokens[i])
+    end, device = resident + min(num_shared, num_own), batch.cu_tokens.device  # a padded sequence has no token at all
+    rows = (resident + torch.arange(num_own, device=device)).clamp(max=end)
+    keys = torch.arange(end, device=device)
+    num_full = 0 if batch.num_full is None else int(batch.num_full[i])
+    sees_all = rows >= end - num_full if num_full else torch.zeros_like(rows, dtype=torch.bool)
+    return (rows[:, None] - keys <= batch.window.length) | sees_all[:, None]
 
 
-def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    """Sum over the resident keys, which every token sees."""
-    weights = _weights(own.q, k_history.to(own.k.dtype), scale, bias)
+class _Scores(NamedTuple):
+    """How q.k becomes a weight."""
+
+    scale: float
+    bias: Tensor | None  # (rows, keys)
+    near: Tensor | None  # (rows, keys) whether a key is in the window of a row
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:  # (heads, rows, keys)
+        scores = self.scale * (q @ k.transpose(1, 2))
+        weights = F.silu(scores if self.bias is None else scores + self.bias.to(scores.dtype))
+        return weights if self.near is None else weights.masked_fill(~self.near, 0.0)
+
+
+def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scores: _Scores) -> Tensor:
+    """Sum over the resident keys, which every token sees that is near enough."""
+    weights = scores.weights(own.q, k_history.to(own.k.dtype))
     return weights @ v_history.to(own.v.dtype)
 
 
-def _from_own_tokens(own: Own, num_shared: int, scale: float, bias: Tensor | None) -> Tensor:
+def _from_own_tokens(own: Own, num_shared: int, scores: _Scores) -> Tensor:
     """Sum over the keys of the new and context tokens up to each token, and over its own key for each candidate."""
-    weights = _weights(own.q, own.k[:, :num_shared], scale, bias).tril_()
+    weights = scores.weights(own.q, own.k[:, :num_shared]).tril_()
     seen = weights @ own.v[:, :num_shared]
-    itself = F.silu(scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v
+    itself = F.silu(scores.scale * (own.q * own.k).sum(-1, keepdim=True)) * own.v
     seen[:, num_shared:] += itself[:, num_shared:]
     return seen

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.ragged import RaggedBatch, Window
 from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
 
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
@@ -58,12 +58,15 @@ class AttentionPlan:
     step at a time: the parts of a split tile are added up in its workspace.
     """
 
-    def __init__(self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int, window: Window | None = None
+    ) -> None:
         """Allocate for tensors like q and v in shape, type and device; their first dimension is the most tokens."""
         max_tokens, num_heads, qk = q.shape
         self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens)
         block_m = self.launch.block_m
-        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS)
+        local = (0, 0) if window is None else window
+        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS, *local)
         num_items = max_items(max_tokens, max_sequences, self.tiling)
         # Row 0 holds the number of items, the items follow.
         self.work = torch.zeros((1 + num_items, FIELDS), dtype=torch.int32, device=q.device)
@@ -87,7 +90,7 @@ class AttentionPlan:
 
 def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
     """Make a plan for one batch. It reads the lengths from the device, so it is for tests and single calls."""
-    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences)
+    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences, batch.window)
     cu_tokens, num_resident, num_new = (
         np.ascontiguousarray(t.cpu().numpy(), np.int32) for t in (batch.cu_tokens, batch.num_resident, batch.num_new)
     )

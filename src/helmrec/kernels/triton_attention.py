@@ -71,48 +71,65 @@ def _load_paged(source, strides, table, token, num_tokens, head, PAGE_TOKENS: tl
 
 @triton.jit
 def _half_bias(bias, times, row, key, num_tokens, NUM_EDGES: tl.constexpr,
-               EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Half the relative bias of rows and keys, both numbered in the whole history; zero without one.
+               EDGE_STEP: tl.constexpr):
+    """Half the relative bias of rows and keys, both numbered in the whole history.
 
     bias: pointers to the biases by distance and by time bucket, and to the edges of the buckets.
     times: of this sequence's tokens, and last the time that follows them.
     """
-    if HAS_BIAS:
-        distance = row[:, None] - key[None, :]
-        inside = (distance >= 0) & (row < num_tokens)[:, None]
-        row_time = tl.load(times + row + 1, mask=row < num_tokens, other=0)
-        wait = row_time[:, None] - tl.load(times + key, mask=key < num_tokens, other=0)[None, :]
-        bucket = tl.zeros_like(distance)
-        for i in tl.static_range(1, 32):  # bisection: the number of edges that the time reaches
-            if EDGE_STEP >> i > 0:
-                reached = bucket + (EDGE_STEP >> i)
-                edge = tl.load(bias[2] + reached - 1, mask=inside & (reached <= NUM_EDGES), other=0)
-                bucket = tl.where((reached <= NUM_EDGES) & (edge <= wait), reached, bucket)
-        by_distance = tl.load(bias[0] + distance, mask=inside, other=0.0).to(tl.float32)
-        half = 0.5 * (by_distance + tl.load(bias[1] + bucket, mask=inside, other=0.0).to(tl.float32))
-    else:
-        half = 0.0
-    return half
+    distance = row[:, None] - key[None, :]
+    inside = (distance >= 0) & (row < num_tokens)[:, None]
+    row_time = tl.load(times + row + 1, mask=row < num_tokens, other=0)
+    wait = row_time[:, None] - tl.load(times + key, mask=key < num_tokens, other=0)[None, :]
+    bucket = tl.zeros_like(distance)
+    for i in tl.static_range(1, 32):  # bisection: the number of edges that the time reaches
+        if EDGE_STEP >> i > 0:
+            reached = bucket + (EDGE_STEP >> i)
+            edge = tl.load(bias[2] + reached - 1, mask=inside & (reached <= NUM_EDGES), other=0)
+            bucket = tl.where((reached <= NUM_EDGES) & (edge <= wait), reached, bucket)
+    by_distance = tl.load(bias[0] + distance, mask=inside, other=0.0).to(tl.float32)
+    return 0.5 * (by_distance + tl.load(bias[1] + bucket, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
-               HAS_BIAS: tl.constexpr):
+def _in_window(row, key, end, window, num_full):
+    """Which keys are near enough for each row. Rows from `end` on are candidates and stand at `end`."""
+    at = tl.minimum(row, end)
+    sees_all = (at >= end - num_full) & (num_full > 0)
+    return (at[:, None] - key[None, :] <= window) | sees_all[:, None]
+
+
+@triton.jit
+def _weights(q, k, row, key, half_scale, bias, times, num_tokens, window, full, FAST_TANH: tl.constexpr,
+             PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+             HAS_WINDOW: tl.constexpr):
+    """What each row takes of each key, both numbered in the whole history, candidates after it."""
     half = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * half_scale
     if HAS_BIAS:
-        half += half_bias
+        half += _half_bias(bias, times, row, key, num_tokens, NUM_EDGES, EDGE_STEP)
     weights = _silu_of_twice(half, FAST_TANH)
+    if HAS_WINDOW:
+        weights = tl.where(_in_window(row, key, num_tokens, window, full), weights, 0.0)
+    return weights
+
+
+@triton.jit
+def _add_block(acc, q, k, v, row, key, half_scale, bias, times, num_tokens, window, full, FAST_TANH: tl.constexpr,
+               PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+               HAS_WINDOW: tl.constexpr):
+    weights = _weights(q, k, row, key, half_scale, bias, times, num_tokens, window, full, FAST_TANH, PRECISION,
+                       NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _add_masked_block(acc, q, k, v, visible, live, half_scale, half_bias, FAST_TANH: tl.constexpr,
-                      PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _add_masked_block(acc, q, k, v, visible, live, row, key, half_scale, bias, times, num_tokens, window, full,
+                      FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr,
+                      EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """As `_add_block`; values of keys that are not live may be anything, and are cleared: 0 * NaN is NaN."""
-    half = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * half_scale
-    if HAS_BIAS:
-        half += half_bias
-    weights = tl.where(visible, _silu_of_twice(half, FAST_TANH), 0.0)
+    weights = _weights(q, k, row, key, half_scale, bias, times, num_tokens, window, full, FAST_TANH, PRECISION,
+                       NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
+    weights = tl.where(visible, weights, 0.0)
     v = tl.where(live[:, None], v, 0.0)
     return tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
@@ -154,11 +171,11 @@ def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arriv
 def _attend_item(  # one tile from start to end: splitting it further would only hand the same locals around
     item, head, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser, bias, times, cu_times,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full,
     NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
     FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):
     sequence, row, lo, hi = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     start, end = tl.load(cu_tokens + sequence), tl.load(cu_tokens + sequence + 1)
@@ -177,36 +194,36 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     rows = row + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
     num_tokens = resident + shared  # of the history; with a bias, all rows are of it
+    full = 0
+    if HAS_TAIL:
+        full = tl.load(num_full + sequence)
     if HAS_BIAS:
         times += tl.load(cu_times + sequence)
 
+    row_at = resident + rows
     for block in tl.range(lo, tl.minimum(hi, resident // BLOCK_N)):
         k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
                         QK_PADDED, USE_TMA)
         v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
                         V_PADDED, USE_TMA)
-        half_bias = _half_bias(bias, times, resident + rows, block * BLOCK_N + columns, num_tokens, NUM_EDGES,
-                               EDGE_STEP, HAS_BIAS)
-        acc = _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
+        acc = _add_block(acc, q, k, v, row_at, block * BLOCK_N + columns, half_scale, bias, times, num_tokens, window,
+                         full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     for block in tl.range(tl.maximum(lo, paged), tl.minimum(hi, paged + whole)):
-        at = start + (block - paged) * BLOCK_N
-        k = _load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
-        v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
-        key = resident + (block - paged) * BLOCK_N + columns
-        half_bias = _half_bias(bias, times, resident + rows, key, num_tokens, NUM_EDGES,
-                               EDGE_STEP, HAS_BIAS)
-        acc = _add_block(acc, q, k, v, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
+        own = (block - paged) * BLOCK_N
+        k = _load_flat(k_flat, k_strides, start + own, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
+        v = _load_flat(v_flat, v_strides, start + own, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
+        acc = _add_block(acc, q, k, v, row_at, resident + own + columns, half_scale, bias, times, num_tokens, window,
+                         full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     # At most one block: the page the resident tokens end in.
     for block in tl.range(tl.maximum(lo, resident // BLOCK_N), tl.minimum(hi, paged), num_stages=1):
         k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
                         QK_PADDED, USE_TMA)
         v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
                         V_PADDED, USE_TMA)
-        live = block * BLOCK_N + columns < resident
-        half_bias = _half_bias(bias, times, resident + rows, block * BLOCK_N + columns, num_tokens, NUM_EDGES,
-                               EDGE_STEP, HAS_BIAS)
-        acc = _add_masked_block(acc, q, k, v, live[None, :], live, half_scale, half_bias, FAST_TANH, PRECISION,
-                                HAS_BIAS)
+        key = block * BLOCK_N + columns
+        live = key < resident
+        acc = _add_masked_block(acc, q, k, v, live[None, :], live, row_at, key, half_scale, bias, times, num_tokens,
+                                window, full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     # The diagonal. A candidate's own key is one of a block of them: that costs less than a loop of its own.
     for block in tl.range(tl.maximum(lo, paged + whole), hi, num_stages=1):
         own = block - paged
@@ -216,10 +233,9 @@ def _attend_item(  # one tile from start to end: splitting it further would only
         v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
         column = own * BLOCK_N + columns
         visible = (column[None, :] <= tl.minimum(rows, shared - 1)[:, None]) | (column[None, :] == rows[:, None])
-        half_bias = _half_bias(bias, times, resident + rows, resident + column, num_tokens, NUM_EDGES,
-                               EDGE_STEP, HAS_BIAS)
-        live = start + column < end
-        acc = _add_masked_block(acc, q, k, v, visible, live, half_scale, half_bias, FAST_TANH, PRECISION, HAS_BIAS)
+        acc = _add_masked_block(acc, q, k, v, visible, start + column < end, row_at, resident + column, half_scale,
+                                bias, times, num_tokens, window, full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP,
+                                HAS_BIAS, HAS_WINDOW)
 
     if tl.load(item + 5) > 1:
         _store_part(acc, item, head, out, out_strides, start + row, end, partials, arrivals, inv_normaliser, NUM_HEADS,
@@ -232,11 +248,11 @@ def _attend_item(  # one tile from start to end: splitting it further would only
 def _attention_kernel(
     work, state, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser, bias, times, cu_times,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full,
     FIELDS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr,
     V_PADDED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr,
-    EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):
     """Take (item, head) tickets until none is left; the last program to leave rewinds the counters."""
     num_tickets = tl.load(work) * NUM_HEADS
@@ -245,9 +261,9 @@ def _attention_kernel(
         _attend_item(work + FIELDS * (1 + ticket // NUM_HEADS), ticket % NUM_HEADS, q_flat, k_flat, v_flat, k_pages,
                      v_pages, out, q_strides, k_strides, v_strides, k_page_strides, v_page_strides, out_strides,
                      cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals, num_context,
-                     half_scale, inv_normaliser, bias, times, cu_times, NUM_HEADS, QK, V, QK_PADDED, V_PADDED,
-                     PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP,
-                     HAS_BIAS)
+                     half_scale, inv_normaliser, bias, times, cu_times, window, num_full, NUM_HEADS, QK, V, QK_PADDED,
+                     V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP,
+                     HAS_BIAS, HAS_WINDOW, HAS_TAIL)
         ticket = tl.atomic_add(state, 1, sem="relaxed")
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state, 0)
@@ -279,7 +295,7 @@ def attend(
     plan = plan_for(q, v, batch) if plan is None else plan
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     sources = AttentionInputs(q, k, v, k_pages, v_pages)
-    if bias is None and hopper_attention.supports(sources, plan.tiling):
+    if bias is None and batch.window is None and hopper_attention.supports(sources, plan.tiling):
         hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
     else:
         _launch(sources, batch, out, plan, _Scores(scale, normaliser, bias))
@@ -331,6 +347,8 @@ def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: Att
         (unused,) * 3 if bias is None else tuple(bias),
         unused if batch.times is None else batch.times,
         unused if batch.cu_times is None else batch.cu_times,
+        0 if batch.window is None else batch.window.length,
+        unused if batch.num_full is None else batch.num_full,
         FIELDS=FIELDS,
         NUM_HEADS=tiling.num_heads,
         QK=qk_dim,
@@ -346,6 +364,8 @@ def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: Att
         NUM_EDGES=0 if bias is None else bias.edges.numel(),
         EDGE_STEP=1 if bias is None else triton.next_power_of_2(bias.edges.numel() + 1),
         HAS_BIAS=bias is not None,
+        HAS_WINDOW=batch.window is not None,
+        HAS_TAIL=batch.window is not None and batch.num_full is not None,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

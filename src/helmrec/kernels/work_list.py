@@ -27,6 +27,8 @@ class Tiling(NamedTuple):
     num_heads: int
     num_programs: int
     max_parts: int
+    window: int = 0  # tokens before it that a row sees; 0 is all of them
+    tail: int = 0  # last rows before the candidates that see all, if there is a window
 
 
 def max_items(max_tokens: int, max_sequences: int, tiling: Tiling) -> int:
@@ -57,18 +59,21 @@ def build_work(
 @njit(cache=True)
 def _tiles(
     cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int, tiling: Tiling
-) -> Lengths:  # (tiles, 3): sequence, first row, key blocks
+) -> Lengths:  # (tiles, 4): sequence, first row, key blocks, first of them
     """List the tiles by decreasing cost of their sequence; within one from its end, where rows see the most keys."""
     num_rows = cu_tokens[1:] - cu_tokens[:-1]
     cost = num_rows.astype(np.int64) * (num_resident + num_new + 1)
-    tiles = np.empty((int(np.sum((num_rows + tiling.block_m - 1) // tiling.block_m)), 3), np.int32)
+    tiles = np.empty((int(np.sum((num_rows + tiling.block_m - 1) // tiling.block_m)), 4), np.int32)
     count = 0
     for i in np.argsort(-cost, kind="mergesort"):
         for tile in range((num_rows[i] - 1) // tiling.block_m, -1, -1):
             row = tile * tiling.block_m
             tiles[count, 0] = i
             tiles[count, 1] = row
-            tiles[count, 2] = _num_blocks(row, num_rows[i], num_resident[i], num_new[i] + num_context, tiling)
+            shared = num_new[i] + num_context
+            tiles[count, 3] = _first_block(row, num_rows[i], num_resident[i], shared, tiling)
+            num_blocks = _num_blocks(row, num_rows[i], num_resident[i], shared, tiling)
+            tiles[count, 2] = num_blocks - tiles[count, 3]
             count += 1
     return tiles
 
@@ -80,6 +85,18 @@ def _num_blocks(row: int, num_rows: int, resident: int, shared: int, tiling: Til
     seen = (min(row + tiling.block_m, shared) + n - 1) // n
     diagonal = (min(row + tiling.block_m, num_rows) + n - 1) // n - max(row // n, seen)
     return (resident + n - 1) // n + seen + max(diagonal, 0)
+
+
+@njit(cache=True)
+def _first_block(row: int, num_rows: int, resident: int, shared: int, tiling: Tiling) -> int:
+    """Return the first key block that a row of the tile sees: 0, or where the window of its first row begins."""
+    last = min(row + tiling.block_m, num_rows) - 1
+    if tiling.window == 0 or (tiling.tail > 0 and min(last, shared) >= shared - tiling.tail):
+        return 0
+    n, first = tiling.block_n, max(0, resident + min(row, shared) - tiling.window)
+    if first < resident:
+        return first // n
+    return (resident + n - 1) // n + (first - resident) // n
 
 
 @njit(cache=True)
@@ -121,8 +138,8 @@ def _items(tiles: Lengths, parts: Counts) -> Lengths:  # (items, FIELDS)
     for t in range(len(tiles)):
         for part in range(parts[t]):
             work[count, :2] = tiles[t, :2]
-            work[count, 2] = part * tiles[t, 2] // parts[t]
-            work[count, 3] = (part + 1) * tiles[t, 2] // parts[t]
+            work[count, 2] = tiles[t, 3] + part * tiles[t, 2] // parts[t]
+            work[count, 3] = tiles[t, 3] + (part + 1) * tiles[t, 2] // parts[t]
             work[count, 4] = part
             work[count, 5] = parts[t]
             work[count, 6] = slot

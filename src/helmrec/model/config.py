@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from helmrec.config import Frozen
+from helmrec.kernels.ragged import Window
 from helmrec.memory.geometry import PageGeometry
 
 ITEM = "item"
@@ -96,6 +97,12 @@ class ModelConfig(Frozen):
     output_bias: bool = Field(False, description="whether the output projection of a layer has a bias")
     qk_scale: float | None = Field(None, gt=0, description="factor of q.k; by default 1 / sqrt(qk_dim)")
     attention_bias: AttentionBias | None = Field(None, description="added to q.k, for models with a retrieval head")
+    max_attn_len: int | None = Field(
+        None, ge=1, description="a token sees so many tokens before it; by default all of them"
+    )
+    full_attn_tail: int = Field(
+        0, ge=0, description="with max_attn_len: so many last tokens before the candidates, and these, see everything"
+    )
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 
@@ -135,9 +142,16 @@ class ModelConfig(Frozen):
             raise ValueError("a model with a query_frame has no retrieval head")
         if self.attention_bias is not None and (self.retrieval is None or self.user_context or self.request_context):
             raise ValueError("a model with an attention_bias has a retrieval head, and no context tables")
+        self._check_window()
         if self.retrieval is not None and self.num_tasks != 1:
             raise ValueError(f"a retrieval head has one task, got num_tasks {self.num_tasks}")
         return self
+
+    def _check_window(self) -> None:
+        if self.max_attn_len is None and self.full_attn_tail:
+            raise ValueError(f"full_attn_tail needs a max_attn_len, got {self.full_attn_tail}")
+        if self.max_attn_len is not None and self.max_attn_len < len(self.user_context):
+            raise ValueError(f"max_attn_len must reach over the {len(self.user_context)} user_context tokens")
 
     @property
     def is_append_stable(self) -> bool:
@@ -147,7 +161,12 @@ class ModelConfig(Frozen):
     @property
     def unkept_events(self) -> int:
         """The number of last events whose K/V are never kept, since a request needs or changes their states."""
-        return 0 if self.retrieval is None else 1
+        in_tail = max(0, self.full_attn_tail - len(self.request_context))  # they see all; once they leave it, less
+        return max(in_tail, 0 if self.retrieval is None else 1)
+
+    @property
+    def attention_window(self) -> Window | None:
+        return None if self.max_attn_len is None else Window(self.max_attn_len, self.full_attn_tail)
 
     @property
     def row_stride(self) -> int:

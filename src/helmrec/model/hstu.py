@@ -8,6 +8,7 @@ Nothing here knows users, owners or queues.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +95,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int, edges: Tensor | None) -> LayerWeights:
     """Return the weights of one layer. edges: those of `bias_edges`, in a model with an attention bias."""
-    found = {name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)}
+    found: dict[str, Any] = {name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)}
     if edges is None:
         return LayerWeights(**found)
     bias = RelativeBias(found.pop("position_bias"), found.pop("time_bias"), edges)

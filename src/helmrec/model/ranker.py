@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
 from helmrec.kernels.layer import NORM_EPS, LayerWeights, RelativeBias, gate_output, split_projection
+from helmrec.kernels.ragged import Window
 from helmrec.model.config import EncoderConfig, ModelConfig
 from helmrec.model.hstu import bias_edges, dot_product, layer_weights
 from helmrec.model.weights import LoadedModel, random_dense
@@ -110,6 +111,7 @@ class Layout:
     prefix_slots: Tensor  # (context tokens + events,) request * prefix_len + place
     candidate_slots: Tensor  # (candidates,) request * candidates_len + place
     times: Tensor  # (requests, prefix_len + 1) of the events and then of the request, without context
+    num_prefix: Tensor  # (requests,) tokens before the candidates
     num_requests: int
     prefix_len: int  # tokens before the candidates in the longest request
     candidates_len: int
@@ -148,6 +150,7 @@ class Layout:
             candidate_slots=candidate_slots,
             last_tokens=last_tokens,
             times=padded,
+            num_prefix=num_context + lengths,
             num_requests=lengths.numel(),
             prefix_len=prefix_len,
             candidates_len=candidates_len,
@@ -257,7 +260,8 @@ class HstuRanker(nn.Module):
         uvqk = F.silu(uvqk) if form == "gated" else torch.cat([F.silu(uvqk[:, :width]), uvqk[:, width:]], 1)
         u, v, q, k = split_projection(uvqk, width, self.config.num_heads)
         bias = None if weights.relative_bias is None else _bias(weights.relative_bias, layout)
-        o = _attend(q * self.config.score_scale, k, v, layout, bias) / self.config.normaliser
+        o = _attend(q * self.config.score_scale, k, v, layout, bias, self.config.attention_window)
+        o = o / self.config.normaliser
         return gate_output(x, u, o.flatten(1), weights, form)
 
 
@@ -315,7 +319,9 @@ def _bias(bias: RelativeBias, layout: Layout) -> Tensor:  # (requests, 1, prefix
     return (bias.position[distance.clamp(min=0)] + bias.time[buckets])[:, None]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:  # (tokens, heads, v)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, window: Window | None
+) -> Tensor:  # (tokens, heads, v)
     """Sum SiLU(q.k) v over the visible keys. A token sees the prefix up to itself, a candidate all of it and itself.
 
     The prefixes are padded here with values of zero, which add nothing to a sum.
@@ -327,9 +333,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None
     for own, (slots, length) in zip((q[:num], q[num:]), places, strict=True):
         scores = _pad(own, slots, length, layout.num_requests) @ k_prefix.transpose(2, 3)
         weights = F.silu(scores) if seen else F.silu(scores if bias is None else scores + bias).tril()
+        if window is not None:
+            weights = weights * _in_window(window, layout, is_candidate=bool(seen)).to(weights.dtype)
         seen.append((weights @ v_prefix).transpose(1, 2).flatten(0, 1).index_select(0, slots))
     itself = F.silu((q[num:] * k[num:]).sum(-1, keepdim=True)) * v[num:]
     return torch.cat([seen[0], seen[1] + itself])
+
+
+def _in_window(window: Window, layout: Layout, *, is_candidate: bool) -> Tensor:  # (requests, 1, rows or 1, prefix_len)
+    """Return which keys are near enough for each row of the prefix, or for all candidates, who stand at its end."""
+    keys, end = torch.arange(layout.prefix_len, device=layout.num_prefix.device), layout.num_prefix[:, None, None, None]
+    rows = end if is_candidate else keys[None, None, :, None]
+    return (rows - keys <= window.length) | ((rows >= end - window.tail) & (window.tail > 0))
 
 
 def _pad(flat: Tensor, slots: Tensor, length: int, num_requests: int) -> Tensor:  # (requests, heads, length, dim)
