@@ -11,7 +11,7 @@ from helmrec.engine.engine import Engine
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Pool
-from helmrec.model.config import ITEM, AttentionBias, EncoderConfig, ModelConfig, RetrievalHead, TableConfig
+from helmrec.model.config import ITEM, AttentionBias, EncoderConfig, ModelConfig, RetrievalHead, StateHead, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 
@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "user_context": (),
         "request_context": (),
     },
+    "state head": {"state_head": StateHead(widths=(12, 9)), "layer_norm_eps": 1e-3},
     "window": {"max_attn_len": 5},
     "window with a tail": {"max_attn_len": 3, "full_attn_tail": 4},
     "window, tail, retrieval": {

@@ -36,6 +36,7 @@ class Shape:
     form: str
     scale: float | None = None  # of q.k; by default 1 / sqrt(qk_dim)
     window: int | None = None  # tokens before it that a token sees
+    eps: float = 1e-6  # of the norms
     tail: int = 0  # last tokens before the candidates that see all of them, and so do candidates
 
 
@@ -48,6 +49,7 @@ def layer_shape(config: ModelConfig) -> Shape:
         config.form,
         config.qk_scale,
         config.max_attn_len,
+        config.layer_norm_eps,
         config.full_attn_tail,
     )
 
@@ -83,7 +85,7 @@ def relative_bias(times: Sequence[int], w: Weights, width: float) -> Array:  # (
 
 def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape, bias: Array | float = 0.0) -> Array:
     """One sequence through one layer. x: (tokens, dim)."""
-    normed = layer_norm(x, w["input_norm_weight"], w["input_norm_bias"], 1e-6)
+    normed = layer_norm(x, w["input_norm_weight"], w["input_norm_bias"], shape.eps)
     mixed = normed @ w["uvqk_weight"] + w["uvqk_beta"]
     width, qk_width = shape.num_heads * shape.v_dim, shape.num_heads * shape.qk_dim
     u, v, q, k = np.split(mixed, np.cumsum([width, width, qk_width]), axis=1)
@@ -92,14 +94,14 @@ def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape, bias: Ar
         v, q, k = silu(v), silu(q), silu(k)
     out = np.empty_like(v)
     mask = visible(len(x), num_candidates, shape.window, shape.tail)
-    wrong = ~(np.isfinite(k).all(1) & np.isfinite(v).all(1))  # such a token harms only those that see it
+    wrong = np.asarray(~(np.isfinite(k).all(1) & np.isfinite(v).all(1)))  # such a token harms only those that see it
     for head in range(shape.num_heads):
         at_qk = slice(head * shape.qk_dim, (head + 1) * shape.qk_dim)
         at_v = slice(head * shape.v_dim, (head + 1) * shape.v_dim)
         logits = q[:, at_qk] @ k[:, at_qk].T * (shape.qk_dim**-0.5 if shape.scale is None else shape.scale) + bias
         weights = np.where(mask, np.where(wrong, np.nan, silu(logits) / shape.normaliser), 0.0)
         out[:, at_v] = weights @ np.where(wrong[:, None], 0.0, v[:, at_v])
-    gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], 1e-6)
+    gated = u * layer_norm(out, w["output_norm_weight"], w["output_norm_bias"], shape.eps)
     y = gated if shape.form == "gated" else np.concatenate([u, out, gated], axis=1)
     return x + y @ w["output_weight"] + w.get("output_bias", 0.0)
 
@@ -163,8 +165,19 @@ class Reference:
         shape = layer_shape(config)
         for i in range(config.num_layers):
             x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
+        if config.state_head is not None:
+            return self._state_scores(x[len(x) - num_candidates :])
         top = layer_norm(x[len(x) - num_candidates :], w["output_norm.weight"], w["output_norm.bias"], 1e-5)
         return self._mlp("head", top * self._encode("candidate_encoder", config.candidate_encoder, candidates))
+
+    def _state_scores(self, x: Array) -> Array:
+        x, head = x / np.maximum(1e-6, np.sqrt((x**2).sum(1, keepdims=True))), self.config.state_head
+        assert head is not None
+        assert head.activation == "relu"
+        for i in range(len(head.widths) + 1):
+            x = x @ self._dense[f"state_head.layer{i}.weight"].T + self._dense[f"state_head.layer{i}.bias"]
+            x = np.maximum(x, 0.0) if i < len(head.widths) else x
+        return x
 
     def _retrieval_scores(self, request: RankRequest, skip: int, gaps: Sequence[int], times: Sequence[int]) -> Array:
         """The state of the last token times the candidates' encodings; candidates are no tokens."""

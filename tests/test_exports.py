@@ -65,6 +65,7 @@ def test_the_export_list_of_models_is_the_promised_one() -> None:
         "QueryFrame",
         "RankBatch",
         "RetrievalHead",
+        "StateHead",
         "TableConfig",
         "load_model",
         "save_model",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,3 +100,13 @@ class PrefillResult:
 
     verdict: str  # a value of `relay.trigger.Verdict`
     lease: Lease | None
+
+
+class AttentionWindow(NamedTuple):
+    """Local attention: a token sees `length` tokens before it. The last `tail` before the candidates see all of them.
+
+    A candidate stands right after the last token before the candidates. With a tail, it sees all of them.
+    """
+
+    length: int
+    tail: int = 0

@@ -16,7 +16,7 @@ from tests.kernels.ragged_cases import layout as ragged_layout
 from helmrec.kernels import hopper_attention, layer, triton_append, triton_attention, triton_layer
 from helmrec.kernels.attention_plan import AttentionPlan, plan_for
 from helmrec.kernels.layer import Form, LayerWeights
-from helmrec.kernels.ragged import Window
+from helmrec.types import AttentionWindow
 
 pytestmark = pytest.mark.gpu
 
@@ -133,10 +133,10 @@ def _copy_into(static: Case, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("window", [Window(100), Window(1_000, 40)])
+@pytest.mark.parametrize("window", [AttentionWindow(100), AttentionWindow(1_000, 40)])
 @pytest.mark.parametrize("heads", [Heads(4, 128, 128), Heads(3, 8, 24)])
 def test_attention_with_a_window_matches_float64(
-    heads: Heads, window: Window, dtype: torch.dtype, rng: np.random.Generator
+    heads: Heads, window: AttentionWindow, dtype: torch.dtype, rng: np.random.Generator
 ) -> None:
     case = in_window(random_case(rng, MIXED, heads, 128, dtype, num_context=2, device="cuda"), window)
     triton_append.append_kv(*case[1:])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from helmrec.kernels import attention
 from helmrec.kernels.layer import RelativeBias
-from helmrec.kernels.ragged import RaggedBatch, Window
+from helmrec.kernels.ragged import RaggedBatch
+from helmrec.types import AttentionWindow
 
 
 class Lengths(NamedTuple):
@@ -158,7 +159,7 @@ def with_bias(case: Case, rng: np.random.Generator, num_edges: int = 21) -> tupl
     return case._replace(batch=timed), RelativeBias(position, time, torch.tensor(edges, device=device))
 
 
-def in_window(case: Case, window: Window) -> Case:
+def in_window(case: Case, window: AttentionWindow) -> Case:
     """Give a case local attention; of every second sequence no token before the candidates sees all."""
     num_full = None
     if window.tail:

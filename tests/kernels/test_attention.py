@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from helmrec.kernels.attention import attend
-from helmrec.kernels.ragged import RaggedBatch, Window
+from helmrec.kernels.ragged import RaggedBatch
+from helmrec.types import AttentionWindow
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "window-golden.json").read_text())["cases"]
 
@@ -32,10 +33,10 @@ def test_local_attention_with_a_tail_is_metas(case: dict[str, Any], num_resident
         write_slots=torch.full((num - num_resident,), -1),
         num_context=0,
         page_tokens=8,
-        window=Window(case["window"], tail),
+        window=AttentionWindow(case["window"], tail),
         num_full=torch.tensor([tail]) if tail else None,
     )
-    own = (each[num_resident:] for each in (q, k, v))
-    out = attend(*own, *pages, batch, scale=0.4, normaliser=float(num))
+    q, k, v = (each[num_resident:] for each in (q, k, v))
+    out = attend(q, k, v, pages[0], pages[1], batch, scale=0.4, normaliser=float(num))
     expected = torch.tensor(case["out"], dtype=torch.float64).reshape(num, 2, 3)
     assert float((out - expected[num_resident:]).abs().max()) <= 1e-8

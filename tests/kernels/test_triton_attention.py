@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import attention, triton_append, triton_attention
 from helmrec.kernels.attention_plan import plan_for
-from helmrec.kernels.ragged import Window
+from helmrec.types import AttentionWindow
 from tests.kernels.ragged_cases import (
     Heads,
     Lengths,
@@ -71,8 +71,12 @@ def test_attention_with_a_relative_bias_matches_the_twin(
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("window", [Window(1), Window(40), Window(70, 9), Window(1_000)])
-def test_attention_with_a_window_matches_the_twin(dtype: torch.dtype, window: Window, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "window", [AttentionWindow(1), AttentionWindow(40), AttentionWindow(70, 9), AttentionWindow(1_000)]
+)
+def test_attention_with_a_window_matches_the_twin(
+    dtype: torch.dtype, window: AttentionWindow, rng: np.random.Generator
+) -> None:
     case = in_window(random_case(rng, LENGTHS, Heads(2, 8, 24), 8, dtype, num_context=2), window)
     case.append()
     out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]

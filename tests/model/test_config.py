@@ -41,6 +41,10 @@ def test_a_config_cannot_be_changed() -> None:
         ({"format": 2}, "format: .*got 2"),
         ({"depth": 3}, "depth is not a known setting, got 3"),
         ({"features": ()}, r"features: .*got \(\)"),
+        (
+            {"state_head": {}, "retrieval": {}, "num_tasks": 1},
+            "a model with a state_head has neither a retrieval head nor a query_frame",
+        ),
         ({"full_attn_tail": 3}, "full_attn_tail needs a max_attn_len, got 3"),
         (
             {"max_attn_len": 1, "user_context": tuple(TableConfig(name=f"t{i}", num_rows=3) for i in range(2))},

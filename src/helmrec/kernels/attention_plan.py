@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helmrec.kernels.ragged import RaggedBatch, Window
+from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
+from helmrec.types import AttentionWindow
 
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
@@ -59,7 +60,7 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int, window: Window | None = None
+        self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int, window: AttentionWindow | None = None
     ) -> None:
         """Allocate for tensors like q and v in shape, type and device; their first dimension is the most tokens."""
         max_tokens, num_heads, qk = q.shape

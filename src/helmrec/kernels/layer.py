@@ -36,6 +36,7 @@ class LayerWeights:
     output_norm_bias: Tensor
     output_bias: Tensor | None = None  # (dim,), of the output projection
     relative_bias: RelativeBias | None = None
+    norm_eps: float = NORM_EPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Projected(NamedTuple):
 
 def project(x: Tensor, weights: LayerWeights, form: Form, num_heads: int) -> Projected:
     """[U | V | Q | K] = activation(norm(x) @ W + beta). x: (tokens, dim)."""
-    normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, NORM_EPS)
+    normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, weights.norm_eps)
     uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
     width = weights.output_norm_weight.shape[0]  # heads * v
     if form == "gated":
@@ -77,7 +78,7 @@ def split_projection(uvqk: Tensor, width: int, num_heads: int) -> Projected:
 
 def gate_output(x: Tensor, u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tensor:
     """x + gate(u, norm(o)) @ W_o + b_o. x: (tokens, dim), u and o: (tokens, heads * v)."""
-    normed = F.layer_norm(o, o.shape[-1:], weights.output_norm_weight, weights.output_norm_bias, NORM_EPS)
+    normed = F.layer_norm(o, o.shape[-1:], weights.output_norm_weight, weights.output_norm_bias, weights.norm_eps)
     gated = u * normed
     y = gated if form == "gated" else torch.cat([u, o, gated], dim=1)
     residual = x if weights.output_bias is None else x + weights.output_bias

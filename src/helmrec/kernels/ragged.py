@@ -4,22 +4,14 @@ It does not know users, the meaning of candidates, or owners of pages.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from helmrec.types import AttentionWindow
+
 if TYPE_CHECKING:
     from helmrec.kernels.attention_plan import AttentionPlan
-
-
-class Window(NamedTuple):
-    """Local attention: a token sees `length` tokens before it. The last `tail` before the candidates see all of them.
-
-    A candidate stands right after the last token before the candidates. With a tail, it sees all of them.
-    """
-
-    length: int
-    tail: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,7 @@ class RaggedBatch:
     plan: "AttentionPlan | None" = None  # the work list, if the step has made one
     v_scale: Tensor | None = None  # (tokens, 1, 1), factor of values before they are kept, if it differs by sequence
 
-    window: Window | None = None
+    window: AttentionWindow | None = None
     num_full: Tensor | None = None  # (sequences,) int32, last tokens before the candidates that see all; with a tail
     # For a relative bias of attention: the time of every history token of a sequence, resident ones too, and last the
     # time that follows them. A token's row has the time of the next entry.

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from helmrec.kernels.layer import NORM_EPS, Form, LayerWeights, Projected, split_projection
+from helmrec.kernels.layer import Form, LayerWeights, Projected, split_projection
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -114,7 +114,16 @@ def gate_output(
     norm = weights.output_norm_weight, weights.output_norm_bias
     strides = u.stride(0), o.stride(0), y.stride(0)
     launch_rows(
-        _gate_kernel, u.shape, u, o, *norm, y, *strides, EPS=NORM_EPS, CONCAT=form == "concat", COPY_O=joined is None
+        _gate_kernel,
+        u.shape,
+        u,
+        o,
+        *norm,
+        y,
+        *strides,
+        EPS=weights.norm_eps,
+        CONCAT=form == "concat",
+        COPY_O=joined is None,
     )
     if weights.output_bias is not None:
         x.add_(weights.output_bias)
@@ -124,7 +133,7 @@ def gate_output(
 def _norm(x: Tensor, weights: LayerWeights) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm = weights.input_norm_weight, weights.input_norm_bias
-    launch_rows(_norm_kernel, x.shape, x, *norm, out, x.stride(0), EPS=NORM_EPS)
+    launch_rows(_norm_kernel, x.shape, x, *norm, out, x.stride(0), EPS=weights.norm_eps)
     return out
 
 

@@ -7,6 +7,7 @@ from helmrec.model.config import (
     ModelConfig,
     QueryFrame,
     RetrievalHead,
+    StateHead,
     TableConfig,
 )
 from helmrec.model.ranker import HstuRanker, RankBatch
@@ -22,6 +23,7 @@ __all__ = [
     "QueryFrame",
     "RankBatch",
     "RetrievalHead",
+    "StateHead",
     "TableConfig",
     "load_model",
     "save_model",

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from helmrec.config import Frozen
-from helmrec.kernels.ragged import Window
 from helmrec.memory.geometry import PageGeometry
+from helmrec.types import AttentionWindow
 
 ITEM = "item"
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -65,6 +65,13 @@ class RetrievalHead(Frozen):
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="divides the product")
 
 
+class StateHead(Frozen):
+    """Computes logits from the state of a candidate's token alone: brought to length 1, then a plain MLP."""
+
+    widths: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="of the layers before the last")
+    activation: Literal["relu", "gelu"] = "relu"
+
+
 class AttentionBias(Frozen):
     """A learned bias of attention, by distance in events and by time, the same for all heads.
 
@@ -103,6 +110,7 @@ class ModelConfig(Frozen):
     full_attn_tail: int = Field(
         0, ge=0, description="with max_attn_len: so many last tokens before the candidates, and these, see everything"
     )
+    layer_norm_eps: float = Field(1e-6, gt=0, description="of the norms inside layers")
     normaliser: int = Field(ge=1, description="the constant N that divides attention; never a batch's length")
     dtype: Dtype = Field("float32", description="of dense weights, activations and KV")
 
@@ -120,6 +128,7 @@ class ModelConfig(Frozen):
     encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
     candidate_encoder: EncoderConfig = Field(description="the item side of the head")
     retrieval: RetrievalHead | None = Field(None, description="scores by a dot product instead of the head's MLP")
+    state_head: StateHead | None = Field(None, description="scores without the item side of the head")
     query_frame: QueryFrame | None = Field(None, description="set if K/V depend on the query, as in imported models")
 
     @model_validator(mode="after")
@@ -138,16 +147,21 @@ class ModelConfig(Frozen):
         fewest = () if self.query_frame is None else self.query_frame.min_context_events
         if isinstance(fewest, tuple) and fewest and len(fewest) != len(self.user_context):
             raise ValueError(f"min_context_events has {len(fewest)} entries for {len(self.user_context)} tables")
-        if self.retrieval is not None and self.query_frame is not None:
-            raise ValueError("a model with a query_frame has no retrieval head")
-        if self.attention_bias is not None and (self.retrieval is None or self.user_context or self.request_context):
-            raise ValueError("a model with an attention_bias has a retrieval head, and no context tables")
+        self._check_head()
         self._check_window()
-        if self.retrieval is not None and self.num_tasks != 1:
-            raise ValueError(f"a retrieval head has one task, got num_tasks {self.num_tasks}")
         return self
 
+    def _check_head(self) -> None:
+        if self.retrieval is not None and self.query_frame is not None:
+            raise ValueError("a model with a query_frame has no retrieval head")
+        if self.retrieval is not None and self.num_tasks != 1:
+            raise ValueError(f"a retrieval head has one task, got num_tasks {self.num_tasks}")
+        if self.state_head is not None and (self.retrieval is not None or self.query_frame is not None):
+            raise ValueError("a model with a state_head has neither a retrieval head nor a query_frame")
+
     def _check_window(self) -> None:
+        if self.attention_bias is not None and (self.retrieval is None or self.user_context or self.request_context):
+            raise ValueError("a model with an attention_bias has a retrieval head, and no context tables")
         if self.max_attn_len is None and self.full_attn_tail:
             raise ValueError(f"full_attn_tail needs a max_attn_len, got {self.full_attn_tail}")
         if self.max_attn_len is not None and self.max_attn_len < len(self.user_context):
@@ -165,8 +179,8 @@ class ModelConfig(Frozen):
         return max(in_tail, 0 if self.retrieval is None else 1)
 
     @property
-    def attention_window(self) -> Window | None:
-        return None if self.max_attn_len is None else Window(self.max_attn_len, self.full_attn_tail)
+    def attention_window(self) -> AttentionWindow | None:
+        return None if self.max_attn_len is None else AttentionWindow(self.max_attn_len, self.full_attn_tail)
 
     @property
     def row_stride(self) -> int:

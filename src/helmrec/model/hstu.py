@@ -8,6 +8,7 @@ Nothing here knows users, owners or queues.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from helmrec.kernels import ModelKernels
 from helmrec.kernels.embed import NORM_EPS, Lookups
 from helmrec.kernels.layer import LayerShape, LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead
+from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead, StateHead
 
 L2_EPS = 1e-6  # smallest length that a vector is divided by
 _LAST_LOGARITHM = 43.6  # of a time that 63 bits hold
@@ -58,7 +59,8 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "position_embedding.weight": (config.window + 1 if frame is None else frame.num_positions, dim),
         "time_embedding.weight": (config.time_buckets, dim),
     }
-    if config.retrieval is None or config.retrieval.state_norm == "layer":
+    has_mlp_head = config.retrieval is None and config.state_head is None
+    if has_mlp_head or (config.retrieval is not None and config.retrieval.state_norm == "layer"):
         shapes |= {"output_norm.weight": (dim,), "output_norm.bias": (dim,)}
     if num_context := len(config.user_context) + len(config.request_context):
         shapes |= {"context.weight": (num_context, config.row_dim, dim), "context.bias": (num_context, dim)}
@@ -66,8 +68,13 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {"output_mix.weight": (dim, dim + 2 * len(frame.cycles)), "output_mix.bias": (dim,)}
     for encoder in config.encoders:
         shapes |= _encoder_shapes(f"encoders.{encoder.name}", encoder, config, input_hidden)
-    shapes |= _encoder_shapes("candidate_encoder", config.candidate_encoder, config, hidden)
-    if config.retrieval is None:
+    if config.state_head is not None:
+        widths = (dim, *config.state_head.widths, config.num_tasks)
+        for i, (fan_in, out) in enumerate(pairwise(widths)):
+            shapes |= {f"state_head.layer{i}.weight": (out, fan_in), f"state_head.layer{i}.bias": (out,)}
+    else:
+        shapes |= _encoder_shapes("candidate_encoder", config.candidate_encoder, config, hidden)
+    if has_mlp_head:
         shapes |= mlp_shapes("head", dim, hidden, config.num_tasks, has_norm=False)
     for i in range(config.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()}
@@ -96,6 +103,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_weights(config: ModelConfig, weights: Mapping[str, Tensor], i: int, edges: Tensor | None) -> LayerWeights:
     """Return the weights of one layer. edges: those of `bias_edges`, in a model with an attention bias."""
     found: dict[str, Any] = {name: weights[f"layers.{i}.{name}"] for name in layer_shapes(config)}
+    found["norm_eps"] = config.layer_norm_eps
     if edges is None:
         return LayerWeights(**found)
     bias = RelativeBias(found.pop("position_bias"), found.pop("time_bias"), edges)
@@ -155,6 +163,16 @@ def dot_product(head: RetrievalHead, states: Tensor, items: Tensor, weights: Map
     if head.item_norm == "l2":
         items = F.normalize(items, dim=-1, eps=L2_EPS)
     return (states * items).sum(-1, keepdim=True) / head.temperature
+
+
+def state_logits(head: StateHead, states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:  # (candidates, tasks)
+    """Apply a plain MLP to the states of candidates, (candidates, dim), brought to length 1."""
+    x, last = F.normalize(states, dim=-1, eps=L2_EPS), len(head.widths)
+    for i in range(last + 1):
+        x = F.linear(x, weights[f"state_head.layer{i}.weight"], weights[f"state_head.layer{i}.bias"])
+        if i < last:
+            x = F.relu(x) if head.activation == "relu" else F.gelu(x)
+    return x
 
 
 class HstuModel:
@@ -226,6 +244,8 @@ class HstuModel:
         With a retrieval head, x has the state of the request's last token for each candidate.
         """
         w, name = self._weights, "candidate_encoder"
+        if self.config.state_head is not None:
+            return state_logits(self.config.state_head, x, w).float()
         pooled = self._pool(self._head_inputs, rows)
         if self._head_inputs.encoder.kind == "linear":
             item = self._linear(name, pooled)

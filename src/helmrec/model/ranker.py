@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
-from helmrec.kernels.layer import NORM_EPS, LayerWeights, RelativeBias, gate_output, split_projection
-from helmrec.kernels.ragged import Window
+from helmrec.kernels.layer import LayerWeights, RelativeBias, gate_output, split_projection
 from helmrec.model.config import EncoderConfig, ModelConfig
-from helmrec.model.hstu import bias_edges, dot_product, layer_weights
+from helmrec.model.hstu import bias_edges, dot_product, layer_weights, state_logits
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.model.window import window_anchor
-from helmrec.types import IntArray, RankRequest
+from helmrec.types import AttentionWindow, IntArray, RankRequest
 
 Rows = Mapping[str, Tensor]
 _TABLES = "tables."  # where the names of their parameters begin
@@ -220,6 +219,8 @@ class HstuRanker(nn.Module):
         x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):
             x = self._layer(x, layer_weights(config, w, i, self._bias_edges), layout)
+        if config.state_head is not None:
+            return state_logits(config.state_head, x[layout.prefix_slots.numel() :], w)
         last_rows = {t.name: rows[t.name][batch.actions.numel() :] for t in config.features}
         items = _encode(w, "candidate_encoder", config.candidate_encoder, last_rows)
         if config.retrieval is not None:
@@ -255,7 +256,7 @@ class HstuRanker(nn.Module):
 
     def _layer(self, x: Tensor, weights: LayerWeights, layout: "Layout") -> Tensor:  # (tokens, dim)
         form, width = self.config.form, weights.output_norm_weight.shape[0]
-        normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, NORM_EPS)
+        normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, weights.norm_eps)
         uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
         uvqk = F.silu(uvqk) if form == "gated" else torch.cat([F.silu(uvqk[:, :width]), uvqk[:, width:]], 1)
         u, v, q, k = split_projection(uvqk, width, self.config.num_heads)
@@ -320,7 +321,7 @@ def _bias(bias: RelativeBias, layout: Layout) -> Tensor:  # (requests, 1, prefix
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, window: Window | None
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, window: AttentionWindow | None
 ) -> Tensor:  # (tokens, heads, v)
     """Sum SiLU(q.k) v over the visible keys. A token sees the prefix up to itself, a candidate all of it and itself.
 
@@ -340,7 +341,9 @@ def _attend(
     return torch.cat([seen[0], seen[1] + itself])
 
 
-def _in_window(window: Window, layout: Layout, *, is_candidate: bool) -> Tensor:  # (requests, 1, rows or 1, prefix_len)
+def _in_window(
+    window: AttentionWindow, layout: Layout, *, is_candidate: bool
+) -> Tensor:  # (requests, 1, rows or 1, prefix_len)
     """Return which keys are near enough for each row of the prefix, or for all candidates, who stand at its end."""
     keys, end = torch.arange(layout.prefix_len, device=layout.num_prefix.device), layout.num_prefix[:, None, None, None]
     rows = end if is_candidate else keys[None, None, :, None]
