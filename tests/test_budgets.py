@@ -27,6 +27,7 @@ MANY_PARAMETERS = {
     "helmrec/cli/load.py:load": "one per flag",
     "helmrec/cli/import_model.py:dlrmv3": "one per flag",
     "helmrec/cli/import_model.py:research": "one per flag",
+    "helmrec/cli/import_model.py:nvidia": "one per flag",
     "helmrec_bench/cli/loadgen.py:loadgen": "one per flag",
     "helmrec_bench/cli/bench.py:all_": "one parameter per flag",
     "helmrec/cli/rank.py:rank": "one parameter per flag",

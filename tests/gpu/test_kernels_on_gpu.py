@@ -1,7 +1,5 @@
 """The compiled kernels against their twins in float64 on a card: fresh inputs each run, poisoned outputs."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ if not torch.cuda.is_available():
     # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.kernels.ragged_cases import Case, Heads, Lengths, in_window, on, random_case, relative_error, with_bias
+from tests.kernels.ragged_cases import Case, Heads, Lengths, cast, in_window, on, random_case, relative_error, with_bias
 from tests.kernels.ragged_cases import layout as ragged_layout
 
 from helmrec.kernels import hopper_attention, layer, triton_append, triton_attention, triton_layer
@@ -172,8 +170,7 @@ def test_dense_halves_match_float64(dim: int, heads: Heads, form: Form, dtype: t
         noise(dim, projected), noise(projected), 1 + noise(dim), noise(dim), noise(out_rows, dim), 1 + noise(width),
         noise(width), noise(dim),
     )  # fmt: skip
-    given = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    exact = LayerWeights(**{name: value.double() for name, value in given.items() if value is not None})
+    exact = cast(weights, torch.float64)
     x, o = torch.randn(1001, dim, device="cuda").to(dtype), torch.randn(1001, width, device="cuda").to(dtype)
     ours = triton_layer.project(x, weights, form, heads.num)
     twin = layer.project(x.double(), exact, form, heads.num)

@@ -1,6 +1,6 @@
 """Random ragged batches over scattered pages, with NaN wherever a kernel has no business to look."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels import attention
-from helmrec.kernels.layer import RelativeBias
+from helmrec.kernels.layer import LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.types import AttentionWindow
 
@@ -166,3 +166,9 @@ def in_window(case: Case, window: AttentionWindow) -> Case:
         num_full = torch.zeros_like(case.batch.num_new)
         num_full[::2] = window.tail
     return case._replace(batch=replace(case.batch, window=window, num_full=num_full))
+
+
+def cast(weights: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+    """The weights of a layer in another type."""
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return replace(weights, **{name: each.to(dtype) for name, each in values.items() if isinstance(each, Tensor)})

@@ -1,7 +1,7 @@
 """A whole layer through the fused kernels against its plain twin, values scaled by sequence, in the interpreter."""
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import fused, plain
 from helmrec.kernels.layer import LayerShape, LayerWeights
-from tests.kernels.ragged_cases import Lengths, layout
+from tests.kernels.ragged_cases import Lengths, cast, layout
 
 HEADS, DIM_HEAD, DIM, PAGE = 2, 16, 32, 16
 LENGTHS = [Lengths(0, 20, 3), Lengths(0, 5, 2), Lengths(0, 0, 4)]
@@ -45,10 +45,8 @@ def test_a_layer_with_values_scaled_by_sequence_matches_the_twin(is_scaled: bool
     outs, pages_after = [], []
     for run_layer, dtype in ((fused.run_layer, torch.float32), (plain.run_layer, torch.float64)):
         pages = [torch.zeros(8, PAGE, HEADS, DIM_HEAD, dtype=dtype) for _ in range(2)]
-        given = {field.name: getattr(weights, field.name) for field in fields(weights)}
-        cast = LayerWeights(**{name: value.to(dtype) for name, value in given.items() if value is not None})
         scaled = replace(batch, v_scale=scale.to(dtype) if is_scaled else None)
-        outs.append(run_layer(x.to(dtype).clone(), cast, shape, pages[0], pages[1], scaled))
+        outs.append(run_layer(x.to(dtype).clone(), cast(weights, dtype), shape, pages[0], pages[1], scaled))
         pages_after.append(pages[1])
     assert float((outs[0] - outs[1]).abs().max()) < 1e-4
     assert float((pages_after[0] - pages_after[1]).abs().max()) < 1e-5, "values are kept as they are scaled"

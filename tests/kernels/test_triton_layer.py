@@ -1,7 +1,6 @@
 """The dense halves of a layer against their twins, in Triton's interpreter."""
 
 import os
-from dataclasses import fields
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import layer, triton_layer
 from helmrec.kernels.layer import Form, LayerWeights
-from tests.kernels.ragged_cases import relative_error
+from tests.kernels.ragged_cases import cast, relative_error
 
 HEADS, QK, V, DIM, TOKENS = 2, 8, 24, 40, 37
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -37,8 +36,7 @@ def random_weights(form: Form, dtype: torch.dtype, *, has_bias: bool = False) ->
 
 
 def in_float64(weights: LayerWeights) -> LayerWeights:
-    given = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return LayerWeights(**{name: value.double() for name, value in given.items() if value is not None})
+    return cast(weights, torch.float64)
 
 
 @pytest.fixture(autouse=True)
