@@ -9,6 +9,7 @@ from helmrec.cli.console import bytes_bar, exit_on_error, out
 from helmrec.model.checkpoint import read_checkpoint
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
 from helmrec.model.meta_research import ResearchOptions, import_research
+from helmrec.model.nvidia import NvidiaOptions, import_nvidia
 from helmrec.model.weight_map import import_mapped
 
 import_app = typer.Typer(help="Import published models and models of your own.", no_args_is_help=True)
@@ -85,6 +86,41 @@ def research(  # noqa: PLR0913, PLR0917 - one parameter per flag
         config = import_research(checkpoint, folder, ResearchOptions(**asked), lambda done: bar.advance(task, done))
     out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} items, window {config.window}")
     out.print("its last event is computed for every request: K/V of all events before it are reused", highlight=False)
+
+
+@import_app.command("nvidia")
+def nvidia(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Dense weights: torch_module/model.0.pth.")],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Model folder to create; must be new or empty.")],
+    tables: Annotated[Path, typer.Option(help="Folder of the tables: dynamicemb_module.")],
+    heads: Annotated[int, typer.Option(help="Attention heads (num_attention_heads).")],
+    scaling_seqlen: Annotated[int, typer.Option(help="What attention is divided by (scaling_seqlen).")],
+    item: Annotated[str, typer.Option(help="Table of the items.")] = "item",
+    action: Annotated[
+        str | None, typer.Option(help="Table of the actions, if they are tokens.", show_default="none")
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(help="Table of a contextual feature; in order. Needs --causal-context.", show_default="none"),
+    ] = None,
+    causal_context: Annotated[bool, typer.Option(help="Trained with disable_contextual_mask.")] = False,
+    window: Annotated[
+        int | None, typer.Option(help="Most tokens of items and actions.", show_default="positions of the checkpoint")
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = 1_000,
+    activation: Annotated[str, typer.Option(help="Of the head: relu or gelu (prediction_head_act_type).")] = "relu",
+    epsilon: Annotated[float, typer.Option(help="Of the layers' norms (norm_epsilon).")] = 1e-5,
+    dtype: Annotated[str, typer.Option(help="Of dense weights and K/V: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Import a ranking model of NVIDIA's recsys-examples, without running pickled code of its file."""
+    with exit_on_error(), bytes_bar() as bar:
+        asked: dict[str, Any] = {"num_heads": heads, "scaling_seqlen": scaling_seqlen, "item": item, "action": action}
+        asked |= {"context": tuple(context or ()), "is_context_causal": causal_context, "window": window}
+        asked |= {"max_candidates": candidates, "activation": activation, "norm_epsilon": epsilon, "dtype": dtype}
+        task = bar.add_task("writing and hashing", total=None)
+        options = NvidiaOptions(**asked)
+        config = import_nvidia(checkpoint, tables, folder, options, lambda done: bar.advance(task, done))
+    out.print(f"{folder}: {config.num_layers} layers, {config.num_rows:,} rows in {len(config.tables)} tables")
 
 
 @import_app.command("hstu")

@@ -34,6 +34,19 @@ def read_checkpoint(path: Path, keys: Sequence[str] = ()) -> dict[str, Tensor]:
     return _read_archive(path, keys)
 
 
+def read_known(path: Path, keys: Sequence[str]) -> dict[str, Tensor]:
+    """As `read_checkpoint`, without the entries of an archive that are no plain tensors, such as sharded tables.
+
+    Weights that are saved alone need no keys. Extra state of layers is left out.
+    """
+    if path.is_dir() or path.suffix == ".safetensors":
+        weights = read_checkpoint(path)
+    else:
+        with TorchZip.open(path) as archive:
+            weights = archive.read_all(archive.tensors(*keys) or archive.tensors())
+    return {name: value for name, value in weights.items() if not name.endswith("._extra_state")}
+
+
 def _joined(parts: Sequence[tuple[Path, dict[str, Tensor]]]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file, found in parts:

@@ -28,6 +28,7 @@ _STORAGES = {
     Named("torch", "LongStorage"): torch.int64,
     Named("torch", "IntStorage"): torch.int32,
     Named("torch", "BoolStorage"): torch.bool,
+    Named("torch", "ByteStorage"): torch.uint8,
 }
 _TENSOR = Named("torch._utils", "_rebuild_tensor_v2")
 _PARAMETER = Named("torch._utils", "_rebuild_parameter")
@@ -139,6 +140,23 @@ class TorchZip:
                 raise ModelError(f"{self._source}: nothing was saved under {key!r}")
             value = value[key]
         return self._understand(value)
+
+    def tensors(self, *keys: str) -> dict[str, StoredTensor]:
+        """Return the tensors of a saved dictionary, or of the one under these keys if there is one."""
+        value = self._saved
+        for key in keys:
+            items = value.items if isinstance(value, PickledCall) else value
+            value = items.get(key) if isinstance(items, dict) else None
+        items = value.items if isinstance(value, PickledCall) else value
+        found = {name: self._tensor_of(each) for name, each in items.items()} if isinstance(items, dict) else {}
+        return {name: tensor for name, tensor in found.items() if tensor is not None and isinstance(name, str)}
+
+    def _tensor_of(self, value: Any) -> StoredTensor | None:
+        try:
+            made = self._understand(value)
+        except ModelError:
+            return None
+        return made if isinstance(made, StoredTensor) else None
 
     def read_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Read tensors, each storage once. ModelError if tensors that share storages are far larger than the file."""
