@@ -1,7 +1,7 @@
 """Random ragged batches over scattered pages, with NaN wherever a kernel has no business to look."""
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -171,4 +171,5 @@ def in_window(case: Case, window: AttentionWindow) -> Case:
 def cast(weights: LayerWeights, dtype: torch.dtype) -> LayerWeights:
     """The weights of a layer in another type."""
     values = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return replace(weights, **{name: each.to(dtype) for name, each in values.items() if isinstance(each, Tensor)})
+    changed: dict[str, Any] = {name: each.to(dtype) for name, each in values.items() if isinstance(each, Tensor)}
+    return replace(weights, **changed)
