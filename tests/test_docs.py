@@ -99,13 +99,14 @@ def test_the_samples_of_readme_and_quickstart_run_as_printed_in_an_empty_folder(
 ) -> None:
     serve, python = [block.text for block in blocks("README.md") if not block.mark]
     same, longer, ranked = [block.text for block in blocks("docs/quickstart.md") if not block.mark]
-    (api,) = blocks("docs/python-api.md")
+    api, update = blocks("docs/python-api.md")
     assert len(re.findall(r"^\S+", serve, re.MULTILINE)) == 4  # every command begins a line
     assert same == serve
     assert '"scores":[[' in run_shell(serve)
     assert run_python(python, capsys).splitlines()[-1] == "4"
     assert run_python(longer, capsys).splitlines()[-1] == "0 4"
     assert run_python(api.text, capsys) == "(2, 2)\n"
+    assert run_python(update.text, capsys) == "True 2\n"
     run_shell(ranked)
     lines = (empty_folder / "scores.jsonl").read_text().splitlines()
     assert ['"scores"' in line for line in lines] == [True, True]

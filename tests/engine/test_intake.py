@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmrec.engine.intake import Intake, _first_step_back, _shift_until_outside
+from helmrec.engine.id_checks import REFUSE, _first_step_back, _shift
+from helmrec.engine.intake import Intake
 from helmrec.errors import RequestError
 from helmrec.model.config import RetrievalHead
 from helmrec.types import RankRequest
@@ -32,8 +33,30 @@ def plain_shift(block: list[list[int]], limits: list[int], offsets: list[int]) -
 def test_ids_are_checked_and_shifted_as_by_the_plain_twin(block: list[list[int]], limits: list[int]) -> None:
     offsets = [0, 100, 2**40]
     array = np.array(block, np.int64).reshape(len(block), -1)
-    outside = _shift_until_outside(array, np.array(limits[: len(block)]), np.array(offsets[: len(block)]))
+    num, counts = len(block), np.zeros(len(block), np.int64)
+    outside = _shift(array, np.array(limits[:num]), np.array(offsets[:num]), np.full(num, REFUSE), counts)
     assert (outside, array.tolist()) == plain_shift(block, limits, offsets)
+    assert not counts.any()
+
+
+@given(blocks, st.lists(st.integers(1, 5), min_size=3, max_size=3))
+def test_unknown_ids_are_replaced_counted_and_then_checked(block: list[list[int]], limits: list[int]) -> None:
+    offsets, rows = [0, 100, 2**40], [0, REFUSE, 0]
+    array, num = np.array(block, np.int64).reshape(len(block), -1), len(block)
+    known = [
+        [0 if row == 0 and i >= limit else i for i in line]
+        for line, limit, row in zip(block, limits, rows, strict=False)
+    ]
+    counts = np.zeros(num, np.int64)
+    outside = _shift(array, np.array(limits[:num]), np.array(offsets[:num]), np.array(rows[:num]), counts)
+    expected, shifted = plain_shift(known, limits, offsets)
+    assert outside == expected
+    if outside == array.size:
+        assert array.tolist() == shifted
+        assert counts.tolist() == [
+            sum(i >= limit for i in line) if row == 0 else 0
+            for line, limit, row in zip(block, limits, rows, strict=False)
+        ]
 
 
 @given(st.lists(near_zero, max_size=40))

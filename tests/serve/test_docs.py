@@ -65,7 +65,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
 
 
 def test_every_shell_example_has_its_answer_beside_it() -> None:
-    assert len(SHELL) == TEXT.count("```sh") == 13
+    assert len(SHELL) == TEXT.count("```sh") == 14
     assert len(PYTHON) == 2
 
 

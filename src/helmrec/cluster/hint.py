@@ -87,6 +87,9 @@ class Describer:
 
     def _rows(self, lines: list[Ids], begin: int) -> IntArray:  # (tokens, features)
         columns: list[NDArray[np.int64]] = [np.asarray(line[begin:], np.int64) for line in lines]
+        for i, table in enumerate(self._model.features):
+            if table.unknown_row is not None:
+                columns[i] = np.where(columns[i] < table.num_rows, columns[i], table.unknown_row)
         return np.stack(columns, axis=1) + self._offsets
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class EngineStats:
     pauses: PauseStats
     collector: CollectorStats  # of the process
     controller_failures: int = 0  # set by a server whose controller moves the boundary
+    unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
 
 
 class Engine:
@@ -346,6 +347,7 @@ class Engine:
                 relay=relay,
                 pauses=self._gaps.stats(self._clock.now()),
                 collector=PROCESS.stats(),
+                unknown_ids=dict(self._pipeline.unknown_ids),
             )
 
     def reset_pauses(self) -> None:

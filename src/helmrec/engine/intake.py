@@ -4,13 +4,23 @@ Pure: it reads the model's shape and changes no state, so a refused request has 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from helmrec.engine.id_checks import (
+    MAX_ID,
+    REFUSE,
+    IdLines,
+    check_forward,
+    context_rows,
+    context_table,
+    flat_ids,
+    take_rows,
+    whole_number,
+)
 from helmrec.errors import DeadlineExceeded, RequestError
 from helmrec.memory.prefix_hash import HashKey, History, chain
 from helmrec.model.config import ModelConfig
@@ -19,25 +29,8 @@ from helmrec.model.window import gap_bucket, window_anchor
 from helmrec.types import Ids, IntArray, PrefillRequest, RankRequest
 from helmrec.user_ids import check_user_id, seed_words
 
-_MAX_ID = np.iinfo(np.int64).max
-_NO_ROWS = np.empty(0, np.int64)
 # The least float32 that becomes infinite in the type of a row: half a step above that type's largest number.
 _INFINITE_FROM = {"float32": np.inf, "bfloat16": (2 - 2**-8) * 2.0**127, "float16": (2 - 2**-11) * 2.0**15}
-
-
-class _Lines(NamedTuple):
-    """Describes the lines of a block of ids: their names in messages, their bounds and their first rows."""
-
-    names: tuple[str, ...]
-    limits: IntArray  # (lines,) ids are smaller than these
-    offsets: IntArray  # (lines,) first row of each table
-
-
-class _ContextTable(NamedTuple):
-    field: str  # its name in messages
-    name: str
-    num_rows: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +49,7 @@ class Prepared:
     num_full: int = 0  # last tokens before the candidates that see all, if attention has a window and a tail
     times: IntArray | None = None  # (events + 1,) of the events and what follows, if attention has a bias by time
     is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
+    unknown_ids: Mapping[str, int] = field(default_factory=dict)  # by table: ids read as the row for unknown ones
 
     @property
     def num_candidates(self) -> int:
@@ -89,40 +83,47 @@ class Intake:
         self._extra_tables = set(self._extra)
         self._context_tables = {table.name for table in (*config.user_context, *config.request_context)}
         self._user_context, self._request_context = (
-            [_ContextTable(f"context[{t.name!r}]", t.name, t.num_rows, config.offsets[t.name]) for t in tables]
+            [context_table(t, config.offsets[t.name]) for t in tables]
             for tables in (config.user_context, config.request_context)
         )
         limits = [table.num_rows for table in config.features]
         offsets = [config.offsets[table.name] for table in config.features]
-        self._event_lines = _Lines(
+        names = tuple(table.name for table in config.features)
+        unknown = [REFUSE if table.unknown_row is None else table.unknown_row for table in config.features]
+        self._event_lines = IdLines(
             ("items", *(f"features[{name!r}]" for name in self._extra), "actions", "timestamps"),
-            np.array([*limits, config.num_actions, _MAX_ID]),
+            np.array([*limits, config.num_actions, MAX_ID]),
             np.array([*offsets, 0, 0]),
+            (*names, "actions", "timestamps"),
+            np.array([*unknown, REFUSE, REFUSE]),
         )
-        self._candidate_lines = _Lines(
+        self._candidate_lines = IdLines(
             ("candidates", *(f"candidate_features[{name!r}]" for name in self._extra)),
             np.array(limits),
             np.array(offsets),
+            names,
+            np.array(unknown),
         )
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Check and convert a request; raise RequestError that names field and value."""
         _check_names("context", request.context, self._context_tables)
-        columns, anchor = self._window(request)
+        unknown = dict[str, int]()
+        columns, anchor = self._window(request, unknown)
         if self._config.retrieval is not None and not columns.shape[1]:
             raise RequestError("items", 0, "at least one event is needed: candidates are scored against its state")
-        candidate_rows = self._candidate_rows(request)
+        candidate_rows = self._candidate_rows(request, unknown)
         candidate_gap = self._candidate_gap(request.request_time, columns[-1])
         query_time = _query_time(request.request_time, columns[-1])
         # Where K/V depend on the query, only a request with the same query may reuse them.
         query = () if self._config.is_append_stable else (query_time, columns.shape[1], candidate_rows.shape[1])
         times = self._times(columns, query_time)
         return Prepared(
-            history=self._history(request, columns, (anchor, *query), times),
+            history=self._history(request, columns, (anchor, *query), times, unknown),
             columns=columns,
             candidate_rows=candidate_rows,
             candidate_gap=candidate_gap,
-            request_rows=_context_rows(self._request_context, request.context),
+            request_rows=context_rows(self._request_context, request.context, unknown),
             window_start=anchor,
             truncated_events=anchor - request.first_event,
             deadline_ms=_deadline("deadline_ms", request.deadline_ms),
@@ -130,6 +131,7 @@ class Intake:
             times=times,
             num_full=self._config.full_attn_tail,
             is_retrieval=self._config.retrieval is not None,
+            unknown_ids=unknown,
         )
 
     def prepare_all(self, requests: Sequence[RankRequest]) -> list[Prepared]:
@@ -150,12 +152,13 @@ class Intake:
             problem = "nothing can be computed ahead: K/V of this model depend on the query"
             raise RequestError("user_id", request.user_id, problem)
         _check_names("context", request.context, {table.name for table in self._user_context})
-        _scalar("num_candidates", request.num_candidates, self._config.max_candidates)
+        whole_number("num_candidates", request.num_candidates, self._config.max_candidates)
         _deadline("budget_ms", request.budget_ms)
         _deadline("hold_ms", request.hold_ms)
-        columns, anchor = self._window(request)
+        unknown = dict[str, int]()  # counted with the rank that follows
+        columns, anchor = self._window(request, unknown)
         times = self._times(columns, 0)  # of the time of the request, nothing that is kept depends
-        history = self._history(request, columns, (anchor,), times)
+        history = self._history(request, columns, (anchor,), times, unknown)
         num_kept = history.event_rows.shape[1]
         return Prepared(
             history=history,
@@ -173,43 +176,48 @@ class Intake:
         """Return the times that a bias of attention reads: of all events, and of the request after them."""
         return None if self._config.attention_bias is None else np.append(columns[-1], query_time)
 
-    def _window(self, request: RankRequest | PrefillRequest) -> tuple[IntArray, int]:
+    def _window(self, request: RankRequest | PrefillRequest, unknown: dict[str, int]) -> tuple[IntArray, int]:
         """Return the columns of the events in the model's window, and the absolute index of the first of them."""
-        first_event = _scalar("first_event", request.first_event, _MAX_ID // 2)
-        columns = self._columns(request)
+        first_event = whole_number("first_event", request.first_event, MAX_ID // 2)
+        columns = self._columns(request, unknown)
         anchored = window_anchor if self._config.is_append_stable else latest_window
         anchor = anchored(first_event, columns.shape[1], self._config.window)
         return np.ascontiguousarray(columns[:, anchor - first_event :]), anchor
 
     def _history(
-        self, request: RankRequest | PrefillRequest, columns: IntArray, frame: tuple[int, ...], times: IntArray | None
+        self,
+        request: RankRequest | PrefillRequest,
+        columns: IntArray,
+        frame: tuple[int, ...],
+        times: IntArray | None,
+        unknown: dict[str, int],
     ) -> History:
         """Hash the events whose K/V are kept. `frame` holds what K/V depend on besides user, model and events."""
         columns = columns[:, : max(0, columns.shape[1] - self._config.unkept_events)]
         # With a bias by time, K/V of an event depend on the time of the next one too.
         hashed = columns if times is None else np.vstack([columns, times[1 : columns.shape[1] + 1]])
         user_id = check_user_id(request.user_id)
-        user_rows = _context_rows(self._user_context, request.context)
+        user_rows = context_rows(self._user_context, request.context, unknown)
         seed = (*seed_words(user_id), self._version, *frame, *user_rows.tolist())
         return History(user_id, user_rows, columns[:-2], chain(self._key, seed, user_rows.size, hashed))
 
-    def _columns(self, request: RankRequest | PrefillRequest) -> IntArray:
+    def _columns(self, request: RankRequest | PrefillRequest, unknown: dict[str, int]) -> IntArray:
         """Return all events as (features + 2, events): row ids, then actions, then timestamps."""
-        items = _ids("items", request.items)
+        items = flat_ids("items", request.items)
         if items.size > self._max_history:
             raise RequestError("items", items.size, f"at most {self._max_history} events may be sent")
         extra = self._extra_ids("features", request.features)
-        columns = _take(self._event_lines, [items, *extra, request.actions, request.timestamps])
-        _check_forward(columns[-1])
+        columns = take_rows(self._event_lines, [items, *extra, request.actions, request.timestamps], unknown)
+        check_forward(columns[-1])
         return columns
 
-    def _candidate_rows(self, request: RankRequest) -> IntArray:
-        candidates = _ids("candidates", request.candidates)
+    def _candidate_rows(self, request: RankRequest, unknown: dict[str, int]) -> IntArray:
+        candidates = flat_ids("candidates", request.candidates)
         if not 1 <= candidates.size <= self._config.max_candidates:
             problem = f"between 1 and {self._config.max_candidates} candidates are needed"
             raise RequestError("candidates", candidates.size, problem)
         extra = self._extra_ids("candidate_features", request.candidate_features)
-        return _take(self._candidate_lines, [candidates, *extra])
+        return take_rows(self._candidate_lines, [candidates, *extra], unknown)
 
     def _extra_ids(self, field: str, given: Mapping[str, Ids]) -> list[Ids]:
         """Return the ids of every feature table except the items', in the model's order."""
@@ -220,7 +228,7 @@ class Intake:
         """Return the time bucket since the last event; bucket 0 if the request has no `request_time`."""
         if request_time is None:
             return 0
-        now = _scalar("request_time", request_time, _MAX_ID)
+        now = whole_number("request_time", request_time, MAX_ID)
         if not timestamps.size:
             return 0
         if now < timestamps[-1]:
@@ -257,7 +265,8 @@ def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -
     if table not in num_rows:
         raise RequestError("table", table, f"the model has no such table, only {', '.join(num_rows)}")
     offset = config.offsets[table]
-    (rows,) = _take(_Lines(("ids",), np.array([num_rows[table]]), np.array([offset])), [ids])
+    lines = IdLines(("ids",), np.array([num_rows[table]]), np.array([offset]), (table,), np.array([REFUSE]))
+    (rows,) = take_rows(lines, [ids], {})
     unique, counts = np.unique(rows, return_counts=True)
     if unique.size != rows.size:
         raise RequestError("ids", int(unique[counts > 1][0]) - offset, "each id may be given once")
@@ -278,105 +287,6 @@ def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArra
     return array
 
 
-def _context_rows(tables: Sequence[_ContextTable], context: Mapping[str, int]) -> IntArray:
-    if not tables:
-        return _NO_ROWS
-    return np.array([_scalar(t.field, context[t.name], t.num_rows - 1) + t.offset for t in tables])
-
-
-def _ids(field: str, values: Ids) -> NDArray[np.integer]:
-    """Return the ids as a flat array of integers that fit signed 64 bits."""
-    if not isinstance(values, np.ndarray):
-        values = _listed(field, values)
-    if values.ndim != 1:
-        raise RequestError(field, values.shape, "a flat list of integers is needed")
-    if values.dtype == np.int64 or values.size == 0:
-        return values
-    if values.dtype.kind not in "iu":
-        first = values[0]
-        shown = first.item() if isinstance(first, np.generic) else first  # an array of objects holds them as they are
-        raise RequestError(field, shown, f"integers of 64 bits are needed, not {values.dtype}")
-    if values.dtype == np.uint64 and values.max() > _MAX_ID:
-        raise RequestError(field, int(values.max()), "integers of 64 bits are needed")
-    return values
-
-
-def _listed(field: str, values: object) -> IntArray:
-    """Convert a list of plain integers; NumPy alone would also accept booleans and round floats."""
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise RequestError(field, values, "a flat list of integers is needed")
-    for kind in set(map(type, values)):
-        if kind is not int and not issubclass(kind, np.integer):
-            at, wrong = next((i, value) for i, value in enumerate(values) if type(value) is kind)
-            raise RequestError(f"{field}[{at}]", wrong, f"integers of 64 bits are needed, not {kind.__name__}")
-    try:
-        return np.array(values, np.int64)
-    except OverflowError:
-        raise RequestError(field, max(values, key=abs), "integers of 64 bits are needed") from None
-
-
-def _take(lines: _Lines, given: Sequence[Ids]) -> IntArray:  # (lines, ids)
-    """Check that the lines have equal length and ids in range, and return their rows, one line each.
-
-    The ids are copied before they are checked, since a client may reuse its arrays.
-    """
-    ids = [_ids(name, values) for name, values in zip(lines.names, given, strict=True)]
-    num = ids[0].size
-    for name, line in zip(lines.names, ids, strict=True):
-        if line.size != num:
-            raise RequestError(name, line.size, f"one value per item is needed, {num} in all")
-    block: IntArray = np.concatenate(ids, dtype=np.int64, casting="unsafe").reshape(len(ids), num)
-    outside = _shift_until_outside(block, lines.limits, lines.offsets)
-    if outside < block.size:
-        at_line, at = divmod(outside, num)
-        problem = f"values run from 0 to {lines.limits[at_line] - 1}"
-        raise RequestError(f"{lines.names[at_line]}[{at}]", int(block[at_line, at]), problem)
-    return block
-
-
-@numba.njit(cache=True, nogil=True)
-def _shift_until_outside(block: IntArray, limits: IntArray, offsets: IntArray) -> int:
-    """Add each line's offset to its ids, line by line up to the first line with an id outside [0, limit).
-
-    Return the flat index of that id, or the number of ids. A line is checked as a whole without an early exit,
-    because only such loops become vector instructions.
-    """
-    for line in range(block.shape[0]):
-        ids, limit = block[line], np.uint64(limits[line])
-        is_outside = False
-        for i in range(ids.size):
-            is_outside |= bool(np.uint64(ids[i]) >= limit)  # negative ids become large
-        if is_outside:
-            return line * ids.size + _first_outside(ids, limits[line])
-        for i in range(ids.size):
-            ids[i] += offsets[line]
-    return block.size
-
-
-@numba.njit(cache=True, nogil=True)
-def _first_outside(ids: IntArray, limit: int) -> int:
-    """Return the index of the first id outside [0, limit), or the number of ids."""
-    for i in range(ids.size):
-        if ids[i] < 0 or ids[i] >= limit:
-            return i
-    return ids.size
-
-
-@numba.njit(cache=True, nogil=True)
-def _first_step_back(values: IntArray) -> int:
-    """Return the index of the first value smaller than the one before it, or the number of values."""
-    for i in range(1, values.size):
-        if values[i] < values[i - 1]:
-            return i
-    return values.size
-
-
-def _check_forward(timestamps: IntArray) -> None:
-    at = _first_step_back(timestamps)
-    if at < timestamps.size:
-        raise RequestError(f"timestamps[{at}]", int(timestamps[at]), f"time runs backwards from {timestamps[at - 1]}")
-
-
 def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> None:
     if not isinstance(given, Mapping):
         raise RequestError(field, given, "values by table name are needed")
@@ -386,12 +296,6 @@ def _check_names(field: str, given: Mapping[str, object], wanted: set[str]) -> N
         raise RequestError(field, min(unknown, key=str), f"the model has no such table here, only {sorted(wanted)}")
     if missing := wanted - given.keys():
         raise RequestError(field, sorted(given), f"a value for {min(missing)!r} is needed")
-
-
-def _scalar(field: str, value: object, limit: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= int(value) <= limit:
-        raise RequestError(field, value, f"an integer from 0 to {limit} is needed")
-    return int(value)
 
 
 def _deadline(field: str, ms: float | None) -> float | None:

@@ -4,6 +4,7 @@ While one step computes, the rows of the next are read. Where steps do not overl
 returns.
 """
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -103,6 +104,7 @@ class Pipeline:
         self.busy_s = 0.0  # time that all steps took together
         self.num_launched = self.num_ended = 0
         self.num_served = self.num_non_finite = 0  # rank requests
+        self.unknown_ids = Counter[str]()  # of rank requests, by table
         self.steps = StepLog()
 
     @property
@@ -157,6 +159,9 @@ class Pipeline:
         if not batch.is_ahead:
             self.num_served += len(batch.members) - len(output.non_finite)
             self.num_non_finite += len(output.non_finite)
+            for member in batch.members:
+                if member.request.unknown_ids:
+                    self.unknown_ids.update(member.request.unknown_ids)
         self.steps.add(_record(batch, output, ended_s))
         return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 

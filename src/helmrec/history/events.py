@@ -29,11 +29,17 @@ class EventSchema(Frozen):
     num_items: int = Field(ge=1)
     num_actions: int = Field(ge=1)
     features: tuple[TableConfig, ...] = Field((), description="of events besides the item")
+    takes_unknown_items: bool = Field(False, description="whether items without a row are kept, as they came")
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> "EventSchema":
         items, *features = model.features
-        return cls(num_items=items.num_rows, num_actions=model.num_actions, features=features)
+        return cls(
+            num_items=items.num_rows,
+            num_actions=model.num_actions,
+            features=features,
+            takes_unknown_items=items.unknown == "row",
+        )
 
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
@@ -55,7 +61,9 @@ class EventSchema(Frozen):
 
     @cached_property
     def limits(self) -> NDArray[np.uint64]:  # (fields, 1) ids are smaller
-        rows = (self.num_items, *(table.num_rows for table in self.features), self.num_actions, MAX_ID)
+        items = MAX_ID if self.takes_unknown_items else self.num_items
+        features = (MAX_ID if table.unknown == "row" else table.num_rows for table in self.features)
+        rows = (items, *features, self.num_actions, MAX_ID)
         return np.array(rows, np.uint64)[:, None]
 
     @property

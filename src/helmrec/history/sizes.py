@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from helmrec.errors import HistoryError, TablesTooSmall
-from helmrec.history.events import EventSchema
+from helmrec.history.events import MAX_ID, EventSchema
 
 TableSizes = Mapping[str, int]
 
@@ -21,6 +21,10 @@ def sizes_of(schema: EventSchema) -> dict[str, int]:
 def check_sizes(taken: TableSizes, schema: EventSchema, place: str) -> None:
     """Raise TablesTooSmall, which names table and both sizes, if stored events may have ids beyond a table."""
     for table, (field, num_rows) in zip(schema.table_names, sizes_of(schema).items(), strict=True):
+        if num_rows < taken.get(field, 0) == MAX_ID:
+            raise TablesTooSmall(
+                f"table {table!r} refuses unknown ids, and the events kept in {place} may have some: set unknown='row'"
+            )
         if num_rows < taken.get(field, 0):
             raise TablesTooSmall(
                 f"table {table!r} has {num_rows} rows, the events kept in {place} were taken for {taken[field]}"

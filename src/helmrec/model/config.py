@@ -16,10 +16,28 @@ _ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class TableConfig(Frozen):
-    """One embedding table. Rows of all tables share one id space, in the order the model lists them."""
+    """One embedding table. Rows of all tables share one id space, in the order the model lists them.
+
+    An id of `num_rows` or more is unknown. With `unknown="row"` it is read as `unknown_row`, from the check of a
+    request on: caches and their hashes see the row that is read, so prefixes are reused if and only if the model would
+    compute the same, whatever the unknown ids are. Stored histories keep the ids as they came, so that a later model
+    with rows for them reads those rows. That model has another version, under which no prefix of the old one is found.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", description="also a file name")
     num_rows: int = Field(ge=1)
+    unknown: Literal["refuse", "row"] = Field("refuse", description="what happens to ids of num_rows or more")
+    unknown_row: int | None = Field(None, ge=0, description="the row read for them; needed with unknown='row'")
+
+    @model_validator(mode="after")
+    def _has_a_row_for_unknown_ids(self) -> Self:
+        if (self.unknown == "row") != (self.unknown_row is not None):
+            raise ValueError(
+                f"unknown={self.unknown!r} {'needs an' if self.unknown == 'row' else 'has no'} unknown_row"
+            )
+        if self.unknown_row is not None and self.unknown_row >= self.num_rows:
+            raise ValueError(f"unknown_row must be below num_rows, {self.num_rows}, got {self.unknown_row}")
+        return self
 
 
 class EncoderConfig(Frozen):

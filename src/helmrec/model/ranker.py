@@ -84,10 +84,12 @@ class RankBatch:
         _check_ids("num_candidates", self.num_candidates, self.lengths.numel(), None)
         num_events, num_candidates = int(self.lengths.sum()), int(self.num_candidates.sum())
         for table in config.features:
-            _check_ids(f"events[{table.name!r}]", self.events.get(table.name), num_events, table.num_rows)
-            _check_ids(f"candidates[{table.name!r}]", self.candidates.get(table.name), num_candidates, table.num_rows)
+            limit = table.num_rows if table.unknown_row is None else None
+            _check_ids(f"events[{table.name!r}]", self.events.get(table.name), num_events, limit)
+            _check_ids(f"candidates[{table.name!r}]", self.candidates.get(table.name), num_candidates, limit)
         for table in (*config.user_context, *config.request_context):
-            _check_ids(f"context[{table.name!r}]", self.context.get(table.name), self.lengths.numel(), table.num_rows)
+            limit = table.num_rows if table.unknown_row is None else None
+            _check_ids(f"context[{table.name!r}]", self.context.get(table.name), self.lengths.numel(), limit)
         _check_ids("actions", self.actions, num_events, config.num_actions)
         _check_ids("timestamps", self.timestamps, num_events, None)
         _check_ids("request_times", self.request_times, self.lengths.numel(), None)
@@ -215,6 +217,9 @@ class HstuRanker(nn.Module):
         layout = Layout.of(batch, config)
         ids = {t.name: torch.cat([batch.events[t.name], batch.candidates[t.name]]) for t in config.features}
         ids |= {t.name: batch.context[t.name] for t in (*config.user_context, *config.request_context)}
+        for table in config.tables:
+            if table.unknown_row is not None:
+                ids[table.name] = torch.where(ids[table.name] < table.num_rows, ids[table.name], table.unknown_row)
         rows = {name: each.to(sample.dtype) for name, each in self.rows(ids).items()}
         x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):

@@ -67,6 +67,7 @@ _COUNTERS = {
     "pool_host_reloaded_pages": ("pool.host_reloaded_pages", "KV pages reloaded from the host tier"),
 }
 _BY_LABEL = {  # name -> path of a dictionary in EngineStats, label of its keys, help
+    "unknown_ids": ("unknown_ids", "table", "Ids without a row, read as the row for unknown ids."),
     "relay_signals": ("relay.verdicts", "reason", "Signals by outcome."),
     "pool_bytes": ("pool.bytes_by_cause", "cause", "Bytes moved, by cause."),
 }
