@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from helmrec.errors import EngineClosed
-from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.ring import Link, open_ring, shared_file
 from helmrec.serve.wire import Begin, FrameKind, pack_error, unpack_call
 from tests.helpers import tiny_config, tiny_engine
@@ -87,6 +87,6 @@ class FakeEngine:
 
 def port_before(engine: FakeEngine, replay_bytes: int = 1 << 20) -> ProcessPort:
     """A front whose engines are fakes, one after the other."""
-    port = ProcessPort(Begin("model", {}, {}), tiny_config(), 100, ring_bytes=1 << 20, replay_bytes=replay_bytes)
+    port = ProcessPort(Begin("model", {}, {}), tiny_config(), 100, ProcessMemory(1 << 20, replay_bytes), {})
     port._spawn = engine.spawn  # type: ignore[method-assign]
     return port

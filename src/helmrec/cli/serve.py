@@ -11,6 +11,7 @@ import typer
 
 from helmrec.cli.console import err, exit_on_error, out
 from helmrec.cluster.config import ClusterConfig, check_protocols, read_cluster_config
+from helmrec.cluster.engines import make_engines
 from helmrec.cluster.environment import prepare_environment
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
@@ -46,6 +47,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
     policy: Annotated[str | None, _setting("policy")] = None,
     port: Annotated[int | None, _setting("port")] = None,
     grpc_port: Annotated[int | None, _setting("grpc_port")] = None,
+    engines: Annotated[int | None, _setting("engines", "--gpus")] = None,
     others: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting, as NAME=VALUE.", show_default="none")
     ] = None,
@@ -80,6 +82,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "host": host,
             "port": port,
             "grpc_port": grpc_port,
+            "engines": engines,
         }
         given = {name: Given(value, f"flag {_flag(name)}") for name, value in flags.items() if value is not None}
         settings = resolve(given | _parsed(others or []), os.environ, config)
@@ -130,7 +133,8 @@ def _serve(model: Path, settings: Settings) -> None:
     with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
         check_grpc(settings.serve)
         with err.status("loading the model"):
-            port = make_port(model, settings.engine, settings.serve)
+            make = make_port if settings.serve.engines == 1 else make_engines
+            port = make(model, settings.engine, settings.serve)
             path = settings.serve.history_path
             histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
         app = make_app(port, settings.serve, histories)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from helmrec.cluster.remote_clock import RemoteClocks, Stamp
-from helmrec.cluster.report import RecentUsers, ReplicaReport
+from helmrec.cluster.report import RecentUsers, ReplicaReport, ServiceTime
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import EngineStats
 from helmrec.errors import EngineClosed, Forgotten, HelmRecError
 from helmrec.model.config import ModelConfig
 from helmrec.router.sketch import RowSketch, build_sketch
@@ -35,7 +34,6 @@ log = logging.getLogger("helmrec.cluster")
 _LOOK_EVERY_S = 0.02
 _REPORTED_USERS = 256
 _SKETCH_EVERY_S = 2.0
-_MEAN_WEIGHT = 0.2  # of the latest service time in the moving mean
 _MOST_FORGOTTEN = 4_096
 
 
@@ -72,8 +70,7 @@ class EngineReplica:
         self._num_reports = 0
         self._waiting: dict[int, int] = {}  # history tokens of unanswered calls, by number of the call
         self._num_calls = 0
-        self._mean_ms = 0.0
-        self._before: EngineStats | None = None
+        self._service = ServiceTime()
         self._sketch: RowSketch | None = None
         self._sketch_s = -math.inf
         self._port.start()
@@ -162,7 +159,7 @@ class EngineReplica:
         return msgspec.msgpack.encode(
             ReplicaReport(
                 taken_s=time.monotonic(),
-                queue_ms=len(self._waiting) * self._service_ms(stats),
+                queue_ms=len(self._waiting) * self._service.mean_ms(stats),
                 num_waiting=len(self._waiting),
                 waiting_tokens=sum(self._waiting.values()),
                 alpha=pool.alpha,
@@ -179,15 +176,6 @@ class EngineReplica:
 
     def _sketch_rows(self) -> RowSketch:
         return build_sketch(self._engine.hot_rows(), self._settings.sketch_bits)
-
-    def _service_ms(self, stats: EngineStats) -> float:
-        """Return the moving mean of the engine's busy milliseconds per request."""
-        before, self._before = self._before, stats
-        num = stats.served - (before.served if before else 0)
-        if num > 0:
-            late_ms = (stats.busy_s - (before.busy_s if before else 0.0)) * 1e3 / num
-            self._mean_ms += (_MEAN_WEIGHT if self._mean_ms else 1.0) * (late_ms - self._mean_ms)
-        return self._mean_ms
 
     def check_health(self) -> None:
         """Raise EngineClosed unless the engine is ready; the cluster then starts another replica."""

@@ -11,8 +11,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from helmrec.engine.engine import EngineStats
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import NodeReport, UserTokens
+
+_MEAN_WEIGHT = 0.2  # of the latest service time in the moving mean
 
 
 class ReplicaReport(Struct, frozen=True, array_like=True):
@@ -79,6 +82,22 @@ def _is_sound(report: ReplicaReport) -> bool:
         and len(report.words) % 8 == 0
         and all(0 <= user < 1 << 63 and 0 <= tokens < 1 << 63 for user, tokens in report.users)
     )
+
+
+class ServiceTime:
+    """Moving mean of an engine's busy milliseconds per request."""
+
+    def __init__(self) -> None:
+        self._num_served, self._busy_s = 0, 0.0
+        self._mean_ms = 0.0
+
+    def mean_ms(self, stats: EngineStats) -> float:
+        """Update the mean with the engine's counters."""
+        num, busy_s = stats.served - self._num_served, stats.busy_s - self._busy_s
+        self._num_served, self._busy_s = stats.served, stats.busy_s
+        if num > 0:
+            self._mean_ms += (_MEAN_WEIGHT if self._mean_ms else 1.0) * (busy_s * 1e3 / num - self._mean_ms)
+        return self._mean_ms
 
 
 class RecentUsers:

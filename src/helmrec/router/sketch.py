@@ -35,6 +35,20 @@ class RowSketch(NamedTuple):
     def num_bytes(self) -> int:
         return self.words.nbytes + 16
 
+    def packed(self) -> "PackedSketch":
+        return PackedSketch(self.words.tobytes(), int(self.threshold), self.fill)
+
+
+class PackedSketch(NamedTuple):
+    """A sketch in plain values, to be sent to another process."""
+
+    words: bytes
+    threshold: int
+    fill: float
+
+    def unpacked(self) -> RowSketch:
+        return RowSketch(np.frombuffer(self.words, np.uint64), np.uint64(self.threshold), self.fill)
+
 
 class RowSample(NamedTuple):
     """Sample of the rows a request would read, with the token each belongs to."""

@@ -1,5 +1,6 @@
 """Make the port of an engine from settings: in this process, or in a process of its own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from helmrec.config import EngineConfig
@@ -7,7 +8,7 @@ from helmrec.engine.engine import Engine
 from helmrec.model.weights import read_manifest
 from helmrec.serve.control import Steering, with_curves
 from helmrec.serve.port import EnginePort, InProcessPort
-from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.settings import ServeConfig, for_engine, revealed
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.swap import SwappingPort
@@ -18,11 +19,16 @@ def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePo
     """Make the port that the settings ask for. Raises if the settings or the model's folder are wrong."""
     if not serve.engine_process:
         return swapping(model, engine, serve)
+    return process_port(model, engine, serve, environment={})
+
+
+def process_port(model: Path, engine: EngineConfig, serve: ServeConfig, environment: Mapping[str, str]) -> ProcessPort:
+    """Make a port to an engine in a process of its own, with these variables added to the environment."""
     manifest = read_manifest(model)
     Steering.of(serve)  # raises if the policy is unknown, before anything starts
     begin = Begin(str(model), revealed(engine), for_engine(serve))
-    memory = {"ring_bytes": serve.ring_bytes, "replay_bytes": serve.replay_bytes}
-    return ProcessPort(begin, manifest.model, engine.max_history, **memory)
+    memory = ProcessMemory(serve.ring_bytes, serve.replay_bytes)
+    return ProcessPort(begin, manifest.model, engine.max_history, memory, environment)
 
 
 def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingPort:

@@ -25,6 +25,7 @@ from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, Refused, RequestError
 from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
+from helmrec.router.sketch import PackedSketch, build_sketch
 from helmrec.serve.control import Controller, ControlView, Steering
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
@@ -229,6 +230,13 @@ class InProcessPort:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await asyncio.to_thread(self.engine.update_rows, table, ids, values)
+
+    async def row_sketch(self, num_bits: int) -> PackedSketch:
+        """Describe the resident rows to a router."""
+        return await asyncio.to_thread(self._sketch, num_bits)
+
+    def _sketch(self, num_bits: int) -> PackedSketch:
+        return build_sketch(self.engine.hot_rows(), num_bits).packed()
 
     async def forget(self, user_id: UserId) -> None:
         await asyncio.to_thread(self.engine.forget, user_id)

@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from numpy.typing import ArrayLike
@@ -23,6 +23,7 @@ from helmrec.errors import EngineClosed, HelmRecError, QueueFull, TooLarge
 from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.model.weights import read_manifest
+from helmrec.router.sketch import PackedSketch, RowSketch
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
@@ -51,21 +52,34 @@ _LOOK_EVERY_S = 1.0
 T = TypeVar("T")
 
 
+class ProcessMemory(NamedTuple):
+    """Bytes that a port to a process may take."""
+
+    ring_bytes: int  # shared with the process, in each direction
+    replay_bytes: int  # of row updates, for a restarted engine
+
+
 class ProcessPort:
     """Runs one engine process at a time, each with rings of its own. Used in one event loop."""
 
     def __init__(
-        self, begin: Begin, model: ModelConfig, max_history: int, *, ring_bytes: int, replay_bytes: int
+        self,
+        begin: Begin,
+        model: ModelConfig,
+        max_history: int,
+        memory: ProcessMemory,
+        environment: Mapping[str, str],
     ) -> None:
-        """`ring_bytes` are shared with the process, in each direction; `replay_bytes` hold row updates."""
+        """`environment` is added to that of this process."""
         self.model = model
         self.health = Health.STARTING
         self.reason: str | None = None
         self._begin = begin
         self._max_history = max_history
-        self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
-        self._ring_bytes = ring_bytes
-        self._replay = Replay(replay_bytes)
+        self.intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
+        self._ring_bytes = memory.ring_bytes
+        self._environment = dict(environment)
+        self._replay = Replay(memory.replay_bytes)
         self._failures = FailureLog(log)
         self._resuming: asyncio.Task[None] | None = None  # referenced here: the event loop keeps weak references
         self._failure: str | None = None  # reason that the engine gave before it ended
@@ -88,11 +102,11 @@ class ProcessPort:
         try:
             parts = pack_requests(requests, spent_ms)
         except NotForTheWire as unfit:
-            self._intake.prepare_all(requests)  # raises what an engine would raise
+            self.intake.prepare_all(requests)  # raises what an engine would raise
             raise AssertionError("an engine would accept what cannot be packed") from unfit
         num_bytes = max(results_bytes(requests, self.model.num_tasks), _size(parts))
         if num_bytes > link.max_frame_bytes:
-            self._intake.prepare_all(requests)
+            self.intake.prepare_all(requests)
             raise _too_large("requests", num_bytes, link)
         results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
         return results
@@ -102,10 +116,10 @@ class ProcessPort:
         try:
             parts = pack_prefill(request)
         except NotForTheWire as unfit:
-            self._intake.prepare_ahead(request)  # raises what an engine would raise
+            self.intake.prepare_ahead(request)  # raises what an engine would raise
             raise AssertionError("an engine would accept what cannot be packed") from unfit
         if _size(parts) > link.max_frame_bytes:
-            self._intake.prepare_ahead(request)
+            self.intake.prepare_ahead(request)
             raise _too_large("request", _size(parts), link)
         value: bytes = await self._ask(link, FrameKind.PREFILL, parts)
         return msgspec.msgpack.decode(value, type=PrefillResult)
@@ -131,6 +145,17 @@ class ProcessPort:
         if num_lost == 0 and self._replay.num_lost:
             log.warning("row updates exceed replay_bytes: a restarted engine will not have all of them")
 
+    async def update_rows_now_or_later(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        """Update rows; an engine that is not running gets them when it has started, before it serves."""
+        try:
+            await self.update_rows(table, ids, values)
+        except EngineClosed:
+            self._replay.note_rows_of_next(table, ids, values)
+
+    async def row_sketch(self, num_bits: int) -> RowSketch:
+        packed = await self._call("row_sketch", PackedSketch, num_bits=num_bits)
+        return packed.unpacked()
+
     async def forget(self, user_id: UserId) -> None:
         await self._call("forget", None, user_id=user_id)
 
@@ -140,7 +165,7 @@ class ProcessPort:
         await self._call("swap", None, model=model)
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self.model = manifest.model
-        self._intake = Intake(manifest.model, version=0, max_history=self._max_history)
+        self.intake = Intake(manifest.model, version=0, max_history=self._max_history)
         self._replay.note_swap()
 
     async def _call(self, name: str, kind: type[T] | None, **arguments: Any) -> T:
@@ -279,7 +304,8 @@ class ProcessPort:
             passed = (theirs.fileno(), to_front, to_engine)
             command = [sys.executable, "-m", "helmrec.serve.engine_process", *map(str, passed)]
             link = Link(ours, open_ring(to_engine), open_ring(to_front))
-            process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+            environment = os.environ | self._environment
+            process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=environment)
             kept.pop_all()
         return link, process
 
@@ -320,8 +346,11 @@ class ProcessPort:
         supervisor starts another. Alpha and mode change no score: if one is refused, that is logged.
         """
         try:
-            for call in self._replay.row_calls(link.max_frame_bytes // 2):
-                await self._repeat(link, call)
+            num_noted = -1
+            while num_noted != self._replay.num_noted:  # more updates may arrive while these are applied
+                num_noted = self._replay.num_noted
+                for call in self._replay.row_calls(link.max_frame_bytes // 2):
+                    await self._repeat(link, call)
             for call in self._replay.setting_calls():
                 try:
                     await self._repeat(link, call)

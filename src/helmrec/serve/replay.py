@@ -42,6 +42,7 @@ class Replay:
         self._rows: dict[_Table, dict[int, NDArray[np.float32]]] = {}
         self._num_bytes = 0
         self.num_lost = 0  # updated rows that a restarted engine would not have
+        self.num_noted = 0  # updates so far
 
     def note_alpha(self, alpha: float) -> None:
         self._alpha = alpha
@@ -53,6 +54,7 @@ class Replay:
         """Keep row values set after `num_swaps` swaps. Those of a model that was swapped out since are ignored."""
         if num_swaps < self._num_swaps:
             return
+        self.num_noted += 1
         kept = self._rows.get(_Table(num_swaps, table), {})
         for row, new in zip(ids, np.asarray(values, np.float32), strict=True):
             num_bytes = 0 if row in kept else new.nbytes + _ROW_OVERHEAD_BYTES
@@ -63,6 +65,10 @@ class Replay:
                 self.num_lost += 1
         if kept:
             self._rows[_Table(num_swaps, table)] = kept
+
+    def note_rows_of_next(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        """Keep row values for the next engine, which serves the last completely swapped model."""
+        self.note_rows(table, ids, values, self._num_swaps)
 
     def note_swap(self) -> None:
         """Record a completed swap: drop the rows of the old model, and keep those set on the new one."""
@@ -92,7 +98,7 @@ class Replay:
 
     def row_calls(self, max_bytes: int) -> Iterator[AdminCall]:
         """Yield the calls that set all kept rows, each of about `max_bytes` at most. Scores depend on them."""
-        for (num_swaps, table), rows in self._rows.items():
+        for (num_swaps, table), rows in list(self._rows.items()):  # more may be noted between two calls
             if num_swaps != self._num_swaps:
                 continue
             ids = list(rows)

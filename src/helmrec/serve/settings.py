@@ -45,6 +45,11 @@ class ServeConfig(Frozen):
         None, min_length=8, description="bearer token of admin calls; unset: they are refused"
     )
     engine_process: bool = Field(False, description="run the engine in its own process, restarted if it ends")
+    engines: int = Field(
+        1,
+        ge=1,
+        description="engines on this host, each in its own process, with its own pool and, if any, card",
+    )
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
     )

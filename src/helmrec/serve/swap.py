@@ -39,7 +39,7 @@ class SwappingPort:
         """Make `port` the current engine. Calls go to it directly, without a wrapper for each method."""
         self.current = port
         self.submit, self.prefill = port.submit, port.prefill
-        self.stats, self.look = port.stats, port.look
+        self.stats, self.look, self.row_sketch = port.stats, port.look, port.row_sketch
         self.move_alpha, self.set_mode, self.update_rows = port.move_alpha, port.set_mode, port.update_rows
 
     @property

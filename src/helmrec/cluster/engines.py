@@ -1,0 +1,304 @@
+"""Several engines on this host behind one front: each in a process and, on cards, on a card of its own. Without Ray.
+
+A request goes to the engine that is expected to answer it first (`router/`). The front sends every request, so it knows
+who waits where and which users were served where; engines report the rest: split, hit rate and a sketch of their rows.
+When an engine ends, its unanswered requests go to another one: all engines compute the same scores. It starts again by
+itself, with all row updates.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from helmrec.cluster.dispatch import warm_up
+from helmrec.cluster.hint import Describer
+from helmrec.cluster.merge import merge_looks, merge_stats
+from helmrec.cluster.report import ServiceTime
+from helmrec.config import EngineConfig
+from helmrec.control.rebalancer import Mode
+from helmrec.costs.calibrated import default_cost
+from helmrec.costs.routing import RouterCost
+from helmrec.engine.choose import choose_device
+from helmrec.engine.engine import EngineStats
+from helmrec.engine.intake import Intake, prepare_rows
+from helmrec.errors import ConfigError, EngineClosed
+from helmrec.failures import FailureLog
+from helmrec.model.config import ModelConfig
+from helmrec.router.nodes import RouteRequest
+from helmrec.router.policy import Choice, EmbKVAware
+from helmrec.router.sketch import RowSketch
+from helmrec.router.state import ClusterState, NodeReport, StateSettings
+from helmrec.serve.node import process_port
+from helmrec.serve.port import EngineView, Health
+from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.settings import ServeConfig
+from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
+
+log = logging.getLogger("helmrec.serve")
+T = TypeVar("T")
+_LOOK_EVERY_S = 0.5
+_SKETCH_EVERY_S = 2.0
+_FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
+
+
+def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
+    """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
+    places = [f"engine {i}" for i in range(serve.engines)]
+    ports = {}
+    for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):
+        own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+        environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
+        ports[place] = process_port(model, engine, own, environment)
+    first = next(iter(ports.values()))
+    settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
+    return EnginesPort(ports, first.model, engine.max_history, settings)
+
+
+def _with_path(serve: ServeConfig, path: str) -> ServeConfig:
+    return serve.model_copy(update={"snapshot_path": path})
+
+
+def _cards(engine: EngineConfig, num: int) -> Sequence[str | None]:
+    """The card of each engine, as CUDA_VISIBLE_DEVICES names it; None on a CPU, where engines share the cores."""
+    if choose_device(engine).config.device == "cpu":
+        return [None] * num
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    if num > len(names):
+        raise ConfigError(f"engines: each needs a card of its own and {len(names)} are visible, got {num}")
+    return names[:num]
+
+
+class _Seen:
+    """What is known of one engine."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # unanswered calls
+        self.num_reports = 0  # since it got ready; 0: it is not routed to
+        self.service = ServiceTime()
+        self.sketch: RowSketch | None = None
+        self.sketched_s = -math.inf
+
+
+class EnginesPort:
+    """A port to several engine processes. Used in one event loop."""
+
+    def __init__(
+        self, ports: Mapping[str, ProcessPort], model: ModelConfig, max_history: int, settings: StateSettings
+    ) -> None:
+        """Engines by name."""
+        self.model = model
+        self._names, self._ports = list(ports), list(ports.values())
+        self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
+        self._describer = Describer(model)
+        self._settings = settings
+        cost = RouterCost.from_calibration(default_cost().terms(), len(model.features), model.row_stride)
+        self._policy = EmbKVAware(cost)
+        self._state = ClusterState(settings)
+        self._seen = [_Seen() for _ in ports]
+        self._is_closed = self._has_started = False
+        self._watch: asyncio.Task[None] | None = None
+        self._failures = FailureLog(log)
+        self._replica_stats: dict[str, EngineStats] = {}
+        self.num_retries = 0
+
+    @property
+    def health(self) -> Health:
+        """Ready while some engine is; at the start, once every engine is ready or has failed."""
+        states = {port.health for port in self._ports}
+        if self._is_closed:
+            return Health.CLOSED
+        if states == {Health.FAILED}:
+            return Health.FAILED
+        if not self._has_started:
+            return Health.STARTING
+        return Health.READY if Health.READY in states else Health.RESTARTING
+
+    @property
+    def reason(self) -> str | None:
+        down = [f"{name}: {port.reason}" for name, port in zip(self._names, self._ports, strict=True) if port.reason]
+        return "; ".join(down) or None
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(port.num_restarts for port in self._ports)
+
+    @property
+    def replica_stats(self) -> Mapping[str, EngineStats]:
+        return self._replica_stats
+
+    def start(self) -> None:
+        for port in self._ports:
+            port.start()
+        self._watch = asyncio.get_running_loop().create_task(self._look_after())
+
+    async def _look_after(self) -> None:
+        """Keep the router's view of the engines up to date."""
+        await asyncio.to_thread(warm_up, self._policy, self._settings)
+        while True:
+            for node in range(len(self._ports)):
+                try:
+                    await self._look_at(node)
+                except EngineClosed:
+                    self._lose(node)
+                except Exception as error:  # the engine is routed to by its last report
+                    self._failures.note("reports of engines", error)
+            self._has_started |= all(
+                seen.num_reports or port.health is Health.FAILED
+                for seen, port in zip(self._seen, self._ports, strict=True)
+            )
+            await asyncio.sleep(_LOOK_EVERY_S if self._has_started else _FIRST_LOOK_EVERY_S)
+
+    async def _look_at(self, node: int) -> None:
+        """Ask an engine for its state and report it to the router."""
+        port, seen = self._ports[node], self._seen[node]
+        if port.health is not Health.READY:
+            self._lose(node)
+            return
+        stats, now_s = await port.stats(), time.monotonic()
+        if now_s - seen.sketched_s >= _SKETCH_EVERY_S:
+            seen.sketch, seen.sketched_s = await port.row_sketch(self._settings.sketch_bits), now_s
+        if not seen.num_reports:
+            self._state.join(node)
+        seen.num_reports += 1
+        pool = stats.pool
+        report = NodeReport(
+            node=node,
+            sequence=seen.num_reports,
+            as_of_s=now_s,
+            queue_ms=seen.num_waiting * seen.service.mean_ms(stats),
+            num_waiting=seen.num_waiting,
+            waiting_tokens=0,
+            alpha=pool.alpha,
+            pool_tokens=pool.num_pages * (pool.page_bytes // self.model.page_geometry(1).token_bytes),
+            row_hit_rate=pool.row_hit_rate,
+            sketch=seen.sketch,
+        )
+        self._state.report(report, now_s)
+
+    def _lose(self, node: int) -> None:
+        """Route nothing to an engine until it reports again. Its caches are empty then."""
+        if self._seen[node].num_reports:
+            self._state.leave(node)
+            self._seen[node] = _Seen()
+
+    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
+        came_s = time.monotonic() - spent_ms / 1e3
+        by_user: dict[UserId, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_user.setdefault(request.user_id, []).append(i)
+        groups = list(by_user.values())
+        if len(groups) == 1:
+            return await self._rank(requests, came_s)
+        self._intake.prepare_all(requests)  # raises what an engine would raise, before any request of the call runs
+        ranked = await asyncio.gather(*(self._rank([requests[i] for i in group], came_s) for group in groups))
+        results = dict(zip(chain(*groups), chain(*ranked), strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    async def _rank(self, requests: Sequence[RankRequest], came_s: float) -> list[RankResult]:
+        return await self._send(requests[0], lambda port: port.submit(requests, _since_ms(came_s)))
+
+    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
+        came_s = time.monotonic() - spent_ms / 1e3
+        return await self._send(request, lambda port: port.prefill(request, _since_ms(came_s)))
+
+    async def _send(self, request: RankRequest | PrefillRequest, call: Callable[[ProcessPort], Awaitable[T]]) -> T:
+        """Make a call to the engine that answers it first, or to another one if that one ends."""
+        described = self._describer.hint(request).route_request()
+        first = self._choose(described, avoided=None)
+        try:
+            return await self._call_one(first, described, call)
+        except EngineClosed as error:
+            log.warning("an engine was lost", extra={"engine": self._names[first.node], "reason": str(error)})
+            self.num_retries += 1
+            self._lose(first.node)
+        return await self._call_one(self._choose(described, avoided=first.node), described, call)
+
+    def _choose(self, request: RouteRequest, avoided: int | None) -> Choice:
+        now_s = time.monotonic()
+        nodes = self._state.look(request.user, now_s)
+        is_ready = [node != avoided and self._ports[node].health is Health.READY for node in nodes.ids.tolist()]
+        nodes = nodes._replace(is_alive=nodes.is_alive & np.array(is_ready, np.bool_))
+        choice = self._policy.choose(request, nodes, now_s)
+        if choice is None:
+            raise EngineClosed("no engine is ready" + (f": {self.reason}" if self.reason else ""))
+        return choice
+
+    async def _call_one(self, choice: Choice, request: RouteRequest, call: Callable[[ProcessPort], Awaitable[T]]) -> T:
+        seen = self._seen[choice.node]
+        sent = self._state.sent(request, choice.node, choice.service_ms, time.monotonic())
+        seen.num_waiting += 1
+        try:
+            return await call(self._ports[choice.node])
+        finally:
+            seen.num_waiting -= 1
+            self._state.finished(sent)
+
+    async def stats(self) -> EngineStats:
+        self._replica_stats = await self._answers(lambda port: port.stats())
+        return merge_stats(list(self._replica_stats.values()))
+
+    async def look(self) -> EngineView:
+        looks = await self._answers(lambda port: port.look())
+        self._replica_stats = {name: look.stats for name, look in looks.items()}
+        return merge_looks(list(looks.values()))
+
+    async def _answers(self, ask: Callable[[ProcessPort], Awaitable[T]]) -> dict[str, T]:
+        """Answers of the engines that are ready; EngineClosed if none is."""
+        found: dict[str, T] = {}
+        for name, port in zip(self._names, self._ports, strict=True):
+            with suppress(EngineClosed):
+                found[name] = await ask(port)
+        if not found:
+            raise EngineClosed("no engine is ready" + (f": {self.reason}" if self.reason else ""))
+        return found
+
+    async def move_alpha(self, alpha: float) -> None:
+        await self._everywhere(lambda port: port.move_alpha(alpha))
+
+    async def set_mode(self, mode: Mode) -> None:
+        await self._everywhere(lambda port: port.set_mode(mode))
+
+    async def forget(self, user_id: UserId) -> None:
+        await self._everywhere(lambda port: port.forget(user_id))
+
+    async def swap(self, model: str) -> None:
+        """Swap one engine after the other. Meanwhile a request is served by the old model or by the new one."""
+        await self._everywhere(lambda port: port.swap(model))
+        self.model = self._ports[0].model
+        self._intake, self._describer = self._ports[0].intake, Describer(self.model)
+
+    async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:
+        """Make a call to every engine; EngineClosed before any of them is called if one is not ready."""
+        for name, port in zip(self._names, self._ports, strict=True):
+            if port.health is not Health.READY:
+                raise EngineClosed(f"{name} is {port.health.value}: {port.reason}; nothing was changed, try again")
+        for port in self._ports:
+            await call(port)
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        """Update rows on every engine. One that is not running gets them before it serves again."""
+        prepare_rows(self.model, table, ids, values)  # what is wrong is refused before any engine has it
+        await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        await asyncio.gather(*(port.close() for port in self._ports))
+
+
+def _since_ms(came_s: float) -> float:
+    return max(0.0, (time.monotonic() - came_s) * 1e3)
