@@ -49,6 +49,7 @@ def test_both_sides_answer_the_same_traffic_and_no_score_is_wrong(shown: tuple[D
 def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple[DemoResults, str, str]) -> None:
     story, _, page = shown
     assert page.count("<svg") == 4
+    assert 'name="viewport"' in page, "phones show it at its own width"
     assert page.count("<polyline") == 4 * len(story.sides)
     assert not re.search(r"(src|href)=|https?://|url\(", page)
     assert all(part in page for part in PARTS)

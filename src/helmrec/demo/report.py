@@ -1,6 +1,7 @@
 """The report of the demonstration: one self-contained HTML page with tables and SVG plots."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,17 +13,23 @@ from helmrec.demo.trial import SplitTrial
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 48, 24
 _DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3"}  # so that lines differ without colour
-_COLOURS = ("#1d4ed8", "#b45309", "#57534e")  # of the policy, the best constant split, the untuned one
+_COLOURS = ("--ours", "--best", "--soft")  # of the policy, the best constant split, the untuned one
 _FIGURES = {  # fields of a sample
-    "p99_ms": "P99 of each second, milliseconds",
     "alpha": "alpha: the share of the pool that holds rows",
+    "p99_ms": "P99 of each second, milliseconds",
     "token_reuse_rate": "share of history tokens reused",
     "row_hit_rate": "share of rows found in the pool",
 }
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;color:#1c1917}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bottom:1px solid #d6d3d1;text-align:right}
-td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}figcaption{color:#57534e;font-size:.9rem}
-figure{margin:1.5rem 0}"""
+_STYLE = """:root{--ink:#1c1917;--page:#fff;--soft:#57534e;--line:#d6d3d1;--ours:#1d4ed8;--best:#b45309}
+@media(prefers-color-scheme:dark){:root{--ink:#e7e5e4;--page:#1c1917;--soft:#a8a29e;--line:#44403c;--ours:#7ea6ff;
+--best:#f0a03c}}
+body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
+background:var(--page)}
+table{border-collapse:collapse;margin:1rem 0;width:100%}td,th{padding:.3rem .8rem;text-align:right}
+td,th{border-bottom:1px solid var(--line)}td:first-child,th:first-child{text-align:left;padding-left:0}
+td:last-child,th:last-child{padding-right:0}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft)}
+figcaption{font-size:.9rem}figcaption small{color:var(--soft);font-size:.85rem}figure{margin:1.5rem 0}
+@media(max-width:500px){table{font-size:.8rem}td,th{padding:.3rem .25rem}svg text{font-size:18px}}"""
 
 
 class DemoResults(NamedTuple):
@@ -89,7 +96,8 @@ def write_report(path: Path, results: DemoResults) -> None:
         ]
     page = f"<h1>One pool, two caches</h1>{''.join(parts)}"
     path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>HelmRec demo</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>HelmRec demo</title>'
         f"<style>{_STYLE}</style><body>{page}</body></html>\n"
     )
 
@@ -108,7 +116,7 @@ def _line(side: Side, field: str) -> Line:
 
 def _figure(title: str, lines: Sequence[Line], marks: Mapping[str, float] | None = None) -> str:
     """`marks`: labels by the second at which what they name begins."""
-    top = max((value for line in lines for _, value in line.points), default=1.0) * 1.05 or 1.0
+    top = _round_up(max((value for line in lines for _, value in line.points), default=1.0))
     end_s = max((second for line in lines for second, _ in line.points), default=1.0) or 1.0
     drawn = "".join(_path(line, end_s, top, len(lines) - 1 - which) for which, line in enumerate(lines))
     marked = "".join(
@@ -121,21 +129,30 @@ def _figure(title: str, lines: Sequence[Line], marks: Mapping[str, float] | None
     dashes = list(_DASHES)
     legend = ", ".join(f"{line.label} {dashes[len(lines) - 1 - which]}" for which, line in enumerate(lines))
     return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}" '
-        f'font-size="11" fill="#57534e">{marked}{ticks}{drawn}</svg>'
-        f"<figcaption>{html.escape(title)} ({html.escape(legend)})</figcaption></figure>"
+        f"<figure><figcaption>{html.escape(title)} <small>({html.escape(legend)})</small></figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}" '
+        f'font-size="11">{marked}{ticks}{drawn}</svg></figure>'
     )
+
+
+def _round_up(value: float) -> float:
+    """Return the end of an axis: the next round number, so that its half is round too."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * step for step in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if power * step >= value * 0.999)
 
 
 def _path(line: Line, end_s: float, top: float, which: int) -> str:
     points = " ".join(f"{_x(second, end_s):.1f},{_y(value, top):.1f}" for second, value in line.points)
-    style = f'stroke="{_COLOURS[which]}" stroke-width="2" stroke-dasharray="{list(_DASHES.values())[which]}"'
+    dash = list(_DASHES.values())[which]
+    style = f'style="stroke:var({_COLOURS[which]})" stroke-width="2" stroke-dasharray="{dash}"'
     return f'<polyline points="{points}" fill="none" {style}/>'
 
 
 def _mark(second: float, end_s: float, label: str) -> str:
     x = _x(second, end_s)
-    line = f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{_HEIGHT - _BOTTOM}" stroke="#d6d3d1"/>'
+    line = f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{_HEIGHT - _BOTTOM}" style="stroke:var(--line)"/>'
     anchor, at = ("end", x - 4) if second >= end_s else ("start", x + 4)
     return f'{line}<text x="{at:.0f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{label}</text>'
 
