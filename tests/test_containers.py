@@ -1,4 +1,4 @@
-"""The container files and the Kubernetes deployments, as far as they can be checked without building or applying them."""
+"""The container files and the Kubernetes deployments, as far as they can be checked without building or applying."""
 
 import re
 import shlex
