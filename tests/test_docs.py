@@ -79,11 +79,14 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def run_shell(text: str) -> str:
     """Run a block as a user would paste it, on a free port; return what it prints."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    script = f"set -e\n{text.replace('8000', port)}\nwait\n"
+    script = f"set -e\n{text.replace('8000', str(free_port()))}\nwait\n"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -73,7 +73,7 @@ class ServerScenario:
         self._has_work = threading.Event()
         self._is_over = False
         self._num_failed = 0
-        self._loadgen = _loadgen()
+        self._loadgen = loadgen_module()
 
     def run(self, logs: Path | None = None) -> LoadGenVerdict:
         """Returns when every query is answered; LoadGen's own files stay in `logs`, if that is given."""
@@ -193,7 +193,7 @@ def _verdict(config: LoadGenConfig, detail: Path, num_failed: int) -> LoadGenVer
     )
 
 
-def _loadgen() -> Any:
+def loadgen_module() -> Any:
     """LoadGen's module; ConfigError if it is not installed."""
     try:
         import mlperf_loadgen  # noqa: PLC0415 - an extra

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.errors import ConfigError
@@ -20,6 +20,7 @@ from helmrec_bench.experiments.results import Result, claims_markdown, read_resu
 from helmrec_bench.lab.lab import Lab, Place
 from helmrec_bench.lab.tiers import TIERS, Tier
 from helmrec_bench.registry import REGISTERED
+from helmrec_bench.report.files import new_figure
 
 bench_app = typer.Typer(help="Every published figure and table, one command each.", no_args_is_help=True)
 
@@ -62,8 +63,7 @@ def _tier(*, smoke: bool, quick: bool, full: bool) -> Tier:
 @bench_app.command("list")
 def list_() -> None:
     """Show every experiment: what it shows, what it needs, how long it takes and what it writes."""
-    table = Table("name", "what", "needs", "takes", "writes", box=None)
-    table.columns[0].no_wrap = True
+    table = Table(Column("name", no_wrap=True), "what", "needs", "takes", "writes", box=None)
     for one in EXPERIMENTS.values():
         table.add_row(one.name, one.title, "nothing", "see `bench all`", "evaluation-quick.json")
     for each in REGISTERED.values():
@@ -131,8 +131,8 @@ def all_(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Run every experiment, then write the report."""
     with exit_on_error():
-        tier = _tier(smoke=smoke, quick=quick, full=full)
-        tier = tier if seeds is None else replace(tier, num_seeds=seeds)
+        new_figure((1, 1))  # raises before anything is run where pictures cannot be drawn
+        tier = replace(chosen := _tier(smoke=smoke, quick=quick, full=full), num_seeds=seeds or chosen.num_seeds)
         _run(list(EXPERIMENTS.values()), tier, Place(scenarios=scenarios, build=build), processes)
     report(smoke, quick, full, build)
 

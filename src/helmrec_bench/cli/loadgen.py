@@ -12,7 +12,7 @@ from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.config import EngineConfig
 from helmrec.errors import TraceError
 from helmrec.traffic.trace_file import read_trace
-from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, judge_trace
+from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, judge_trace, loadgen_module
 
 _SPARE = 1.2  # LoadGen draws how many queries fit the time
 
@@ -37,6 +37,7 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
     Status 1 if it is invalid. The n-th query is the n-th request of the trace, made on time and counted in.
     """
     with exit_on_error():
+        loadgen_module()
         check_writable("--out", results)
         config = LoadGenConfig(target_qps=qps, seconds=seconds, latency_ms=latency_ms, seed=seed)
         trace = read_trace(trace_path)

@@ -109,7 +109,6 @@ def main(flags: Namespace) -> None:
         results = uvloop.run(measure(*ports, server.process.pid))
     finally:
         server.end()
-    print(results)
     sent = {"model": MODEL.name, "events": NUM_EVENTS, "candidates": NUM_CANDIDATES, "in_flight": IN_FLIGHT}
     write_measurement(flags.out, {"load_average_before": load, **sent, **results})
 
