@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
@@ -31,9 +33,16 @@ class Installed:
             "LANG": "C.UTF-8",
         }
         variables["COLUMNS"] = "200"
-        return subprocess.run(
-            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=self.folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            finally:
+                with suppress(ProcessLookupError):  # a server that a failed script has left running
+                    os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def install_wheel(place: Path) -> Installed:

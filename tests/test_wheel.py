@@ -53,7 +53,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def quickstart(installed: Installed) -> None:
-    """Run the README's samples: make a model, serve it, rank; then rank in Python."""
+    """Run the README's samples: make a model, serve it, rank; then rank in Python.
+
+    What has to be compiled is compiled before: on a busy machine that may take longer than `curl` tries.
+    """
+    assert installed.run("helmrec", "compile", timeout_s=600).returncode == 0
     serve, python = [block.text for block in blocks("README.md") if not block.mark]
     script = f"set -e\n{serve.replace('8000', str(free_port()))}\nwait\n"
     served = installed.run("bash", "-c", script)
