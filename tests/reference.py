@@ -141,6 +141,9 @@ class Reference:
     def update_rows(self, table: str, ids: Sequence[int], values: Array) -> None:
         self._tables[table][list(ids)] = values
 
+    def rows(self, table: str, ids: Sequence[int]) -> Array:
+        return self._tables[table][list(ids)]
+
     def scores(self, request: RankRequest) -> Array:
         config, w = self.config, self._dense
         skip = anchor(request.first_event, len(request.items), config.window) - request.first_event

@@ -20,6 +20,7 @@ LONG_FILES: dict[str, str] = {
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {
+    "helmrec/cli/serve.py:serve": "one line per flag, twice",
     "helmrec/kernels/triton_attention.py:_attend_item": "one tile: every part of it would need the same twenty locals",
 }
 MANY_PARAMETERS = {

@@ -40,6 +40,7 @@ EXPORTS = [
     "RelayConfig",
     "RelayStats",
     "RequestError",
+    "RowPosition",
     "ServerError",
     "StaleVersion",
     "TablesTooSmall",

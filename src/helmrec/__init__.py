@@ -41,7 +41,7 @@ if typing.TYPE_CHECKING:
     )
     from helmrec.memory.stats import PoolStats
     from helmrec.serve.client import Client
-    from helmrec.types import Lease, PrefillRequest, PrefillResult, RankRequest, RankResult, Timing
+    from helmrec.types import Lease, PrefillRequest, PrefillResult, RankRequest, RankResult, RowPosition, Timing
 
 __version__ = "0.1.0"
 
@@ -80,6 +80,7 @@ __all__ = [
     "RelayConfig",
     "RelayStats",
     "RequestError",
+    "RowPosition",
     "ServerError",
     "StaleVersion",
     "TablesTooSmall",
@@ -97,7 +98,8 @@ _MODULES = {
     "PoolStats": "helmrec.memory.stats",
     "Client": "helmrec.serve.client",
     **dict.fromkeys(
-        ("Lease", "PrefillRequest", "PrefillResult", "RankRequest", "RankResult", "Timing"), "helmrec.types"
+        ("Lease", "PrefillRequest", "PrefillResult", "RankRequest", "RankResult", "RowPosition", "Timing"),
+        "helmrec.types",
     ),
 }  # exports that are not here are errors
 

@@ -50,6 +50,14 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPosition:
+    """A position in the stream of row deltas: rows up to it are visible, and no others of the stream."""
+
+    sequence: int = 0  # the last delta that is visible as a whole; 0: none
+    offset: int = 0  # rows of the next delta that are visible already: large deltas are applied in slices
+
+
+@dataclass(frozen=True, slots=True)
 class RankResult:
     """Scores (logits, one column per task), and the work and time they took."""
 
@@ -61,6 +69,7 @@ class RankResult:
     window_start: int  # absolute index of the first event the model saw
     truncated_events: int  # events sent that lie before the window
     timing: Timing
+    row_position: RowPosition = RowPosition()  # of the rows it was scored with
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from helmrec.deltas.delta import Delta
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.deltas.producer import DeltaProducer, make_part, skip_to
 from helmrec.deltas.source import DeltaSink, in_order, open_source
@@ -101,11 +100,12 @@ def test_a_gap_is_named_and_skipped_for_every_reader(url: str, sink: DeltaSink) 
     assert [(each.sequence, each.num_rows) for each in found] == [(1, 4), (2, 4), (3, 0), (4, 0), (5, 4)]
 
 
-def test_a_delta_that_can_be_read_is_not_skipped(sink: DeltaSink) -> None:
-    sink.write(delta(1))
-    with pytest.raises(DeltaOutOfOrder, match="can be read"):
-        sink.skip(Delta("abc", 1, 0, 0.0))
+def test_a_delta_that_can_be_read_is_skipped_only_where_so_asked(sink: DeltaSink) -> None:
+    sink.write(delta(1, stream=sink.stream()))
+    assert skip_to(sink, 0, 1) == []
     assert next(sink.read(0)).num_rows
+    assert skip_to(sink, 0, 1, also_readable=True) == [1]
+    assert next(sink.read(0)).num_rows == 0
 
 
 def test_only_the_newest_deltas_are_kept_where_so_asked(url: str) -> None:
@@ -131,7 +131,7 @@ def test_a_corrupt_file_is_named_and_skipped(tmp_path: Path) -> None:
     assert caught.value.sequence == 2
     assert skip_to(folder, 1, 2) == [2]
     assert [each.sequence for each in in_order(folder.read(0), 0)] == [1, 2, 3]
-    assert (tmp_path / f"{path.name}.corrupt").exists()
+    assert (tmp_path / f"{path.name}.skipped").exists()
 
 
 def test_a_corrupt_entry_is_named_and_skipped(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_corrupt_entry_is_named_and_skipped(tmp_path: Path) -> None:
 def test_half_written_files_are_not_seen(tmp_path: Path) -> None:
     folder = DeltaFolder(tmp_path)
     folder.write(delta(1))
-    for name in (f".{folder._file(2)}.ab12", "2.delta.safetensors", folder._file(2) + ".corrupt", "notes.txt"):
+    for name in (f".{folder._file(2)}.ab12", "2.delta.safetensors", folder._file(2) + ".skipped", "notes.txt"):
         (tmp_path / name).write_bytes(b"half")
     assert (folder.newest(), [each.sequence for each in folder.read(0)]) == (1, [1])
 

@@ -17,13 +17,17 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
+from helmrec.deltas.consumer import check_delta
+from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine import engine as engine_module
 from helmrec.engine import intake
 from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
+from helmrec.engine.runner import Runner
 from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention
 from helmrec.memory.arena import Arena
@@ -33,7 +37,7 @@ from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan, Match, Prefix
 from helmrec.memory.prefix_hash import History, RowEpochs
 from helmrec.model.hstu import HstuModel
-from helmrec.types import PrefillRequest, RankRequest, RankResult
+from helmrec.types import PrefillRequest, RankRequest, RankResult, RowPosition
 from tests.helpers import OPTIONS, tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
 
@@ -268,7 +272,10 @@ class Streams(RuleBasedStateMachine):
 
     def _compare(self, request: RankRequest, future: "Future[RankResult]") -> None:
         """A request that reads a row which is not finite gets an error; all others get their scores."""
-        expected, error = self.reference.scores(request), future.exception(timeout=0)
+        self._compare_with(self.reference.scores(request), request, future)
+
+    def _compare_with(self, expected: NDArray[Any], request: RankRequest, future: "Future[RankResult]") -> None:
+        error = future.exception(timeout=0)
         if not np.isfinite(expected).all():
             assert isinstance(error, NonFiniteScores), "off by more than any number"
             seen["scores not finite"] += 1
@@ -281,6 +288,45 @@ class Streams(RuleBasedStateMachine):
         seen["windowed"] += result.truncated_events > 0
         seen["row hits"] += result.row_hits
         seen["scores beside a spoiled row"] += bool(self.spoiled)
+
+    @rule(
+        asks=st.lists(st.integers(0, NUM_USERS - 1), min_size=1, max_size=5),
+        num=st.integers(1, 12),
+        is_difference=st.booleans(),
+        slice_rows=st.integers(1, 8),
+    )
+    def follow_deltas(self, asks: list[int], num: int, is_difference: bool, slice_rows: int) -> None:
+        """A delta comes in slices while requests are served: each is scored at the position that it says."""
+        requests = [self._request(user, "whole", 0.0) for user in asks]
+        futures = [self.engine.submit(request) for request in requests]
+        recent = sorted({event[0] for history in self.histories for event in history[-20:]} - {*self.spoiled}) or [0]
+        ids = self.rng.choice(recent, min(num, len(recent)), replace=False).astype(np.int64)
+        values = self.rng.standard_normal((ids.size, self.config.row_dim)).astype(np.float32) / 8
+        start = self.engine.row_position.sequence
+        update = check_delta(
+            self.config, Delta("s", start + 1, 0, 0.0, (TablePart("item", ids, values, is_difference),))
+        ).update
+        expected = {RowPosition(start): [self.reference.scores(request) for request in requests]}
+        for done in range(0, ids.size, slice_rows):
+            end, some = done + slice_rows, slice(done, done + slice_rows)
+            position = RowPosition(start + 1) if end >= ids.size else RowPosition(start, end)
+            added = None if update.is_added is None else update.is_added[some]
+            self.engine.step()
+            self.engine.apply_rows(RowUpdate(update.rows[some], update.values[some], added), position)
+            old = self.reference.rows("item", ids[some].tolist()) if is_difference else 0.0
+            new = (old + values[some]).astype(np.float32).astype(np.float64)
+            self.reference.update_rows("item", ids[some].tolist(), new)
+            expected[position] = [self.reference.scores(request) for request in requests]
+        while self.engine.step():
+            pass
+        for i, (request, future) in enumerate(zip(requests, futures, strict=True)):
+            if future.exception(timeout=0) is None:
+                at = future.result().row_position
+                seen["scored before a delta"] += at == RowPosition(start)
+                seen["scored inside a delta"] += at.offset > 0
+            else:
+                at = RowPosition(start)  # of a spoiled row, which the delta leaves alone
+            self._compare_with(expected[at][i], request, future)
 
     @rule(num_pages=st.integers(1, 20))
     def press(self, num_pages: int) -> None:
@@ -387,6 +433,7 @@ PLACES = ["reused", "windowed", "row hits", "row evictions", "kv evictions", "st
 PLACES += ["host reloads", "host evictions", "row refills", "overlapping steps", "leases used", "leases expired"]
 PLACES += ["ahead: admitted", "ahead: resident", "ahead: held already", "ahead: no room", "steps ahead", "leases lost"]
 PLACES += ["saves ahead", "reloads ahead", "scores not finite", "scores beside a spoiled row", *OPTIONS]
+PLACES += ["scored before a delta", "scored inside a delta"]
 
 
 def missed_places() -> list[str]:
@@ -486,8 +533,14 @@ def compute_again_what_did_not_stay(self: Relay, job: Any) -> bool:
     return self._leases.is_held(job.lease) and resident < self._num_ahead(job.whole)
 
 
+def take_differences_for_values(self: Runner, update: RowUpdate) -> torch.Tensor:
+    """Rows become what was to be added to them."""
+    return torch.from_numpy(update.values).to(self._master.dtype)
+
+
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (RowEpochs, "mark", forget_row_updates),
+    (Runner, "new_values", take_differences_for_values),
     (intake, "window_anchor", slide_the_anchor),
     (Intake, "_history", hash_without_the_time_of_the_next_event),
     (KVCache, "_fork", write_into_the_shared_tail),

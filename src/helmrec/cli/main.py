@@ -23,6 +23,7 @@ _OWN = {
     "plan": "helmrec.cli.plan:plan",
     "trace": "helmrec.cli.trace:trace_app",
     "histories": "helmrec.cli.histories:histories_app",
+    "rows": "helmrec.cli.rows:rows_app",
     "calibrate": "helmrec.cli.calibrate:calibrate",
     "compile": "helmrec.cli.compile_loops:compile_loops",
     "model": "helmrec.cli.model:model_app",

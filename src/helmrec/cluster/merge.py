@@ -11,9 +11,12 @@ from helmrec.pauses import PauseStats
 from helmrec.serve.port import EngineView
 
 T = TypeVar("T")
-_LARGEST = frozenset({"audit_max_error", "recent_ms"})  # and all fields whose names begin with "longest_"
+_LARGEST = frozenset(
+    {"audit_max_error", "recent_ms", "newest", "lag_deltas", "lag_s"}
+)  # and all fields whose names begin with "longest_"
 _BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
-_SAME = frozenset({"page_bytes", "recent_cause"})
+_SMALLEST = frozenset({"position"})
+_SAME = frozenset({"page_bytes", "recent_cause", "source", "stop"})
 _MEAN = frozenset({"compute_share"})
 
 
@@ -55,8 +58,8 @@ def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
         return sum(value * num for value, num in zip(values, num_pages, strict=True)) / max(1, sum(num_pages))
     if name in _MEAN:
         return sum(values) / len(values)
-    if name in _LARGEST or name.startswith("longest_"):
-        return max(values)
+    if name in _LARGEST or name in _SMALLEST or name.startswith("longest_"):
+        return min(values) if name in _SMALLEST else max(values)
     return first if name in _SAME else sum(values)
 
 

@@ -57,12 +57,7 @@ class DeltaFolder:
     def skip(self, delta: Delta) -> None:
         path = self._folder / self._file(delta.sequence)
         if path.exists():
-            try:
-                self._read(delta.sequence)
-            except DeltaCorrupt:
-                path.rename(path.with_name(f"{path.name}.corrupt"))  # kept for whoever looks for the reason
-            else:
-                raise DeltaOutOfOrder(f"delta {delta.sequence} can be read: it cannot be skipped", delta.sequence)
+            path.rename(path.with_name(f"{path.name}.skipped"))  # kept for whoever looks for the reason
         self.write(delta)
 
     def trim(self, keep: int) -> None:

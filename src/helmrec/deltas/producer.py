@@ -86,8 +86,10 @@ def _on_host(values: Any) -> Any:
     return (there.float() if str(there.dtype) == "torch.bfloat16" else there).cpu().numpy()
 
 
-def skip_to(sink: DeltaSink, after: int, to: int) -> list[int]:
+def skip_to(sink: DeltaSink, after: int, to: int, *, also_readable: bool = False) -> list[int]:
     """Skip every delta from `after` + 1 up to `to` that is missing or corrupt; return their numbers.
+
+    `also_readable`: skip the others as well, since they do not fit the model.
 
     Written to the stream itself: every node, also one that starts later, passes the same deltas. DeltaGap if nothing
     is behind `to`: what has not come yet cannot be skipped.
@@ -97,7 +99,7 @@ def skip_to(sink: DeltaSink, after: int, to: int) -> list[int]:
         raise DeltaGap(f"only deltas from {after + 1} to the newest, {newest}, can be skipped, got {to}", to)
     stream, skipped = sink.stream(), []
     for sequence in range(after + 1, to + 1):
-        if not is_readable(sink, sequence):
+        if also_readable or not is_readable(sink, sequence):
             sink.skip(Delta(stream, sequence, 0, time.time()))
             skipped.append(sequence)
     return skipped

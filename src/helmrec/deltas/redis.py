@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from helmrec.deltas.delta import Delta, decode, encode
-from helmrec.errors import DeltaCorrupt, DeltaOutOfOrder, DeltaUnavailable, HistoryError
+from helmrec.errors import DeltaOutOfOrder, DeltaUnavailable, HistoryError
 from helmrec.history.redis_client import connect, redis_errors
 from helmrec.redaction import redact
 
@@ -75,9 +75,6 @@ class RedisDeltas:
             raise DeltaOutOfOrder(f"{self.name}: delta {delta.sequence} is there already", delta.sequence) from None
 
     def skip(self, delta: Delta) -> None:
-        for sequence, data in self._entries(delta.sequence - 1)[:1]:
-            if sequence == delta.sequence and _is_readable(data, sequence):
-                raise DeltaOutOfOrder(f"delta {sequence} can be read: it cannot be skipped", sequence)
         with self._errors():
             self._client.hset(self._skipped, str(delta.sequence), encode(delta))
 
@@ -93,11 +90,3 @@ class RedisDeltas:
                 yield
         except HistoryError as error:
             raise DeltaUnavailable(str(error)) from None
-
-
-def _is_readable(data: bytes, sequence: int) -> bool:
-    try:
-        decode(data, "", sequence)
-    except DeltaCorrupt:
-        return False
-    return True

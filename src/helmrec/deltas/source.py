@@ -44,10 +44,7 @@ class DeltaSink(DeltaSource, Protocol):
         """Append a delta durably; DeltaOutOfOrder if its number is taken already, by whomever."""
 
     def skip(self, delta: Delta) -> None:
-        """Put a delta without parts in the place of one that is missing or corrupt; every reader then passes it.
-
-        DeltaOutOfOrder if a delta that can be read is there.
-        """
+        """Put a delta without parts in the place of a missing or a bad one; every reader then passes it."""
 
     def trim(self, keep: int) -> None:
         """Remove all but the newest `keep` deltas."""

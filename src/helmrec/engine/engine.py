@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import ArrayLike
 
 from helmrec.clock import Clock, MonotonicClock
@@ -22,10 +21,11 @@ from helmrec.config import EngineConfig
 from helmrec.engine.audit import TOLERANCE, Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, less_spent, prepare_rows
+from helmrec.engine.intake import Intake, RowUpdate, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
+from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
@@ -38,7 +38,7 @@ from helmrec.memory.stats import PoolStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
-from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
+from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequest, RankResult, RowPosition, UserId
 
 log = logging.getLogger("helmrec.engine")
 _MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
@@ -65,6 +65,7 @@ class EngineStats:
     collector: CollectorStats  # of the process
     controller_failures: int = 0  # set by a server whose controller moves the boundary
     unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
+    row_stream: RowStreamStats | None = None  # set by a server that follows a stream of row deltas
 
 
 class Engine:
@@ -295,21 +296,47 @@ class Engine:
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused."""
-        update = prepare_rows(self.model_config, table, ids, values)
-        rows, new = update.rows, torch.from_numpy(update.values).to(self._master.dtype)
+        self.apply_rows(prepare_rows(self.model_config, table, ids, values))
+
+    def apply_rows(self, update: RowUpdate, position: RowPosition | None = None) -> None:
+        """Write checked rows between steps; `position` of the stream of deltas is that of all later steps.
+
+        RequestError, with nothing written, if a difference cannot be added to a row.
+        """
         with self._lock:
             self._now()
-            ended = self._pipeline.flush()
-            self._pool.row_epochs.mark(rows)  # first, so that no KV of these rows is reused even if a write fails
-            try:
-                self._runner.update_rows(rows, new)
-            except BaseException as error:
-                failure: BaseException | None = error
-            else:
-                failure = None
+            # What runs is ended first. A card could go on with the layers of a step whose rows have been read, but KV
+            # is stamped with the row epoch when the step is committed: it must be committed before the epoch changes.
+            ended = self._pipeline.flush() if update.rows.size else []
+            failure = self._write_rows(update)
+            if failure is None and position is not None:
+                self._runner.row_position = position
         self._conclude(ended)
         if failure is not None:
             raise failure
+
+    def _write_rows(self, update: RowUpdate) -> BaseException | None:
+        """Write rows to the master and the pool; return what went wrong, for after the ended steps are concluded."""
+        if not update.rows.size:
+            return None
+        try:
+            new = self._runner.new_values(update)
+            self._pool.row_epochs.mark(update.rows)  # first, so that no KV of these rows is reused if a write fails
+            self._runner.update_rows(update.rows, new)
+        except BaseException as error:
+            return error
+        return None
+
+    @property
+    def row_position(self) -> RowPosition:
+        """Position in the stream of deltas that the next step reads rows at."""
+        with self._lock:
+            return self._runner.row_position
+
+    def start_at(self, position: RowPosition) -> None:
+        """Before the first delta: say which position the model's own rows have, as that of a snapshot."""
+        with self._lock:
+            self._runner.row_position = position
 
     def forget(self, user_id: UserId) -> None:
         """Drop a user's KV, in the pool and on the host, and refuse its waiting requests. Rows belong to no user.

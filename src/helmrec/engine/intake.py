@@ -257,6 +257,7 @@ class RowUpdate(NamedTuple):
 
     rows: IntArray  # ids in the shared row space, distinct
     values: NDArray[np.float32]  # (rows, row_dim)
+    is_added: NDArray[np.bool_] | None = None  # rows whose values are added to the old ones; None: no row
 
 
 def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -> RowUpdate:

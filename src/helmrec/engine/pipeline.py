@@ -56,6 +56,7 @@ class Ended:
                 plan_ms=(self.planned_s - self.batch.started_s) * 1e3,
                 compute_ms=(self.ended_s - self.planned_s) * 1e3,
             ),
+            row_position=output.running.row_position,
         )
 
 

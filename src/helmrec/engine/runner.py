@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from helmrec.clock import Clock
 from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
-from helmrec.engine.intake import Prepared
+from helmrec.engine.intake import Prepared, RowUpdate
+from helmrec.engine.row_values import new_values
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
 from helmrec.memory.streams import InStream
-from helmrec.types import IntArray
+from helmrec.types import IntArray, RowPosition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +33,7 @@ class Running:
     step: Assembly
     launched: Launched
     row_epoch: int  # of the row values that it reads
+    row_position: RowPosition  # of the same values, in the stream of deltas
     num_loads: int  # pages loaded from the host
     timeline: Timeline  # valid until the step after the next is launched
 
@@ -61,6 +63,7 @@ class Runner:
         self._master = parts.master
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
+        self.row_position = RowPosition()  # of the rows that the next step reads
         timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
         self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
 
@@ -91,7 +94,8 @@ class Runner:
                     self._arena.copy_tokens(plan.copy)
             wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
             launched = self._dense.launch(step, wait_for_pages, timeline)
-        return Running(step, launched, self._pool.row_epochs.current, len(loads), timeline)
+        epoch, position = self._pool.row_epochs.current, self.row_position
+        return Running(step, launched, epoch, position, len(loads), timeline)
 
     def _wait_for_pages(self, timeline: Timeline) -> None:
         timeline.mark(Mark.WAITING)
@@ -154,6 +158,10 @@ class Runner:
         self._pool.rows.expect(rows)
         for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)
+
+    def new_values(self, update: RowUpdate) -> torch.Tensor:  # (rows, row_dim) as the master keeps them
+        """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
+        return new_values(self._master, update)
 
     def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
         """Write new values to the master and to resident copies; no step may be running."""

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from helmrec import errors
+from helmrec.engine.row_stream import RowStreamStats
 from helmrec.errors import ConfigError, HelmRecError, RequestError, ServerError, StaleVersion
 from helmrec.history.values import Appended, UserState
 from helmrec.redaction import redact
@@ -32,6 +33,12 @@ from helmrec.user_ids import check_user_id, path_text
 _REFUSALS = (errors.DeadlineExceeded, errors.EngineClosed, errors.Forgotten, errors.NonFiniteScores, errors.QueueFull)
 _STORE_ERRORS = (errors.DiskFull, errors.HistoryFull, errors.HistoryUnavailable, errors.TablesTooSmall)
 _ERRORS: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in (*_REFUSALS, *_STORE_ERRORS)}
+
+
+class _Pool(msgspec.Struct):
+    """What is read of an engine's counters."""
+
+    row_stream: RowStreamStats | None = None
 
 
 class Client:
@@ -138,6 +145,10 @@ class Client:
     def forget(self, user_id: UserId) -> bool:
         """Delete a user from history store and caches. False if no events were stored."""
         return msgspec.json.decode(self._done("DELETE", _user_path(user_id)), type=ForgetAnswer).had_events
+
+    def row_stream(self) -> RowStreamStats | None:
+        """Return how far the server has followed its stream of row deltas; None if it follows none."""
+        return msgspec.json.decode(self._done("GET", "/v1/pool"), type=_Pool).row_stream
 
     def is_ready(self) -> bool:
         """Return whether requests may be sent: False while the server warms up or cannot be reached."""

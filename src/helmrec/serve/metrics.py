@@ -66,6 +66,18 @@ _COUNTERS = {
     "pool_stale_cuts": ("pool.stale_cuts", "prefixes cut because rows had changed"),
     "pool_host_reloaded_pages": ("pool.host_reloaded_pages", "KV pages reloaded from the host tier"),
 }
+_ROW_GAUGES = {  # of a server that follows row deltas: name -> field of RowStreamStats, help
+    "row_delta_position": ("position", "Sequence number of the last row delta that is visible as a whole."),
+    "row_delta_newest": ("newest", "Highest sequence number that the source of row deltas had."),
+    "row_delta_lag": ("lag_deltas", "Row deltas that the source has and the engine has not."),
+    "row_delta_lag_seconds": ("lag_s", "Age of the oldest row delta that is not visible: alert on more than seconds."),
+}
+_ROW_COUNTERS = {
+    "row_deltas": ("deltas", "Row deltas applied."),
+    "row_delta_rows": ("rows", "Rows written by row deltas."),
+    "row_delta_duplicates": ("duplicates", "Row deltas that came again and were ignored."),
+    "row_delta_stops": ("stops", "Times that a fault stopped the application of row deltas."),
+}
 _BY_LABEL = {  # name -> path of a dictionary in EngineStats, label of its keys, help
     "unknown_ids": ("unknown_ids", "table", "Ids without a row, read as the row for unknown ids."),
     "relay_signals": ("relay.verdicts", "reason", "Signals by outcome."),
@@ -184,6 +196,12 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, (path, help_) in table.items():
             yield kind(f"helmrec_{name}", help_, attrgetter(path)(stats))
+    if (rows := stats.row_stream) is not None:
+        for kind, table in ((GaugeMetricFamily, _ROW_GAUGES), (CounterMetricFamily, _ROW_COUNTERS)):
+            for name, (path, help_) in table.items():
+                yield kind(f"helmrec_{name}", help_, getattr(rows, path))
+        is_stopped = float(rows.stop is not None)
+        yield GaugeMetricFamily("helmrec_row_delta_stopped", "Whether a fault stops the row deltas.", is_stopped)
     held_bytes = stats.relay.held_pages * stats.pool.page_bytes
     yield GaugeMetricFamily("helmrec_relay_leased_bytes", "Pool bytes reserved for them.", held_bytes)
     for name, (path, label, help_) in _BY_LABEL.items():

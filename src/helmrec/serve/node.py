@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from helmrec.config import EngineConfig
+from helmrec.deltas.consumer import ConsumerLimits, RowConsumer
+from helmrec.deltas.snapshot import newest_snapshot, read_start
+from helmrec.deltas.source import open_source
 from helmrec.engine.engine import Engine
 from helmrec.model.weights import read_manifest
 from helmrec.serve.control import Steering, with_curves
@@ -26,6 +29,8 @@ def process_port(model: Path, engine: EngineConfig, serve: ServeConfig, environm
     """Make a port to an engine in a process of its own, with these variables added to the environment."""
     manifest = read_manifest(model)
     Steering.of(serve)  # raises if the policy is unknown, before anything starts
+    if serve.row_deltas is not None:
+        open_source(serve.row_deltas).close()  # the same for a place that is none
     begin = Begin(str(model), revealed(engine), for_engine(serve))
     memory = ProcessMemory(serve.ring_bytes, serve.replay_bytes)
     return ProcessPort(begin, manifest.model, engine.max_history, memory, environment)
@@ -37,7 +42,11 @@ def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingP
 
 
 def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:
-    """Make a port to one engine in this process."""
+    """Make a port to one engine in this process, of the model or of the newest snapshot of its tables."""
     steering = Steering.of(serve)
-    made = Engine.from_model(model, with_curves(serve.policy, engine))
-    return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config))
+    source = None if serve.row_deltas is None else open_source(serve.row_deltas)
+    folder = model if serve.row_snapshots is None else newest_snapshot(Path(serve.row_snapshots), model) or model
+    made = Engine.from_model(folder, with_curves(serve.policy, engine))
+    limits = ConsumerLimits(slice_rows=serve.row_slice, rows_per_s=serve.row_rate)
+    rows = None if source is None else RowConsumer(source, made, read_start(folder), limits)
+    return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config), rows)

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
+from helmrec.deltas.consumer import RowConsumer
 from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
@@ -135,15 +136,23 @@ class InProcessPort:
     num_restarts = 0  # it ends with the process
 
     def __init__(
-        self, engine: Engine, steering: Steering | None = None, snapshots: SnapshotKeeper | None = None
+        self,
+        engine: Engine,
+        steering: Steering | None = None,
+        snapshots: SnapshotKeeper | None = None,
+        rows: RowConsumer | None = None,
     ) -> None:
-        """Without `steering`, only admin calls move the boundary. `snapshots` are read at the start and kept."""
+        """Without `steering`, only admin calls move the boundary. `snapshots` are read at the start and kept.
+
+        `rows` follows a stream of row deltas; the engine is ready when it has caught up.
+        """
         self.engine = engine
         self.model = engine.model_config
         self.health = Health.STARTING
         self.reason: str | None = None
         self._steering = steering
         self._snapshots = snapshots
+        self._rows = rows
         self._failures = FailureLog(log)
         self._device = device_name(engine.config.device)
         self._controller = None if steering is None else Controller(steering, engine, self._failures, time.time())
@@ -210,6 +219,7 @@ class InProcessPort:
             stats,
             background_failures=stats.background_failures + background,
             controller_failures=self._failures.count("controller"),
+            row_stream=None if self._rows is None else self._rows.stats(),
         )
 
     async def look(self) -> EngineView:
@@ -266,7 +276,12 @@ class InProcessPort:
         if self._stepper.is_alive():
             await asyncio.to_thread(self._stepper.join)
         else:
-            self.engine.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+        self.engine.close()
 
     def _run(self) -> None:
         try:
@@ -283,7 +298,7 @@ class InProcessPort:
             self.health, self.reason = Health.FAILED, f"{type(error).__name__} in the engine"
             log.exception("the engine failed")
         finally:
-            self.engine.close()
+            self._close()
 
     def _get_ready(self) -> None:
         """Do everything that would delay the first requests."""
@@ -292,6 +307,10 @@ class InProcessPort:
             start_up.begin("snapshot")
             self._snapshots.restore(self.engine, self._steering)
         warm_up(self.engine)
+        if self._rows is not None:
+            start_up.begin("row deltas")
+            self._rows.start()
+            self._rows.catch_up()
         if self._controller is not None:
             start_up.begin("controller")
             self._controller.warm_up()
@@ -300,12 +319,16 @@ class InProcessPort:
         self.engine.reset_pauses()
 
     def _step_until_over(self) -> None:
+        is_behind = False  # whether more rows are to be written at once
         while not self._is_over:
             self._has_work.clear()  # before the step: a request submitted during it must end the wait
             if self.engine.step():
                 PROCESS.when_busy()
-            elif not self._has_work.wait(_IDLE_WAIT_S):
+            elif not is_behind and not self._has_work.wait(_IDLE_WAIT_S):
                 PROCESS.when_idle()
+            if self._rows is not None:
+                with self.engine.operation("rows"):
+                    is_behind = self._rows.apply(time.monotonic())
             if self._controller is not None:
                 with self.engine.operation("controller"):
                     self._controller.tick(time.monotonic(), time.time())  # clock of the engine, and wall clock

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from helmrec.errors import RequestError
 from helmrec.history.events import Events, NewEvents
-from helmrec.types import RankRequest, RankResult, Timing
+from helmrec.types import RankRequest, RankResult, RowPosition, Timing
 from helmrec.user_ids import MAX_USER_BYTES
 
 Count = Annotated[int, Meta(ge=0)]
@@ -82,6 +82,7 @@ class RankAnswer(Struct, frozen=True):
     truncated_events: Annotated[int, Meta(description="events sent that lie before the window")]
     timing: Timing
     history_version: Annotated[int | None, Meta(description="of the stored history, where that was used")] = None
+    row_position: Annotated[RowPosition, Meta(description="of the rows in the stream of row deltas")] = RowPosition()
 
     @classmethod
     def of(cls, result: RankResult, history_version: int | None) -> "RankAnswer":

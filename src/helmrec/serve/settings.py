@@ -72,6 +72,16 @@ class ServeConfig(Frozen):
     snapshot_every_s: float = Field(
         60.0, gt=0, description="time between two snapshots; one more is written at the end"
     )
+    row_deltas: str | None = Field(
+        None, min_length=1, repr=False, description="folder or Redis of row deltas from training to follow; unset: none"
+    )
+    row_snapshots: str | None = Field(
+        None, min_length=1, description="folder of table snapshots: the newest one of the model is served instead of it"
+    )
+    row_slice: int = Field(4_096, ge=1, description="most rows of a delta written between two steps")
+    row_rate: float | None = Field(
+        None, gt=0, description="most rows of deltas written per second; unset: as many as come"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe log line that is written; debug logs every request"
     )
@@ -138,7 +148,8 @@ class Settings:
         configs = (self.engine, self.serve, self.history)
         values = [getattr(config, name) for config in configs for name in type(config).model_fields]
         secrets = [value.get_secret_value() for value in values if isinstance(value, SecretStr)]
-        return (*secrets, *secrets_in_url(self.serve.history_path or ""))
+        urls = (self.serve.history_path or "", self.serve.row_deltas or "")
+        return (*secrets, *(secret for url in urls for secret in secrets_in_url(url)))
 
 
 def _toml(value: Any) -> str:

@@ -385,4 +385,6 @@ class Scored:
     def of(cls, results: list[RankResult]) -> "Scored":
         counts = ("reused_tokens", "computed_tokens", "row_hits", "row_misses")
         totals = {name: sum(getattr(result, name) for result in results) for name in counts}
+        earliest = min((result.row_position for result in results), key=lambda at: (at.sequence, at.offset))
+        totals |= {"row_sequence": earliest.sequence, "row_offset": earliest.offset}
         return cls(np.concatenate([result.scores for result in results], dtype="<f4"), totals)

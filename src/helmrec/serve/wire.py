@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from helmrec import errors
 from helmrec.errors import HelmRecError, QueueFull, RequestError, ServerError
-from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, Timing, UserId
+from helmrec.types import Ids, PrefillRequest, RankRequest, RankResult, RowPosition, Timing, UserId
 
 _ENCODER = msgspec.msgpack.Encoder()
 R = TypeVar("R", RankRequest, PrefillRequest)
@@ -87,7 +87,9 @@ class NotForTheWire(Exception):
 
 _REQUESTS = msgspec.msgpack.Decoder(_WireRequests)
 _PREFILL = msgspec.msgpack.Decoder(_WireRequest)
-_WireResult = tuple[tuple[int, int], int, int, int, int, int, int, Timing]  # shape of the scores, and all other fields
+_WireResult = tuple[
+    tuple[int, int], int, int, int, int, int, int, Timing, RowPosition
+]  # shape of the scores, and all other fields
 _RESULTS = msgspec.msgpack.Decoder(list[_WireResult])
 _RESULT_FIELDS = [field.name for field in fields(RankResult) if field.name != "scores"]
 _IDS = ("items", "actions", "timestamps", "candidates")
@@ -97,7 +99,7 @@ _PLAIN = {
     for kind in (RankRequest, PrefillRequest)
 }
 _HEADER_BYTES = 8
-_RESULT_BYTES = 128  # upper bound on the header of one result
+_RESULT_BYTES = 192  # upper bound on the header of one result
 
 
 def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[bytes | memoryview]:

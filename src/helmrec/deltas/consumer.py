@@ -1,0 +1,290 @@
+"""The consumer: follows a stream of deltas and applies it to an engine between steps.
+
+A thread reads and checks deltas ahead, so that the thread that steps the engine only writes rows. What is wrong with
+the stream stops the application, never serving; the place is asked again until the fault is mended or skipped.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from helmrec.config import Frozen
+from helmrec.deltas.delta import Delta
+from helmrec.deltas.source import DeltaSource, in_order
+from helmrec.engine.intake import RowUpdate, prepare_rows
+from helmrec.engine.row_stream import RowStreamStats
+from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError
+from helmrec.model.config import ModelConfig
+from helmrec.types import RowPosition
+
+log = logging.getLogger("helmrec.deltas")
+_POLL_S = 0.05
+_STOPPED_POLL_S = 0.5
+_LAG_ALARM_S = 10.0
+_ALARM_EVERY_S = 60.0
+_JOIN_S = 15.0
+
+
+class TakesRows(Protocol):
+    """What a consumer needs of an engine."""
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    def apply_rows(self, update: RowUpdate, position: RowPosition | None = None) -> None: ...
+
+    def start_at(self, position: RowPosition) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStart:
+    """Where the rows of a model folder stand in a stream."""
+
+    stream: str | None = None  # None: of any stream, at its beginning
+    sequence: int = 0
+
+
+class ConsumerLimits(Frozen):
+    """Bounds of applying deltas."""
+
+    slice_rows: int = 4_096  # most rows written between two steps
+    rows_per_s: float | None = None  # None: as many as come
+    ahead_rows: int = 65_536  # rows that are read ahead; at least one delta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checked:
+    """A delta whose rows fit the model."""
+
+    sequence: int
+    made_s: float
+    update: RowUpdate
+    is_skip: bool
+
+
+class RowConsumer:
+    """Applies the deltas of one source to one engine. `apply` belongs to the thread that steps the engine."""
+
+    def __init__(
+        self,
+        source: DeltaSource,
+        engine: TakesRows,
+        start: StreamStart | None = None,
+        limits: ConsumerLimits | None = None,
+    ) -> None:
+        start = start or StreamStart()
+        self._source, self._engine, self._limits = source, engine, limits or ConsumerLimits()
+        self._changed = threading.Condition()
+        self._ahead: deque[_Checked] = deque()
+        self._position = RowPosition(start.sequence)
+        self._read_to = start.sequence
+        self._stream = start.stream
+        self._newest = start.sequence
+        self._stop: str | None = None
+        self._rejected: int | None = None  # the delta that the engine has refused, until it is passed
+        self._stopped_s = 0.0  # when it stopped, by the wall clock, as deltas have it
+        self._counts = dict.fromkeys(("deltas", "rows", "duplicates", "skipped", "stops"), 0)
+        self._allowance, self._allowed_s = float(self._limits.slice_rows), time.monotonic()
+        self._alarmed_s = -_ALARM_EVERY_S
+        self._has_looked = self._is_over = False
+        self._thread = threading.Thread(target=self._follow, name="helmrec-row-deltas", daemon=True)
+        engine.start_at(self._position)
+
+    def start(self) -> None:
+        log.info("following row deltas", extra={"source": self._source.name, "after": self._position.sequence})
+        self._thread.start()
+
+    def catch_up(self) -> None:
+        """Apply what the source holds now, before the engine serves; return early if something stops it."""
+        started_s, first, target = time.monotonic(), self._position.sequence, None
+        while not self._is_over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ahead or self._has_looked or self._is_over, _POLL_S)
+                target = self._newest if target is None and self._newest > first else target
+                is_stopped = self._has_looked and self._stop is not None and not self._ahead
+                is_there = self._has_looked and self._position.sequence >= (self._newest if target is None else target)
+            if is_stopped or is_there:
+                break
+            self._apply_slice(self._limits.slice_rows)
+        at = self._position.sequence
+        fields = {"position": at, "deltas": at - first, "seconds": round(time.monotonic() - started_s, 3)}
+        log.info("row deltas applied before serving", extra=fields)
+
+    def apply(self, now: float) -> bool:
+        """Apply the next slice, if one is there and the budget allows it; True if another one is due at once."""
+        self._alarm(now)
+        if not self._ahead:
+            return False
+        rate = self._limits.rows_per_s
+        if rate is not None:
+            most = float(self._limits.slice_rows)
+            self._allowance = min(most, self._allowance + (now - self._allowed_s) * rate)
+            self._allowed_s = now
+            if self._allowance < 1:
+                return False
+        num = self._apply_slice(self._limits.slice_rows if rate is None else int(self._allowance))
+        self._allowance -= num
+        return bool(self._ahead) and (rate is None or self._allowance >= 1)
+
+    def stats(self) -> RowStreamStats:
+        with self._changed:
+            at = self._position.sequence
+            newest = max(self._newest, self._read_to)
+            return RowStreamStats(
+                self._source.name, at, newest, max(0, newest - at), self._lag_s(), **self._counts, stop=self._stop
+            )
+
+    def close(self) -> None:
+        """Stop following. What was read ahead and not applied is read again by whoever follows next."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        with suppress(HelmRecError):
+            self._source.close()
+
+    def _lag_s(self) -> float:
+        if self._ahead:
+            return max(0.0, time.time() - self._ahead[0].made_s)
+        return 0.0 if self._stop is None else max(0.0, time.time() - self._stopped_s)
+
+    def _apply_slice(self, most: int) -> int:
+        """Write up to so many rows of the first delta ahead; return how many."""
+        with self._changed:
+            first = self._ahead[0] if self._ahead else None
+        if first is None:
+            return 0
+        update, done = first.update, self._position.offset
+        end = min(update.rows.size, done + most)
+        is_last = end >= update.rows.size
+        position = RowPosition(first.sequence) if is_last else RowPosition(first.sequence - 1, end)
+        added = None if update.is_added is None else update.is_added[done:end]
+        try:
+            self._engine.apply_rows(RowUpdate(update.rows[done:end], update.values[done:end], added), position)
+        except RequestError as error:
+            self._reject(first, error)
+            return 0
+        with self._changed:
+            self._position = position
+            self._counts["rows"] += max(0, end - done)
+            if is_last:
+                self._ahead.popleft()
+                self._counts["skipped" if first.is_skip else "deltas"] += 1
+            is_passed = is_last and self._rejected == first.sequence
+            self._rejected = None if is_passed else self._rejected
+            self._changed.notify_all()
+        if is_passed:
+            self._go_on()
+        return max(0, end - done)
+
+    def _reject(self, first: _Checked, error: RequestError) -> None:
+        """Stop at a delta that the engine refuses, and read from there again."""
+        with self._changed:
+            self._ahead.clear()
+            self._read_to, self._rejected = first.sequence - 1, first.sequence
+        self._note_stop(f"delta {first.sequence} does not fit: {error}")
+
+    def _follow(self) -> None:
+        """Read ahead until closed."""
+        while not self._is_over:
+            try:
+                self._read()
+            except DeltaError as error:
+                self._note_stop(f"{type(error).__name__}: {error}")
+            except Exception as error:  # of a third party's source: serving must not end with it
+                log.exception("row deltas cannot be read")
+                self._note_stop(f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._has_looked = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_over, _POLL_S if self._stop is None else _STOPPED_POLL_S)
+
+    def _read(self) -> None:
+        newest = self._source.newest()
+        with self._changed:
+            self._newest, after = newest, self._read_to
+        if newest < after:
+            raise DeltaOutOfOrder(
+                f"{self._source.name} ends at delta {newest}, but delta {after} was read before: it has lost deltas",
+                after,
+            )
+        for delta in in_order(self._source.read(after), after, self._stream):
+            if self._is_over:
+                return
+            if delta.sequence <= after:
+                self._count_duplicate(delta)
+                continue
+            if not self._take(delta, after):
+                return
+            after = delta.sequence
+        if newest <= after and self._rejected is None:
+            self._go_on()
+
+    def _count_duplicate(self, delta: Delta) -> None:
+        with self._changed:
+            self._counts["duplicates"] += 1
+        log.debug("a row delta came again", extra={"sequence": delta.sequence})
+
+    def _take(self, delta: Delta, after: int) -> bool:
+        """Check a delta and wait for room; False if reading must begin again."""
+        try:
+            checked = check_delta(self._engine.model_config, delta)
+        except RequestError as error:
+            raise DeltaError(f"delta {delta.sequence} does not fit the model: {error}", delta.sequence) from None
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._has_room(delta.num_rows))
+            if self._is_over or self._read_to != after:  # the engine has rejected an earlier one
+                return False
+            self._ahead.append(checked)
+            self._read_to, self._stream = delta.sequence, delta.stream
+            self._changed.notify_all()
+        return True
+
+    def _has_room(self, num_rows: int) -> bool:
+        return (
+            not self._ahead or num_rows + sum(each.update.rows.size for each in self._ahead) <= self._limits.ahead_rows
+        )
+
+    def _note_stop(self, reason: str) -> None:
+        with self._changed:
+            is_new, self._stop = reason != self._stop, reason
+            if is_new:
+                self._counts["stops"] += 1
+                self._stopped_s = time.time()
+        if is_new:
+            fields = {"reason": reason, "source": self._source.name, "position": self._position.sequence}
+            log.error("row deltas stopped; serving goes on with the rows it has", extra=fields)
+
+    def _go_on(self) -> None:
+        with self._changed:
+            was_stopped, self._stop = self._stop is not None, None
+        if was_stopped:
+            log.info("row deltas go on", extra={"position": self._position.sequence})
+
+    def _alarm(self, now: float) -> None:
+        """Log a lag at most once a minute."""
+        if now - self._alarmed_s < _ALARM_EVERY_S:
+            return
+        stats = self.stats()
+        if stats.lag_s > _LAG_ALARM_S:
+            self._alarmed_s = now
+            fields = {"lag_s": round(stats.lag_s, 1), "lag_deltas": stats.lag_deltas, "reason": stats.stop or "rate"}
+            log.warning("rows lag behind training", extra=fields)
+
+
+def check_delta(model: ModelConfig, delta: Delta) -> _Checked:
+    """Check a whole delta against a model; RequestError names what does not fit."""
+    updates = [prepare_rows(model, part.table, part.ids, part.values) for part in delta.parts]
+    rows = np.concatenate([each.rows for each in updates]) if updates else np.zeros(0, np.int64)
+    values = np.concatenate([each.values for each in updates]) if updates else np.zeros((0, model.row_dim), np.float32)
+    added = None
+    if any(part.is_difference for part in delta.parts):
+        added = np.concatenate([np.full(part.ids.size, part.is_difference) for part in delta.parts])
+    return _Checked(delta.sequence, delta.made_s, RowUpdate(rows, values, added), not delta.parts)

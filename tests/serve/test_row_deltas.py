@@ -1,0 +1,125 @@
+"""A server that follows a stream of row deltas: answers say their position, and faults do not end serving."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.deltas.delta import Delta
+from helmrec.deltas.folder import DeltaFolder
+from helmrec.deltas.producer import DeltaProducer, skip_to
+from helmrec.deltas.snapshot import snapshot_name, write_snapshot
+from helmrec.errors import ConfigError
+from helmrec.model.weights import save_model
+from helmrec.serve.app import make_app
+from helmrec.serve.node import make_port
+from helmrec.serve.settings import ServeConfig
+from tests.deltas.places import part
+from tests.helpers import tiny_engine, tiny_model
+from tests.serve.asgi import Caller, wait_for
+from tests.serve.cases import as_request, infer_json, rank_body, tensors_of
+from tests.serve.test_process_port import engine_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    made = tiny_model()
+    save_model(tmp_path / "tiny", made.config, made.dense, made.tables)
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def producer(tmp_path: Path) -> Iterator[DeltaProducer]:
+    with DeltaProducer(str(tmp_path / "deltas")) as made:
+        yield made
+
+
+def config(model: Path, **more: Any) -> ServeConfig:
+    settings = {"row_deltas": str(model.parent / "deltas"), "policy": "none", "log_level": "error"}
+    return ServeConfig(**settings | more)
+
+
+def serving(model: Path, **more: Any) -> Caller:
+    settings = config(model, **more)
+    return Caller(make_app(make_port(model, engine_config(), settings), settings))
+
+
+def position(caller: Caller) -> int:
+    return int(caller.get("/v1/pool").json["row_stream"]["position"])
+
+
+def push(producer: DeltaProducer, num: int = 3) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    rng = np.random.default_rng(producer.newest)
+    made = [(rng.choice(300, 40, replace=False), rng.standard_normal((40, 16)).astype(np.float32)) for _ in range(num)]
+    for ids, values in made:
+        producer.push("item", ids, values, step=1)
+    return made
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in its own process"])
+def test_answers_follow_the_stream_and_say_where_they_are(model: Path, producer: DeltaProducer, apart: bool) -> None:
+    updates = push(producer)
+    twin = tiny_engine(tiny_model())
+    with serving(model, engine_process=apart) as caller:
+        caller.wait_until_ready()
+        assert position(caller) == 3, "it has caught up before it is ready"
+        updates += push(producer)
+        wait_for(lambda: position(caller) == 6)
+        for ids, values in updates:
+            twin.update_rows("item", ids, values)
+        answer = caller.post("/v1/rank", rank_body()).json
+        assert answer["row_position"] == {"sequence": 6, "offset": 0}
+        (expected,) = twin.rank([as_request(rank_body())])
+        np.testing.assert_allclose(answer["scores"], expected.scores, atol=1e-5)
+    twin.close()
+
+
+def test_metrics_and_the_inference_protocol_tell_the_position(model: Path, producer: DeltaProducer) -> None:
+    push(producer)
+    with serving(model) as caller:
+        caller.wait_until_ready()
+        metrics = caller.get("/metrics").body.decode()
+        assert "helmrec_row_delta_position 3.0" in metrics
+        assert "helmrec_row_delta_rows_total 120.0" in metrics
+        assert "helmrec_row_delta_stopped 0.0" in metrics
+        answer = caller.post("/v2/models/tiny/infer", infer_json(tensors_of([as_request(rank_body())])))
+        assert {"row_sequence": 3, "row_offset": 0}.items() <= answer.json["parameters"].items()
+
+
+def test_a_gap_stops_the_rows_and_not_the_server(model: Path, producer: DeltaProducer) -> None:
+    push(producer, 2)
+    folder = DeltaFolder(model.parent / "deltas")
+    folder.write(Delta(producer.stream, 5, 5, 0.0, (part(5, 4, 16),)))
+    with serving(model) as caller:
+        caller.wait_until_ready()
+        stream = caller.get("/v1/pool").json["row_stream"]
+        assert (stream["position"], stream["newest"], stream["lag_deltas"]) == (2, 5, 3)
+        assert "DeltaGap: delta 3 is missing" in stream["stop"]
+        assert caller.post("/v1/rank", rank_body()).json["row_position"]["sequence"] == 2
+        assert "helmrec_row_delta_stopped 1.0" in caller.get("/metrics").body.decode()
+        assert skip_to(folder, 2, 5) == [3, 4]
+        wait_for(lambda: position(caller) == 5)
+        wait_for(lambda: caller.get("/v1/pool").json["row_stream"]["stop"] is None)
+
+
+def test_a_late_node_starts_from_the_newest_snapshot(model: Path, producer: DeltaProducer) -> None:
+    push(producer, 8)
+    folder = DeltaFolder(model.parent / "deltas")
+    snapshots = model.parent / "snapshots"
+    write_snapshot(model, folder, snapshots / snapshot_name(6), 6)
+    with serving(model) as whole, serving(model, row_snapshots=str(snapshots)) as late:
+        for caller in (whole, late):
+            caller.wait_until_ready()
+        folder.trim(2)
+        assert (position(whole), position(late)) == (8, 8)
+        assert late.get("/v1/pool").json["row_stream"]["deltas"] == 2
+        a, b = (caller.post("/v1/rank", rank_body()).json for caller in (whole, late))
+        assert (a["scores"], a["row_position"]) == (b["scores"], b["row_position"])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_place_that_is_none_is_named_before_the_start(model: Path, apart: bool) -> None:
+    with pytest.raises(ConfigError, match="there is no folder of row deltas"):
+        serving(model, engine_process=apart)
