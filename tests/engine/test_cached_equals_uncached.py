@@ -483,11 +483,13 @@ def trust_the_user_id(a: Any, b: Any) -> int:
     return min(a.size, b.size)
 
 
-def hash_without_the_time_of_the_next_event(
-    self: Intake, request: Any, columns: Any, frame: tuple[int, ...], times: Any, whole: Any = Intake._history
-) -> History:
+WHOLE_HASH = Intake._history
+
+
+def hash_without_the_time_of_the_next_event(self: Intake, *args: Any) -> History:
     """A prefix is verified without the time that its states depend on, where attention has a bias by time."""
-    return whole(self, request, columns, frame, None)
+    request, columns, frame, _, *others = args
+    return WHOLE_HASH(self, request, columns, frame, None, *others)
 
 
 def reload_nothing(self: HostPages, loads: Any) -> None:
