@@ -153,6 +153,17 @@ def test_the_sample_of_an_own_log_runs_and_prints_the_report_of_the_page(empty_f
     assert (empty_folder / "own.safetensors").is_file()
 
 
+def test_the_page_from_a_csv_leads_to_the_ranked_list_it_shows(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = blocks("docs/from-csv.md")
+    run_python("".join(block.text for block in page if block.language == "python"), capsys)
+    (serve,) = [block.text for block in page if block.language == "sh"]
+    (first,) = re.findall(r"^```text\n(.*)\n```$", (DOCS / "from-csv.md").read_text(), re.MULTILINE)
+    ranked = run_shell(serve).splitlines()[-3:]
+    assert ranked[0].split()[0] == first
+
+
 @pytest.mark.slow
 def test_the_slow_samples_of_the_quickstart_run_as_printed(empty_folder: Path) -> None:
     (simulated,) = [block for block in blocks("docs/quickstart.md") if block.mark == "slow"]
