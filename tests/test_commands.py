@@ -32,6 +32,7 @@ OWN_TESTS = {  # pages whose `sh` blocks have tests that compare what is printed
     "README.md": "test_docs",
     "docs/quickstart.md": "test_docs",
     "docs/own-model.md": "test_docs",
+    "docs/from-csv.md": "test_docs",
     "docs/import-hstu.md": "test_docs",
     "docs/workloads.md": "test_docs",
     "docs/serving.md": "serve/test_docs",
