@@ -1,5 +1,6 @@
 """What every place of deltas promises: order, no writing over, whole deltas only, skips that all readers see."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,3 +208,12 @@ def test_wrong_rows_are_not_pushed(tmp_path: Path, ids: object, values: object, 
         producer.push("item", ids, values, step=1)
     assert DeltaFolder(tmp_path / "new").newest() == 0
     assert make_part("item", [1], [[1]]).values.dtype == np.float32
+
+
+def test_the_sample_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "row-updates.md").read_text()
+    (sample,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(sample, "docs/row-updates.md", "exec"), {})
+    (pushed,) = DeltaFolder(tmp_path / "deltas").read(0)
+    assert (pushed.step, pushed.num_rows) == (1000, 2)

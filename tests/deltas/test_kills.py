@@ -1,0 +1,131 @@
+"""Whoever is killed at whatever moment: no delta is lost, none comes twice, and every row is right afterwards."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helmrec.deltas.consumer import RowConsumer
+from helmrec.deltas.producer import DeltaProducer
+from helmrec.deltas.source import in_order, open_source
+from helmrec.errors import DeltaUnavailable
+from helmrec.model.weights import save_model
+from helmrec.serve.app import make_app
+from helmrec.serve.node import make_port
+from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.settings import ServeConfig
+from tests.deltas.places import KINDS, place
+from tests.deltas.producing import ids_of, push_next, values_of
+from tests.helpers import tiny_engine, tiny_model
+from tests.history.places import redis_process
+from tests.serve.asgi import Caller, wait_for
+from tests.serve.cases import as_request, rank_body
+from tests.serve.test_process_port import engine_config
+
+FEW = [pytest.param(2, id="a few times"), pytest.param(70, id="many times", marks=pytest.mark.slow)]
+
+
+def rows_at(sequence: int) -> torch.Tensor:
+    """The item table after so many deltas, one row at a time."""
+    table = tiny_model().tables["item"].clone()
+    for number in range(1, sequence + 1):
+        for row, value in zip(ids_of(number), values_of(number), strict=True):
+            table[row] = torch.from_numpy(value)
+    return table
+
+
+def check_stream(url: str) -> int:
+    """Every delta is there once, in order and whole; returns their number."""
+    source, last = open_source(url), 0
+    for delta in in_order(source.read(0), 0):
+        last = delta.sequence
+        assert np.array_equal(delta.parts[0].ids, ids_of(last))
+        assert np.array_equal(delta.parts[0].values, values_of(last))
+    assert source.newest() == last
+    source.close()
+    return last
+
+
+@pytest.mark.parametrize("num_kills", FEW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_producer_is_killed(kind: str, num_kills: int, tmp_path: Path) -> None:
+    with place(kind, tmp_path) as url:
+        with DeltaProducer(url) as first:
+            push_next(first)
+        for kill in range(num_kills):
+            before = check_stream(url)
+            command = [sys.executable, "-m", "tests.deltas.producing", url]
+            process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+            source = open_source(url)
+            wait_for(lambda source=source, before=before: source.newest() > before)
+            source.close()
+            time.sleep(random.Random(kill).uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            assert check_stream(url) > before
+
+
+@pytest.mark.parametrize("num_kills", FEW)
+def test_redis_is_killed_under_producer_and_consumer(num_kills: int, tmp_path: Path) -> None:
+    durable = ("--appendonly", "yes", "--appendfsync", "always")
+    url, target = f"unix://{tmp_path / 'redis.sock'}", 0
+    engine = tiny_engine(tiny_model())
+    consumer = RowConsumer(open_source(url), engine)
+    consumer.start()
+    for kill in range(num_kills):
+        with redis_process(tmp_path, *durable) as server:
+            end = time.monotonic() + random.Random(kill).uniform(0.05, 0.3)
+            with DeltaProducer(url) as producer:
+                while time.monotonic() < end:
+                    target = push_next(producer)
+                    consumer.apply(time.monotonic())
+                server.kill()
+                server.wait(10)
+                with pytest.raises(DeltaUnavailable):
+                    push_next(producer)
+        wait_for(lambda: consumer.stats().stop is not None)
+        engine.check()
+    with redis_process(tmp_path, *durable):
+        while consumer.stats().position < target:
+            consumer.apply(time.monotonic())
+        assert check_stream(url) == consumer.stats().position == target
+        assert torch.equal(engine._master.gather(np.arange(300)), rows_at(target))
+        wait_for(lambda: consumer.stats().stop is None)
+        consumer.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("num_kills", FEW)
+def test_a_node_is_killed_while_rows_come(num_kills: int, tmp_path: Path) -> None:
+    made = tiny_model()
+    save_model(tmp_path / "tiny", made.config, made.dense, made.tables)
+    with DeltaProducer(str(tmp_path / "deltas")) as producer:
+        push_next(producer)
+        config = ServeConfig(row_deltas=str(tmp_path / "deltas"), engine_process=True, policy="none", log_level="error")
+        port = make_port(tmp_path / "tiny", engine_config(), config)
+        assert isinstance(port, ProcessPort)
+        with Caller(make_app(port, config)) as caller:
+            for kill in range(num_kills):
+                caller.wait_until_ready()
+                for _ in range(random.Random(kill).randrange(1, 20)):
+                    push_next(producer)
+                assert port._process is not None
+                os.kill(port._process.pid, signal.SIGKILL)
+                wait_for(lambda kill=kill: port.num_restarts > kill)
+            caller.wait_until_ready()
+            stream = caller.get("/v1/pool").json["row_stream"]
+            assert (stream["position"], stream["stop"]) == (producer.newest, None)
+            answer = caller.post("/v1/rank", rank_body()).json
+        with tiny_engine(tiny_model()) as twin:
+            for number in range(1, producer.newest + 1):
+                twin.update_rows("item", ids_of(number), values_of(number))
+            (expected,) = twin.rank([as_request(rank_body())])
+    assert answer["row_position"]["sequence"] == producer.newest
+    np.testing.assert_allclose(answer["scores"], expected.scores, atol=1e-5)
