@@ -72,8 +72,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     if origin in (Union, types.UnionType):
         return " or ".join(_type(each) for each in get_args(annotation) if each is not type(None))
-    if annotation is ByteSize:
-        return "size"
+    if annotation is ByteSize or origin is dict:
+        return "size" if annotation is ByteSize else "group by table"
     if isinstance(annotation, type) and issubclass(annotation, Frozen):
         return f"[group](#{annotation.__name__.lower()})"
     return _TYPES[annotation]

@@ -36,6 +36,9 @@ AutoBytes = Annotated[
 ]
 
 
+Freshness = Literal["exact"] | Annotated[float, Field(gt=0)]
+
+
 class Frozen(BaseModel):
     """Base of every configuration value: immutable, no unknown keys, errors that name field and value."""
 
@@ -155,8 +158,10 @@ class EngineConfig(Frozen):
         "second-visit",
         description="when a prefix is admitted; prefixes of one-time users must not evict those of returning users",
     )
-    kv_freshness: Literal["exact"] | Annotated[float, Field(gt=0)] = Field(
-        "exact", description="'exact', or seconds by which reused KV may lag behind row updates"
+    kv_freshness: Freshness | dict[str, Freshness] = Field(
+        "exact",
+        description="'exact', or seconds by which reused KV may lag behind row updates; or either by table, with "
+        "tables that are not named exact",
     )
     max_forks: int = Field(2, ge=1, description="different histories kept per user")
     host_kv_bytes: Annotated[ByteSize, Field(ge=0)] = Field(

@@ -25,6 +25,7 @@ from helmrec.engine.intake import Intake, RowUpdate, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
+from helmrec.engine.row_marks import RowMarks
 from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.runner import Runner, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
@@ -88,6 +89,7 @@ class Engine:
         self.config = config = parts.config
         self._choices = parts.choices
         self._master, self._arena, self._pool, self._dense = parts.master, parts.arena, parts.pool, parts.dense
+        self._marks = RowMarks(self._pool.row_epochs, model.config, config)
         self._runner = Runner(parts, self._clock)
         self.start_up = parts.start_up
         tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
@@ -177,6 +179,7 @@ class Engine:
         """
         with self._lock:
             now = self._now()
+            self._marks.mark_due(now)
             replies = self._decide_signals(now)
             batch = self._next_batch(now)
             replies += self._scheduler.take_expired()
@@ -321,7 +324,9 @@ class Engine:
             return None
         try:
             new = self._runner.new_values(update)
-            self._pool.row_epochs.mark(update.rows)  # first, so that no KV of these rows is reused if a write fails
+            self._marks.mark(
+                update.rows, self._clock.now()
+            )  # first, so that no KV of these rows is reused if a write fails
             self._runner.update_rows(update.rows, new)
         except BaseException as error:
             return error

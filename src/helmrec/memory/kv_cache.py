@@ -51,7 +51,7 @@ class KVCache:
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # full pages not yet offered to the host tier
         self.reused_tokens = self.total_tokens = 0
         self.evicted_pages = 0
-        self.stale_cuts = 0
+        self.stale_cuts = self.stale_tokens = 0
         self.refused_prefixes = 0
         self.returns = self.unmatched = 0  # lookups of resident users, and how many of them matched no prefix
 
@@ -269,6 +269,7 @@ class KVCache:
         fresh = self._epochs.fresh_tokens(history, epoch_per_token(prefix.made_at, shared))
         if fresh < shared:
             self.stale_cuts += 1
+            self.stale_tokens += shared - fresh
             if prefix.pins == 0:
                 self._truncate(prefix, fresh)
                 self._discard_if_empty(prefix)

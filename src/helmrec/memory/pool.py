@@ -72,7 +72,7 @@ class Pool:
         limits = KVLimits(
             page_tokens=self.geometry.page_tokens,
             max_forks=config.max_forks,
-            lag_s=0.0 if config.kv_freshness == "exact" else float(config.kv_freshness),
+            lag_s=config.kv_freshness if isinstance(config.kv_freshness, float) else 0.0,
         )
         return KVCache(limits, self.ledger, self.row_epochs, ADMISSIONS[config.kv_admission], self.host_tier)
 
@@ -175,6 +175,7 @@ class Pool:
             kv_evicted_pages=self.kv.evicted_pages,
             kv_refused_prefixes=self.kv.refused_prefixes,
             stale_cuts=self.kv.stale_cuts,
+            stale_tokens=self.kv.stale_tokens,
             unmatched_histories=self.kv.unmatched,
             host_pages=self.host_tier.num_pages,
             host_saved_pages=self.host_tier.saved_pages,

@@ -64,6 +64,7 @@ _COUNTERS = {
     "pool_kv_evicted_pages": ("pool.kv_evicted_pages", "pages evicted from prefixes"),
     "pool_kv_refused_prefixes": ("pool.kv_refused_prefixes", "prefixes refused by admission"),
     "pool_stale_cuts": ("pool.stale_cuts", "prefixes cut because rows had changed"),
+    "pool_stale_tokens": ("pool.stale_tokens", "cached history tokens computed again because rows had changed"),
     "pool_host_reloaded_pages": ("pool.host_reloaded_pages", "KV pages reloaded from the host tier"),
 }
 _ROW_GAUGES = {  # of a server that follows row deltas: name -> field of RowStreamStats, help
