@@ -1,5 +1,6 @@
 """A server that follows a stream of row deltas: answers say their position, and faults do not end serving."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def test_metrics_and_the_inference_protocol_tell_the_position(model: Path, produ
         assert "helmrec_row_delta_stopped 0.0" in metrics
         answer = caller.post("/v2/models/tiny/infer", infer_json(tensors_of([as_request(rank_body())])))
         assert {"row_sequence": 3, "row_offset": 0}.items() <= answer.json["parameters"].items()
+
+
+def test_the_log_of_calls_says_the_position(
+    model: Path, producer: DeltaProducer, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(producer)
+    with serving(model) as caller:
+        caller.wait_until_ready()
+        with caplog.at_level(logging.DEBUG, "helmrec.serve"):
+            caller.post("/v1/rank", rank_body())
+            caller.get("/v1/model")
+    lines = {line.route: vars(line) for line in caplog.records if hasattr(line, "route")}
+    assert lines["/v1/rank"]["row_sequence"] == 3
+    assert "row_sequence" not in lines["/v1/model"]
 
 
 def test_a_gap_stops_the_rows_and_not_the_server(model: Path, producer: DeltaProducer) -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from contextvars import ContextVar
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -12,8 +13,10 @@ from starlette.exceptions import HTTPException
 from helmrec.errors import HelmRecError, HistoryError, HistoryUnavailable
 from helmrec.serve import problems
 from helmrec.serve.schema import Problem
+from helmrec.types import RowPosition
 
 log = logging.getLogger("helmrec.serve")
+scored_at: ContextVar[RowPosition | None] = ContextVar("scored_at", default=None)  # of the rows of the running call
 ID_HEADER = "x-request-id"
 CLIENT_GONE = 499  # for logs and metrics only: the client has disconnected
 _PROBES = frozenset({"/readyz", "/healthz", "/v2/health/ready", "/v2/health/live"})  # called every second: not logged
@@ -30,7 +33,8 @@ class CallLog:
         self._numbers = itertools.count(1)
 
     def request_id(self, given: str) -> str:
-        """Return the client's own id if it is valid; else a unique one."""
+        """Begin a call; return the client's own id if it is valid, else a unique one."""
+        scored_at.set(None)
         return given if _VALID_ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
 
     def conclude(
@@ -41,7 +45,9 @@ class CallLog:
         self._count(route, status, seconds, _cause(status, problem) if is_error else "")
         level = logging.DEBUG if not is_error else logging.INFO if status < 500 else logging.WARNING
         if log.isEnabledFor(level):
-            fields = {"id": request_id, "method": method, "route": route, "status": status}
+            fields: dict[str, object] = {"id": request_id, "method": method, "route": route, "status": status}
+            if (position := scored_at.get()) is not None and position != RowPosition():
+                fields |= {"row_sequence": position.sequence, "row_offset": position.offset}
             log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
 
 

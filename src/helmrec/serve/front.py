@@ -16,7 +16,7 @@ from helmrec.engine.engine import EngineStats
 from helmrec.errors import HelmRecError
 from helmrec.failures import FailureLog
 from helmrec.serve.bodies import Bodies, decode
-from helmrec.serve.calls import CallLog
+from helmrec.serve.calls import CallLog, scored_at
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.metrics import Metrics
 from helmrec.serve.port import EnginePort, Health
@@ -103,6 +103,8 @@ class Front:
             self.tally.fail(spent_ms(started_s))
             raise
         self.tally.succeed(spent_ms(started_s), results)
+        if results:
+            scored_at.set(results[0].row_position)
         for result in results:
             self.metrics.count_result(result)
         return results
