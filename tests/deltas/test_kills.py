@@ -53,6 +53,18 @@ def check_stream(url: str) -> int:
     return last
 
 
+def answers(url: str) -> bool:
+    """Whether a Redis that was started again has loaded its deltas."""
+    source = open_source(url)
+    try:
+        source.newest()
+    except DeltaUnavailable:
+        return False
+    finally:
+        source.close()
+    return True
+
+
 @pytest.mark.parametrize("num_kills", FEW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_producer_is_killed(kind: str, num_kills: int, tmp_path: Path) -> None:
@@ -81,6 +93,7 @@ def test_redis_is_killed_under_producer_and_consumer(num_kills: int, tmp_path: P
     consumer.start()
     for kill in range(num_kills):
         with redis_process(tmp_path, *durable) as server:
+            wait_for(lambda: answers(url))
             end = time.monotonic() + random.Random(kill).uniform(0.05, 0.3)
             with DeltaProducer(url) as producer:
                 while time.monotonic() < end:
@@ -93,6 +106,7 @@ def test_redis_is_killed_under_producer_and_consumer(num_kills: int, tmp_path: P
         wait_for(lambda: consumer.stats().stop is not None)
         engine.check()
     with redis_process(tmp_path, *durable):
+        wait_for(lambda: answers(url))
         while consumer.stats().position < target:
             consumer.apply(time.monotonic())
         assert check_stream(url) == consumer.stats().position == target
