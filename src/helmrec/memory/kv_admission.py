@@ -27,11 +27,12 @@ class Admission(IntEnum):
     NEVER = 3  # for models whose K/V are valid for one request only
 
 
+# As numbers: compiled code that gets a member of an enumeration among its settings runs at half the speed.
 ADMISSIONS = {
-    "always": Admission.ALWAYS,
-    "second-visit": Admission.SECOND_VISIT,
-    "benefit": Admission.BENEFIT,
-    "never": Admission.NEVER,
+    "always": int(Admission.ALWAYS),
+    "second-visit": int(Admission.SECOND_VISIT),
+    "benefit": int(Admission.BENEFIT),
+    "never": int(Admission.NEVER),
 }
 
 

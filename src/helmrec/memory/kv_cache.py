@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helmrec.memory.kv_admission import Admission, VisitLog, has_room, idle_s, is_admitted, is_evicted_last
+from helmrec.memory.kv_admission import VisitLog, has_room, idle_s, is_admitted, is_evicted_last
 from helmrec.memory.kv_host_tier import KVHostTier, PageKey, PageSave
 from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
@@ -35,7 +35,7 @@ class KVCache:
         limits: KVLimits,
         ledger: PageLedger,
         epochs: RowEpochs,
-        admission: Admission,
+        admission: int,  # an `Admission`
         host_tier: KVHostTier | None = None,
     ) -> None:
         self.limits = limits
