@@ -171,7 +171,7 @@ def test_ray_stays_in_the_cluster() -> None:
 def test_a_single_node_needs_nothing_of_a_cluster() -> None:
     product = [module for module in IMPORTS if unit(module)[0] == "helmrec"]
     users = {m for m in product if any(layer(o) == "cluster" for o in ours(m)) and layer(m) != "cluster"}
-    assert users == {"helmrec.cli.serve"}
+    assert users == {"helmrec.cli.serve", "helmrec.cli.serving"}
 
 
 def test_pickle_is_imported_nowhere() -> None:

@@ -16,10 +16,10 @@ from helmrec.cli.main import CommandGroup, app
 from helmrec.errors import ConfigError
 
 runner = CliRunner()
-LISTS_COMMANDS = """
+SHOWS_HELP = """
 import sys
 from helmrec.cli.main import app
-app(["--help"], standalone_mode=False)
+app(sys.argv[1:], standalone_mode=False)
 print("imported:", sorted({"torch", "numba", "ray", "numpy", "pydantic"} & sys.modules.keys()))
 """
 
@@ -43,9 +43,20 @@ def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def test_listing_the_commands_imports_none_of_the_large_libraries() -> None:
-    done = subprocess.run([sys.executable, "-c", LISTS_COMMANDS], capture_output=True, text=True, check=True)
-    assert "imported: []" in done.stdout
-    assert "Serve a model over HTTP." in done.stdout
+    shown = help_in_a_process("--help")
+    assert "imported: []" in shown
+    assert "Serve a model over HTTP." in shown
+
+
+def test_the_help_of_serve_needs_no_torch() -> None:
+    shown = help_in_a_process("serve", "--help")
+    assert "--pool-bytes" in shown
+    assert "torch" not in shown.partition("imported:")[2]
+
+
+def help_in_a_process(*arguments: str) -> str:
+    command = [sys.executable, "-c", SHOWS_HELP, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_version_is_printed() -> None:

@@ -1,27 +1,15 @@
 """`helmrec serve`: serve a model over HTTP."""
 
-import logging
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from helmrec.cli.console import err, exit_on_error, out
-from helmrec.cluster.config import ClusterConfig, check_protocols, read_cluster_config
-from helmrec.cluster.engines import make_engines
-from helmrec.cluster.environment import prepare_environment
+from helmrec.cli.console import exit_on_error, out
+from helmrec.cluster.config import ClusterConfig
 from helmrec.errors import ConfigError
-from helmrec.serve.app import make_app
-from helmrec.serve.histories import StoredHistories
-from helmrec.serve.logs import log_to_stderr
-from helmrec.serve.node import make_port
-from helmrec.serve.server import check_grpc, listen, serve_until_stopped
-from helmrec.serve.settings import Given, Settings, field_of, resolve
-
-log = logging.getLogger("helmrec.serve")
+from helmrec.serve.settings import Given, field_of, resolve
 
 
 def _flag(name: str) -> str:
@@ -94,10 +82,12 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             for line in settings.lines():
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
             return
+        from helmrec.cli import serving  # noqa: PLC0415 - takes seconds to import; help and errors of settings come before
+
         if cluster or replicas is not None or cluster_config is not None:
-            _serve_cluster(model, settings, cluster_config, {} if replicas is None else {"replicas": replicas})
+            serving.serve_cluster(model, settings, cluster_config, {} if replicas is None else {"replicas": replicas})
         else:
-            _serve(model, settings)
+            serving.serve_node(model, settings)
 
 
 def _parsed(others: list[str]) -> dict[str, Given]:
@@ -105,41 +95,3 @@ def _parsed(others: list[str]) -> dict[str, Given]:
         if "=" not in each:
             raise ConfigError(f"--set must be NAME=VALUE, got {each!r}")
     return {name: Given(value, "flag --set") for name, _, value in (each.partition("=") for each in others)}
-
-
-def _serve_cluster(model: Path, settings: Settings, file: Path | None, given: dict[str, Any]) -> None:
-    """Serve until a signal to stop; on an existing Ray cluster, deploy and exit."""
-    log_to_stderr(settings.serve.log_level, settings.secrets)
-    config = read_cluster_config(file, **given)
-    check_protocols(settings.serve)
-    prepare_environment(config)
-    try:
-        from helmrec.cluster.deploy import deploy, ray_of  # noqa: PLC0415 - Ray is an extra, and slow to import
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--cluster needs Ray: pip install 'helmrec[cluster]' ({error})") from None
-    over = threading.Event()
-    with ray_of(config) as is_ours:
-        if is_ours:  # after Ray has installed its own handlers, which would abort
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: over.set())
-        with err.status(f"starting {config.replicas} replicas"):
-            deploy(model, settings, config)
-        address = f"http://{settings.serve.host}:{settings.serve.port}"
-        logging.getLogger("helmrec.cluster").info("serving", extra={"address": address})
-        if is_ours:
-            over.wait()
-
-
-def _serve(model: Path, settings: Settings) -> None:
-    log_to_stderr(settings.serve.log_level, settings.secrets)
-    for name in settings.ignored:
-        log.warning("not a setting", extra={"variable": name})
-    with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
-        check_grpc(settings.serve)
-        with err.status("loading the model"):
-            make = make_port if settings.serve.engines == 1 else make_engines
-            port = make(model, settings.engine, settings.serve)
-            path = settings.serve.history_path
-            histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
-        app = make_app(port, settings.serve, histories)
-        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.begin_to_stop)

@@ -1,0 +1,60 @@
+"""What `helmrec serve` does once its settings are known."""
+
+import logging
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from helmrec.cli.console import err
+from helmrec.cluster.config import check_protocols, read_cluster_config
+from helmrec.cluster.engines import make_engines
+from helmrec.cluster.environment import prepare_environment
+from helmrec.errors import ConfigError
+from helmrec.serve.app import make_app
+from helmrec.serve.histories import StoredHistories
+from helmrec.serve.logs import log_to_stderr
+from helmrec.serve.node import make_port
+from helmrec.serve.server import check_grpc, listen, serve_until_stopped
+from helmrec.serve.settings import Settings
+
+log = logging.getLogger("helmrec.serve")
+
+
+def serve_cluster(model: Path, settings: Settings, file: Path | None, given: dict[str, Any]) -> None:
+    """Serve until a signal to stop; on an existing Ray cluster, deploy and exit."""
+    log_to_stderr(settings.serve.log_level, settings.secrets)
+    config = read_cluster_config(file, **given)
+    check_protocols(settings.serve)
+    prepare_environment(config)
+    try:
+        from helmrec.cluster.deploy import deploy, ray_of  # noqa: PLC0415 - Ray is an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--cluster needs Ray: pip install 'helmrec[cluster]' ({error})") from None
+    over = threading.Event()
+    with ray_of(config) as is_ours:
+        if is_ours:  # after Ray has installed its own handlers, which would abort
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: over.set())
+        with err.status(f"starting {config.replicas} replicas"):
+            deploy(model, settings, config)
+        address = f"http://{settings.serve.host}:{settings.serve.port}"
+        logging.getLogger("helmrec.cluster").info("serving", extra={"address": address})
+        if is_ours:
+            over.wait()
+
+
+def serve_node(model: Path, settings: Settings) -> None:
+    """Serve until a signal to stop."""
+    log_to_stderr(settings.serve.log_level, settings.secrets)
+    for name in settings.ignored:
+        log.warning("not a setting", extra={"variable": name})
+    with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
+        check_grpc(settings.serve)
+        with err.status("loading the model"):
+            make = make_port if settings.serve.engines == 1 else make_engines
+            port = make(model, settings.engine, settings.serve)
+            path = settings.serve.history_path
+            histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
+        app = make_app(port, settings.serve, histories)
+        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.begin_to_stop)
