@@ -6,11 +6,11 @@ It knows no model. Nothing pickled is executed.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from helmrec.errors import ModelError
 from helmrec.model.torch_zip import StoredTensor, TorchZip
+from helmrec.model.weights import read_tensors
 
 _MAX_SHOWN = 200  # characters of a name in a message
 
@@ -24,13 +24,13 @@ def read_checkpoint(path: Path, keys: Sequence[str] = ()) -> dict[str, Tensor]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{path}: no safetensors file lies in this folder")
-        return _joined([(file, _read_safetensors(file)) for file in files])
+        return _joined([(file, read_tensors(file)) for file in files])
     if not path.is_file():
         raise ModelError(f"{path} is no file")
     if path.suffix == ".safetensors":
         if keys:
             raise ModelError(f"{path}: safetensors hold weights alone, nothing under {list(keys)}")
-        return _read_safetensors(path)
+        return read_tensors(path)
     return _read_archive(path, keys)
 
 
@@ -54,14 +54,6 @@ def _joined(parts: Sequence[tuple[Path, dict[str, Tensor]]]) -> dict[str, Tensor
             raise ModelError(f"{file}: weight {repeated[0][:_MAX_SHOWN]!r} is in another file of the folder too")
         weights |= found
     return weights
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except SafetensorError as error:
-        raise ModelError(f"{path} is not a valid safetensors file: {error}") from error
 
 
 def _read_archive(path: Path, keys: Sequence[str]) -> dict[str, Tensor]:

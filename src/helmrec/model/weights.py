@@ -168,12 +168,12 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     config = manifest.model
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify=verify or record.bytes <= VERIFY_BYTES, progress=progress)
-    dense = _read_tensors(folder / DENSE)
+    dense = read_tensors(folder / DENSE)
     _raise_all(_dense_problems(dense, config), f"{folder / DENSE}: ")
     tables = {}
     for table in config.tables:
         path, shapes = folder / table_file(table.name), {"rows": (table.num_rows, config.row_dim)}
-        found = _read_tensors(path)
+        found = read_tensors(path)
         _raise_all(_misfits("weight", found, shapes, config.row_dtype), f"{path}: ")
         tables[table.name] = found["rows"]
     for name, rows in tables.items():
@@ -299,7 +299,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     """Load all tensors of a file, memory-mapped privately: writes do not change the file."""
     try:
         with safe_open(path, framework="pt") as file:
