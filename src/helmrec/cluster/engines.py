@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from numpy.typing import ArrayLike
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.hint import Describer
 from helmrec.cluster.merge import merge_looks, merge_stats
+from helmrec.cluster.port import rank_by_user
 from helmrec.cluster.report import ServiceTime
 from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Mode
@@ -97,7 +97,7 @@ class EnginesPort:
     def __init__(
         self, ports: Mapping[str, ProcessPort], model: ModelConfig, max_history: int, settings: StateSettings
     ) -> None:
-        """Engines by name."""
+        """`ports`: engines by name."""
         self.model = model
         self._names, self._ports = list(ports), list(ports.values())
         self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
@@ -195,16 +195,10 @@ class EnginesPort:
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
         came_s = time.monotonic() - spent_ms / 1e3
-        by_user: dict[UserId, list[int]] = {}
-        for i, request in enumerate(requests):
-            by_user.setdefault(request.user_id, []).append(i)
-        groups = list(by_user.values())
-        if len(groups) == 1:
+        if len(requests) == 1:
             return await self._rank(requests, came_s)
         self._intake.prepare_all(requests)  # raises what an engine would raise, before any request of the call runs
-        ranked = await asyncio.gather(*(self._rank([requests[i] for i in group], came_s) for group in groups))
-        results = dict(zip(chain(*groups), chain(*ranked), strict=True))
-        return [results[i] for i in range(len(requests))]
+        return await rank_by_user(requests, lambda some: self._rank(some, came_s))
 
     async def _rank(self, requests: Sequence[RankRequest], came_s: float) -> list[RankResult]:
         return await self._send(requests[0], lambda port: port.submit(requests, _since_ms(came_s)))

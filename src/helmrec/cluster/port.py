@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -43,6 +43,19 @@ _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 5.0
 _CALL_TIMEOUT_S = 30.0
 _GRACE_S = 0.25  # for an answer that was computed in time and is in transit
+
+
+async def rank_by_user(
+    requests: Sequence[RankRequest], rank: Callable[[Sequence[RankRequest]], Awaitable[list[RankResult]]]
+) -> list[RankResult]:
+    """Rank the requests of each user together, all users at once; return the results in the order of the requests."""
+    by_user: dict[UserId, list[int]] = {}
+    for i, request in enumerate(requests):
+        by_user.setdefault(request.user_id, []).append(i)
+    groups = list(by_user.values())
+    ranked = await asyncio.gather(*(rank([requests[i] for i in group]) for group in groups))
+    results = dict(zip(chain(*groups), chain(*ranked), strict=True))
+    return [results[i] for i in range(len(requests))]
 
 
 class ReplicaLost(Exception):
@@ -134,13 +147,7 @@ class ClusterPort:
         if len(requests) == 1:
             return await self._rank(requests, came_s)
         self._intake.prepare_all(requests)  # raises what an engine would raise, before any request of the call runs
-        by_user: dict[UserId, list[int]] = {}
-        for i, request in enumerate(requests):
-            by_user.setdefault(request.user_id, []).append(i)
-        groups = list(by_user.values())
-        ranked = await asyncio.gather(*(self._rank([requests[i] for i in group], came_s) for group in groups))
-        results = dict(zip(chain(*groups), chain(*ranked), strict=True))
-        return [results[i] for i in range(len(requests))]
+        return await rank_by_user(requests, lambda some: self._rank(some, came_s))
 
     async def _rank(self, requests: Sequence[RankRequest], came_s: float) -> list[RankResult]:
         """Rank the requests of one user on one replica, or on another if that one is lost."""
