@@ -1,7 +1,8 @@
 """The consumer: follows a stream of deltas and applies it to an engine between steps.
 
-A thread reads and checks deltas ahead, so that the thread that steps the engine only writes rows. What is wrong with
-the stream stops the application, never serving; the place is asked again until the fault is mended or skipped.
+A thread reads and checks deltas ahead, so that the thread that steps the engine only writes rows. After a fault of the
+stream no further delta is applied, while requests are served on. The consumer reads the delta again until it is
+repaired or skipped.
 """
 
 import logging
