@@ -56,6 +56,7 @@ def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int
         max_batch_requests=2,  # so that steps overlap
         **host,
     )
+    assert engine.report().num_graphs > 0
     rng = np.random.default_rng(0)
     histories = {user: random_request(rng, model.config, user, 400) for user in range(12)}
     worst = 0.0

@@ -161,7 +161,7 @@ class EagerDense:
         if step.query is None:
             return None
         scale = np.repeat(1 / step.query.lengths, np.diff(step.cu_tokens))
-        return self._put(scale.astype(np.float32)[:, None, None]).to(self._model.dtype)
+        return self._put(scale.astype(np.float32)[:, None, None])
 
     def _query_terms(self, step: Assembly) -> QueryTerms | None:
         if step.query is None:

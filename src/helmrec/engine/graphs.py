@@ -6,7 +6,7 @@ step are read at the same time, as soon as this step has embedded its own.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
 from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
+from helmrec.engine.request_terms import RequestTerms
 from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
@@ -113,7 +114,9 @@ class GraphedDense:
         self._head_rows = self._row_graphs.values.new_zeros((len(model.head_features), most, config.row_dim))
         self._x = torch.zeros((self._num_tokens(largest), config.dim), dtype=model.dtype, device=device)
         self._scores = torch.zeros((most, config.num_tasks), dtype=torch.float32, device=device)
-        self._scores_host = torch.zeros((2, *self._scores.shape), dtype=torch.float32, pin_memory=True)
+        is_card = device.type == "cuda"
+        self._scores_host = torch.zeros((2, *self._scores.shape), dtype=torch.float32, pin_memory=is_card)
+        self._terms = RequestTerms(config, limits.num_sequences, device)
         self._plan = self._make_plan()
         self._maker = GraphMaker()
         self._steps: dict[int, CapturedStep] = {}
@@ -191,6 +194,7 @@ class GraphedDense:
         pad_candidates(host["at"], host["rows"], step.candidates, step.head_at, self._head_features * captured.size)
         captured.staging.send()
         head.staging.send()
+        self._terms.load(step)
         self._plan.load(step.cu_tokens, step.num_resident, step.num_new, len(self._model.config.request_context))
         self._sent.record(self.stream)
 
@@ -245,6 +249,7 @@ class GraphedDense:
         return CapturedHead(staging, pick, self._maker.capture(partial(self._run_head, staging.device["at"], size)))
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
+        batch = replace(batch, v_scale=self._terms.v_scale(x.shape[0]))
         y = self._model.layers(x, self._memory.k_pages, self._memory.v_pages, batch)
         if y.data_ptr() != x.data_ptr():
             x.copy_(y)
@@ -254,7 +259,8 @@ class GraphedDense:
             torch.index_select(self._row_graphs.values, 0, index, out=rows[:size])
 
     def _run_head(self, at: Tensor, size: int) -> None:
-        self._scores[:size].copy_(self._model.head(self._x.index_select(0, at), self._head_rows[:, :size]))
+        states, query = self._x.index_select(0, at), self._terms.of_candidates(at)
+        self._scores[:size].copy_(self._model.head(states, self._head_rows[:, :size], query))
 
     def _static_input(self, staging: Staging, size: int) -> DenseInput:
         config, device = self._model.config, staging.device
@@ -275,5 +281,7 @@ class GraphedDense:
                 page_tokens=self._memory.k_pages.shape[2],
                 plan=self._plan,
                 window=config.attention_window,
+                **self._terms.ragged,
             ),
+            query=self._terms.of_context,
         )

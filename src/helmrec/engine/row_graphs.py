@@ -78,7 +78,7 @@ class RowGraphs:
         self._sources = torch.full((most,), SKIP, dtype=torch.int32, device=device)
         self._missed = Missed.allocate(most, device)
         self._found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
-        self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=True)
+        self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._blocks = Blocks.allocate(block_bytes(self._fields(shape.largest)), device)
         self._maker = GraphMaker()
         self._captured: dict[int, _Captured] = {}

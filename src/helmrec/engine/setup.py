@@ -58,8 +58,6 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
-    if shape.attention_bias is not None or shape.full_attn_tail:
-        config = config.model_copy(update={"cuda_graphs": False})
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
@@ -84,19 +82,18 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
 
 
 def _without_kept_kv(config: EngineConfig) -> EngineConfig:
-    """Settings for a model whose K/V depend on the query: none are kept, and steps do not run as graphs."""
+    """Settings for a model whose K/V depend on the query: none are kept."""
     if config.miss_curves:
         raise ConfigError("miss_curves: K/V of this model depend on the query and are never kept, got True")
-    return config.model_copy(update={"kv_admission": "never", "cuda_graphs": False})
+    return config.model_copy(update={"kv_admission": "never"})
 
 
 def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
-    """Say so if a model cannot use the fastest kernels of a card."""
+    """Say so if a model cannot use the fastest attention of a card."""
     if config.device != "cuda" or (shape.attention_bias is None and shape.max_attn_len is None):
         return ()
     reason = "an attention bias" if shape.attention_bias is not None else "local attention (max_attn_len)"
-    graphs = "" if shape.attention_bias is None and not shape.full_attn_tail else " and no CUDA graphs"
-    return (f"attention: the portable kernel{graphs}, since this model has {reason}",)
+    return (f"attention: the portable kernel, since this model has {reason}",)
 
 
 def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

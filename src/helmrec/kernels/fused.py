@@ -15,8 +15,6 @@ def run_layer(
     x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
 ) -> Tensor:  # (tokens, dim)
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)
-    if batch.v_scale is not None:
-        v.mul_(batch.v_scale)
     append_kv(k, v, k_pages, v_pages, batch)
     settings: dict[str, Any] = {"scale": shape.scale, "normaliser": shape.normaliser, "plan": batch.plan}
     settings["bias"] = weights.relative_bias

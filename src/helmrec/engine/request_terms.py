@@ -1,0 +1,94 @@
+"""What some models read of each request besides its tokens, at fixed addresses, so that graphs can read it.
+
+It knows places and lengths, not the arithmetic: `model/hstu.py` and the kernels use the values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helmrec.engine.assemble import Assembly
+from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
+from helmrec.model.config import ModelConfig
+from helmrec.model.hstu import QueryTerms
+
+
+class RequestTerms:
+    """The terms of one step: of its queries, of a tail of full attention, of a bias by time. Most models have none.
+
+    Context tokens have one place per context table and sequence, those of a table together.
+    """
+
+    def __init__(self, config: ModelConfig, num_sequences: int, device: torch.device) -> None:
+        self._num_sequences = num_sequences
+        fields = _fields(config, num_sequences)
+        self._staging = Staging(fields, Blocks.allocate(block_bytes(fields), device)) if fields else None
+        found = {} if self._staging is None else self._staging.device
+        self.ragged: dict[str, Any] = {name: found.get(name) for name in ("num_full", "times", "cu_times")}
+        self._query = {name: found[name] for name in ("gaps", "kept", "clocks", "scale", "ends") if name in found}
+
+    @property
+    def of_context(self) -> QueryTerms | None:
+        """Terms for context tokens; `of_candidates` has those for candidates."""
+        query = self._query
+        return QueryTerms(query["gaps"], query["kept"], query["clocks"]) if query else None
+
+    def of_candidates(self, at: Tensor) -> QueryTerms | None:
+        """Terms for candidates whose tokens are at these flat positions; may be captured."""
+        query = self._query
+        return QueryTerms(query["gaps"], query["kept"], query["clocks"][self._owners(at)]) if query else None
+
+    def v_scale(self, num_tokens: int) -> Tensor | None:  # (num_tokens, 1, 1)
+        """Factors of the values of all tokens, padding included; may be captured."""
+        if not self._query:
+            return None
+        at = torch.arange(num_tokens, device=self._query["ends"].device)
+        return self._query["scale"][self._owners(at)][:, None, None]
+
+    def load(self, step: Assembly) -> None:
+        """Fill in a step and start the copy. Other places keep values of an earlier step, which nothing uses."""
+        if self._staging is None:
+            return
+        host, num = self._staging.host, len(step.num_new)
+        if (query := step.query) is not None:
+            by_table = (-1, self._num_sequences)
+            host["gaps"].reshape(by_table)[:, :num] = query.context_gaps
+            host["kept"].reshape(by_table)[:, :num] = query.context_kept.T
+            host["clocks"][:num] = query.clocks
+            host["scale"][:num] = 1 / query.lengths
+            host["ends"][:num] = step.cu_tokens[1:]
+            host["ends"][num:] = step.cu_tokens[-1]
+        if step.num_full is not None:
+            host["num_full"][:num] = step.num_full
+        if step.times is not None and step.cu_times is not None:
+            host["times"][: step.times.size] = step.times
+            host["cu_times"][: num + 1] = step.cu_times
+            host["cu_times"][num + 1 :] = step.cu_times[-1]
+        self._staging.send()
+
+    def _owners(self, at: Tensor) -> Tensor:
+        """Return the sequence of each flat position; positions after the last token belong to the last sequence."""
+        owners = torch.bucketize(at, self._query["ends"], right=True)
+        return owners.clamp_(max=self._num_sequences - 1)
+
+
+def _fields(config: ModelConfig, num_sequences: int) -> list[StagedField]:
+    fields: list[StagedField] = []
+    if (frame := config.query_frame) is not None:
+        num_context = len(config.user_context) * num_sequences
+        fields += [
+            StagedField("gaps", (num_context,), torch.int64),
+            StagedField("kept", (num_context, 1), torch.float32),
+            StagedField("clocks", (num_sequences, 2 * len(frame.cycles)), torch.float32),
+            StagedField("scale", (num_sequences,), torch.float32),
+            StagedField("ends", (num_sequences,), torch.int64),  # the flat position after the last token
+        ]
+    if config.full_attn_tail:
+        fields.append(StagedField("num_full", (num_sequences,), torch.int32))
+    if config.attention_bias is not None:
+        fields += [
+            StagedField("times", (num_sequences * (config.window + 1),), torch.int64),
+            StagedField("cu_times", (num_sequences + 1,), torch.int32),
+        ]
+    return fields

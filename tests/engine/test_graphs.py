@@ -1,0 +1,139 @@
+"""The dense stage as graphs, without a card: a graph is a function here that runs again over the same buffers.
+
+What is not shown without a card: that the work can be captured at all, and the order of streams.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helmrec.config import EngineConfig
+from helmrec.engine import setup
+from helmrec.engine.capture import GraphMaker
+from helmrec.engine.dense import Dense, Memory
+from helmrec.engine.engine import Engine
+from helmrec.engine.graphs import GraphedDense
+from helmrec.engine.row_stage import DeviceRowStage
+from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.memory.arena import Arena
+from helmrec.memory.geometry import PageGeometry
+from helmrec.model.config import Cycle, QueryFrame
+from helmrec.model.hstu import HstuModel
+from tests.helpers import OPTIONS, random_request, tiny_engine, tiny_model
+
+FRAMES: dict[str, dict[str, Any]] = {
+    "no option": {},
+    "query frame": {
+        "query_frame": QueryFrame(
+            num_positions=9, bucket_s=5, min_context_events=7, cycles=(Cycle(unit_s=60, num_units=24),)
+        ),
+        "request_context": (),
+    },
+    "query frame without clock and context": {
+        "query_frame": QueryFrame(num_positions=9, bucket_s=5),
+        "request_context": (),
+        "user_context": (),
+    },
+}
+
+
+class Stream:
+    """Runs everything at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+class Event:
+    """Has always happened."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class Replayed:
+    """Stands for a captured graph."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self._work()
+
+
+def capture(maker: GraphMaker, work: Callable[[], None]) -> Replayed:
+    with torch.inference_mode():
+        work()
+    return Replayed(work)
+
+
+def graphed(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Any, config: EngineConfig) -> Dense:
+    assert isinstance(rows, DeviceRowStage)
+    rows.cache.stream = rows.stream = Stream()  # type: ignore[assignment]
+    return GraphedDense(hstu, Memory(arena.k_pages, arena.v_pages), rows, setup._limits(hstu.config, geometry, config))
+
+
+@pytest.fixture
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in (("Stream", Stream), ("Event", Event), ("graph_pool_handle", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("synchronize", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(GraphMaker, "capture", capture)
+    monkeypatch.setattr(AttentionPlan, "load", lambda *_: None)  # plain attention has no plan
+    monkeypatch.setattr(setup, "_make_dense", graphed)
+    yield
+
+
+def engine_of(option: dict[str, Any]) -> Engine:
+    settings: dict[str, Any] = {"row_index": "device", "max_batch_requests": 3, "max_batch_tokens": 96}
+    if "query_frame" not in option:
+        settings["kv_admission"] = "always"
+    return tiny_engine(tiny_model(**option), **settings)
+
+
+@pytest.mark.usefixtures("_no_card")
+@pytest.mark.parametrize("option", FRAMES | OPTIONS)
+def test_steps_as_graphs_score_every_option_as_single_operations_do(option: str) -> None:
+    engine = engine_of((FRAMES | OPTIONS)[option])
+    model, rng = engine.model_config, np.random.default_rng(0)
+    assert engine.report().num_graphs > 0
+    histories = {user: random_request(rng, model, user, 24) for user in range(5)}
+    for i in range(25):
+        requests = []
+        for user in rng.choice(5, int(rng.integers(1, 5)), replace=False):
+            whole, length = histories[int(user)], int(rng.integers(model.unkept_events, 24))
+            requests.append(
+                random_request(
+                    rng,
+                    model,
+                    int(user),
+                    num_candidates=int(rng.integers(1, 9)),
+                    items=whole.items[:length],
+                    actions=whole.actions[:length],
+                    timestamps=whole.timestamps[:length],
+                    features={"category": whole.features["category"][:length]},
+                    request_time=10_000 + 977 * i if i % 2 else None,
+                )
+            )
+        for request, result in zip(requests, engine.rank(requests), strict=True):
+            plain = engine._runner.score_without_caches(engine._intake.prepare(request))
+            assert np.abs(result.scores - plain).max() < 1e-5
+        engine.check()
+    assert (engine.stats().pool.reused_tokens > 0) == model.is_append_stable
