@@ -305,7 +305,7 @@ class Streams(RuleBasedStateMachine):
         start = self.engine.row_position.sequence
         update = check_delta(
             self.config, Delta("s", start + 1, 0, 0.0, (TablePart("item", ids, values, is_difference),))
-        ).update
+        )
         expected = {RowPosition(start): [self.reference.scores(request) for request in requests]}
         for done in range(0, ids.size, slice_rows):
             end, some = done + slice_rows, slice(done, done + slice_rows)

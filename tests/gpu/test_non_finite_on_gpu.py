@@ -95,7 +95,7 @@ def _write_bad_row(engine: Any) -> None:
     values = torch.full((1, engine.model_config.row_dim), torch.nan, dtype=engine._master.dtype)
     engine.check()
     engine._pool.row_epochs.mark(rows)
-    engine._runner.update_rows(rows, values)
+    engine._runner.write_rows(engine._dense.rows.send(rows, values))
 
 
 def _assert_exact(engine: Any, request: Any, scores: Any) -> None:

@@ -16,6 +16,7 @@ from helmrec.cli.main import app
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.model_check import check_model
+from helmrec.engine.row_stage import SentRows
 from helmrec.errors import ConfigError, HelmRecError, ModelError, NonFiniteScores, RequestError
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3, read_dense
 from helmrec.model.dlrmv3_names import BITS, CheckpointSizes, published_shapes
@@ -235,7 +236,7 @@ def test_a_user_row_that_a_short_query_reads_as_zeros_may_hold_anything(model: P
     engine, reference = engine_of(model), MetaReference(dense_weights(SMALL), tables(SMALL), HEADS)
     short, long = (random_query(np.random.default_rng(6), 2, num, 4) for num in (12, 30))
     row = np.array([engine.model_config.offsets["user"] + 2])
-    engine._runner.update_rows(row, torch.full((1, SMALL.row_dim), torch.nan, dtype=torch.float16))
+    engine._runner.write_rows(SentRows(row, torch.full((1, SMALL.row_dim), torch.nan, dtype=torch.float16)))
     assert np.abs(engine.rank([short])[0].scores - reference.scores(short)).max() <= 1e-5
     with pytest.raises(NonFiniteScores):
         engine.rank([long])

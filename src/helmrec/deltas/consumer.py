@@ -1,11 +1,12 @@
 """The consumer: follows a stream of deltas and applies it to an engine between steps.
 
-A thread reads and checks deltas ahead, so that the thread that steps the engine only writes rows. After a fault of the
-stream no further delta is applied, while requests are served on. The consumer reads the delta again until it is
-repaired or skipped.
+A thread reads and checks deltas ahead, cuts them into slices and stages these, on a card in its own memory. The thread
+that steps the engine only makes slices visible. After a fault of the stream no further delta is applied, while requests
+are served on. The consumer reads the delta again until it is repaired or skipped.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from helmrec.deltas.delta import Delta
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
+from helmrec.engine.runner import StagedRows
 from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.types import RowPosition
@@ -30,6 +32,8 @@ _STOPPED_POLL_S = 0.5
 _LAG_ALARM_S = 10.0
 _ALARM_EVERY_S = 60.0
 _JOIN_S = 15.0
+_EVEN_S = 0.05  # with a budget of rows per second, a slice has at most those of this time
+_MOST_SLICES = 16  # of small deltas, between two steps
 
 
 class TakesRows(Protocol):
@@ -38,7 +42,9 @@ class TakesRows(Protocol):
     @property
     def model_config(self) -> ModelConfig: ...
 
-    def apply_rows(self, update: RowUpdate, position: RowPosition | None = None) -> None: ...
+    def stage_rows(self, update: RowUpdate) -> StagedRows: ...
+
+    def apply_rows(self, update: StagedRows, position: RowPosition | None = None) -> None: ...
 
     def start_at(self, position: RowPosition) -> None: ...
 
@@ -56,17 +62,22 @@ class ConsumerLimits(Frozen):
 
     slice_rows: int = 4_096  # most rows written between two steps
     rows_per_s: float | None = None  # None: as many as come
-    ahead_rows: int = 65_536  # rows that are read ahead; at least one delta
+    ahead_rows: int = 65_536  # rows that are staged ahead; at least one slice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Checked:
-    """A delta whose rows fit the model."""
+class _Slice:
+    """Rows of a delta that become visible together."""
 
     sequence: int
     made_s: float
-    update: RowUpdate
+    staged: StagedRows
+    after: RowPosition  # once they are visible
     is_skip: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.staged.update.rows.size
 
 
 class RowConsumer:
@@ -82,7 +93,7 @@ class RowConsumer:
         start = start or StreamStart()
         self._source, self._engine, self._limits = source, engine, limits or ConsumerLimits()
         self._changed = threading.Condition()
-        self._ahead: deque[_Checked] = deque()
+        self._ahead: deque[_Slice] = deque()
         self._position = RowPosition(start.sequence)
         self._read_to = start.sequence
         self._stream = start.stream
@@ -91,8 +102,11 @@ class RowConsumer:
         self._rejected: int | None = None  # the delta that the engine has refused, until it is passed
         self._stopped_s = 0.0  # when it stopped, by the wall clock, as deltas have it
         self._counts = dict.fromkeys(("deltas", "rows", "duplicates", "skipped", "stops"), 0)
-        self._allowance, self._allowed_s = float(self._limits.slice_rows), time.monotonic()
+        rate = self._limits.rows_per_s
+        self._slice_rows = min(self._limits.slice_rows, math.ceil(rate * _EVEN_S)) if rate else self._limits.slice_rows
+        self._allowance, self._allowed_s = float(self._slice_rows), time.monotonic()
         self._alarmed_s = -_ALARM_EVERY_S
+        self._turn = 0  # counts rejections, so that the reader sees one that came while it waited
         self._has_looked = self._is_over = False
         self._thread = threading.Thread(target=self._follow, name="helmrec-row-deltas", daemon=True)
         engine.start_at(self._position)
@@ -112,26 +126,28 @@ class RowConsumer:
                 is_there = self._has_looked and self._position.sequence >= (self._newest if target is None else target)
             if is_stopped or is_there:
                 break
-            self._apply_slice(self._limits.slice_rows)
+            self._apply_slice()
         at = self._position.sequence
         fields = {"position": at, "deltas": at - first, "seconds": round(time.monotonic() - started_s, 3)}
         log.info("row deltas applied before serving", extra=fields)
 
     def apply(self, now: float) -> bool:
-        """Apply the next slice, if one is there and the budget allows it; True if another one is due at once."""
+        """Apply up to a slice of rows, of small deltas several; True if another slice is due at once."""
         self._alarm(now)
-        if not self._ahead:
-            return False
-        rate = self._limits.rows_per_s
-        if rate is not None:
-            most = float(self._limits.slice_rows)
-            self._allowance = min(most, self._allowance + (now - self._allowed_s) * rate)
-            self._allowed_s = now
-            if self._allowance < 1:
-                return False
-        num = self._apply_slice(self._limits.slice_rows if rate is None else int(self._allowance))
-        self._allowance -= num
-        return bool(self._ahead) and (rate is None or self._allowance >= 1)
+        earned = math.inf if self._limits.rows_per_s is None else (now - self._allowed_s) * self._limits.rows_per_s
+        self._allowance, self._allowed_s = min(float(self._slice_rows), self._allowance + earned), now
+        left = self._slice_rows
+        for _ in range(_MOST_SLICES):
+            if not self._is_due(left):
+                break
+            num = self._apply_slice()
+            left, self._allowance = left - num, self._allowance - num
+        return self._is_due(self._slice_rows)
+
+    def _is_due(self, most: int) -> bool:
+        """Whether the next slice has at most so many rows and the budget allows it."""
+        with self._changed:
+            return bool(self._ahead) and self._ahead[0].num_rows <= min(most, self._allowance)
 
     def stats(self) -> RowStreamStats:
         with self._changed:
@@ -156,40 +172,35 @@ class RowConsumer:
             return max(0.0, time.time() - self._ahead[0].made_s)
         return 0.0 if self._stop is None else max(0.0, time.time() - self._stopped_s)
 
-    def _apply_slice(self, most: int) -> int:
-        """Write up to so many rows of the first delta ahead; return how many."""
-        with self._changed:
-            first = self._ahead[0] if self._ahead else None
-        if first is None:
-            return 0
-        update, done = first.update, self._position.offset
-        end = min(update.rows.size, done + most)
-        is_last = end >= update.rows.size
-        position = RowPosition(first.sequence) if is_last else RowPosition(first.sequence - 1, end)
-        added = None if update.is_added is None else update.is_added[done:end]
-        try:
-            self._engine.apply_rows(RowUpdate(update.rows[done:end], update.values[done:end], added), position)
-        except RequestError as error:
-            self._reject(first, error)
-            return 0
-        with self._changed:
-            self._position = position
-            self._counts["rows"] += max(0, end - done)
-            if is_last:
-                self._ahead.popleft()
+    def _apply_slice(self) -> int:
+        """Make the first slice ahead visible, if there is one; return its rows."""
+        with self._changed:  # so that no slice is staged again while it is written
+            if not self._ahead:
+                return 0
+            first = self._ahead[0]
+            try:
+                self._engine.apply_rows(first.staged, first.after)
+            except RequestError as error:
+                self._reject(first, error)
+                return 0
+            self._ahead.popleft()
+            self._position = first.after
+            self._counts["rows"] += first.num_rows
+            if not first.after.offset:
                 self._counts["skipped" if first.is_skip else "deltas"] += 1
-            is_passed = is_last and self._rejected == first.sequence
-            self._rejected = None if is_passed else self._rejected
+                if self._rejected == first.sequence:
+                    self._rejected = None
+                    self._go_on()
             self._changed.notify_all()
-        if is_passed:
-            self._go_on()
-        return max(0, end - done)
+        return first.num_rows
 
-    def _reject(self, first: _Checked, error: RequestError) -> None:
+    def _reject(self, first: _Slice, error: RequestError) -> None:
         """Stop at a delta that the engine refuses, and read from there again."""
         with self._changed:
             self._ahead.clear()
             self._read_to, self._rejected = first.sequence - 1, first.sequence
+            self._turn += 1
+            self._changed.notify_all()
         self._note_stop(f"delta {first.sequence} does not fit: {error}")
 
     def _follow(self) -> None:
@@ -210,7 +221,7 @@ class RowConsumer:
     def _read(self) -> None:
         newest = self._source.newest()
         with self._changed:
-            self._newest, after = newest, self._read_to
+            self._newest, after, turn = newest, self._read_to, self._turn
         if newest < after:
             raise DeltaOutOfOrder(
                 f"{self._source.name} ends at delta {newest}, but delta {after} was read before: it has lost deltas",
@@ -222,7 +233,7 @@ class RowConsumer:
             if delta.sequence <= after:
                 self._count_duplicate(delta)
                 continue
-            if not self._take(delta, after):
+            if not self._take(delta, turn):
                 return
             after = delta.sequence
         if newest <= after and self._rejected is None:
@@ -233,25 +244,45 @@ class RowConsumer:
             self._counts["duplicates"] += 1
         log.debug("a row delta came again", extra={"sequence": delta.sequence})
 
-    def _take(self, delta: Delta, after: int) -> bool:
-        """Check a delta and wait for room; False if reading must begin again."""
+    def _take(self, delta: Delta, turn: int) -> bool:
+        """Check a delta and stage its slices, each when there is room; False if reading must begin again."""
         try:
-            checked = check_delta(self._engine.model_config, delta)
+            update = check_delta(self._engine.model_config, delta)
         except RequestError as error:
             raise DeltaError(f"delta {delta.sequence} does not fit the model: {error}", delta.sequence) from None
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._has_room(delta.num_rows))
-            if self._is_over or self._read_to != after:  # the engine has rejected an earlier one
+        num_rows = update.rows.size
+        first = self._first_row(delta)
+        for start in range(first, max(first + 1, num_rows), self._slice_rows):
+            end = min(num_rows, start + self._slice_rows)
+            if not self._wait_for_room(end - start, turn):
                 return False
-            self._ahead.append(checked)
-            self._read_to, self._stream = delta.sequence, delta.stream
-            self._changed.notify_all()
+            after = RowPosition(delta.sequence) if end == num_rows else RowPosition(delta.sequence - 1, end)
+            staged = self._engine.stage_rows(_part(update, start, end))
+            with self._changed:
+                if self._turn != turn:
+                    return False
+                self._ahead.append(_Slice(delta.sequence, delta.made_s, staged, after, not delta.parts))
+                if not after.offset:
+                    self._read_to, self._stream = delta.sequence, delta.stream
+                self._changed.notify_all()
         return True
 
+    def _first_row(self, delta: Delta) -> int:
+        """Return the row of a delta to go on from: not the first if it was applied in part before it was read again."""
+        with self._changed:
+            while self._ahead and self._ahead[-1].sequence == delta.sequence:  # staging it has failed half way
+                self._ahead.pop()
+            at = self._position
+            return min(at.offset, delta.num_rows) if at.sequence == delta.sequence - 1 else 0
+
+    def _wait_for_room(self, num_rows: int, turn: int) -> bool:
+        """Wait until so many rows may be staged; False if it is over, or the engine has rejected an earlier one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._turn != turn or self._has_room(num_rows))
+            return not self._is_over and self._turn == turn
+
     def _has_room(self, num_rows: int) -> bool:
-        return (
-            not self._ahead or num_rows + sum(each.update.rows.size for each in self._ahead) <= self._limits.ahead_rows
-        )
+        return not self._ahead or num_rows + sum(each.num_rows for each in self._ahead) <= self._limits.ahead_rows
 
     def _note_stop(self, reason: str) -> None:
         with self._changed:
@@ -280,7 +311,12 @@ class RowConsumer:
             log.warning("rows lag behind training", extra=fields)
 
 
-def check_delta(model: ModelConfig, delta: Delta) -> _Checked:
+def _part(update: RowUpdate, start: int, end: int) -> RowUpdate:
+    added = None if update.is_added is None else update.is_added[start:end]
+    return RowUpdate(update.rows[start:end], update.values[start:end], added)
+
+
+def check_delta(model: ModelConfig, delta: Delta) -> RowUpdate:
     """Check a whole delta against a model; RequestError names what does not fit."""
     updates = [prepare_rows(model, part.table, part.ids, part.values) for part in delta.parts]
     rows = np.concatenate([each.rows for each in updates]) if updates else np.zeros(0, np.int64)
@@ -288,4 +324,4 @@ def check_delta(model: ModelConfig, delta: Delta) -> _Checked:
     added = None
     if any(part.is_difference for part in delta.parts):
         added = np.concatenate([np.full(part.ids.size, part.is_difference) for part in delta.parts])
-    return _Checked(delta.sequence, delta.made_s, RowUpdate(rows, values, added), not delta.parts)
+    return RowUpdate(rows, values, added)

@@ -83,7 +83,7 @@ def write_snapshot(
         if delta.sequence > end:
             break
         try:
-            _write(master, check_delta(loaded.config, delta).update)
+            _write(master, check_delta(loaded.config, delta))
         except RequestError as error:
             raise ModelError(f"delta {delta.sequence} does not fit {model}: {error}") from None
         stream = delta.stream

@@ -25,6 +25,10 @@ class Auditor:
         self.mismatches = 0
         self.max_error = 0.0
 
+    def is_due(self, num_requests: int) -> bool:
+        """Whether one of the next requests is audited, as far as their scores are finite."""
+        return self._every > 0 and self._since_last + num_requests >= self._every
+
     def audit(self, requests: Sequence[Prepared], scores: Sequence[Scores]) -> None:
         """Audit every N-th of the served requests. A request whose scores are not finite was not served."""
         for request, served in zip(requests, scores, strict=True) if self._every else ():

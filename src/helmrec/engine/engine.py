@@ -27,7 +27,7 @@ from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.row_marks import RowMarks
 from helmrec.engine.row_stream import RowStreamStats
-from helmrec.engine.runner import Runner, StepOutput
+from helmrec.engine.runner import Runner, StagedRows, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
 from helmrec.errors import EngineClosed
@@ -301,36 +301,36 @@ class Engine:
         """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused."""
         self.apply_rows(prepare_rows(self.model_config, table, ids, values))
 
-    def apply_rows(self, update: RowUpdate, position: RowPosition | None = None) -> None:
+    def stage_rows(self, update: RowUpdate) -> StagedRows:
+        """Copy checked rows to where `apply_rows` takes them, beside running steps. Any thread may call it."""
+        return self._runner.stage_rows(update)
+
+    def apply_rows(self, update: RowUpdate | StagedRows, position: RowPosition | None = None) -> None:
         """Write checked rows between steps; `position` of the stream of deltas is that of all later steps.
 
-        RequestError, with nothing written, if a difference cannot be added to a row.
+        A running step goes on: it has read its rows, or reads them before these are written, and its KV counts as
+        computed at the row epoch it was planned at. RequestError, with nothing written, if a difference cannot be
+        added to a row.
         """
+        staged = self._runner.stage_rows(update) if isinstance(update, RowUpdate) else update
+        ended: list[Ended] = []
         with self._lock:
             self._now()
-            # What runs is ended first. A card could go on with the layers of a step whose rows have been read, but KV
-            # is stamped with the row epoch when the step is committed: it must be committed before the epoch changes.
-            ended = self._pipeline.flush() if update.rows.size else []
-            failure = self._write_rows(update)
-            if failure is None and position is not None:
-                self._runner.row_position = position
+            if self._auditor.is_due(self._pipeline.num_running):  # the audit reads the rows that the step has read
+                ended = self._pipeline.flush()
         self._conclude(ended)
-        if failure is not None:
-            raise failure
+        with self._lock:
+            self._now()
+            if staged.update.rows.size:
+                self._write_rows(staged)
+            if position is not None:
+                self._runner.row_position = position
 
-    def _write_rows(self, update: RowUpdate) -> BaseException | None:
-        """Write rows to the master and the pool; return what went wrong, for after the ended steps are concluded."""
-        if not update.rows.size:
-            return None
-        try:
-            new = self._runner.new_values(update)
-            self._marks.mark(
-                update.rows, self._clock.now()
-            )  # first, so that no KV of these rows is reused if a write fails
-            self._runner.update_rows(update.rows, new)
-        except BaseException as error:
-            return error
-        return None
+    def _write_rows(self, staged: StagedRows) -> None:
+        sent = staged.sent or self._runner.add_rows(staged.update)
+        rows = staged.update.rows
+        self._marks.mark(rows, self._clock.now())  # first, so that no KV of these rows is reused if a write fails
+        self._runner.write_rows(sent)
 
     @property
     def row_position(self) -> RowPosition:

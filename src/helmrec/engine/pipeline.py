@@ -113,6 +113,11 @@ class Pipeline:
         return self._in_flight is None
 
     @property
+    def num_running(self) -> int:
+        """Number of rank requests in the running step."""
+        return 0 if self._in_flight is None or self.is_ahead else len(self._in_flight.batch.members)
+
+    @property
     def is_ahead(self) -> bool:
         """Whether the running step computes ahead of rank requests."""
         return self._in_flight is not None and self._in_flight.batch.is_ahead

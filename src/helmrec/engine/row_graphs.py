@@ -134,7 +134,8 @@ class RowGraphs:
     # Capture.
 
     def capture_background(self, pages_per_move: int, refill_bytes: int) -> None:
-        """Capture what runs between steps in the same stream: giving up pages of EMB, and reading rows ahead."""
+        """Prepare what runs between steps in the same stream: giving up pages, reading rows ahead, writing rows."""
+        self._stage.compile_write()
         self._cache.capture_moves(pages_per_move, self._maker.capture)
         self._stage.capture_refill(refill_bytes, self._maker.capture)
 

@@ -32,6 +32,16 @@ class Reading(Protocol):
         """Admit missed rows to the cache, unless the stage has done so; off the request path."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SentRows:
+    """New rows where a stage writes them from."""
+
+    rows: IntArray
+    values: Tensor  # (rows, row_dim) as the master keeps them
+    places: Tensor | None = None  # `rows` on the device, for an index there
+    sent: torch.cuda.Event | None = None  # after the copy to a card
+
+
 class RowStage(Protocol):
     """Reads rows for steps, in the order of the steps."""
 
@@ -44,8 +54,14 @@ class RowStage(Protocol):
     def refill(self, budget_bytes: int) -> None:
         """Read rows ahead of demand into empty slots; off the request path."""
 
-    def write(self, rows: IntArray, values: Tensor) -> None:
-        """Write new values of the resident ones among these rows; no step may be running."""
+    def send(self, rows: IntArray, values: Tensor) -> SentRows:
+        """Bring new values to where `write` takes them, beside running steps. Any thread may call it."""
+
+    def write(self, new: SentRows) -> None:
+        """Replace rows in the master and in the pool: launched steps read the old values, later ones the new."""
+
+    def finish_writes(self) -> None:
+        """Wait until the host may read what was written to the master; the layers of running steps go on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,10 +123,18 @@ class HostRowStage:
             raise
         self._cache.publish(refill, is_cold=True)
 
-    def write(self, rows: IntArray, values: Tensor) -> None:
-        slots = self._cache.peek(rows)
+    def send(self, rows: IntArray, values: Tensor) -> SentRows:
+        return SentRows(rows, values)
+
+    def write(self, new: SentRows) -> None:
+        """A launched step has its own copy of the rows it reads, so the master may be written at once."""
+        self._master.update(new.rows, new.values)
+        slots = self._cache.peek(new.rows)
         resident = slots != ABSENT
-        self._arena.write_rows(slots[resident], values[torch.from_numpy(resident)])
+        self._arena.write_rows(slots[resident], new.values[torch.from_numpy(resident)])
+
+    def finish_writes(self) -> None:
+        """Nothing is under way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +165,8 @@ class DeviceRowStage:
         self._row_bytes = arena.row_bytes
         self._master_rows = master.rows
         self._kernels = kernels
+        self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
+        self._written = None if cache.stream is None else torch.cuda.Event()
 
     def read(self, step: Assembly) -> DeviceReading:
         cache, device = self.cache, self.arena_rows.device
@@ -169,5 +195,35 @@ class DeviceRowStage:
     def capture_refill(self, budget_bytes: int, capture: Capture) -> None:
         self.cache.capture_refill(budget_bytes // self._row_bytes, self._master_rows, capture)
 
-    def write(self, rows: IntArray, values: Tensor) -> None:
-        self.cache.write(rows, values)
+    def send(self, rows: IntArray, values: Tensor) -> SentRows:
+        if self._copies is None or self.stream is None:
+            return SentRows(rows, values, torch.from_numpy(rows))
+        device, sent = self.arena_rows.device, torch.cuda.Event()
+        with InStream(self._copies):
+            places, there = (
+                host.pin_memory().to(device, non_blocking=True) for host in (torch.from_numpy(rows), values)
+            )
+            sent.record(self._copies)
+        for copied in (places, there):
+            copied.record_stream(self.stream)  # it is freed once `write` has read it
+        return SentRows(rows, there, places, sent)
+
+    def write(self, new: SentRows) -> None:
+        """The card itself writes the master, in the stream that reads rows: the host waits for nothing."""
+        assert new.places is not None
+        with InStream(self.stream):
+            if self.stream is not None and new.sent is not None:
+                self.stream.wait_event(new.sent)
+            self.cache.write(new.places, new.values)
+            every = torch.arange(len(new.values), dtype=torch.int32, device=new.values.device)
+            self._kernels.gather_few(new.values, new.values, every, self._master_rows, places=new.places)
+        if self._written is not None:
+            self._written.record(self.stream)
+
+    def finish_writes(self) -> None:
+        if self._written is not None:
+            self._written.synchronize()
+
+    def compile_write(self) -> None:
+        """Compile what `write` runs, by writing the first row as it is."""
+        self.write(self.send(np.zeros(1, np.int64), self._master_rows[:1].contiguous()))

@@ -16,6 +16,7 @@ from helmrec.clock import Clock
 from helmrec.engine.assemble import Assembly, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared, RowUpdate
+from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
@@ -51,6 +52,14 @@ class StepOutput:
     ended_ago_s: float  # time between the end on the device and the wait of the host
     times: StageTimes
     running: Running
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedRows:
+    """An update of rows, ready to be written between two steps."""
+
+    update: RowUpdate
+    sent: SentRows | None  # None: differences, which are added when they are written
 
 
 class Runner:
@@ -163,11 +172,23 @@ class Runner:
         """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
         return new_values(self._master, update)
 
-    def update_rows(self, rows: IntArray, values: torch.Tensor) -> None:
-        """Write new values to the master and to resident copies; no step may be running."""
-        self.synchronize()  # a refill may still read the master
-        self._master.update(rows, values)
-        self._dense.rows.write(rows, values)
+    def stage_rows(self, update: RowUpdate) -> StagedRows:
+        """Bring an update to where it can be written at once, beside running steps. Any thread may call it.
+
+        Differences wait for `write_rows`, since they are added to rows that earlier updates may still change.
+        """
+        if update.is_added is not None or not update.rows.size:
+            return StagedRows(update, sent=None)
+        return StagedRows(update, self._dense.rows.send(update.rows, new_values(self._master, update)))
+
+    def write_rows(self, sent: SentRows) -> None:
+        """Replace rows in the master and in the pool between the row reads of two steps; layers run on meanwhile."""
+        self._dense.rows.write(sent)
+
+    def add_rows(self, update: RowUpdate) -> SentRows:
+        """Add differences to rows; RequestError if a sum is not finite. Waits for row reads, not for layers."""
+        self._dense.rows.finish_writes()
+        return self._dense.rows.send(update.rows, self.new_values(update))
 
     def score_without_caches(self, request: Prepared) -> NDArray[np.float32]:
         """Score a request without caches: rows from the master, the whole history computed, in private pages."""
@@ -181,6 +202,7 @@ class Runner:
             torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
+        self._dense.rows.finish_writes()
         rows = self._master.gather(step.rows).to(model.device)
         scores: NDArray[np.float32] = plain.score(step, rows, _no_pages_to_wait_for).cpu().numpy()
         return scores

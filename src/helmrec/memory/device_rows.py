@@ -21,7 +21,6 @@ from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_table import Claims, Control, Missed, RowTable, RowTally, Victims
 from helmrec.memory.row_cache import RowMover
 from helmrec.memory.streams import InStream
-from helmrec.types import IntArray
 
 _MOST_ADMITTED = 131_072  # rows a step may admit
 _WINDOW = 2  # slots examined per row that a step may admit; few steps admit the maximum
@@ -287,10 +286,9 @@ class DeviceRows:
         self._tally = self.table.tally.cpu().numpy().copy()
 
     @_in_stream
-    def write(self, rows: IntArray, values: Tensor) -> None:
-        """Write new values, (rows, row_dim), of the resident ones among these rows."""
-        values = values.to(self._arena_rows.device)
-        slots = self.table.slot_of[torch.from_numpy(rows).to(values.device)]
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Write new values, (rows, row_dim), of the resident ones among these rows; both are on the device."""
+        slots = self.table.slot_of[rows]
         sources = torch.where(slots >= 0, self._count(len(rows)), SKIP).int()
         self._kernels.gather_rows(values, values, sources, self._arena_rows, places=slots.clamp_min(0).long())
 

@@ -123,7 +123,7 @@ class RowMaster:
         return out
 
     def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
-        """Write new values of rows. No step may be running, since a card reads this memory."""
+        """Write new values of rows. A card that reads this memory writes it by itself (`DeviceRowStage.write`)."""
         for table, start, where in self._by_table(rows):
             table[torch.from_numpy(rows[where] - start)] = values[where]
 
