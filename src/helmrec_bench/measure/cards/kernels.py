@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -46,19 +48,21 @@ class KernelRow:
     profile: str
     sequences: list[Sequence]
     meta_ms: float | None = None
+    window: int = 1 << 20  # tokens before it that a token sees
 
     def floating_point_operations(self, config: ModelConfig) -> float:
         """Multiply-adds of the layers' products and attention, twice; what masks hide and padding are not counted."""
         width, qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
         tokens = sum(s.new + s.candidates for s in self.sequences)
-        pairs = sum(
-            s.new * s.resident + s.new * (s.new + 1) / 2 + s.candidates * (s.resident + s.new + 1)
-            for s in self.sequences
-        )
+        pairs = tokens  # each sees itself
+        for s in self.sequences:
+            pairs += int(np.minimum(np.arange(s.resident, s.resident + s.new), self.window).sum())
+            pairs += s.candidates * min(s.resident + s.new, self.window)
         products = 2 * tokens * config.dim * (2 * width + 2 * qk_width + 3 * width)
         return config.num_layers * (products + 2 * (width + qk_width) * pairs)
 
 
+LONG, WINDOWS = [Sequence(0, 16_384, 2_048)] * 3, (128, 1_024, 4_096, 65_536)
 MIX = (200, 400, 800, 1_500, 3_000, 6_000, 10_000, 14_000)
 ROWS = [
     KernelRow("nvidia-bench 8 x 4096+256", "nvidia-bench", [Sequence(0, 4_096, 256)] * 8, 14.70),
@@ -70,12 +74,19 @@ ROWS = [
     KernelRow("dlrmv3 8 x 6668 of 6700 cached, 2048", "dlrmv3", [Sequence(6_668, 32, 2_048)] * 8),
     KernelRow("dlrmv3 mix of 200 to 14000, 256", "dlrmv3", [Sequence(0, n, 256) for n in MIX]),
     KernelRow("dlrmv3 as many tokens, equal lengths", "dlrmv3", [Sequence(0, sum(MIX) // 8, 256)] * 8),
+    KernelRow("dlrmv3 3 x 16384+2048", "dlrmv3-16k", LONG),
+    *(KernelRow(f"dlrmv3 3 x 16384+2048, window {w}", f"dlrmv3-16k/{w}", LONG, window=w) for w in WINDOWS),
 ]
 
 
 def make_engine(name: str) -> Engine:
-    """A profile's dense shape without context tables (the published timings have none), over small random tables."""
-    config = profile(name, NUM_ROWS).model_copy(update={"user_context": ()})
+    """A profile's dense shape without context tables (the published timings have none), over small random tables.
+
+    After "-16k", the longest history is that long; after a stroke, a token sees so many before it.
+    """
+    shape, _, window = name.partition("/")
+    changed = {"window": 16_384, "max_attn_len": int(window) if window else None} if "-16k" in name else {}
+    config = profile(shape.removesuffix("-16k"), NUM_ROWS).model_copy(update={"user_context": (), **changed})
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, config.row_dtype)
     tables = {t.name: torch.randn((t.num_rows, config.row_dim), generator=generator).to(dtype) for t in config.tables}
@@ -153,24 +164,18 @@ def measure(engine: Engine, users: KernelUsers, row: KernelRow, ceiling: float) 
     }
 
 
-class Stopwatch:
-    """Time the host spends waiting for the card, so that the rest is the host's own."""
+@contextmanager
+def waits_s() -> Iterator[list[float]]:
+    """Times that the host waits for the card, so that the rest is the host's own."""
+    waited, plain = [0.0], torch.cuda.Event.synchronize
 
-    def __init__(self) -> None:
-        self.waited_s = 0.0
-        self._synchronize = torch.cuda.Event.synchronize
+    def synchronize(event: torch.cuda.Event) -> None:
+        started = time.perf_counter()
+        plain(event)
+        waited.append(time.perf_counter() - started)
 
-    def __enter__(self) -> "Stopwatch":
-        def synchronize(event: torch.cuda.Event) -> None:
-            started = time.perf_counter()
-            self._synchronize(event)
-            self.waited_s += time.perf_counter() - started
-
-        torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
+    with patch.object(torch.cuda.Event, "synchronize", synchronize):
+        yield waited
 
 
 def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> dict[str, Any]:
@@ -180,7 +185,7 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
         before, timed = users.visits(sequences)
         if before:
             engine.rank(before)
-        with Stopwatch() as watch:
+        with waits_s() as waited:
             started = time.perf_counter()
             prepared = [probe.prepare(request) for request in timed]
             intake = time.perf_counter()
@@ -189,7 +194,7 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
             while engine.step():
                 pass
             ended = time.perf_counter()
-        host.append((ended - started - watch.waited_s) * 1e3)
+        host.append((ended - started - sum(waited)) * 1e3)
         parts.append((intake - started) * 1e3)
     return {
         "sequences": f"{len(sequences)} x {sequences[0]}",
@@ -208,7 +213,8 @@ def run_checks(*names: str) -> None:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--skip-checks", action="store_true", help="time only")
-    parser.add_argument("--profiles", nargs="*", default=["nvidia-bench", "dlrmv3"], help="leave out others' rows")
+    every = list(dict.fromkeys(row.profile for row in ROWS))
+    parser.add_argument("--profiles", nargs="*", default=every, help="leave out others' rows; all: %(default)s")
 
 
 def main(flags: Namespace) -> None:
@@ -221,11 +227,9 @@ def main(flags: Namespace) -> None:
     for name in flags.profiles:
         started = time.perf_counter()
         engine = make_engine(name)
-        print(f"{name}: ready after {time.perf_counter() - started:.1f} s\n{engine.report()}", flush=True)
-        reports[name] = {
-            "ready_s": round(time.perf_counter() - started, 1),
-            "report": str(engine.report()).splitlines(),
-        }
+        ready_s, report = round(time.perf_counter() - started, 1), str(engine.report()).splitlines()
+        print(name, *report, f"ready after {ready_s} s", sep="\n", flush=True)
+        reports[name] = {"ready_s": ready_s, "report": report}
         users = KernelUsers(engine.model_config)
         results |= {row.name: measure(engine, users, row, ceiling) for row in ROWS if row.profile == name}
         hit, cold = Sequence(3_968, 128, 256), Sequence(0, 1_024, 256)
@@ -236,7 +240,6 @@ def main(flags: Namespace) -> None:
         torch.cuda.empty_cache()
     ordered = [results[row.name] for row in ROWS if row.name in results]
     write_measurement(flags.out, {"gemm_tflops": round(ceiling, 1), "rows": ordered, "host": host, "engines": reports})
-    for entry in host:
-        print("host", entry)
+    print(*host, sep="\n")
     print(f"bf16 8192^3 product: {ceiling:.0f} TFLOP/s")
     print(markdown_table(list(ordered[0]), [[str(value) for value in row.values()] for row in ordered]))

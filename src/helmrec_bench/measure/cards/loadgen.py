@@ -4,11 +4,11 @@ With reuse, and without: then every request comes from a user nobody knows, with
 shorter than a submission's 600 s; the file says how long. Requests reach the engine prepared, as a sample library may
 hold them, and once more as a client sends them, so that checking and hashing count too.
 
-Before that, a server with its engine in a process of its own answers a few requests over HTTP, and its scores are
-compared with those of an engine in this process.
+Folders of models of that shape, such as an imported DLRMv3 and one of our own form, are measured without reuse.
 
-    helmrec bench run loadgen-card             # on a card; writes docs/measurements/gpu-loadgen-h200.json
-    helmrec bench run loadgen-card --quick     # anywhere, a small shape: does the script work
+    helmrec bench run loadgen-card                   # on a card; writes docs/measurements/gpu-loadgen-h200.json
+    helmrec bench run loadgen-card --models A B      # these model folders, in turn
+    helmrec bench run loadgen-card --quick           # anywhere, a small shape: does the script work
 """
 
 import itertools
@@ -16,8 +16,9 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from helmrec.collector import PROCESS
@@ -25,6 +26,7 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
+from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario, largest_valid
@@ -107,8 +109,10 @@ def judged(engine: Engine, offers: Offers, plan: SearchPlan, qps: float, *, is_p
     return verdict
 
 
-def search(engine: Engine, offers: Offers, plan: SearchPlan, steps: int, *, is_prepared: bool) -> dict[str, Any]:
-    """Points that close in on the largest valid rate, below what the engine does when saturated."""
+def search(
+    engine: Engine, offers: Offers, plan: SearchPlan, steps: int, *, is_prepared: bool = True, lowest: float = 0.5
+) -> dict[str, Any]:
+    """Points that close in on the largest valid rate, from a share of what the engine does when saturated."""
     saturate(engine, offers, plan.warm_up)
     limit = best_batch = 0.0
     for batch in plan.batches:
@@ -120,7 +124,7 @@ def search(engine: Engine, offers: Offers, plan: SearchPlan, steps: int, *, is_p
     EngineProbe(engine).set_limit("max_batch_requests", int(best_batch))
     before = engine.stats().pool
     seen_all = largest_valid(
-        lambda qps: judged(engine, offers, plan, qps, is_prepared=is_prepared), 0.5 * limit, 1.05 * limit, steps
+        lambda qps: judged(engine, offers, plan, qps, is_prepared=is_prepared), lowest * limit, 1.05 * limit, steps
     )
     after = engine.stats().pool
     valid = [verdict for verdict in seen_all if verdict.is_valid]
@@ -139,27 +143,48 @@ def shape(plan: SearchPlan) -> ModelConfig:
     return config if plan.device == "cuda" else config.model_copy(update={"num_layers": 1})
 
 
+def compare(flags: Namespace, plan: SearchPlan) -> None:
+    """Find the largest rates of model folders in turn, every user new; in reverse once more, if time is left."""
+    results = described(plan)
+    for folder in (*flags.models, *reversed(flags.models)):
+        found = results.setdefault(folder.name, [])
+        if found and time.perf_counter() - STARTED_S > flags.limit_s:
+            continue
+        engine = make_engine(load_model(folder), plan)
+        offers = Offers(PreparedTraffic(EngineProbe(engine), plan.crowd), plan.hot_share, is_known=False)
+        found.append({"graphs": engine.report().num_graphs} | search(engine, offers, plan, flags.steps, lowest=0.8))
+        write_measurement(flags.out, results)
+        engine.close()
+        del engine, offers  # before the next one takes memory
+
+
+def described(plan: SearchPlan) -> dict[str, Any]:
+    kept = ("latency_ms", "pool_bytes", "alpha", "hot_share")
+    sizes = {name: getattr(plan, name) for name in kept}
+    return {"scenario": "Server", "seconds_a_point": plan.seconds, **sizes, "crowd": plan.crowd._asdict()}
+
+
+def make_engine(model: ModelConfig | LoadedModel, plan: SearchPlan) -> Engine:
+    sizes = {"pool_bytes": plan.pool_bytes, "alpha": plan.alpha, "max_batch_requests": max(plan.batches)}
+    engine = serving_engine(model, device=plan.device, **sizes)
+    say(f"ready\n{engine.report()}")
+    return engine
+
+
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=170, help="begin no further search after so long")
     parser.add_argument("--steps", type=int, default=4, help="points of each search")
+    parser.add_argument("--models", type=Path, nargs="*", help="measure these model folders, every user new")
     parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
 
 
 def main(flags: Namespace) -> None:
     plan = QUICK if flags.quick else FULL
-    results: dict[str, Any] = {
-        "scenario": "Server",
-        "latency_ms": plan.latency_ms,
-        "seconds_a_point": plan.seconds,
-        "pool_bytes": plan.pool_bytes,
-        "alpha": plan.alpha,
-        "table_bytes": plan.table_bytes,
-        "hot_share": plan.hot_share,
-        "crowd": plan.crowd._asdict(),
-    }
-    settings = {"device": plan.device, "pool_bytes": plan.pool_bytes, "alpha": plan.alpha}
-    engine = serving_engine(shape(plan), max_batch_requests=max(plan.batches), **settings)
-    say(f"ready\n{engine.report()}")
+    if flags.models:
+        compare(flags, replace(plan, pool_bytes=min(plan.pool_bytes, 24 << 30)))  # four engines in one process
+        return
+    results = described(plan) | {"table_bytes": plan.table_bytes}
+    engine = make_engine(shape(plan), plan)
     traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
     searches = (
         ("with_reuse", True, True, flags.steps),

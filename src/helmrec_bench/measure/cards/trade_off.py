@@ -60,7 +60,6 @@ def measure(
     print(f"K={rows_per_token}: ready after {time.perf_counter() - started_s:.1f} s\n{engine.report()}", flush=True)
     probe, num = EngineProbe(engine), WARM_UP + 2 * MEASURED
     traffic = {share: PreparedTraffic(probe, card_crowd(NUM_HOT)).take(num, share) for share in shares}
-    print(f"K={rows_per_token}: requests made after {time.perf_counter() - started_s:.1f} s", flush=True)
     cells = []
     for share, has_tier, alpha in itertools.product(shares, tiers, ALPHAS):
         if time.perf_counter() > deadline_s:
@@ -69,14 +68,7 @@ def measure(
         name = {"rows_per_token": rows_per_token, "hot_share": share, "host_tier": has_tier, "alpha": alpha}
         measured = run_cell(probe, traffic[share], alpha, has_tier=has_tier)
         cells += [{**name, **each} for each in measured]
-        on, off = cells[-2:]
-        print(
-            f"K={rows_per_token:>2} hot {share:.2f} tier {has_tier!s:<5} alpha {alpha:.1f}: "
-            f"{on['requests_per_s']:7.1f} req/s, p50 {on['service_p50_ms']:6.2f}, p99 {on['service_p99_ms']:6.2f}; "
-            f"in turn {off['requests_per_s']:7.1f}, {off['service_p50_ms']:6.2f}, {off['service_p99_ms']:6.2f}; "
-            f"rows {on['row_hit_rate']:.3f} tokens {on['token_reuse_rate']:.3f}",
-            flush=True,
-        )
+        print(*cells[-len(measured) :], sep="\n", flush=True)
     engine.close()
     del engine, probe, traffic
     torch.cuda.empty_cache()

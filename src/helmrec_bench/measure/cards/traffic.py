@@ -45,9 +45,10 @@ def equal_rows_model(config: ModelConfig) -> LoadedModel:
     return LoadedModel(config, 1, random_dense(config, generator), tables)
 
 
-def serving_engine(config: ModelConfig, **settings: Any) -> Engine:
+def serving_engine(model: ModelConfig | LoadedModel, **settings: Any) -> Engine:
+    loaded = equal_rows_model(model) if isinstance(model, ModelConfig) else model
     fixed: dict[str, Any] = {"device": "cuda", "max_batch_requests": 8, "max_batch_tokens": 70_016}
-    engine = Engine(equal_rows_model(config), EngineConfig(**fixed | {"queue_limit": 1 << 20} | settings))
+    engine = Engine(loaded, EngineConfig(**fixed | {"queue_limit": 1 << 20} | settings))
     warm_up(engine)
     PROCESS.take_over()  # as a server does: a collection that looks at every library took 100 to 200 ms
     PROCESS.settle()
