@@ -1,6 +1,10 @@
 """A snapshot is the model with the rows of a position, and says which."""
 
+import fcntl
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +13,12 @@ import torch
 from helmrec.deltas.consumer import StreamStart
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.deltas.producer import DeltaProducer
-from helmrec.deltas.snapshot import POSITION, newest_snapshot, read_start, snapshot_name, write_snapshot
+from helmrec.deltas.schedule import SnapshotPlan, is_due, make_snapshot, scheduled
+from helmrec.deltas.snapshot import POSITION, newest_snapshot, read_start, snapshot_name, snapshots, write_snapshot
 from helmrec.errors import ConfigError, DeltaGap, ModelError
 from helmrec.model.weights import load_model, save_model
 from tests.helpers import tiny_model
+from tests.serve.asgi import wait_for
 
 NUM = 20
 
@@ -61,7 +67,7 @@ def test_a_snapshot_has_the_rows_of_its_position(model: Path, deltas: DeltaFolde
 
 def test_a_snapshot_goes_on_from_an_earlier_one(model: Path, deltas: DeltaFolder, tmp_path: Path) -> None:
     write_snapshot(model, deltas, tmp_path / "a", 9)
-    deltas.trim(NUM - 9)
+    deltas.trim(9)
     write_snapshot(tmp_path / "a", deltas, tmp_path / "b")
     with pytest.raises(DeltaGap, match="delta 1 is missing"):
         write_snapshot(model, deltas, tmp_path / "c")
@@ -96,3 +102,62 @@ def test_what_cannot_be_done_is_named(model: Path, deltas: DeltaFolder, tmp_path
     (model / POSITION).write_text('{"sequence": -1}')
     with pytest.raises(ModelError, match=f"{POSITION} is damaged"):
         read_start(model)
+
+
+def plan_of(model: Path, **more: Any) -> SnapshotPlan:
+    return SnapshotPlan(model=model, deltas=str(model.parent / "deltas"), folder=model.parent / "snapshots", **more)
+
+
+def push_one(deltas: DeltaFolder) -> None:
+    with DeltaProducer(deltas.name) as producer:
+        producer.push("item", [1], np.ones((1, 16)), step=producer.newest)
+
+
+def positions(plan: SnapshotPlan) -> list[int]:
+    return [position.sequence for position, _ in snapshots(plan.folder, plan.model)]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_old_snapshots_go_and_with_them_only_deltas_that_no_start_needs(
+    model: Path, deltas: DeltaFolder, trims: bool
+) -> None:
+    plan = plan_of(model, keep=2, trims=trims)
+    for newest in range(NUM, NUM + 4):
+        made = make_snapshot(plan)
+        assert made is not None
+        assert made.sequence == newest
+        assert make_snapshot(plan) is None, "no delta is newer"
+        kept = positions(plan)
+        assert kept == [at for at in (newest - 1, newest) if at >= NUM]
+        first = next(deltas.read(0)).sequence
+        assert first == (kept[0] + 1 if trims and len(kept) == 2 else 1), "what a kept snapshot needs is there"
+        for at in kept:
+            write_snapshot(plan.folder / snapshot_name(at), deltas, model.parent / "x")  # a start from it works
+            shutil.rmtree(model.parent / "x")
+        push_one(deltas)
+
+
+def test_what_a_killed_process_left_is_cleared_up_and_two_never_write_at_once(model: Path, deltas: DeltaFolder) -> None:
+    plan = plan_of(model)
+    for left in (".00001.partial", ".00002.removed"):
+        (plan.folder / left / "tables").mkdir(parents=True)
+    with (plan.folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process writes a snapshot"):
+            make_snapshot(plan)
+    assert make_snapshot(plan) is not None
+    assert sorted(each.name for each in plan.folder.iterdir()) == [".lock", snapshot_name(deltas.newest())]
+
+
+def test_snapshots_are_written_by_schedule(model: Path, deltas: DeltaFolder) -> None:
+    plan = plan_of(model, every_s=0.5)
+    assert is_due(plan, time.time())
+    with scheduled(plan, _nothing):
+        wait_for(lambda: plan.folder.is_dir() and positions(plan) == [NUM])
+        push_one(deltas)
+        wait_for(lambda: positions(plan) == [NUM, NUM + 1])
+    assert not is_due(plan_of(model, every_s=3_600), time.time()), "also after a restart"
+
+
+def _nothing() -> None:
+    """A process of its own must be able to import it."""

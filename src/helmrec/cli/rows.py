@@ -89,34 +89,41 @@ def snapshot(
     place: Place,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where snapshots lie: --row-snapshots of serve.")],
     to: Annotated[int | None, typer.Option(help="The last delta to include.", min=1, show_default="the newest")] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Remove all but so many newest snapshots, afterwards.", min=2, show_default="all stay"),
+    ] = None,
+    trim: Annotated[
+        bool, typer.Option("--trim", help="Remove deltas that all kept snapshots include; needs --keep.")
+    ] = False,
 ) -> None:
     """Write a model folder that includes the deltas up to a position, and records it.
 
     A server with --row-snapshots FOLDER starts from the newest one and applies only the deltas behind it. Run this
-    from a timer, with fewer deltas between two runs than the producer keeps.
+    from a timer, with fewer deltas between two runs than the producer keeps; or let a server do it
+    (row_snapshot_every_s).
     """
-    from helmrec.deltas.snapshot import newest_snapshot, snapshot_name, write_snapshot  # noqa: PLC0415 - imports torch
+    from helmrec.deltas.schedule import SnapshotPlan, make_snapshot  # noqa: PLC0415 - imports torch
+    from helmrec.deltas.snapshot import snapshot_name  # noqa: PLC0415
     from helmrec.model.weights import read_manifest, total_table_bytes  # noqa: PLC0415
 
-    with exit_on_error(), _opened(place) as source, bytes_bar() as bar:
-        folder.mkdir(parents=True, exist_ok=True)
-        end = source.newest() if to is None else to
-        base = newest_snapshot(folder, model) or model if to is None else model
-        target = folder / snapshot_name(end)
-        if base == target:
-            out.print(f"{target} is there already: no delta is newer", highlight=False, soft_wrap=True)
-            return
+    if trim and keep is None:
+        raise typer.BadParameter("--trim needs --keep")
+    with exit_on_error(), bytes_bar() as bar:
         reading = bar.add_task("deltas", total=None)
         writing = bar.add_task("tables", total=2 * total_table_bytes(read_manifest(model).model))
-        position = write_snapshot(
-            base,
-            source,
-            target,
-            end,
+        position = make_snapshot(
+            SnapshotPlan(model=model, deltas=place, folder=folder, keep=keep, trims=trim, to=to),
             lambda done, total: bar.update(reading, completed=done, total=total),
             lambda done: bar.update(writing, advance=done),
         )
-    out.print(f"{target}: the rows at delta {position.sequence}", highlight=False, soft_wrap=True)
+    if position is None:
+        out.print(
+            f"nothing to write: no delta is newer than the snapshots in {folder}", highlight=False, soft_wrap=True
+        )
+    else:
+        name = folder / snapshot_name(position.sequence)
+        out.print(f"{name}: the rows at delta {position.sequence}", highlight=False, soft_wrap=True)
 
 
 @rows_app.command("status")

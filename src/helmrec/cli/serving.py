@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from helmrec.cli.console import err
 from helmrec.cluster.config import check_protocols, read_cluster_config
 from helmrec.cluster.engines import make_engines
 from helmrec.cluster.environment import prepare_environment
+from helmrec.deltas.schedule import SnapshotPlan, scheduled
 from helmrec.errors import ConfigError
 from helmrec.serve.app import make_app
 from helmrec.serve.histories import StoredHistories
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import make_port
 from helmrec.serve.server import check_grpc, listen, serve_until_stopped
-from helmrec.serve.settings import Settings
+from helmrec.serve.settings import ServeConfig, Settings
 
 log = logging.getLogger("helmrec.serve")
 
@@ -49,6 +51,7 @@ def serve_node(model: Path, settings: Settings) -> None:
     log_to_stderr(settings.serve.log_level, settings.secrets)
     for name in settings.ignored:
         log.warning("not a setting", extra={"variable": name})
+    plan = _snapshot_plan(model, settings.serve)
     with listen(settings.serve) as listener:  # before the model is loaded, so that a port in use is reported at once
         check_grpc(settings.serve)
         with err.status("loading the model"):
@@ -57,4 +60,21 @@ def serve_node(model: Path, settings: Settings) -> None:
             path = settings.serve.history_path
             histories = None if path is None else StoredHistories.open(path, port.model, settings.history)
         app = make_app(port, settings.serve, histories)
-        serve_until_stopped(app, settings.serve, listener, on_stop=app.state.begin_to_stop)
+        with scheduled(plan, partial(log_to_stderr, settings.serve.log_level, settings.secrets)):
+            serve_until_stopped(app, settings.serve, listener, on_stop=app.state.begin_to_stop)
+
+
+def _snapshot_plan(model: Path, serve: ServeConfig) -> SnapshotPlan | None:
+    """Return the schedule of table snapshots; None if the settings have none."""
+    if serve.row_snapshot_every_s is None:
+        return None
+    if serve.row_deltas is None or serve.row_snapshots is None:
+        raise ConfigError("row_snapshot_every_s needs row_deltas and row_snapshots, got one of them unset")
+    return SnapshotPlan(
+        model=model,
+        deltas=serve.row_deltas,
+        folder=Path(serve.row_snapshots),
+        keep=serve.row_snapshots_kept,
+        trims=serve.row_deltas_trimmed,
+        every_s=serve.row_snapshot_every_s,
+    )

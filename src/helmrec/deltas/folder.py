@@ -60,9 +60,10 @@ class DeltaFolder:
             path.rename(path.with_name(f"{path.name}.skipped"))  # kept for whoever looks for the reason
         self.write(delta)
 
-    def trim(self, keep: int) -> None:
-        for sequence in self._sequences()[: -keep or None]:
-            (self._folder / self._file(sequence)).unlink(missing_ok=True)
+    def trim(self, up_to: int) -> None:
+        for sequence in self._sequences()[:-1]:
+            if sequence <= up_to:
+                (self._folder / self._file(sequence)).unlink(missing_ok=True)
 
     def _sequences(self) -> list[int]:
         try:

@@ -44,7 +44,7 @@ class DeltaProducer:
         self._sink.write(delta)
         self.newest = delta.sequence
         if self._keep is not None:
-            self._sink.trim(self._keep)
+            self._sink.trim(self.newest - self._keep)
         return self.newest
 
     def close(self) -> None:

@@ -78,9 +78,14 @@ class RedisDeltas:
         with self._errors():
             self._client.hset(self._skipped, str(delta.sequence), encode(delta))
 
-    def trim(self, keep: int) -> None:
+    def trim(self, up_to: int) -> None:
+        first = min(up_to + 1, self.newest())
+        if first < 2:
+            return
         with self._errors():
-            self._client.xtrim(self._key, maxlen=keep, approximate=False)
+            self._client.xtrim(self._key, minid=f"{first}-0", approximate=False)
+            if gone := [number for number in self._client.hkeys(self._skipped) if int(number) <= up_to]:
+                self._client.hdel(self._skipped, *gone)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -48,15 +48,21 @@ def read_start(folder: Path) -> StreamStart:
     return StreamStart() if position is None else StreamStart(position.stream, position.sequence)
 
 
-def newest_snapshot(folder: Path, model: Path) -> Path | None:
-    """Return the snapshot of this model with the highest position; None if there is none. Others are ignored."""
-    if not folder.is_dir():
-        raise ConfigError(f"row_snapshots must be a folder, got {str(folder)!r}")
+def snapshots(folder: Path, model: Path) -> list[tuple[SnapshotPosition, Path]]:
+    """Return the snapshots of this model in a folder, in the order of their positions. Others are ignored."""
     version, found = _base_version(model), []
     for each in folder.iterdir():
         if each.is_dir() and not each.name.startswith(".") and (position := read_position(each)) is not None:
-            found += [(position.sequence, each)] if position.model == version else []
-    return max(found)[1] if found else None
+            found += [(position, each)] if position.model == version else []
+    return sorted(found, key=lambda one: (one[0].sequence, one[1]))
+
+
+def newest_snapshot(folder: Path, model: Path) -> Path | None:
+    """Return the snapshot of this model with the highest position; None if there is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"row_snapshots must be a folder, got {str(folder)!r}")
+    found = snapshots(folder, model)
+    return found[-1][1] if found else None
 
 
 def write_snapshot(

@@ -46,8 +46,8 @@ class DeltaSink(DeltaSource, Protocol):
     def skip(self, delta: Delta) -> None:
         """Put a delta without parts in the place of a missing or a bad one; every reader then passes it."""
 
-    def trim(self, keep: int) -> None:
-        """Remove all but the newest `keep` deltas."""
+    def trim(self, up_to: int) -> None:
+        """Remove the deltas up to this number, except the newest one, which the next number follows from."""
 
 
 def in_order(deltas: Iterable[Delta], after: int, stream: str | None = None) -> Iterator[Delta]:

@@ -78,6 +78,13 @@ class ServeConfig(Frozen):
     row_snapshots: str | None = Field(
         None, min_length=1, description="folder of table snapshots: the newest one of the model is served instead of it"
     )
+    row_snapshot_every_s: float | None = Field(
+        None, gt=0, description="time between two snapshots that the server writes to row_snapshots; unset: none"
+    )
+    row_snapshots_kept: int = Field(2, ge=2, description="newest snapshots that stay when the server writes one")
+    row_deltas_trimmed: bool = Field(
+        False, description="remove deltas that all kept snapshots include; every server must start from a snapshot then"
+    )
     row_slice: int = Field(4_096, ge=1, description="most rows of a delta written between two steps")
     row_rate: float | None = Field(
         None, gt=0, description="most rows of deltas written per second; unset: as many as come"
