@@ -11,7 +11,17 @@ from helmrec.engine.engine import Engine
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Pool
-from helmrec.model.config import ITEM, AttentionBias, EncoderConfig, ModelConfig, RetrievalHead, StateHead, TableConfig
+from helmrec.model.config import (
+    ITEM,
+    AttentionBias,
+    Cycle,
+    EncoderConfig,
+    ModelConfig,
+    QueryFrame,
+    RetrievalHead,
+    StateHead,
+    TableConfig,
+)
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 
@@ -44,6 +54,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_attn_len": 4,
         "full_attn_tail": 2,
         "request_context": (),
+    },
+}
+# Models whose tokens are relative to the query.
+QUERY_FRAMES: dict[str, dict[str, Any]] = {
+    "clock and context": {
+        "query_frame": QueryFrame(
+            num_positions=9, bucket_s=5, min_context_events=7, cycles=(Cycle(unit_s=60, num_units=24),)
+        ),
+        "request_context": (),
+        "normaliser": 1,
+    },
+    "no clock, two contexts, a window": {
+        "query_frame": QueryFrame(num_positions=20, bucket_s=60, min_context_events=(12, 3)),
+        "request_context": (),
+        "user_context": (TableConfig(name="country", num_rows=5), TableConfig(name="city", num_rows=9)),
+        "max_attn_len": 6,
+        "normaliser": 1,
+    },
+    "neither": {
+        "query_frame": QueryFrame(num_positions=9),
+        "request_context": (),
+        "user_context": (),
+        "normaliser": 2,
     },
 }
 

@@ -20,24 +20,10 @@ from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
-from helmrec.model.config import Cycle, QueryFrame
 from helmrec.model.hstu import HstuModel
-from tests.helpers import OPTIONS, random_request, tiny_engine, tiny_model
+from tests.helpers import OPTIONS, QUERY_FRAMES, random_request, tiny_engine, tiny_model
 
-FRAMES: dict[str, dict[str, Any]] = {
-    "no option": {},
-    "query frame": {
-        "query_frame": QueryFrame(
-            num_positions=9, bucket_s=5, min_context_events=7, cycles=(Cycle(unit_s=60, num_units=24),)
-        ),
-        "request_context": (),
-    },
-    "query frame without clock and context": {
-        "query_frame": QueryFrame(num_positions=9, bucket_s=5),
-        "request_context": (),
-        "user_context": (),
-    },
-}
+FRAMES: dict[str, dict[str, Any]] = {"no option": {}, **QUERY_FRAMES}
 
 
 class Stream:

@@ -1,7 +1,6 @@
 """The check of a model folder: equal scores pass, a planted difference does not."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ from typer.testing import CliRunner
 
 from helmrec.cli.main import app
 from helmrec.engine.model_check import check_model
-from helmrec.model import HstuRanker, QueryFrame, save_model
+from helmrec.model import HstuRanker, save_model
 from helmrec.model import ranker as ranker_module
 from helmrec.model.weights import LoadedModel
-from tests.helpers import OPTIONS, tiny_model
-
-FRAME: dict[str, Any] = {"request_context": (), "query_frame": QueryFrame(num_positions=8)}
+from tests.helpers import OPTIONS, QUERY_FRAMES, tiny_model
 
 
 @pytest.mark.parametrize("form", ["concat", "gated"])
@@ -45,8 +42,15 @@ def test_the_same_seed_checks_the_same_requests() -> None:
     assert check_model(tiny_model(), 3) == check_model(tiny_model(), 3) != check_model(tiny_model(), 4)
 
 
-def test_a_model_with_a_query_frame_is_checked_against_itself_in_other_batches() -> None:
-    assert check_model(tiny_model(**FRAME)).is_equal
+@pytest.mark.parametrize("frame", QUERY_FRAMES)
+def test_models_with_a_query_frame_are_checked(frame: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(**QUERY_FRAMES[frame])
+    found = check_model(model)
+    assert found.is_equal
+    assert found.largest_difference <= 1e-5
+    assert found.reused_tokens == 0
+    plant(monkeypatch)
+    assert not check_model(model).is_equal
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +94,11 @@ def test_the_command_fails_on_a_planted_difference(tmp_path: Path, monkeypatch: 
     assert "differ" in output
 
 
-def test_the_command_says_what_it_compares_for_a_query_frame(tmp_path: Path) -> None:
-    code, output = run(tiny_model(**FRAME), tmp_path / "model")
-    assert code == 0
-    assert "HstuRanker has no query_frame" in " ".join(output.split())
+def test_a_saved_module_with_a_query_frame_passes(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", HstuRanker(tiny_model(**QUERY_FRAMES["clock and context"]).config))
+    result = CliRunner().invoke(app, ["model", "check", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert "requests: 18, reused tokens: 0" in result.output
 
 
 def test_a_missing_folder_is_one_clear_line(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from helmrec.engine.row_stage import SentRows
 from helmrec.errors import ConfigError, HelmRecError, ModelError, NonFiniteScores, RequestError
 from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3, read_dense
 from helmrec.model.dlrmv3_names import BITS, CheckpointSizes, published_shapes
+from helmrec.model.ranker import HstuRanker
 from helmrec.model.weights import load_model
 from helmrec.types import PrefillRequest, RankRequest
 from tests.model.meta_reference import MetaReference
@@ -160,6 +161,9 @@ def test_scores_are_metas_whatever_shares_the_batch(model: Path, max_batch_reque
     for request, result in zip(requests, engine.rank(requests), strict=True):
         assert np.abs(result.scores - reference.scores(request)).max() <= 1e-5
     engine.check()
+    with torch.no_grad():
+        of_module = HstuRanker.from_model(load_model(model)).double()(requests).numpy()
+    assert np.abs(of_module - np.concatenate([reference.scores(request) for request in requests])).max() <= 1e-5
 
 
 def test_without_a_request_time_the_last_event_is_now(model: Path) -> None:

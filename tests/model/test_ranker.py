@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from helmrec.errors import ModelError, RequestError
-from helmrec.model import EncoderConfig, HstuRanker, QueryFrame, RankBatch, RetrievalHead, TableConfig
+from helmrec.errors import RequestError
+from helmrec.model import EncoderConfig, HstuRanker, RankBatch, RetrievalHead, TableConfig
 from helmrec.model.config import ITEM, ModelConfig
 from helmrec.model.ranker import Rows
 from helmrec.model.weights import LoadedModel
 from helmrec.model.window import gap_bucket
 from helmrec.types import RankRequest
-from tests.helpers import OPTIONS, random_request, tiny_config, tiny_engine, tiny_model
+from tests.helpers import OPTIONS, QUERY_FRAMES, random_request, tiny_config, tiny_engine, tiny_model
 from tests.reference import Reference
 
 
@@ -176,9 +176,23 @@ def test_time_buckets_are_those_of_the_engine() -> None:
         assert torch.bucketize(torch.tensor(gaps), edges, right=True).tolist() == expected
 
 
-def test_a_model_with_a_query_frame_is_refused() -> None:
-    with pytest.raises(ModelError, match="query_frame"):
-        HstuRanker(tiny_config(request_context=(), query_frame=QueryFrame(num_positions=4)))
+@pytest.mark.parametrize("frame", QUERY_FRAMES)
+@pytest.mark.parametrize("form", ["concat", "gated"])
+def test_a_model_with_a_query_frame_scores_as_the_engine_does(form: str, frame: str) -> None:
+    model, rng = tiny_model(form=form, **QUERY_FRAMES[frame]), np.random.default_rng(0)
+    requests, ranker = ragged_requests(rng, model.config), HstuRanker.from_model(model)
+    with torch.no_grad():
+        together, alone = ranker(requests).numpy(), [ranker([request]).numpy() for request in requests]
+    assert np.abs(together - served(model, requests)).max() <= 1e-5
+    assert np.abs(together - np.concatenate(alone)).max() <= 1e-5
+    assert ranker([]).shape == (0, model.config.num_tasks)
+
+
+def test_every_weight_of_a_query_frame_gets_a_gradient() -> None:
+    ranker = HstuRanker(tiny_config(**QUERY_FRAMES["clock and context"]))
+    ranker(ragged_requests(np.random.default_rng(0), ranker.config)).square().sum().backward()
+    gradients = {name: weight.grad for name, weight in ranker.named_parameters()}
+    assert [name for name, grad in gradients.items() if grad is None or not grad.abs().sum() > 0] == []
 
 
 def batch_with(**changed: Any) -> RankBatch:

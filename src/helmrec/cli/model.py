@@ -55,10 +55,7 @@ def check(
     with exit_on_error():
         model = load_model(folder)
         found = check_model(model, seed)
-    how = "an engine with caches against HstuRanker in float64"
-    if not model.config.is_append_stable:
-        how = "an engine, each request alone and then several in a step (HstuRanker has no query_frame)"
-    out.print(f"compared: {how}", highlight=False, soft_wrap=True)
+    out.print("compared: an engine with caches against HstuRanker in float64", highlight=False, soft_wrap=True)
     out.print(f"requests: {found.num_requests}, reused tokens: {found.reused_tokens:,}", highlight=False)
     out.print(
         f"largest difference of scores: {found.largest_difference:.3g}, tolerance: {found.tolerance:.3g}",

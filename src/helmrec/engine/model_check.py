@@ -41,18 +41,13 @@ class ModelCheck:
 def check_model(model: LoadedModel, seed: int = 0) -> ModelCheck:
     """Rank random requests with an engine on the CPU and with the module in double precision.
 
-    The users return with longer histories, so that the engine reuses their KV. A model with a query frame has no
-    module: its requests are ranked alone and then together in one step.
+    The users return with longer histories, so that the engine reuses their KV, if the model allows it.
     """
     config = model.config
-    visits = _random_visits(config, np.random.default_rng(seed))
-    requests = [request for visit in visits for request in visit]
+    requests = _random_visits(config, np.random.default_rng(seed))
     with Engine(model, _engine_config(config)) as engine:
         results = [engine.rank([request])[0] for request in requests]
-        if config.is_append_stable:
-            expected = _scores_of_module(model, requests)
-        else:
-            expected = np.concatenate([result.scores for visit in visits for result in engine.rank(visit)])
+    expected = _scores_of_module(model, requests)
     served = np.concatenate([result.scores for result in results])
     return ModelCheck(
         num_requests=len(requests),
@@ -82,8 +77,8 @@ def _engine_config(model: ModelConfig) -> EngineConfig:
     return config.model_copy(update={"pool_bytes": ByteSize(num_pages * geometry.page_bytes)})
 
 
-def _random_visits(model: ModelConfig, rng: np.random.Generator) -> list[list[RankRequest]]:
-    """Return the requests of each visit: users with no event or one, with many, and beyond a small window."""
+def _random_visits(model: ModelConfig, rng: np.random.Generator) -> list[RankRequest]:
+    """Return the requests, visit by visit: users with no event or one, with many, and beyond a small window."""
     longest = min(3 * model.window // 2, _MAX_EVENTS)
     fewest = 0 if model.retrieval is None else 1
     lengths = [fewest, 1, *rng.integers(2, longest + 1, _NUM_USERS - 3).tolist(), longest]
@@ -94,7 +89,7 @@ def _random_visits(model: ModelConfig, rng: np.random.Generator) -> list[list[Ra
         times = 10**9 + np.cumsum(2 ** rng.integers(0, 20, length))
         request = make_request(model, user, items, candidates[:_MAX_CANDIDATES])
         complete.append(replace(request, timestamps=times, request_time=int(times[-1]) + 60 if length else None))
-    return [[_first_events(request, share, fewest) for request in complete] for share in _VISITS]
+    return [_first_events(request, share, fewest) for share in _VISITS for request in complete]
 
 
 def _first_events(request: RankRequest, share: float, fewest: int) -> RankRequest:

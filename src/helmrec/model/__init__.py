@@ -10,7 +10,8 @@ from helmrec.model.config import (
     StateHead,
     TableConfig,
 )
-from helmrec.model.ranker import HstuRanker, RankBatch
+from helmrec.model.rank_batch import RankBatch
+from helmrec.model.ranker import HstuRanker
 from helmrec.model.weights import LoadedModel, load_model, save_model
 
 __all__ = [

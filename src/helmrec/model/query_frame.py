@@ -36,7 +36,7 @@ class QueryArrays:
 
 
 def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) -> QueryArrays:
-    times, num_context, num_events, num_candidates = np.array(queries, np.int64).T
+    times, num_context, num_events, num_candidates = np.array(queries, np.int64).reshape(-1, len(Query._fields)).T
     return QueryArrays(
         context_gaps=age_buckets(frame, num_buckets, times),  # context has no time, which counts as time 0
         context_kept=_context_kept(frame, num_context, num_events + num_candidates),
@@ -47,7 +47,9 @@ def query_arrays(frame: QueryFrame, num_buckets: int, queries: Sequence[Query]) 
 
 def _context_kept(frame: QueryFrame, num_context: IntArray, num_tokens: IntArray) -> NDArray[np.float32]:
     """Compare tokens with the fewest events, table by table. num_context is the same for all requests of a model."""
-    fewest = np.broadcast_to(np.asarray(frame.min_context_events, np.int64), (int(num_context.max(initial=0)),))
+    fewest = np.asarray(frame.min_context_events, np.int64)
+    if fewest.size == 1:
+        fewest = np.broadcast_to(fewest, (int(num_context.max(initial=0)),))
     return (num_tokens[:, None] >= fewest).astype(np.float32)
 
 

@@ -1,161 +1,26 @@
 """The HSTU ranking model as a PyTorch module to train: the arithmetic of the engine, on ragged batches.
 
-For append-stable models, those without a query frame. It does not know pages, caches or engines.
+It does not know pages, caches or engines.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helmrec.errors import ModelError, RequestError
 from helmrec.kernels import embed
 from helmrec.kernels.layer import LayerWeights, RelativeBias, gate_output, split_projection
 from helmrec.model.config import EncoderConfig, ModelConfig
 from helmrec.model.hstu import bias_edges, dot_product, layer_weights, state_logits
+from helmrec.model.rank_batch import Layout, QueryInputs, RankBatch
 from helmrec.model.weights import LoadedModel, random_dense
-from helmrec.model.window import window_anchor
-from helmrec.types import AttentionWindow, IntArray, RankRequest
+from helmrec.types import AttentionWindow, RankRequest
 
 Rows = Mapping[str, Tensor]
 _TABLES = "tables."  # where the names of their parameters begin
 _TABLE_SCALE = 0.1  # size of the random entries of tables
 _MAX_EDGES = 124  # of time buckets; larger ones do not fit 64 bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankBatch:
-    """Requests of one step, one after another without padding. All tensors are int64; ids count within their table.
-
-    `lengths` is `offsets.diff()` where a data loader has offsets.
-    """
-
-    events: Mapping[str, Tensor]  # by feature table: (events,) ids, the oldest event of a request first
-    actions: Tensor  # (events,)
-    timestamps: Tensor  # (events,)
-    lengths: Tensor  # (requests,) events of each request, at most the model's window
-    candidates: Mapping[str, Tensor]  # by feature table: (candidates,) ids
-    num_candidates: Tensor  # (requests,)
-    request_times: Tensor  # (requests,) not before the last event
-    context: Mapping[str, Tensor] = field(default_factory=dict)  # by context table: (requests,) ids
-
-    @classmethod
-    def of(cls, requests: Sequence[RankRequest], config: ModelConfig) -> "RankBatch":
-        """Lay requests out flat, with the events in the window that an engine would choose."""
-        starts = [window_anchor(r.first_event, len(r.items), config.window) - r.first_event for r in requests]
-        times = [np.asarray(r.timestamps)[start:] for r, start in zip(requests, starts, strict=True)]
-        now = [t[-1] if t.size else 0 for t in times]
-        tables = [table.name for table in config.features]
-        context = [table.name for table in (*config.user_context, *config.request_context)]
-
-        def window(name: str, table: str | None = None) -> Tensor:
-            given = [_given(r, name, table, len(r.items)) for r in requests]
-            return _flat(ids[start:] for ids, start in zip(given, starts, strict=True))
-
-        def candidates(name: str, table: str | None = None) -> Tensor:
-            return _flat(_given(r, name, table, len(r.candidates)) for r in requests)
-
-        return cls(
-            events={tables[0]: window("items")} | {table: window("features", table) for table in tables[1:]},
-            actions=window("actions"),
-            timestamps=window("timestamps"),
-            lengths=_flat([[t.size for t in times]]),
-            candidates={tables[0]: candidates("candidates")}
-            | {table: candidates("candidate_features", table) for table in tables[1:]},
-            num_candidates=_flat([[len(r.candidates) for r in requests]]),
-            request_times=_flat(
-                [[t if r.request_time is None else r.request_time for r, t in zip(requests, now, strict=True)]]
-            ),
-            context={table: _flat([_given(r, "context", table, 1) for r in requests]) for table in context},
-        )
-
-    def to(self, device: torch.device | str) -> "RankBatch":
-        return RankBatch(**{each.name: _moved(getattr(self, each.name), device) for each in fields(self)})
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise RequestError that names the first field and value that do not fit the model or each other."""
-        _check_ids("lengths", self.lengths, self.lengths.numel(), config.window + 1)
-        if config.retrieval is not None and (none := (self.lengths == 0).nonzero()).numel():
-            raise RequestError(f"lengths[{int(none[0])}]", 0, "a retrieval head needs at least one event")
-        _check_ids("num_candidates", self.num_candidates, self.lengths.numel(), None)
-        num_events, num_candidates = int(self.lengths.sum()), int(self.num_candidates.sum())
-        for table in config.features:
-            limit = table.num_rows if table.unknown_row is None else None
-            _check_ids(f"events[{table.name!r}]", self.events.get(table.name), num_events, limit)
-            _check_ids(f"candidates[{table.name!r}]", self.candidates.get(table.name), num_candidates, limit)
-        for table in (*config.user_context, *config.request_context):
-            limit = table.num_rows if table.unknown_row is None else None
-            _check_ids(f"context[{table.name!r}]", self.context.get(table.name), self.lengths.numel(), limit)
-        _check_ids("actions", self.actions, num_events, config.num_actions)
-        _check_ids("timestamps", self.timestamps, num_events, None)
-        _check_ids("request_times", self.request_times, self.lengths.numel(), None)
-        layout = Layout.of(self, config)
-        for name, waits in (("timestamps", layout.waits), ("request_times", layout.request_waits)):
-            if (back := (waits < 0).nonzero()).numel():
-                at = int(back[0])
-                raise RequestError(f"{name}[{at}]", int(getattr(self, name)[at]), "time runs backwards")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where tokens go. Their flat order: context tokens, table by table; events; candidates."""
-
-    positions: Tensor  # (events,)
-    waits: Tensor  # (events,) time since the event before; 0 for the first
-    request_waits: Tensor  # (requests,) time since the last event; 0 without events
-    candidate_owner: Tensor  # (candidates,) request of each
-    last_tokens: Tensor  # (requests,) flat position of the last token before the candidates
-    prefix_slots: Tensor  # (context tokens + events,) request * prefix_len + place
-    candidate_slots: Tensor  # (candidates,) request * candidates_len + place
-    times: Tensor  # (requests, prefix_len + 1) of the events and then of the request, without context
-    num_prefix: Tensor  # (requests,) tokens before the candidates
-    num_requests: int
-    prefix_len: int  # tokens before the candidates in the longest request
-    candidates_len: int
-
-    @classmethod
-    def of(cls, batch: RankBatch, config: ModelConfig) -> "Layout":
-        lengths, num_user = batch.lengths, len(config.user_context)
-        num_context = num_user + len(config.request_context)
-        owner, positions = _runs(lengths)
-        candidate_owner, candidate_places = _runs(batch.num_candidates)
-        requests = torch.arange(lengths.numel(), device=lengths.device)
-        times = torch.cat([batch.timestamps.new_zeros(1), batch.timestamps])
-        last = torch.where(lengths > 0, times[lengths.cumsum(0)], batch.request_times)
-        places = [torch.full_like(lengths, i) if i < num_user else lengths + i for i in range(num_context)]
-        prefix_len = num_context + int(lengths.max()) if lengths.numel() else num_context
-        candidates_len = int(batch.num_candidates.max()) if lengths.numel() else 0
-        candidate_slots = candidate_owner * candidates_len + candidate_places
-        if config.retrieval is not None:  # candidates are no tokens
-            candidates_len, candidate_slots = 0, candidate_slots[:0]
-        padded = batch.timestamps.new_zeros((lengths.numel(), prefix_len + 1))
-        if config.attention_bias is not None:  # then a prefix is of events alone
-            padded[owner, positions] = batch.timestamps
-            padded[requests, lengths] = batch.request_times
-        if config.request_context:
-            last_tokens = (num_context - 1) * lengths.numel() + requests
-        else:
-            last_tokens = num_context * lengths.numel() + lengths.cumsum(0) - 1
-        return cls(
-            positions=positions,
-            waits=torch.where(positions == 0, 0, batch.timestamps - times[:-1]),
-            request_waits=batch.request_times - last,
-            candidate_owner=candidate_owner,
-            prefix_slots=torch.cat(
-                [*(requests * prefix_len + place for place in places), owner * prefix_len + num_user + positions]
-            ),
-            candidate_slots=candidate_slots,
-            last_tokens=last_tokens,
-            times=padded,
-            num_prefix=num_context + lengths,
-            num_requests=lengths.numel(),
-            prefix_len=prefix_len,
-            candidates_len=candidates_len,
-        )
 
 
 class HstuRanker(nn.Module):
@@ -168,8 +33,6 @@ class HstuRanker(nn.Module):
     def __init__(self, config: ModelConfig, seed: int = 0, tables: Callable[[Rows], Rows] | None = None) -> None:
         """Make a model with random weights. `tables` takes the place of its embedding tables, as `rows` describes."""
         super().__init__()
-        if not config.is_append_stable:
-            raise ModelError("HstuRanker is for append-stable models; this one has a query_frame")
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         for name, value in random_dense(config, generator).items():
@@ -221,7 +84,7 @@ class HstuRanker(nn.Module):
             if table.unknown_row is not None:
                 ids[table.name] = torch.where(ids[table.name] < table.num_rows, ids[table.name], table.unknown_row)
         rows = {name: each.to(sample.dtype) for name, each in self.rows(ids).items()}
-        x = torch.cat([*self._context(w, rows), self._events(w, rows, batch, layout)])
+        x = torch.cat([*self._context(w, rows, layout.query), self._events(w, rows, batch, layout)])
         for i in range(config.num_layers):
             x = self._layer(x, layer_weights(config, w, i, self._bias_edges), layout)
         if config.state_head is not None:
@@ -231,6 +94,9 @@ class HstuRanker(nn.Module):
         if config.retrieval is not None:
             return dot_product(config.retrieval, x[layout.last_tokens[layout.candidate_owner]], items, w)
         x = x[layout.prefix_slots.numel() :]
+        if layout.query is not None:
+            mixed = torch.cat([x, layout.query.clocks.to(x.dtype)], 1)
+            x = F.linear(mixed, w["output_mix.weight"], w["output_mix.bias"])
         user = F.layer_norm(x, x.shape[-1:], w["output_norm.weight"], w["output_norm.bias"], embed.NORM_EPS)
         return _mlp(w, "head", user * items)
 
@@ -238,28 +104,39 @@ class HstuRanker(nn.Module):
         """Return the parameters by name, as they are now: wrappers such as `functional_call` may replace them."""
         return dict(self.named_parameters(remove_duplicate=False))
 
-    def _context(self, w: Rows, rows: Rows) -> list[Tensor]:  # (requests, dim) of each context table
-        tables = (*self.config.user_context, *self.config.request_context)
-        return [
-            torch.addmm(w["context.bias"][i], rows[table.name], w["context.weight"][i])
-            for i, table in enumerate(tables)
-        ]
+    def _context(self, w: Rows, rows: Rows, query: QueryInputs | None) -> list[Tensor]:
+        """Embed the context tokens, (requests, dim) of each context table."""
+        tokens = []
+        for i, table in enumerate((*self.config.user_context, *self.config.request_context)):
+            own = rows[table.name]
+            if query is not None:
+                own = own.masked_fill(query.context_kept[:, i, None] == 0, 0.0)
+            token = torch.addmm(w["context.bias"][i], own, w["context.weight"][i])
+            if query is not None:
+                token = token + F.embedding(query.context_ages, w["time_embedding.weight"])
+            tokens.append(token)
+        return tokens
 
-    def _events(self, w: Rows, rows: Rows, batch: RankBatch, layout: "Layout") -> Tensor:
+    def _events(self, w: Rows, rows: Rows, batch: RankBatch, layout: Layout) -> Tensor:
         """Embed events and candidates, (events + candidates, dim); without candidates if they are no tokens."""
         owner = layout.candidate_owner
         if self.config.retrieval is not None:
             owner, rows = owner[:0], {name: each[: batch.actions.numel()] for name, each in rows.items()}
         unknown = torch.full_like(owner, self.config.num_actions)
-        waits = torch.cat([layout.waits, layout.request_waits[owner]])
+        if layout.query is not None:
+            positions, buckets = layout.query.positions, layout.query.ages
+        else:
+            waits = torch.cat([layout.waits, layout.request_waits[owner]])
+            positions = torch.cat([layout.positions, batch.lengths[owner]])
+            buckets = torch.bucketize(waits, self._gap_edges, right=True)
         x = F.embedding(torch.cat([batch.actions, unknown]), w["action_embedding.weight"])
-        x = x + F.embedding(torch.cat([layout.positions, batch.lengths[owner]]), w["position_embedding.weight"])
-        x = x + F.embedding(torch.bucketize(waits, self._gap_edges, right=True), w["time_embedding.weight"])
+        x = x + F.embedding(positions, w["position_embedding.weight"])
+        x = x + F.embedding(buckets, w["time_embedding.weight"])
         for encoder in self.config.encoders:
             x = x + _encode(w, f"encoders.{encoder.name}", encoder, rows)
         return x
 
-    def _layer(self, x: Tensor, weights: LayerWeights, layout: "Layout") -> Tensor:  # (tokens, dim)
+    def _layer(self, x: Tensor, weights: LayerWeights, layout: Layout) -> Tensor:  # (tokens, dim)
         form, width = self.config.form, weights.output_norm_weight.shape[0]
         normed = F.layer_norm(x, x.shape[-1:], weights.input_norm_weight, weights.input_norm_bias, weights.norm_eps)
         uvqk = torch.addmm(weights.uvqk_beta, normed, weights.uvqk_weight)
@@ -268,6 +145,8 @@ class HstuRanker(nn.Module):
         bias = None if weights.relative_bias is None else _bias(weights.relative_bias, layout)
         o = _attend(q * self.config.score_scale, k, v, layout, bias, self.config.attention_window)
         o = o / self.config.normaliser
+        if layout.query is not None:  # divided by the length of the request, too
+            o = o / layout.query.num_tokens[layout.token_owner][:, None, None].to(o.dtype)
         return gate_output(x, u, o.flatten(1), weights, form)
 
 
@@ -358,42 +237,3 @@ def _in_window(
 def _pad(flat: Tensor, slots: Tensor, length: int, num_requests: int) -> Tensor:  # (requests, heads, length, dim)
     padded = flat.new_zeros((num_requests * length, *flat.shape[1:])).index_copy(0, slots, flat)
     return padded.unflatten(0, (num_requests, length)).transpose(1, 2)
-
-
-def _runs(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the owner of each of sum(counts) things, and its place among those of its owner."""
-    owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(owner.numel(), device=counts.device) - (counts.cumsum(0) - counts)[owner]
-
-
-def _given(request: RankRequest, name: str, table: str | None, num: int) -> IntArray:  # (num,)
-    """Return a field of a request, or its values for a table; raise RequestError if there are not `num` of them."""
-    values = getattr(request, name)
-    if table is not None:
-        if table not in values:
-            raise RequestError(name, sorted(values), f"a value for {table!r} is needed")
-        name, values = f"{name}[{table!r}]", values[table]
-    ids = np.atleast_1d(np.asarray(values))
-    if ids.shape != (num,) or (num and ids.dtype.kind not in "iu"):
-        raise RequestError(name, f"{ids.dtype} {ids.shape}", f"integers of shape ({num},) are needed")
-    return ids.astype(np.int64)
-
-
-def _flat(parts: Iterable[Any]) -> Tensor:  # (all,) int64
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]))
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else {name: each.to(device) for name, each in value.items()}
-
-
-def _check_ids(name: str, values: Tensor | None, num: int, limit: int | None) -> None:
-    """Raise RequestError unless `values` are `num` integers of int64 from 0 to below `limit`, if there is one."""
-    if values is None:
-        raise RequestError(name, None, "ids of this table are needed")
-    if values.dtype != torch.int64 or tuple(values.shape) != (num,):
-        raise RequestError(name, f"{values.dtype} {tuple(values.shape)}", f"a tensor of torch.int64 ({num},) is needed")
-    is_outside = (values < 0) if limit is None else (values < 0) | (values >= limit)
-    if (outside := is_outside.nonzero()).numel():
-        at, top = int(outside[0]), "" if limit is None else f" to {limit - 1}"
-        raise RequestError(f"{name}[{at}]", int(values[at]), f"values run from 0{top}")
