@@ -21,8 +21,7 @@ from helmrec.engine.engine import Engine
 from helmrec.history.config import HistoryConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
-from helmrec.router.policy import RouterSettings
-from helmrec.router.state import StateSettings
+from helmrec.router.settings import RouterSettings, StateSettings
 from helmrec.serve.app import make_app
 from helmrec.serve.port import InProcessPort
 from helmrec.serve.settings import ServeConfig

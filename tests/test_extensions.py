@@ -6,8 +6,9 @@ import pytest
 from helmrec import policies
 from helmrec.cluster.config import OURS
 from helmrec.extensions import COMMANDS, POLICIES, ROUTERS, SCENARIOS, extensions
+from helmrec.policies import simulated_policy_names
 from helmrec.router.policy import RoutingPolicy
-from helmrec.sim.policies import SimulatedPolicy, find_policy, policy_names
+from helmrec.sim.policies import SimulatedPolicy, find_policy
 from helmrec_bench import scenarios
 from helmrec_bench.baselines import registry, routers
 from tests.router.cases import COST
@@ -18,7 +19,7 @@ def test_commands_of_the_evaluation_are_found() -> None:
 
 
 def test_every_baseline_is_found_as_a_simulated_policy() -> None:
-    assert set(policy_names()) == set(registry.POLICY_NAMES)
+    assert set(simulated_policy_names()) == set(registry.POLICY_NAMES)
     assert not set(extensions(POLICIES)) & set(policies.POLICY_NAMES), "a name of the product is taken"
 
 

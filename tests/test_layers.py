@@ -4,6 +4,8 @@ Each unit, a package or a module right below `helmrec` or `helmrec_bench`, has a
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,13 @@ def test_torch_stays_out_of_base_and_of_bookkeeping() -> None:
     for module in pure:
         for seen in (module, *reach(module)):
             assert not uses(seen, "torch"), f"{module} reaches torch through {seen}"
+
+
+def test_simulating_does_not_import_torch() -> None:
+    """Nor does the `__init__` of a package on the way, which the rules above do not follow."""
+    code = "import sys, helmrec.sim.simulate, helmrec.sim.plan, helmrec.traffic.generate; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
 
 
 def test_torch_stays_out_of_what_only_decides() -> None:

@@ -1,12 +1,21 @@
-"""Registry of the policies that commands accept."""
+"""Registry of the policies that commands accept. A policy is imported when one is made: names are needed for help."""
 
-from helmrec.control.helm import Helm
-from helmrec.control.policy import Limited, Limits, Policy
-from helmrec.control.static import Static, StaticSettings
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from helmrec.errors import ConfigError
-from helmrec.ppo.network import SHIPPED, Network
+from helmrec.extensions import POLICIES, extensions
+
+if TYPE_CHECKING:
+    from helmrec.control.policy import Policy
 
 POLICY_NAMES = ("helm", "ppo")
+
+
+def simulated_policy_names() -> tuple[str, ...]:
+    """Names of the product's policies and of those that installed packages add for simulated nodes."""
+    return (*POLICY_NAMES, *extensions(POLICIES))
 
 
 def check_policy(text: str) -> None:
@@ -19,6 +28,11 @@ def check_policy(text: str) -> None:
 
 def make_policy(text: str) -> Policy:
     """Create the policy for `static:ALPHA` or a name, within the limits that hold for every policy."""
+    from helmrec.control.helm import Helm  # noqa: PLC0415
+    from helmrec.control.policy import Limited, Limits  # noqa: PLC0415
+    from helmrec.control.static import Static, StaticSettings  # noqa: PLC0415
+    from helmrec.ppo.network import SHIPPED, Network  # noqa: PLC0415
+
     check_policy(text)
     name, _, value = text.partition(":")
     if name == "static":

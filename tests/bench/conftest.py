@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helmrec_bench.lab.lab import Lab, Place
+from helmrec_bench.lab.lab import Lab
+from helmrec_bench.lab.place import Place
 from helmrec_bench.lab.tiers import TIERS
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.scenario import load_scenario
 from helmrec.sim.simulate import simulate
 from helmrec.traffic.generate import generate
-from helmrec_bench.lab.lab import Place
+from helmrec_bench.lab.place import Place
 from helmrec_bench.measure.controller import cases
 from helmrec_bench.measure.simulated import baseline_runs
 

@@ -142,7 +142,7 @@ def test_compile_takes_the_form_of_a_model_and_says_what_it_did(
         asked.append(model)
         return 16
 
-    monkeypatch.setattr("helmrec.cli.compile_loops.compile_ahead", compiled)
+    monkeypatch.setattr("helmrec.engine.warm_up.compile_ahead", compiled)
     for arguments in ([], [str(folder)]):
         result = runner.invoke(app, ["compile", *arguments])
         assert result.exit_code == 0, result.output

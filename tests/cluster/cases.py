@@ -18,7 +18,8 @@ from helmrec.costs.calibrated import default_cost
 from helmrec.costs.routing import RouterCost
 from helmrec.model.weights import save_model
 from helmrec.router.policy import EmbKVAware
-from helmrec.router.state import ClusterState, StateSettings
+from helmrec.router.settings import StateSettings
+from helmrec.router.state import ClusterState
 from helmrec.serve.settings import Given, Settings, resolve
 from helmrec.serve.wire import Begin
 from helmrec.types import PrefillRequest, RankRequest

@@ -23,6 +23,7 @@ from helmrec.model.dlrmv3_names import BITS, CheckpointSizes, published_shapes
 from helmrec.model.ranker import HstuRanker
 from helmrec.model.weights import load_model
 from helmrec.types import PrefillRequest, RankRequest
+from tests.cli.test_help import commands
 from tests.model.meta_reference import MetaReference
 from tests.model.published import (
     GOLDEN,
@@ -366,3 +367,11 @@ def test_a_checkpoint_of_the_published_size_is_imported_and_scores_as_published(
     request = random_query(np.random.default_rng(0), 1, 200, 64)
     scores, expected = engine.rank([request])[0].scores, reference.scores(request)
     assert np.abs(scores - expected).max() <= 1e-4 * max(1.0, float(np.abs(expected).max()))
+
+
+def test_flags_of_dlrmv3_have_the_defaults_of_its_options() -> None:
+    """They stand in both places, since the options are in a module that imports torch."""
+    shown = {option.name: option.default for option in dict(commands())["import dlrmv3"].params}
+    options = ImportOptions()
+    given = (shown["heads"], shown["window"], shown["candidates"], shown["item"])
+    assert given == (options.num_heads, options.window, options.max_candidates, options.item)

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from helmrec.costs.routing import RequestWork, Stages, expected_ms, service_ms, stages_of
 from helmrec.router.nodes import Nodes, RouteRequest, blank_nodes
-from helmrec.router.policy import Choice, EmbKVAware, RouterSettings, Weighing, price
+from helmrec.router.policy import Choice, EmbKVAware, Weighing, price
+from helmrec.router.settings import RouterSettings
 from helmrec.router.sketch import sample_rows
 from helmrec_bench.baselines.routers import policies
 from tests.router.cases import COST, NUM_BITS, fresh_nodes, holding, request

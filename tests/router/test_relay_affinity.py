@@ -1,7 +1,8 @@
 """A signal ahead of a rank, and the rank itself, go to one node; and to one other node if that one is lost."""
 
 from helmrec.router.policy import EmbKVAware
-from helmrec.router.state import ClusterState, StateSettings
+from helmrec.router.settings import StateSettings
+from helmrec.router.state import ClusterState
 from tests.router.cases import COST, NUM_BITS, request
 
 NODES = tuple(range(8))

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from helmrec.errors import ConfigError
 from helmrec.router.policy import EmbKVAware
+from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch, build_sketch
-from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings, UserTokens
+from helmrec.router.state import ClusterState, NodeReport, Sent, UserTokens
 from tests.router.cases import COST, NUM_BITS, request
 
 SETTINGS = StateSettings(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from helmrec.errors import ConfigError, TraceError
-from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Epoch, ZipfLaw, index_histories, lanes_for
+from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Epoch, ZipfLaw, index_histories
+from helmrec.traffic.workload import lanes_for
 from tests.traffic.cases import small_trace
 
 

@@ -1,27 +1,30 @@
 """`helmrec calibrate`: measure this device and write cost terms for the simulator."""
 
+from __future__ import annotations
+
 import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from pydantic import ByteSize, TypeAdapter
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from helmrec import __version__
-from helmrec.calibrate.fit import Fitted, fit
-from helmrec.calibrate.measure import MeasurePlan, measure
 from helmrec.calibrate.timed import Measured, read_measured, write_measured
 from helmrec.cli.console import check_writable, err, exit_on_error, out
-from helmrec.costs.calibrated import CostModel, CostTerms
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
+
+if TYPE_CHECKING:
+    from helmrec.calibrate.fit import Fitted
+    from helmrec.calibrate.measure import MeasurePlan
+    from helmrec.costs.calibrated import CostModel
 
 _SIZES = {"cuda": ("16GiB", "4GiB", "6GiB"), "cpu": ("64MiB", "64MiB", "96MiB")}  # tables, pool, host tier
 
@@ -68,6 +71,10 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
 
 def _plan(device: str | None, tables: str | None, pool: str | None, *, is_quick: bool) -> MeasurePlan:
+    import torch
+
+    from helmrec.calibrate.measure import MeasurePlan
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in _SIZES:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
@@ -84,6 +91,8 @@ def _bytes(flag: str, text: str) -> int:
 
 
 def _measure_all(profiles: list[str], plan: MeasurePlan, keep: Path | None) -> list[Measured]:
+    from helmrec.calibrate.measure import measure
+
     measured: list[Measured] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
@@ -103,6 +112,9 @@ def _measure_all(profiles: list[str], plan: MeasurePlan, keep: Path | None) -> l
 
 def calibration(name: str, measured: list[Measured]) -> tuple[CostModel, Fitted]:
     """A calibration from all measurements on one device."""
+    from helmrec.calibrate.fit import fit
+    from helmrec.costs.calibrated import CostModel
+
     devices = {one.device for one in measured}
     if len(devices) != 1:
         raise ConfigError(f"steps of one device are needed, got {', '.join(sorted(devices)) or 'none'}")
@@ -122,6 +134,8 @@ def calibration(name: str, measured: list[Measured]) -> tuple[CostModel, Fitted]
 
 
 def _sources(measured: list[Measured], fitted: Fitted) -> dict[str, str]:
+    from helmrec.costs.calibrated import CostTerms
+
     by_fit = f"fitted to {fitted.num_steps} steps of {' and '.join(one.profile for one in measured)}"
     special = {
         "hit_gb_per_s": "timed: resident rows read in random order",
@@ -148,6 +162,8 @@ def _sources(measured: list[Measured], fitted: Fitted) -> dict[str, str]:
 
 def provenance() -> dict[str, str]:
     """Command, commit, date and versions of a measurement. HELMREC_COMMIT names the commit outside a git tree."""
+    import torch
+
     return {
         "command": " ".join(["helmrec", *sys.argv[1:]]),
         "commit": os.environ.get("HELMREC_COMMIT") or _described(),

@@ -7,9 +7,6 @@ from typing import Annotated
 import typer
 
 from helmrec.cli.console import err, exit_on_error, out
-from helmrec.engine.warm_up import compile_ahead
-from helmrec.model.profiles import profile
-from helmrec.model.weights import read_manifest
 
 
 def compile_loops(
@@ -22,6 +19,10 @@ def compile_loops(
     Compiled code is stored in NUMBA_CACHE_DIR, or next to the package if that is writable. GPU kernels are compiled at
     the first start on a GPU, and stored in TRITON_CACHE_DIR.
     """
+    from helmrec.engine.warm_up import compile_ahead
+    from helmrec.model.profiles import profile
+    from helmrec.model.weights import read_manifest
+
     with exit_on_error():
         config = profile("demo") if model is None else read_manifest(model).model
         with err.status("compiling"):

@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 
 from helmrec.cli.console import check_writable, exit_on_error, out
-from helmrec.demo.plan import QUICK, DemoPlan
-from helmrec.demo.run import run_demo
 
 
 def demo(
@@ -17,6 +15,9 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, a tiny model, no simulation.")] = False,
 ) -> None:
     """Serve a small model over HTTP while traffic changes: at an untuned split, at the best constant one, by `helm`."""
+    from helmrec.demo.plan import QUICK, DemoPlan
+    from helmrec.demo.run import run_demo
+
     with exit_on_error():
         check_writable("--out", report)
         chosen = {"seed": seed} if quick else {"seed": seed, "seconds": seconds}

@@ -1,21 +1,23 @@
 """`helmrec explain`: the proposals of each layer of the policy, from a log of decisions or a simulated scenario."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
 from helmrec.cli.console import exit_on_error, out, progress
-from helmrec.control.explain import Explanation, describe_move
-from helmrec.control.helm import Helm
-from helmrec.control.policy import Limited, Limits, Move, WindowStats
 from helmrec.errors import ConfigError
-from helmrec.sim.scenario import find_scenario, load_scenario
-from helmrec.sim.simulate import Options, simulate
+
+if TYPE_CHECKING:
+    from helmrec.control.explain import Explanation
+    from helmrec.control.helm import Helm
+    from helmrec.control.policy import Move, Policy, WindowStats
 
 
 def explain(
@@ -28,6 +30,8 @@ def explain(
     lines: Annotated[int, typer.Option(help="Number of earlier decisions to list.", min=0)] = 5,
 ) -> None:
     """Show the proposal of each layer for a decision, the prediction, and the result of the last move."""
+    from helmrec.sim.scenario import find_scenario
+
     with exit_on_error():
         path = find_scenario(path)
         found = _simulated(path, seed, at_s) if path.suffix == ".toml" else list(read_explanations(path))
@@ -43,6 +47,8 @@ def explain(
 
 def read_explanations(path: Path) -> Iterator[Explanation]:
     """Read a file of decisions, one `as_json` line each."""
+    from helmrec.control.explain import Explanation
+
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,31 +68,36 @@ class _Enough(Exception):
 
 
 class _Explained:
-    """Collects the explanations of a policy."""
+    """Collects the explanations of `helm`, which decides within a policy."""
 
-    def __init__(self, policy: Helm) -> None:
-        self._limited = Limited(policy, Limits())
-        self._helm = policy
+    def __init__(self, policy: Policy, helm: Helm) -> None:
+        self._policy, self._helm = policy, helm
         self.explanations: list[Explanation] = []
 
     def decide(self, stats: WindowStats) -> Move | None:
-        move = self._limited.decide(stats)
+        move = self._policy.decide(stats)
         if (explanation := self._helm.explanation) is not None:
             self.explanations.append(explanation)
         return move
 
     def reset(self) -> None:
-        self._limited.reset()
+        self._policy.reset()
 
 
 def _simulated(path: Path, seed: int, until_s: float | None) -> list[Explanation]:
     """Simulate a scenario and collect the explanations."""
+    from helmrec.control.helm import Helm
+    from helmrec.control.policy import Limited, Limits
+    from helmrec.sim.scenario import load_scenario
+    from helmrec.sim.simulate import Options, simulate
+
     scenario = load_scenario(path)
     trace, cost = scenario.make_trace(seed), scenario.cost()
     if until_s is not None and until_s > trace.duration_s:
         raise ConfigError(f"--at is beyond the end of {path}, at {trace.duration_s:g} s, got {until_s:g}")
     config = scenario.node_config(trace)
-    policy = _Explained(Helm())
+    helm = Helm()
+    policy = _Explained(Limited(helm, Limits()), helm)
     with progress() as bar:
         task = bar.add_task("simulating", total=trace.duration_s)
 
@@ -102,6 +113,8 @@ def _simulated(path: Path, seed: int, until_s: float | None) -> list[Explanation
 
 
 def _table(shown: Explanation) -> Table:
+    from helmrec.control.explain import describe_move
+
     decided, title = (
         shown.decided,
         f"{shown.time_s:.1f} s: alpha {shown.alpha:.3f} -> {shown.decided.alpha:.3f}",

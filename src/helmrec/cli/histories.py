@@ -1,13 +1,16 @@
 """`helmrec histories`: load histories of users into a server."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from helmrec.cli.console import bytes_bar, exit_on_error, out, pairs_table, print_error, progress
-from helmrec.serve.bulk_load import BulkLoad, BulkReport, read_lines
-from helmrec.serve.client import Client
+
+if TYPE_CHECKING:
+    from helmrec.serve.bulk_load import BulkReport
 
 _MAX_SHOWN = 20  # bad lines
 
@@ -31,6 +34,9 @@ def load(
     these as columns, with lists. Lines of one user continue each other. A load may be repeated: what the server has
     already is recognised, not appended again. Bad lines are named and skipped; then the status is 2.
     """
+    from helmrec.serve.bulk_load import BulkLoad, read_lines
+    from helmrec.serve.client import Client
+
     with exit_on_error(), Client(url, timeout_s) as client:
         loading = BulkLoad(client)
         try:

@@ -6,11 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from helmrec.cli.console import bytes_bar, exit_on_error, out
-from helmrec.model.checkpoint import read_checkpoint
-from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
-from helmrec.model.meta_research import ResearchOptions, import_research
-from helmrec.model.nvidia import NvidiaOptions, import_nvidia
-from helmrec.model.weight_map import import_mapped
 
 import_app = typer.Typer(help="Import published models and models of your own.", no_args_is_help=True)
 
@@ -26,9 +21,9 @@ def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
     tables: Annotated[Path, typer.Option(help="The folder of sharded tables, with its .metadata.")],
     folder: Annotated[Path, typer.Option("--out", help="Model folder to create; must be new or empty.")],
     heads: Annotated[int, typer.Option(help="Attention heads; a checkpoint does not contain them.")] = 4,
-    window: Annotated[int, typer.Option(help="Most events of a history that the model uses.")] = ImportOptions().window,
-    candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = ImportOptions().max_candidates,
-    item: Annotated[str, typer.Option(help="Table of the items, as the checkpoint names it.")] = ImportOptions().item,
+    window: Annotated[int, typer.Option(help="Most events of a history that the model uses.")] = 16_384 - 2_048 - 1,
+    candidates: Annotated[int, typer.Option(help="Most candidates of a request.")] = 2_048,
+    item: Annotated[str, typer.Option(help="Table of the items, as the checkpoint names it.")] = "item_id",
     extra: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,6 +42,8 @@ def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = None,
 ) -> None:
     """Import Meta's DLRMv3 or another model of its production form, without running pickled code of its files."""
+    from helmrec.model.dlrmv3 import ImportOptions, import_dlrmv3
+
     with exit_on_error(), bytes_bar() as bar:
         asked: dict[str, Any] = {"num_heads": heads, "window": window, "max_candidates": candidates, "dtype": dtype}
         asked |= {"item": item} | ({} if extra is None else {"extra": tuple(filter(None, extra))})
@@ -78,6 +75,8 @@ def research(  # noqa: PLR0913, PLR0917 - one parameter per flag
     dtype: Annotated[str, typer.Option(help="Of dense weights and K/V: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Import the research HSTU of Meta's generative-recommenders, without running pickled code of its file."""
+    from helmrec.model.meta_research import ResearchOptions, import_research
+
     with exit_on_error(), bytes_bar() as bar:
         asked: dict[str, Any] = {"num_heads": heads, "window": window, "max_candidates": candidates, "dtype": dtype}
         asked |= {"item_l2_norm": item_l2_norm, "temperature": temperature}
@@ -113,6 +112,8 @@ def nvidia(  # noqa: PLR0913, PLR0917 - one parameter per flag
     dtype: Annotated[str, typer.Option(help="Of dense weights and K/V: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Import a ranking model of NVIDIA's recsys-examples, without running pickled code of its file."""
+    from helmrec.model.nvidia import NvidiaOptions, import_nvidia
+
     with exit_on_error(), bytes_bar() as bar:
         asked: dict[str, Any] = {"num_heads": heads, "scaling_seqlen": scaling_seqlen, "item": item, "action": action}
         asked |= {"context": tuple(context or ()), "is_context_causal": causal_context, "window": window}
@@ -133,6 +134,8 @@ def hstu(
     map_file: Annotated[Path, typer.Option("--map", help="TOML file: the model, and the source of every weight.")],
 ) -> None:
     """Import an HSTU of your own, whose weights have other names and layouts, as a map describes."""
+    from helmrec.model.weight_map import import_mapped
+
     with exit_on_error(), bytes_bar() as bar:
         task = bar.add_task("writing and hashing", total=None)
         config = import_mapped(checkpoint, folder, map_file, lambda done: bar.advance(task, done))
@@ -149,6 +152,8 @@ def names(
     ] = None,
 ) -> None:
     """List the weights of a checkpoint, to write a map for `helmrec import hstu`."""
+    from helmrec.model.checkpoint import read_checkpoint
+
     with exit_on_error():
         weights = read_checkpoint(checkpoint, key or ())
     for name, value in weights.items():

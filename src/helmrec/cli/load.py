@@ -1,26 +1,28 @@
 """`helmrec load`: send the requests of a trace to a model or a server and measure the latency."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.live import Live
 from rich.table import Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out, pairs_table, print_error
 from helmrec.config import EngineConfig
-from helmrec.control.rebalancer import Decision, Rebalancer
-from helmrec.engine.engine import Engine
-from helmrec.load import EngineLoad, LoadSnapshot, arrival_times
 from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
-from helmrec.serve.load import HttpLoad
-from helmrec.traffic.requests import rank_requests
-from helmrec.traffic.trace import Trace
-from helmrec.traffic.trace_file import read_trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from helmrec.control.rebalancer import Decision, Rebalancer
+    from helmrec.engine.engine import Engine
+    from helmrec.load import LoadSnapshot
+    from helmrec.traffic.trace import Trace
 
 _SLOW_DRIVER_MS = 5.0
 
@@ -61,6 +63,9 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
     A server has its own pool and policy: with a URL, the options for them are ignored. Status 1 if a request failed.
     """
+    from helmrec.load import arrival_times
+    from helmrec.traffic.trace_file import read_trace
+
     with exit_on_error():
         check_writable("--out", results)
         check_writable("--decisions", decisions)
@@ -73,20 +78,39 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
             check_policy(policy)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
         settings["miss_curves"] = policy is not None and needs_curves(policy)
-        with err.status("loading the model"):
-            engine = Engine.from_model(Path(model), EngineConfig(**settings))
-            engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles all loops
-        with engine, Live(console=err, transient=True, auto_refresh=False) as live:
+        with _started(Path(model), EngineConfig(**settings), trace) as engine:
             rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
-            end = EngineLoad(engine, rebalancer).run(
-                rank_requests(trace, engine.model_config),
-                times_s,
-                lambda seen: live.update(_table(seen), refresh=True),
-            )
+            end = _load_engine(engine, rebalancer, trace, times_s)
         _conclude(end, results)
 
 
+def _started(folder: Path, config: EngineConfig, trace: Trace) -> Engine:
+    from helmrec.engine.engine import Engine
+    from helmrec.traffic.requests import rank_requests
+
+    with err.status("loading the model"):
+        engine = Engine.from_model(folder, config)
+        engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles all loops
+    return engine
+
+
+def _load_engine(
+    engine: Engine, rebalancer: Rebalancer | None, trace: Trace, times_s: NDArray[np.float64]
+) -> LoadSnapshot:
+    from helmrec.load import EngineLoad
+    from helmrec.traffic.requests import rank_requests
+
+    requests = rank_requests(trace, engine.model_config)
+    with Live(console=err, transient=True, auto_refresh=False) as live:
+        return EngineLoad(engine, rebalancer).run(
+            requests, times_s, lambda seen: live.update(_table(seen), refresh=True)
+        )
+
+
 def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDArray[np.float64]) -> LoadSnapshot:
+    from helmrec.serve.load import HttpLoad
+    from helmrec.traffic.requests import rank_requests
+
     load = HttpLoad(url, deadline_ms)
     model = load.model()
     with Live(console=err, transient=True, auto_refresh=False) as live:
@@ -108,6 +132,8 @@ def _conclude(end: LoadSnapshot, results: Path | None) -> None:
 
 
 def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | None) -> Rebalancer:
+    from helmrec.control.rebalancer import Rebalancer
+
     decider = make_policy(policy)
     if decisions is None:
         return Rebalancer(engine, decider, slo_ms)

@@ -1,16 +1,18 @@
 """`helmrec model`: create, inspect and check model folders."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from helmrec.cli.console import bytes_bar, err, exit_on_error, out, pairs_table
-from helmrec.engine.model_check import check_model
-from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import PROFILES, profile
-from helmrec.model.weights import init_model, load_model, total_table_bytes
+
+if TYPE_CHECKING:
+    from helmrec.model.config import ModelConfig
 
 model_app = typer.Typer(help="Create, inspect and check model folders.", no_args_is_help=True)
 
@@ -26,6 +28,8 @@ def init(
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:
     """Create a model with random weights, for tests and measurements."""
+    from helmrec.model.weights import init_model, total_table_bytes
+
     with exit_on_error(), bytes_bar() as bar:
         config = profile(name, rows)
         task = bar.add_task("writing and hashing", total=2 * total_table_bytes(config))
@@ -39,6 +43,8 @@ def info(
     verify: Annotated[bool, typer.Option(help="Checksum tables over 256 MiB too.")] = False,
 ) -> None:
     """Show a model's shape and check its files."""
+    from helmrec.model.weights import load_model
+
     with exit_on_error(), bytes_bar() as bar:
         task = bar.add_task("checking files", total=None)
         model = load_model(folder, verify=verify, progress=lambda done: bar.advance(task, done))
@@ -52,6 +58,9 @@ def check(
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
 ) -> None:
     """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module."""
+    from helmrec.engine.model_check import check_model
+    from helmrec.model.weights import load_model
+
     with exit_on_error():
         model = load_model(folder)
         found = check_model(model, seed)
@@ -67,6 +76,8 @@ def check(
 
 
 def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) -> Table:
+    from helmrec.model.weights import total_table_bytes
+
     item_bytes = 4 if config.dtype == "float32" else 2
     kv_bytes = config.num_layers * config.num_heads * (config.qk_dim + config.v_dim) * item_bytes
     rows = (

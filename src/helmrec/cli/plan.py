@@ -1,20 +1,22 @@
 """`helmrec plan`: the number of nodes that a load needs, and their split."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from helmrec.cli.console import exit_on_error, out, progress
-from helmrec.costs.calibrated import default_cost, load_cost
 from helmrec.errors import ConfigError
 from helmrec.model.profiles import PROFILES
-from helmrec.sim.plan import MAX_NODES, Plan, PlanConfig, make_plan, settings_of_trace
 from helmrec.traffic.families import PRESETS
-from helmrec.traffic.trace_file import read_trace
+
+if TYPE_CHECKING:
+    from helmrec.sim.plan import Plan
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
@@ -43,6 +45,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = 4_000,
 ) -> None:
     """Find the number of nodes that a load needs, their split and the expected P99, by simulation."""
+    from helmrec.costs.calibrated import default_cost, load_cost
+    from helmrec.sim.plan import PlanConfig, make_plan, settings_of_trace
+    from helmrec.traffic.trace_file import read_trace
+
     with exit_on_error():
         cost = default_cost() if calibration is None else load_cost(calibration)
         settings: dict[str, Any] = {
@@ -83,6 +89,8 @@ def milliseconds(text: str) -> float:
 
 
 def _nodes(found: Plan, slo_ms: float) -> str:
+    from helmrec.sim.plan import MAX_NODES
+
     if found.num_nodes is not None:
         return str(found.num_nodes)
     assert found.unloaded_p99_ms is not None

@@ -1,5 +1,7 @@
 """`helmrec rank`: rank the candidates of requests in a file."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Iterable
@@ -7,15 +9,17 @@ from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from helmrec.cli.console import check_writable, err, exit_on_error, print_error, progress
 from helmrec.config import EngineConfig
-from helmrec.engine.engine import Engine
 from helmrec.errors import ConfigError, RequestError
 from helmrec.types import RankRequest, RankResult
+
+if TYPE_CHECKING:
+    from helmrec.engine.engine import Engine
 
 
 def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
@@ -33,6 +37,8 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
     Status 2 if a line is bad.
     """
+    from helmrec.engine.engine import Engine
+
     with exit_on_error():
         if not requests.is_file():
             raise ConfigError(f"--requests: no such file, got {str(requests)!r}")

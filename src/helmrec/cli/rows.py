@@ -18,7 +18,6 @@ from helmrec.deltas.delta import Delta
 from helmrec.deltas.producer import DeltaProducer, skip_to
 from helmrec.deltas.source import DeltaSink, in_order, open_source
 from helmrec.errors import RequestError
-from helmrec.serve.client import Client
 
 _POLL_S = 0.2
 _PUSH_ROWS = 65_536  # of one delta
@@ -103,9 +102,9 @@ def snapshot(
     from a timer, with fewer deltas between two runs than the producer keeps; or let a server do it
     (row_snapshot_every_s).
     """
-    from helmrec.deltas.schedule import SnapshotPlan, make_snapshot  # noqa: PLC0415 - imports torch
-    from helmrec.deltas.snapshot import snapshot_name  # noqa: PLC0415
-    from helmrec.model.weights import read_manifest, total_table_bytes  # noqa: PLC0415
+    from helmrec.deltas.schedule import SnapshotPlan, make_snapshot
+    from helmrec.deltas.snapshot import snapshot_name
+    from helmrec.model.weights import read_manifest, total_table_bytes
 
     if trim and keep is None:
         raise typer.BadParameter("--trim needs --keep")
@@ -132,6 +131,8 @@ def status(
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.", min=0.1)] = 10,
 ) -> None:
     """Show how far a server has followed its stream; status 1 if a fault has stopped it."""
+    from helmrec.serve.client import Client
+
     with exit_on_error(), Client(url, timeout_s) as client:
         found = client.row_stream()
         if found is None:

@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per flag
             for line in settings.lines():
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
             return
-        from helmrec.cli import serving  # noqa: PLC0415 - takes seconds to import; help and errors of settings come before
+        from helmrec.cli import serving  # errors of settings come before this slow import
 
         if cluster or replicas is not None or cluster_config is not None:
             serving.serve_cluster(model, settings, cluster_config, {} if replicas is None else {"replicas": replicas})

@@ -30,7 +30,7 @@ def serve_cluster(model: Path, settings: Settings, file: Path | None, given: dic
     check_protocols(settings.serve)
     prepare_environment(config)
     try:
-        from helmrec.cluster.deploy import deploy, ray_of  # noqa: PLC0415 - Ray is an extra, and slow to import
+        from helmrec.cluster.deploy import deploy, ray_of  # Ray is an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--cluster needs Ray: pip install 'helmrec[cluster]' ({error})") from None
     over = threading.Event()

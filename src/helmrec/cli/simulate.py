@@ -1,20 +1,23 @@
 """`helmrec simulate`: compare policies on a scenario."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out, progress
-from helmrec.control.static import Static, StaticSettings
-from helmrec.sim.policies import find_policy, policy_names
-from helmrec.sim.scenario import Scenario, find_scenario, load_scenario
-from helmrec.sim.simulate import Options, SimResult, simulate
+from helmrec.policies import simulated_policy_names
+
+if TYPE_CHECKING:
+    from helmrec.sim.scenario import Scenario
+    from helmrec.sim.simulate import SimResult
 
 _FIGURES = ("mean_ms", "p50_ms", "p99_ms", "slo_satisfaction", "token_reuse_rate", "missed_rows_per_request")
 
@@ -24,7 +27,7 @@ def run_simulate(
         Path, typer.Argument(metavar="SCENARIO", help="A scenario as TOML, or the name of an installed one.")
     ],
     policies: Annotated[
-        list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(policy_names())}; may repeat.")
+        list[str], typer.Option("--policy", help=f"static:ALPHA, {', '.join(simulated_policy_names())}; may repeat.")
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.", min=1)] = 1,
     report: Annotated[
@@ -32,6 +35,8 @@ def run_simulate(
     ] = None,
 ) -> None:
     """Simulate a node on a scenario under one or more policies and compare them."""
+    from helmrec.sim.scenario import find_scenario, load_scenario
+
     with exit_on_error():
         check_writable("--out", report)
         scenario = load_scenario(find_scenario(path))
@@ -52,6 +57,10 @@ def run_simulate(
 
 
 def _run(scenario: Scenario, policy: str, seed: int, on_tick: Callable[[float, float], None]) -> SimResult:
+    from helmrec.control.static import Static, StaticSettings
+    from helmrec.sim.policies import find_policy
+    from helmrec.sim.simulate import Options, simulate
+
     trace, cost, chosen = scenario.make_trace(seed), scenario.cost(), find_policy(policy)
     config = scenario.node_config(trace)
     options = Options(

@@ -1,8 +1,9 @@
 """`helmrec trace`: create traces of traffic, or import them from logs."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -11,13 +12,13 @@ from typer.core import TyperGroup
 from helmrec.cli.console import bytes_bar, check_writable, err, exit_on_error, out, progress
 from helmrec.errors import ConfigError
 from helmrec.traffic.families import FAMILIES, PRESETS, family, preset
-from helmrec.traffic.generate import generate
-from helmrec.traffic.imported import ImportConfig, trace_of_log
 from helmrec.traffic.importers import READERS, read_log
-from helmrec.traffic.own_log import LogColumns, LogReport, OwnLog, Progress, read_csv_log, read_parquet_log
-from helmrec.traffic.trace import Trace
-from helmrec.traffic.trace_file import check_library, write_trace
+from helmrec.traffic.own_log import LogColumns, LogReport, ReadLog, read_csv_log, read_parquet_log
 from helmrec.traffic.workload import Workload, load_workload
+
+if TYPE_CHECKING:
+    from helmrec.traffic.imported import ImportConfig
+    from helmrec.traffic.trace import Trace
 
 
 class ImportGroup(TyperGroup):
@@ -86,6 +87,8 @@ def make(  # noqa: PLR0913, PLR0917 - one parameter per flag
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
 ) -> None:
     """Create a synthetic trace from a family and a preset, or from a workload file."""
+    from helmrec.traffic.generate import generate
+
     with exit_on_error():
         _check_out(path)
         if config is not None:
@@ -170,6 +173,8 @@ def import_published(  # noqa: PLR0913, PLR0917 - one parameter per flag
     seed: CandidateSeed = 0,
 ) -> None:
     """Convert the file of a published data set; `trace import LOG --kind KIND` does the same."""
+    from helmrec.traffic.imported import trace_of_log
+
     with exit_on_error():
         _check_out(path)
         config = _config(f"{kind}: {log_path.name}", history_share, visit_gap_s, duration_s, (candidates, seed))
@@ -177,11 +182,15 @@ def import_published(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
 
 def _check_out(path: Path) -> None:
+    from helmrec.traffic.trace_file import check_library
+
     check_writable("--out", path)
     check_library(path)
 
 
 def _write(trace: Trace, path: Path) -> None:
+    from helmrec.traffic.trace_file import write_trace
+
     write_trace(trace, path)
     out.print(f"{path}: {trace.num_requests:,} requests of {trace.num_users:,} users", highlight=False)
 
@@ -196,6 +205,8 @@ def _columns(names: tuple[str, str, str, str], unit: str, actions: str | None, d
 def _config(
     source: str, history_share: float, visit_gap_s: float, duration_s: float | None, drawn: tuple[int, int]
 ) -> ImportConfig:
+    from helmrec.traffic.imported import ImportConfig
+
     return ImportConfig(
         source=source,
         history_share=history_share,
@@ -207,12 +218,14 @@ def _config(
 
 
 def _import_own(
-    read: Callable[[Path, LogColumns, Progress], OwnLog],
+    read: ReadLog,
     log_path: Path,
     columns: LogColumns,
     config: ImportConfig,
     path: Path,
 ) -> None:
+    from helmrec.traffic.imported import trace_of_log
+
     _check_out(path)
     with bytes_bar() if read is read_csv_log else progress() as bar:
         task = bar.add_task(f"reading {log_path.name}", total=None)

@@ -9,8 +9,7 @@ from pydantic import ByteSize, Field, model_validator
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
 from helmrec.extensions import ROUTERS, extensions
-from helmrec.router.policy import RouterSettings
-from helmrec.router.state import StateSettings
+from helmrec.router.settings import RouterSettings, StateSettings
 from helmrec.serve.settings import ServeConfig
 
 OURS = "emb-kv-aware"  # the router of the product; others come from packages that add them

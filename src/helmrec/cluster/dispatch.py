@@ -14,8 +14,9 @@ from helmrec.cluster.hint import Hint
 from helmrec.cluster.remote_clock import RemoteClock
 from helmrec.cluster.report import ReplicaReport, unpack_report
 from helmrec.router.policy import RoutingPolicy
+from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import build_sketch, sample_rows
-from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
+from helmrec.router.state import ClusterState, NodeReport, Sent
 
 _MOST_OPEN = 100_000  # requests that are tracked; beyond it the oldest are dropped
 _EARLIER_INCARNATIONS = 8  # of a replica, whose late reports are recognised

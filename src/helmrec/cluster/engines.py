@@ -37,8 +37,9 @@ from helmrec.failures import FailureLog
 from helmrec.model.config import ModelConfig
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware
+from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch
-from helmrec.router.state import ClusterState, NodeReport, StateSettings
+from helmrec.router.state import ClusterState, NodeReport
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort

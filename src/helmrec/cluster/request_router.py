@@ -19,8 +19,9 @@ from helmrec.cluster.hint import Hint, unpack_hint
 from helmrec.costs.routing import RouterCost
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.failures import FailureLog
-from helmrec.router.policy import EmbKVAware, RouterSettings, RoutingPolicy
-from helmrec.router.state import ClusterState, StateSettings
+from helmrec.router.policy import EmbKVAware, RoutingPolicy
+from helmrec.router.settings import RouterSettings, StateSettings
+from helmrec.router.state import ClusterState
 
 log = logging.getLogger("helmrec.cluster")
 P = ParamSpec("P")

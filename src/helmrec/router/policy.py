@@ -8,12 +8,11 @@ from typing import NamedTuple, Protocol
 
 import numba
 import numpy as np
-from pydantic import Field
 
-from helmrec.config import Frozen
 from helmrec.costs.routing import RequestWork, RouterCost, expected_ms, service_ms, stages_of
 from helmrec.router.hashing import NO_NODE, first_of, rendezvous_scores, within_bound
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
+from helmrec.router.settings import RouterSettings
 from helmrec.router.sketch import RowPrior, SketchTable, absent_rows, count_clear, shared_rate
 
 # For functions that only compiled code calls: without an entry from Python there is less to compile.
@@ -85,24 +84,6 @@ def _usual_hit_rate(weighing: Weighing, nodes: Nodes) -> float:
             total += nodes.row_hit_rate[i]
             count += 1
     return total / count if count else weighing.hit_rate
-
-
-class RouterSettings(Frozen):
-    """Trade-off of `EmbKVAware` between affinity and load. Defaults suit latency targets of tens of milliseconds."""
-
-    load_gap_ms: float = Field(
-        10.0, ge=0, description="affinity ends where a queue exceeds the shortest by this and one mean queue"
-    )
-    load_factor: float = Field(1.0, ge=1, description="cold users go to queues of at most this times the mean")
-    load_slack_ms: float = Field(0.0, ge=0, description="added to the bound of load_factor: fewer moves, longer queues")
-    cold_scale_ms: float = Field(0.25, gt=0, description="a node slower by this gets 1/e of the cold users")
-    cold_floor: float = Field(0.25, gt=0, le=1, description="least share of cold users, against the fastest node")
-    cold_choices: int = Field(8, ge=1, description="nodes, by hash, of which a cold user takes the shortest queue")
-    work_weight: float = Field(2.0, ge=0, description="weight of the delay that work causes for each waiting request")
-    sketch_weight: float = Field(8.0, ge=0, description="weight of the reported hit rate, in samples of a sketch")
-    hit_rate: float = Field(
-        0.5, ge=0, le=1, description="hit rate of rows that is assumed where no node has reported one"
-    )
 
 
 class EmbKVAware:

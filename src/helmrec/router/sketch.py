@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError
 from helmrec.memory.sampling import row_hash, sampling_threshold
+from helmrec.router.settings import DEFAULT_BITS
 from helmrec.types import IntArray
 
 Words = NDArray[np.uint64]
 
-DEFAULT_BITS = 1 << 16
 DEFAULT_SAMPLES = 128
 ROWS_PER_BIT = 0.7  # minimises the error of the estimate for every share of absent rows
 _WORD_BITS = 64

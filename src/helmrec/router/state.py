@@ -12,29 +12,12 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from helmrec.config import Frozen
 from helmrec.errors import ConfigError
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest, blank_nodes
-from helmrec.router.sketch import DEFAULT_BITS, RowSketch
+from helmrec.router.settings import StateSettings
+from helmrec.router.sketch import RowSketch
 from helmrec.types import IntArray
-
-
-class StateSettings(Frozen):
-    """Limits on the time and memory of a router's estimates."""
-
-    stale_s: float = Field(2.0, gt=0, description="age from which a report is ignored")
-    prefix_ttl_s: float = Field(3600.0, gt=0, description="how long a prefix is assumed to stay without a new visit")
-    open_ttl_s: float = Field(10.0, gt=0, description="how long a send counts as load if its end is not reported")
-    kept_from_visit: int = Field(
-        2, ge=1, description="visit from which nodes keep a prefix, as their KV admission does"
-    )
-    max_users: int = Field(200_000, ge=1, description="users remembered, newest first; 0.5 KB each")
-    max_homes: int = Field(4, ge=1, description="nodes remembered per user; the least recently used one is dropped")
-    sketch_bits: int = Field(
-        DEFAULT_BITS, ge=64, description="size of a node's row sketch; sketches of other sizes are ignored"
-    )
 
 
 class UserTokens(NamedTuple):

@@ -17,7 +17,7 @@ from helmrec.errors import ConfigError, HelmRecError, HistoryUnavailable, QueueF
 from helmrec.serve.bodies import decode
 from helmrec.serve.client import Client
 from helmrec.serve.schema import AppendOutcome, EventsBody
-from helmrec.traffic.trace_file import pyarrow
+from helmrec.traffic.arrow import pyarrow
 from helmrec.types import UserId
 
 _BATCH_APPENDS = 500

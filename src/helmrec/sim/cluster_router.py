@@ -17,8 +17,9 @@ from helmrec.config import Frozen
 from helmrec.memory.sampling import row_hash, sampling_threshold
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import RoutingPolicy
+from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import DEFAULT_SAMPLES, RowSample, RowSketch, sketch_of_hashes
-from helmrec.router.state import ClusterState, NodeReport, Sent, StateSettings
+from helmrec.router.state import ClusterState, NodeReport, Sent
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.node.node import Node
 from helmrec.sim.node.rows import ABSENT

@@ -19,11 +19,6 @@ class SimulatedPolicy:
     needs_curves: bool  # whether it uses miss curves
 
 
-def policy_names() -> tuple[str, ...]:
-    """Names of all policies except `static:ALPHA`."""
-    return (*policies.POLICY_NAMES, *extensions(POLICIES))
-
-
 def find_policy(text: str) -> SimulatedPolicy:
     """The policy for `static:ALPHA` or a name. A package that adds policies is loaded only for its own names."""
     added = extensions(POLICIES).get(text) if text not in policies.POLICY_NAMES else None

@@ -11,7 +11,8 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.errors import TraceError
 from helmrec.traffic.importers import Log
-from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Epoch, Trace, lanes_for
+from helmrec.traffic.trace import Catalogue, EmpiricalLaw, Epoch, Trace
+from helmrec.traffic.workload import lanes_for
 from helmrec.types import IntArray
 
 

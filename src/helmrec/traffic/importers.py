@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError, TraceError
-from helmrec.traffic.trace_file import pyarrow
+from helmrec.traffic.arrow import pyarrow
 from helmrec.types import IntArray
 
 _TAOBAO_ACTIONS = ("pv", "fav", "cart", "buy")

@@ -19,8 +19,8 @@ from pydantic import Field, field_validator
 
 from helmrec.config import Frozen
 from helmrec.errors import TraceError
+from helmrec.traffic.arrow import pyarrow
 from helmrec.traffic.importers import Log
-from helmrec.traffic.trace_file import pyarrow
 
 _TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _LAST_S = 32_503_680_000  # the year 3000: later times are of another unit
@@ -82,6 +82,9 @@ class OwnLog(NamedTuple):
 
     log: Log
     report: LogReport
+
+
+ReadLog = Callable[[Path, LogColumns, Progress], OwnLog]
 
 
 def read_csv_log(path: Path, columns: LogColumns, on_progress: Progress = lambda *_: None) -> OwnLog:

@@ -95,14 +95,6 @@ class Catalogue(Frozen):
         return self.num_items // self.num_lanes
 
 
-def lanes_for(num_items: int) -> int:
-    """The number of lanes: at most 256, with at least 1,024 items per lane if possible.
-
-    The items of a block are equally popular, so more lanes would flatten the head of a small catalogue.
-    """
-    return min(256, 1 << max(0, (num_items // 1_024).bit_length() - 1))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Requests in order of time, and the events appended between them.

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from helmrec.errors import ConfigError, TraceError
+from helmrec.traffic.arrow import pyarrow
 from helmrec.traffic.trace import Catalogue, Trace, index_histories
 from helmrec.types import IntArray
 
@@ -243,13 +244,3 @@ def _scattered(table: Any, name: str, dtype: Any, order: IntArray) -> Any:
     scattered = np.empty_like(values)
     scattered[order] = values
     return scattered
-
-
-def pyarrow(purpose: str, otherwise: str = "") -> tuple[Any, Any]:
-    """Import Arrow and its Parquet module, which serving does not need; an error begins and ends with the arguments."""
-    try:
-        import pyarrow as pa  # noqa: PLC0415
-        from pyarrow import parquet  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError(f"{purpose} pyarrow: pip install 'helmrec[parquet]'{otherwise}") from None
-    return pa, parquet

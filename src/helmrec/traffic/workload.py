@@ -11,7 +11,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from helmrec.config import Frozen
 from helmrec.errors import ConfigError
-from helmrec.traffic.trace import lanes_for
+
+
+def lanes_for(num_items: int) -> int:
+    """The number of lanes: at most 256, with at least 1,024 items per lane if possible.
+
+    The items of a block are equally popular, so more lanes would flatten the head of a small catalogue.
+    """
+    return min(256, 1 << max(0, (num_items // 1_024).bit_length() - 1))
 
 
 def _as_pair(value: object) -> object:

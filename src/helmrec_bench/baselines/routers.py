@@ -13,7 +13,8 @@ from helmrec.config import Frozen
 from helmrec.costs.routing import RouterCost
 from helmrec.router.hashing import rendezvous
 from helmrec.router.nodes import Flags, Floats, Nodes, RouteRequest
-from helmrec.router.policy import Choice, EmbKVAware, RouterSettings, RoutingPolicy, Weighing, price
+from helmrec.router.policy import Choice, EmbKVAware, RoutingPolicy, Weighing, price
+from helmrec.router.settings import RouterSettings
 from helmrec.types import IntArray
 
 

@@ -1,26 +1,26 @@
 """`helmrec bench`: list experiments, run one or all, and write the report."""
 
+from __future__ import annotations
+
 import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.errors import ConfigError
-from helmrec_bench.experiments.experiment import Experiment
-from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
-from helmrec_bench.experiments.report import write_report
-from helmrec_bench.experiments.results import Result, claims_markdown, read_results, run_experiment, together
-from helmrec_bench.lab.lab import Lab, Place
-from helmrec_bench.lab.tiers import TIERS, Tier
+from helmrec_bench.lab.place import Place
 from helmrec_bench.registry import REGISTERED
 from helmrec_bench.report.files import new_figure
+
+if TYPE_CHECKING:
+    from helmrec_bench.experiments.results import Result
 
 bench_app = typer.Typer(help="Every published figure and table, one command each.", no_args_is_help=True)
 
@@ -53,16 +53,18 @@ Together = Annotated[
 _COLOURS = {"reproduced": "green", "partly": "yellow", "not": "red", "not judged": "dim"}
 
 
-def _tier(*, smoke: bool, quick: bool, full: bool) -> Tier:
+def _tier(*, smoke: bool, quick: bool, full: bool) -> str:
     chosen = [name for name, is_set in (("smoke", smoke), ("quick", quick), ("full", full)) if is_set] or ["quick"]
     if len(chosen) > 1:
         raise typer.BadParameter(f"one tier at a time, got {' and '.join(chosen)}")
-    return TIERS[chosen[0]]
+    return chosen[0]
 
 
 @bench_app.command("list")
 def list_() -> None:
     """Show every experiment: what it shows, what it needs, how long it takes and what it writes."""
+    from helmrec_bench.experiments.registry import EXPERIMENTS
+
     table = Table(Column("name", no_wrap=True), "what", "needs", "takes", "writes", box=None)
     for one in EXPERIMENTS.values():
         table.add_row(one.name, one.title, "nothing", "see `bench all`", "evaluation-quick.json")
@@ -85,13 +87,9 @@ def run(
         if arguments[0] in REGISTERED:
             REGISTERED[arguments[0]].run(arguments[1:])
             return
-        if arguments[0] not in EXPERIMENTS and not arguments[0].startswith("-"):
-            known = ", ".join((*EXPERIMENTS, *REGISTERED))
-            raise ConfigError(f"experiment must be one of {known}, got {arguments[0]!r}")
         flags = _evaluation_parser().parse_args(arguments)
-        chosen = [experiment(name) for name in flags.names]  # raises before anything is run
-        tier = TIERS[flags.tier] if flags.seeds is None else replace(TIERS[flags.tier], num_seeds=flags.seeds)
-        _run(chosen, tier, Place(scenarios=flags.scenarios, build=flags.out), flags.processes)
+        place = Place(scenarios=flags.scenarios, build=flags.out)
+        _run(flags.names, flags.tier, place, flags.seeds, flags.processes)
 
 
 def _evaluation_parser() -> ArgumentParser:
@@ -114,9 +112,18 @@ def _at_least_one(text: str) -> int:
     return number
 
 
-def _run(chosen: Sequence[Experiment], tier: Tier, place: Place, processes: int | None) -> None:
-    for one in chosen:
-        _show(run_experiment(one, Lab(tier, place, processes or os.cpu_count() or 1)))
+def _run(names: Sequence[str], tier_name: str, place: Place, seeds: int | None, processes: int | None) -> None:
+    """Run the named experiments; all if none is named."""
+    from helmrec_bench.experiments.registry import EXPERIMENTS
+    from helmrec_bench.experiments.results import run_experiment
+    from helmrec_bench.lab.lab import Lab
+    from helmrec_bench.lab.tiers import TIERS
+
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        raise ConfigError(f"experiment must be one of {', '.join((*EXPERIMENTS, *REGISTERED))}, got {unknown[0]!r}")
+    tier = replace(TIERS[tier_name], num_seeds=seeds or TIERS[tier_name].num_seeds)
+    for name in names or EXPERIMENTS:
+        _show(run_experiment(EXPERIMENTS[name], Lab(tier, place, processes or os.cpu_count() or 1)))
 
 
 @bench_app.command("all")
@@ -132,8 +139,8 @@ def all_(  # noqa: PLR0913, PLR0917 - one parameter per flag
     """Run every experiment, then write the report."""
     with exit_on_error():
         new_figure((1, 1))  # raises before anything is run where pictures cannot be drawn
-        tier = replace(chosen := _tier(smoke=smoke, quick=quick, full=full), num_seeds=seeds or chosen.num_seeds)
-        _run(list(EXPERIMENTS.values()), tier, Place(scenarios=scenarios, build=build), processes)
+        tier = _tier(smoke=smoke, quick=quick, full=full)
+        _run((), tier, Place(scenarios=scenarios, build=build), seeds, processes)
     report(smoke, quick, full, build)
 
 
@@ -147,12 +154,15 @@ def report(
     together_in: Together = None,
 ) -> None:
     """Write one HTML file of all results of a tier: plots, tables, the paper's figure beside ours, verdicts."""
+    from helmrec_bench.experiments.report import write_report
+    from helmrec_bench.experiments.results import claims_markdown, read_results, together
+
     with exit_on_error():
         check_writable("--json", together_in)
         tier = _tier(smoke=smoke, quick=quick, full=full)
-        path = write_report(Place(measurements=measurements, build=build), tier.name)
+        path = write_report(Place(measurements=measurements, build=build), tier)
         if together_in is not None:
-            measurement = together(read_results(build, tier.name))
+            measurement = together(read_results(build, tier))
             together_in.write_text(json.dumps(measurement, indent=1) + "\n")
             out.print(claims_markdown(measurement), markup=False, highlight=False, soft_wrap=True)
     out.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -1,18 +1,21 @@
 """`helmrec loadgen`: MLPerf LoadGen's verdict on a model, Server scenario."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from helmrec.cli.console import check_writable, err, exit_on_error, out
+from helmrec.cli.console import check_writable, err, exit_on_error, out, pairs_table
 from helmrec.config import EngineConfig
 from helmrec.errors import TraceError
-from helmrec.traffic.trace_file import read_trace
-from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, judge_trace, loadgen_module
+
+if TYPE_CHECKING:
+    from helmrec_bench.loadgen import LoadGenVerdict
 
 _SPARE = 1.2  # LoadGen draws how many queries fit the time
 
@@ -36,6 +39,9 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
     Status 1 if it is invalid. The n-th query is the n-th request of the trace, made on time and counted in.
     """
+    from helmrec.traffic.trace_file import read_trace
+    from helmrec_bench.loadgen import LoadGenConfig, judge_trace, loadgen_module
+
     with exit_on_error():
         loadgen_module()
         check_writable("--out", results)
@@ -56,13 +62,11 @@ def loadgen(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
 
 def _table(verdict: LoadGenVerdict) -> Table:
-    table = Table(title="VALID" if verdict.is_valid else "INVALID", show_header=False)
-    for label, value in (
+    rows = (
         ("problems", "; ".join(verdict.problems) or "none"),
         ("queries a second, asked / completed", f"{verdict.target_qps:,.1f} / {verdict.completed_per_s:,.1f}"),
         ("queries, late, failed", f"{verdict.num_queries:,}, {verdict.num_late:,}, {verdict.num_failed:,}"),
         ("latency mean / max", f"{verdict.mean_ms:.1f} / {verdict.max_ms:.1f} ms"),
         *((f"p{share}", f"{each:.1f} ms") for share, each in verdict.percentiles_ms.items()),
-    ):
-        table.add_row(label, value)
-    return table
+    )
+    return pairs_table("VALID" if verdict.is_valid else "INVALID", rows)

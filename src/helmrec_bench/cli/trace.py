@@ -1,14 +1,17 @@
 """`helmrec trace describe`: added to the product's group of commands for traces."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from helmrec.cli.console import exit_on_error, out, pairs_table
-from helmrec.traffic.trace_file import read_trace
-from helmrec_bench.traces.describe import PUBLISHED, Description, describe
+
+if TYPE_CHECKING:
+    from helmrec_bench.traces.describe import Description
 
 trace_app = typer.Typer()
 
@@ -21,6 +24,9 @@ def _group() -> None:
 @trace_app.command("describe")
 def describe_(path: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")]) -> None:
     """Print reuse, skew and return times next to published values."""
+    from helmrec.traffic.trace_file import read_trace
+    from helmrec_bench.traces.describe import describe
+
     with exit_on_error():
         trace = read_trace(path)
         found = describe(trace)
@@ -54,6 +60,8 @@ def _phases(found: Description) -> Table:
 
 
 def _beside_published(found: Description) -> Table:
+    from helmrec_bench.traces.describe import PUBLISHED
+
     table = Table(title=f"beside published traces (reuse counted on {found.sample_rate:.2%} of the item rows)")
     names = ("no KV kept", "all KV kept", *(published.name for published in PUBLISHED))
     for name in ("", *names):

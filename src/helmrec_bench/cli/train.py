@@ -22,7 +22,7 @@ def train(
     """Train the network of `--policy ppo` on simple nodes, with PPO; a training that was interrupted goes on."""
     with exit_on_error():
         try:
-            from helmrec_bench.train.ppo import CHECKPOINT, Training, TrainSettings  # noqa: PLC0415 - an extra, and slow to import
+            from helmrec_bench.train.ppo import CHECKPOINT, Training, TrainSettings
         except ModuleNotFoundError as error:
             raise ConfigError(f"training needs pip install 'helmrec[train]' ({error})") from None
         settings = TrainSettings(design=design, steps=steps, seed=seed, nodes=nodes)

@@ -1,16 +1,6 @@
 """All experiments by name, in the order of the report."""
 
-from helmrec.errors import ConfigError
-from helmrec_bench.experiments import (
-    ablations,
-    decisions,
-    loads,
-    routing,
-    sensitivity,
-    strategies,
-    tails,
-    traffic,
-)
+from helmrec_bench.experiments import ablations, decisions, loads, routing, sensitivity, strategies, tails, traffic
 from helmrec_bench.experiments.experiment import Experiment
 
 _ORDER = (
@@ -23,9 +13,3 @@ _MODULES = (ablations, decisions, loads, routing, sensitivity, strategies, tails
 _FOUND = {one.name: one for module in _MODULES for one in module.EXPERIMENTS}
 EXPERIMENTS: dict[str, Experiment] = {name: _FOUND[name] for name in _ORDER}
 assert len(EXPERIMENTS) == len(_FOUND), "every experiment has its place in the report"
-
-
-def experiment(name: str) -> Experiment:
-    if name not in EXPERIMENTS:
-        raise ConfigError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
-    return EXPERIMENTS[name]

@@ -13,7 +13,7 @@ from typing import get_args
 from helmrec_bench.experiments.experiment import Experiment, Measured
 from helmrec_bench.experiments.registry import EXPERIMENTS
 from helmrec_bench.experiments.results import Result, read_measured, read_results, verdicts
-from helmrec_bench.lab.lab import Place
+from helmrec_bench.lab.place import Place
 from helmrec_bench.lab.tiers import TIERS
 from helmrec_bench.report.claims import OUR_WORDS, WORDS, Finding, Verdict
 

@@ -2,27 +2,16 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from helmrec.costs.calibrated import default_cost
 from helmrec.sim.scenario import Scenario, load_scenario
-from helmrec_bench import scenarios
+from helmrec_bench.lab.place import Place
 from helmrec_bench.lab.provenance import code_digest
 from helmrec_bench.lab.runs import Outcome, Run, Settings, Setup, Task, perform, tasks_of
 from helmrec_bench.lab.store import Store, Unit, digest_of, spread_shown
 from helmrec_bench.lab.tiers import Tier, resized
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Folders an evaluation works in."""
-
-    scenarios: Path = Path(scenarios.__file__).parent
-    measurements: Path = Path("docs/measurements")
-    build: Path = Path("build/bench")
 
 
 class Lab:

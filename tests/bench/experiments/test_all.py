@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from helmrec.errors import ConfigError
 from helmrec_bench.cli.bench import bench_app
 from helmrec_bench.experiments import strategies
-from helmrec_bench.experiments.registry import EXPERIMENTS, experiment
+from helmrec_bench.experiments.registry import EXPERIMENTS
 from helmrec_bench.experiments.report import report_html, write_report
 from helmrec_bench.experiments.results import read_results, run_experiment, verdicts, without_times
-from helmrec_bench.lab.lab import Lab, Place
+from helmrec_bench.lab.lab import Lab
+from helmrec_bench.lab.place import Place
 from helmrec_bench.lab.tiers import TIERS
 from tests.bench.conftest import ROOT, SCENARIOS, MakeLab
 
@@ -89,14 +90,14 @@ def test_frozen_at_its_start_the_controller_is_a_constant(place: Place) -> None:
 def test_the_falsification_fails_where_a_frozen_controller_gains(moving: float, left: float, finding: str) -> None:
     gains = {"helm": {"mean": {"mean": moving}, "p99": {"mean": moving}}}
     gains |= {strategies.FROZEN: {"mean": {"mean": left}, "p99": {"mean": left}}}
-    frozen, gain = verdicts(experiment("falsification"), {"families": {"Burst": {"gains": gains}}}, "quick")
+    frozen, gain = verdicts(EXPERIMENTS["falsification"], {"families": {"Burst": {"gains": gains}}}, "quick")
     assert gain.finding == finding
     assert frozen.finding == ("reproduced" if left == 0 else "not")
 
 
 @pytest.mark.parametrize("name", ["control-strategies", "system-ablation", "ladder"])
 def test_two_runs_from_nothing_give_the_same_but_for_times(place: Place, make_lab: MakeLab, name: str) -> None:
-    again = run_experiment(experiment(name), make_lab())
+    again = run_experiment(EXPERIMENTS[name], make_lab())
     assert without_times(again) == without_times(read_results(place.build, "smoke")[name])
 
 
@@ -105,7 +106,7 @@ def test_one_changed_line_of_a_scenario_gives_another_report(place: Place, tmp_p
     shutil.copytree(SCENARIOS, scenarios)
     path = scenarios / "main-burst-60s.toml"
     path.write_text(path.read_text().replace("hot_share = 0.35", "hot_share = 0.05"))
-    result = run_experiment(experiment("latency-vs-ratio"), make_lab(scenarios=scenarios))
+    result = run_experiment(EXPERIMENTS["latency-vs-ratio"], make_lab(scenarios=scenarios))
     before = read_results(place.build, "smoke")["latency-vs-ratio"]
     assert result["scenarios"] != before["scenarios"]
     assert result["figures"]["phases"]["burst"] != before["figures"]["phases"]["burst"]
@@ -119,7 +120,7 @@ def test_a_scenario_that_is_wrong_is_told_plainly(tmp_path: Path, make_lab: Make
     path = scenarios / "main-burst-60s.toml"
     path.write_text(path.read_text().replace("hot_share = 0.35", "hot_share = 3.5"))
     with pytest.raises(ConfigError, match=r"main-burst-60s.*hot_share.*3\.5"):
-        run_experiment(experiment("latency-vs-ratio"), make_lab(scenarios=scenarios))
+        run_experiment(EXPERIMENTS["latency-vs-ratio"], make_lab(scenarios=scenarios))
 
 
 def test_the_command_lists_runs_and_reports(tmp_path: Path) -> None:

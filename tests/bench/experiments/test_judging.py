@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from helmrec_bench.experiments.registry import experiment
+from helmrec_bench.experiments.registry import EXPERIMENTS
 from helmrec_bench.experiments.results import verdicts
 
 Figures = dict[str, Any]
@@ -72,5 +72,5 @@ def scale(stars: list[float]) -> Figures:
     ],
 )
 def test_the_first_claim_of_an_experiment_is_judged_by_its_figures(name: str, figures: Figures, finding: str) -> None:
-    assert verdicts(experiment(name), figures, "quick")[0].finding == finding
-    assert verdicts(experiment(name), figures, "smoke")[0].finding == "not judged"
+    assert verdicts(EXPERIMENTS[name], figures, "quick")[0].finding == finding
+    assert verdicts(EXPERIMENTS[name], figures, "smoke")[0].finding == "not judged"
