@@ -1,5 +1,6 @@
 """`helmrec rows`: what an operator and a trainer without Python do with a stream."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,15 @@ def test_rows_of_a_file_are_pushed(tmp_path: Path, suffix: str) -> None:
     shown = call("tail", place)
     assert "1: step 7," in shown
     assert "2 differences of item" in shown
+
+
+def test_a_model_is_pushed_and_shown(tmp_path: Path) -> None:
+    made = tiny_model()
+    save_model(tmp_path / "tiny", made.config, made.dense, made.tables)
+    assert "pushed as delta 1" in call("push-model", tmp_path / "tiny", tmp_path / "deltas", "--step", 9)
+    assert f"1: step 9, {time.strftime('%Y')}" in (shown := call("tail", tmp_path / "deltas"))
+    assert "model /" in shown
+    assert "error" in call("push-model", tmp_path / "none", tmp_path / "deltas", code=2)
 
 
 @pytest.mark.parametrize(

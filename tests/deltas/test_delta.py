@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from helmrec.deltas.delta import Delta, TablePart, decode, encode
+from helmrec.deltas.delta import Delta, NamedModel, TablePart, decode, encode
 from helmrec.errors import DeltaCorrupt, RequestError
 from tests.deltas.places import delta, part, same
 
@@ -22,6 +22,8 @@ def test_a_delta_is_read_back() -> None:
     for each in (delta(1), delta(2**62, part(1), half), delta(3, part(1, num_rows=0)), Delta("s", 7, 0, 0.5)):
         assert same(decode(encode(each), "x", each.sequence), each)
     assert decode(encode(delta(1, part(1, add=True))), "x").parts[0].is_difference
+    model = NamedModel("/models/second", 2**62)
+    assert decode(encode(Delta("s", 7, 0, 0.5, model=model)), "x").model == model
 
 
 def test_other_tools_can_read_it() -> None:
@@ -83,6 +85,11 @@ def tensor(name: str, field: str, value: Any) -> Callable[[Header], object]:
         (meta("parts", '[["item", "values"], ["item", "values"]]'), "tensor '1.ids' is missing"),
         (meta("parts", "[]"), "tensor 'checksum': 16 bytes from 0 on are expected"),
         (meta("more", "1"), "metadata must be"),
+        (meta("model", "{"), "model is no JSON"),
+        (meta("model", '["/m"]'), r"model must be \[folder, version\]"),
+        (meta("model", '["m", 1]'), "folder: an absolute path is needed"),
+        (meta("model", '["/m", -1]'), "version: an integer from 0 on is needed"),
+        (meta("model", '["/m", 1]'), "model: a delta has rows or a model, not both"),
         (meta("step", 3), "__metadata__ must be an object of texts"),
         (lambda header: header.pop("__metadata__"), "__metadata__ must be"),
         (lambda header: header.pop("0.ids"), "tensor '0.ids' is missing"),

@@ -53,7 +53,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     def engine_of(folder: Path) -> InProcessPort:
         return InProcessPort(Engine.from_model(folder, EngineConfig(**settings), MonotonicClock()))
 
-    engine = SwappingPort(engine_of(models / "demo-model"), engine_of)
+    engine = SwappingPort(engine_of(models / "demo-model"), lambda folder, _: engine_of(folder))
     histories = StoredHistories.open(models / "histories", engine.model, HistoryConfig())
     config = ServeConfig(admin_token="open-sesame", models_path=str(models), grpc_port=0)
     app = make_app(engine, config, histories)

@@ -1,6 +1,7 @@
 """A server that follows a stream of row deltas: answers say their position, and faults do not end serving."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helmrec.deltas import consumer
 from helmrec.deltas.delta import Delta
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.deltas.producer import DeltaProducer, skip_to
 from helmrec.deltas.snapshot import snapshot_name, write_snapshot
-from helmrec.errors import ConfigError
-from helmrec.model.weights import save_model
+from helmrec.errors import ConfigError, ModelError
+from helmrec.model.config import TableConfig
+from helmrec.model.weights import LoadedModel, save_model
 from helmrec.serve.app import make_app
 from helmrec.serve.node import make_port
 from helmrec.serve.settings import ServeConfig
@@ -138,3 +141,100 @@ def test_a_late_node_starts_from_the_newest_snapshot(model: Path, producer: Delt
 def test_a_place_that_is_none_is_named_before_the_start(model: Path, apart: bool) -> None:
     with pytest.raises(ConfigError, match="there is no folder of row deltas"):
         serving(model, engine_process=apart)
+
+
+@pytest.fixture
+def second(model: Path) -> LoadedModel:
+    """Another version of the model, in a folder beside it."""
+    made = tiny_model(1)
+    save_model(model.parent / "second", made.config, made.dense, made.tables)
+    return made
+
+
+def scores_after(made: LoadedModel, updates: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> Any:
+    with tiny_engine(made) as twin:
+        for ids, values in updates:
+            twin.update_rows("item", ids, values)
+        return twin.rank([as_request(rank_body())])[0].scores
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in its own process"])
+def test_a_model_in_the_stream_is_swapped_in_where_it_stands(
+    model: Path, producer: DeltaProducer, second: LoadedModel, apart: bool
+) -> None:
+    before = push(producer, 2)
+    expected = {2: scores_after(tiny_model(), before)}
+    with serving(model, engine_process=apart) as caller:
+        caller.wait_until_ready()
+        producer.push_model(model.parent / "second", step=3)
+        after = push(producer, 2)
+        expected |= {3 + num: scores_after(tiny_model(1), after[:num]) for num in range(3)}
+        positions: list[int] = []
+        while not positions or positions[-1] < 5:
+            answer = caller.post("/v1/rank", rank_body()).json
+            at = answer["row_position"]["sequence"]
+            np.testing.assert_allclose(answer["scores"], expected[at], atol=1e-5)
+            positions.append(at)
+        assert positions == sorted(positions)
+        assert positions[0] == 2, "the old model serves until the new one is ready"
+        push(producer, 1)
+        wait_for(lambda: position(caller) == 6)
+
+
+def test_a_model_that_cannot_be_served_stops_the_rows_and_can_be_skipped(
+    model: Path, producer: DeltaProducer, second: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "_ASK_AGAIN_S", 0.2)
+    updates = push(producer, 1)
+    producer.push_model(model.parent / "second", step=2)
+    shutil.rmtree(model.parent / "second")
+    updates += push(producer, 1)
+    with serving(model) as caller:
+        caller.wait_until_ready()
+        wait_for(lambda: caller.get("/v1/pool").json["row_stream"]["stop"] is not None)
+        stream = caller.get("/v1/pool").json["row_stream"]
+        assert "delta 2 names a model that cannot be swapped in:" in stream["stop"]
+        assert stream["position"] == 1
+        assert caller.post("/v1/rank", rank_body()).json["row_position"]["sequence"] == 1
+        assert skip_to(DeltaFolder(model.parent / "deltas"), 1, 2, also_readable=True) == [2]
+        wait_for(lambda: position(caller) == 3)
+        answer = caller.post("/v1/rank", rank_body()).json
+        np.testing.assert_allclose(answer["scores"], scores_after(tiny_model(), updates), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (tiny_model(1, num_tasks=3), "its num_tasks must be 2, got 3"),
+        (tiny_model(1, request_context=(TableConfig(name="hour", num_rows=25),)), "its tables must be"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named(
+    model: Path, producer: DeltaProducer, other: LoadedModel, named: str
+) -> None:
+    save_model(model.parent / "other", other.config, other.dense, other.tables)
+    producer.push_model(model.parent / "other", step=1)
+    with serving(model) as caller:
+        caller.wait_until_ready()
+        wait_for(lambda: named in str(caller.get("/v1/pool").json["row_stream"]["stop"]))
+        assert caller.post("/v1/rank", rank_body()).status == 200
+
+
+def test_a_snapshot_goes_on_with_the_model_of_the_stream(
+    model: Path, producer: DeltaProducer, second: LoadedModel
+) -> None:
+    push(producer, 2)
+    producer.push_model(model.parent / "second", step=3)
+    after, snapshots = push(producer, 2), model.parent / "snapshots"
+    write_snapshot(model, DeltaFolder(model.parent / "deltas"), snapshots / snapshot_name(4), 4)
+    with serving(model, row_snapshots=str(snapshots)) as late:
+        late.wait_until_ready()
+        answer = late.post("/v1/rank", rank_body()).json
+        assert answer["row_position"]["sequence"] == 5
+        assert late.get("/v1/pool").json["row_stream"]["deltas"] == 1
+    np.testing.assert_allclose(answer["scores"], scores_after(tiny_model(1), after), atol=1e-5)
+    third = tiny_model(2)
+    shutil.rmtree(model.parent / "second")
+    save_model(model.parent / "second", third.config, third.dense, third.tables)
+    with pytest.raises(ModelError, match="must hold version"):
+        write_snapshot(model, DeltaFolder(model.parent / "deltas"), snapshots / "x")

@@ -65,6 +65,21 @@ def push(
             out.print(f"{len(ids):,} rows of {table!r} pushed, up to delta {producer.newest}", highlight=False)
 
 
+@rows_app.command("push-model")
+def push_model(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder that every server can read.")],
+    place: Place,
+    step: Annotated[int, typer.Option(help="The training step it was made at.", min=0)] = 0,
+) -> None:
+    """Append a whole new model to a stream of deltas: dense weights and rows.
+
+    Servers swap it in without a pause where it stands in the stream; later deltas change its rows. Keep the folder: a
+    server that starts later loads it, too.
+    """
+    with exit_on_error(), DeltaProducer(place) as producer:
+        out.print(f"{model} pushed as delta {producer.push_model(model, step=step)}", highlight=False, soft_wrap=True)
+
+
 @rows_app.command("tail")
 def tail(
     place: Place,
@@ -170,12 +185,14 @@ def skip(
 
 
 def _line(delta: Delta) -> str:
-    if not delta.parts:
+    if delta.is_skip:
         return f"{delta.sequence}: skipped"
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(delta.made_s))
     kinds = {True: "differences", False: "rows"}
-    parts = ", ".join(f"{part.ids.size} {kinds[part.is_difference]} of {part.table}" for part in delta.parts)
-    return f"{delta.sequence}: step {delta.step}, {made}, {parts}"
+    what = ", ".join(f"{part.ids.size} {kinds[part.is_difference]} of {part.table}" for part in delta.parts)
+    if delta.model is not None:
+        what = f"model {delta.model.folder}"
+    return f"{delta.sequence}: step {delta.step}, {made}, {what}"
 
 
 def _read_rows(file: Path) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from helmrec.config import Frozen
-from helmrec.deltas.delta import Delta
+from helmrec.deltas.delta import Delta, NamedModel
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
@@ -34,6 +35,7 @@ _ALARM_EVERY_S = 60.0
 _JOIN_S = 15.0
 _EVEN_S = 0.05  # with a budget of rows per second, a slice has at most those of this time
 _MOST_SLICES = 16  # of small deltas, between two steps
+_ASK_AGAIN_S = 5.0  # for a model that could not be swapped in
 
 
 class TakesRows(Protocol):
@@ -57,6 +59,9 @@ class StreamStart:
     sequence: int = 0
 
 
+SwapModel = Callable[[NamedModel, StreamStart], None]
+
+
 class ConsumerLimits(Frozen):
     """Bounds of applying deltas."""
 
@@ -69,11 +74,13 @@ class ConsumerLimits(Frozen):
 class _Slice:
     """Rows of a delta that become visible together."""
 
-    sequence: int
-    made_s: float
     staged: StagedRows
     after: RowPosition  # once they are visible
-    is_skip: bool
+    delta: Delta
+
+    @property
+    def sequence(self) -> int:
+        return self.delta.sequence
 
     @property
     def num_rows(self) -> int:
@@ -106,10 +113,26 @@ class RowConsumer:
         self._slice_rows = min(self._limits.slice_rows, math.ceil(rate * _EVEN_S)) if rate else self._limits.slice_rows
         self._allowance, self._allowed_s = float(self._slice_rows), time.monotonic()
         self._alarmed_s = -_ALARM_EVERY_S
+        self._swap: SwapModel | None = None
+        self._asked_s = -math.inf  # when it was last asked to
         self._turn = 0  # counts rejections, so that the reader sees one that came while it waited
         self._has_looked = self._is_over = False
         self._thread = threading.Thread(target=self._follow, name="helmrec-row-deltas", daemon=True)
         engine.start_at(self._position)
+
+    def follow_models(self, swap: SwapModel) -> None:
+        """Before the start: call `swap`, in the thread of `apply`, with a model that the stream names and its position.
+
+        No later delta is applied here: the engine of that model has a consumer of its own. `reject_model` goes on.
+        """
+        self._swap = swap
+
+    def reject_model(self, reason: str) -> None:
+        """Stop at a model that could not be swapped in; after a while it is tried again."""
+        with self._changed:
+            if self._ahead and self._ahead[0].delta.model is not None:
+                self._asked_s = time.monotonic()
+                self._reject(self._ahead[0], f"names a model that cannot be swapped in: {reason}")
 
     def start(self) -> None:
         log.info("following row deltas", extra={"source": self._source.name, "after": self._position.sequence})
@@ -123,6 +146,7 @@ class RowConsumer:
                 self._changed.wait_for(lambda: self._ahead or self._has_looked or self._is_over, _POLL_S)
                 target = self._newest if target is None and self._newest > first else target
                 is_stopped = self._has_looked and self._stop is not None and not self._ahead
+                is_stopped |= bool(self._ahead) and self._ahead[0].delta.model is not None  # swapped in while it serves
                 is_there = self._has_looked and self._position.sequence >= (self._newest if target is None else target)
             if is_stopped or is_there:
                 break
@@ -134,6 +158,7 @@ class RowConsumer:
     def apply(self, now: float) -> bool:
         """Apply up to a slice of rows, of small deltas several; True if another slice is due at once."""
         self._alarm(now)
+        self._ask_for_model(now)
         earned = math.inf if self._limits.rows_per_s is None else (now - self._allowed_s) * self._limits.rows_per_s
         self._allowance, self._allowed_s = min(float(self._slice_rows), self._allowance + earned), now
         left = self._slice_rows
@@ -147,7 +172,23 @@ class RowConsumer:
     def _is_due(self, most: int) -> bool:
         """Whether the next slice has at most so many rows and the budget allows it."""
         with self._changed:
-            return bool(self._ahead) and self._ahead[0].num_rows <= min(most, self._allowance)
+            return (
+                bool(self._ahead)
+                and self._ahead[0].delta.model is None
+                and self._ahead[0].num_rows <= min(most, self._allowance)
+            )
+
+    def _ask_for_model(self, now: float) -> None:
+        """Have the next delta swapped in, if it is a model."""
+        with self._changed:
+            first = self._ahead[0] if self._ahead else None
+            if first is None or first.delta.model is None or now - self._asked_s < _ASK_AGAIN_S:
+                return
+            self._asked_s = math.inf  # until it is rejected
+        if self._swap is None:
+            self.reject_model("this server cannot swap models")
+        else:
+            self._swap(first.delta.model, StreamStart(first.delta.stream, first.sequence))
 
     def stats(self) -> RowStreamStats:
         with self._changed:
@@ -169,39 +210,39 @@ class RowConsumer:
 
     def _lag_s(self) -> float:
         if self._ahead:
-            return max(0.0, time.time() - self._ahead[0].made_s)
+            return max(0.0, time.time() - self._ahead[0].delta.made_s)
         return 0.0 if self._stop is None else max(0.0, time.time() - self._stopped_s)
 
     def _apply_slice(self) -> int:
         """Make the first slice ahead visible, if there is one; return its rows."""
         with self._changed:  # so that no slice is staged again while it is written
-            if not self._ahead:
+            if not self._ahead or self._ahead[0].delta.model is not None:
                 return 0
             first = self._ahead[0]
             try:
                 self._engine.apply_rows(first.staged, first.after)
             except RequestError as error:
-                self._reject(first, error)
+                self._reject(first, f"does not fit: {error}")
                 return 0
             self._ahead.popleft()
             self._position = first.after
             self._counts["rows"] += first.num_rows
             if not first.after.offset:
-                self._counts["skipped" if first.is_skip else "deltas"] += 1
+                self._counts["skipped" if first.delta.is_skip else "deltas"] += 1
                 if self._rejected == first.sequence:
                     self._rejected = None
                     self._go_on()
             self._changed.notify_all()
         return first.num_rows
 
-    def _reject(self, first: _Slice, error: RequestError) -> None:
+    def _reject(self, first: _Slice, reason: str) -> None:
         """Stop at a delta that the engine refuses, and read from there again."""
         with self._changed:
             self._ahead.clear()
             self._read_to, self._rejected = first.sequence - 1, first.sequence
             self._turn += 1
             self._changed.notify_all()
-        self._note_stop(f"delta {first.sequence} does not fit: {error}")
+        self._note_stop(f"delta {first.sequence} {reason}")
 
     def _follow(self) -> None:
         """Read ahead until closed."""
@@ -261,7 +302,7 @@ class RowConsumer:
             with self._changed:
                 if self._turn != turn:
                     return False
-                self._ahead.append(_Slice(delta.sequence, delta.made_s, staged, after, not delta.parts))
+                self._ahead.append(_Slice(staged, after, delta))
                 if not after.offset:
                     self._read_to, self._stream = delta.sequence, delta.stream
                 self._changed.notify_all()

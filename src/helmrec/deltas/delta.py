@@ -1,4 +1,4 @@
-"""A row delta: new rows of some tables with a sequence number, and its form as bytes.
+"""A row delta: new rows of some tables, or a whole model, with a sequence number, and its form as bytes.
 
 The bytes are a safetensors file: the metadata name the stream, the sequence number, the training step and the tables;
 each table has a tensor of ids and one of values. The last tensor is a checksum of all bytes before it. No pickle.
@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ _CHECKSUM_BYTES = 16
 _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _VALUES, _DIFFERENCES = "values", "differences"
 _METADATA = {"format", "stream", "sequence", "step", "made_s", "parts"}
+_MODEL = "model"  # a further one, of a delta that names a model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,15 +54,34 @@ class TablePart:
             raise RequestError("ids", int(unique[counts > 1][0]), "each id may be given once")
 
 
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model folder that all servers of a stream can read, with the version that it must hold."""
+
+    folder: str
+    version: int
+
+    def __post_init__(self) -> None:
+        """Raise RequestError that names field and value."""
+        if not Path(self.folder).is_absolute():
+            raise RequestError("folder", self.folder, "an absolute path is needed, the same on every server")
+        if type(self.version) is not int or not 0 <= self.version < 2**63:
+            raise RequestError("version", self.version, "an integer from 0 on is needed")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """New rows that become visible together. One without parts is a number that an operator has skipped."""
+    """New rows that become visible together, or a model that replaces weights and rows.
+
+    One without either is a number that an operator has skipped.
+    """
 
     stream: str  # identity of the stream, made by its first producer
     sequence: int  # from 1 on, without gaps
     step: int  # of the training
     made_s: float  # wall clock of the producer
     parts: tuple[TablePart, ...] = ()
+    model: NamedModel | None = None
 
     def __post_init__(self) -> None:
         """Raise RequestError that names field and value."""
@@ -75,6 +96,12 @@ class Delta:
         tables = [part.table for part in self.parts]
         if twice := [table for table in tables if tables.count(table) > 1]:
             raise RequestError("table", twice[0], "each table may be given once in a delta")
+        if self.parts and self.model is not None:
+            raise RequestError("model", self.model.folder, "a delta has rows or a model, not both")
+
+    @property
+    def is_skip(self) -> bool:
+        return not self.parts and self.model is None
 
     @property
     def num_rows(self) -> int:
@@ -98,6 +125,8 @@ def encode(delta: Delta) -> bytes:
             "parts": json.dumps(kinds),
         }
     }
+    if delta.model is not None:
+        header["__metadata__"][_MODEL] = json.dumps([delta.model.folder, delta.model.version])
     names, at = {np.dtype("<i8"): "I64"} | {dtype: name for name, dtype in _DTYPES.items()}, 0
     for name, array in arrays.items():
         header[name] = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
@@ -127,7 +156,8 @@ def decode(data: bytes, place: str, expected: int | None = None) -> Delta:
         fields.fail(f"made_s must be a number, got {metadata['made_s']!r}")
     parts = fields.parts(metadata["parts"])
     try:
-        return Delta(metadata["stream"], sequence, fields.whole(metadata, "step"), made_s, parts)
+        model = fields.model(metadata[_MODEL]) if _MODEL in metadata else None
+        return Delta(metadata["stream"], sequence, fields.whole(metadata, "step"), made_s, parts, model)
     except RequestError as error:
         fields.fail(str(error))
 
@@ -170,7 +200,7 @@ class _Fields:
             self.fail("__metadata__ must be an object of texts")
         if found.get("format") != FORMAT:
             self.fail(f"format must be {FORMAT!r}, got {found.get('format')!r}")
-        if found.keys() != _METADATA:
+        if found.keys() - {_MODEL} != _METADATA:
             self.fail(f"metadata must be {sorted(_METADATA)}, got {sorted(found)}")
         return found
 
@@ -179,6 +209,18 @@ class _Fields:
         if not (text.isascii() and text.isdigit() and len(text) < 20):
             self.fail(f"{name} must be an integer, got {text[:40]!r}")
         return int(text)
+
+    def model(self, described: str) -> NamedModel:
+        try:
+            named = json.loads(described)
+        except (json.JSONDecodeError, RecursionError) as error:
+            self.fail(f"model is no JSON ({error})")
+        match named:
+            case [str(folder), int(version)]:
+                pass
+            case _:
+                self.fail(f"model must be [folder, version], got {described[:80]!r}")
+        return NamedModel(folder, version)
 
     def parts(self, described: str) -> tuple[TablePart, ...]:
         try:

@@ -1,12 +1,13 @@
 """The producer: sends new rows from a training loop to a stream of deltas."""
 
 import time
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from helmrec.deltas.delta import Delta, TablePart
+from helmrec.deltas.delta import Delta, NamedModel, TablePart
 from helmrec.deltas.source import DeltaSink, open_source
 from helmrec.errors import DeltaCorrupt, DeltaGap, RequestError
 from helmrec.types import Ids
@@ -40,12 +41,25 @@ class DeltaProducer:
 
     def push_parts(self, parts: list[TablePart], *, step: int) -> int:
         """Append rows of several tables, which become visible together."""
-        delta = Delta(self.stream, self.newest + 1, step, time.time(), tuple(parts))
+        return self._append(step, tuple(parts))
+
+    def _append(self, step: int, parts: tuple[TablePart, ...], model: NamedModel | None = None) -> int:
+        delta = Delta(self.stream, self.newest + 1, step, time.time(), parts, model)
         self._sink.write(delta)
         self.newest = delta.sequence
         if self._keep is not None:
             self._sink.trim(self.newest - self._keep)
         return self.newest
+
+    def push_model(self, folder: str | Path, *, step: int) -> int:
+        """Append a whole model, weights and rows, in a folder that every server can read; return its number.
+
+        Servers swap it in where it stands in the stream: later deltas change its rows. The folder must stay.
+        """
+        from helmrec.model.weights import read_manifest  # noqa: PLC0415 - imports torch, which rows do not need
+
+        whole = Path(folder).resolve()
+        return self._append(step, (), NamedModel(str(whole), read_manifest(whole).version))
 
     def close(self) -> None:
         self._sink.close()

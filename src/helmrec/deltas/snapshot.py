@@ -12,6 +12,7 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.deltas.consumer import StreamStart, check_delta
+from helmrec.deltas.delta import NamedModel
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_values import new_values
@@ -88,6 +89,9 @@ def write_snapshot(
     for delta in in_order(source.read(start.sequence), start.sequence, stream):
         if delta.sequence > end:
             break
+        if delta.model is not None:
+            loaded = load_model(check_named(delta.model))
+            master = RowMaster(loaded.tables)
         try:
             _write(master, check_delta(loaded.config, delta))
         except RequestError as error:
@@ -107,6 +111,14 @@ def write_snapshot(
         os.fsync(file.fileno())
     beside.rename(out)
     return position
+
+
+def check_named(model: NamedModel) -> Path:
+    """Return the folder of a model that a delta names; ModelError if it is missing, or holds another version."""
+    folder = Path(model.folder)
+    if (found := read_manifest(folder).version) != model.version:
+        raise ModelError(f"{folder} must hold version {model.version} of the model, got {found}")
+    return folder
 
 
 def snapshot_name(sequence: int) -> str:

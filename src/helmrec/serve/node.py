@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from helmrec.config import EngineConfig
-from helmrec.deltas.consumer import ConsumerLimits, RowConsumer
+from helmrec.deltas.consumer import ConsumerLimits, RowConsumer, StreamStart
 from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.engine import Engine
@@ -38,15 +38,21 @@ def process_port(model: Path, engine: EngineConfig, serve: ServeConfig, environm
 
 def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingPort:
     """Make a port whose engine runs in this process and can be swapped."""
-    return SwappingPort(in_process(model, engine, serve), lambda other: in_process(other, engine, serve))
+    return SwappingPort(in_process(model, engine, serve), lambda other, start: in_process(other, engine, serve, start))
 
 
-def in_process(model: Path, engine: EngineConfig, serve: ServeConfig) -> InProcessPort:
-    """Make a port to one engine in this process, of the model or of the newest snapshot of its tables."""
+def in_process(
+    model: Path, engine: EngineConfig, serve: ServeConfig, start: StreamStart | None = None
+) -> InProcessPort:
+    """Make a port to one engine in this process, of the model or of the newest snapshot of its tables.
+
+    `start`: serve the model itself, whose rows have this place in the stream of row deltas.
+    """
     steering = Steering.of(serve)
     source = None if serve.row_deltas is None else open_source(serve.row_deltas)
-    folder = model if serve.row_snapshots is None else newest_snapshot(Path(serve.row_snapshots), model) or model
+    snapshots = None if start is not None or serve.row_snapshots is None else Path(serve.row_snapshots)
+    folder = model if snapshots is None else newest_snapshot(snapshots, model) or model
     made = Engine.from_model(folder, with_curves(serve.policy, engine))
     limits = ConsumerLimits(slice_rows=serve.row_slice, rows_per_s=serve.row_rate)
-    rows = None if source is None else RowConsumer(source, made, read_start(folder), limits)
+    rows = None if source is None else RowConsumer(source, made, start or read_start(folder), limits)
     return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config), rows)

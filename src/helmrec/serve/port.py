@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
-from helmrec.deltas.consumer import RowConsumer
+from helmrec.deltas.consumer import RowConsumer, SwapModel
 from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
 from helmrec.engine.warm_up import warm_up
@@ -250,6 +250,16 @@ class InProcessPort:
 
     async def forget(self, user_id: UserId) -> None:
         await asyncio.to_thread(self.engine.forget, user_id)
+
+    def follow_models(self, swap: SwapModel) -> None:
+        """Before the start: have models swapped in that the stream of row deltas names, if one is followed."""
+        if self._rows is not None:
+            self._rows.follow_models(swap)
+
+    def reject_model(self, reason: str) -> None:
+        """Report that a model of the stream was not swapped in."""
+        if self._rows is not None:
+            self._rows.reject_model(reason)
 
     def inherit(self, old: "InProcessPort") -> None:
         """Before the start: take over split, hot rows and controller state of another engine, as far as they apply."""

@@ -8,10 +8,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from numpy.typing import ArrayLike
 
+from helmrec.deltas.consumer import StreamStart
+from helmrec.deltas.delta import NamedModel
+from helmrec.deltas.snapshot import check_named
 from helmrec.errors import EngineClosed, ModelError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.port import Health, InProcessPort
@@ -26,9 +30,11 @@ class SwappingPort:
 
     num_restarts = 0
 
-    def __init__(self, first: InProcessPort, make: Callable[[Path], InProcessPort]) -> None:
-        """`make` builds an engine from a model's folder, in a thread."""
+    def __init__(self, first: InProcessPort, make: Callable[[Path, StreamStart | None], InProcessPort]) -> None:
+        """`make` builds an engine from a model's folder, in a thread; with the place of its rows in a stream."""
         self._make = make
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._following: set[Future[None]] = set()  # swaps that the stream of row deltas asked for
         self._retiring: list[InProcessPort] = []
         self._one_at_a_time = asyncio.Lock()
         self._is_over = False
@@ -55,7 +61,31 @@ class SwappingPort:
         return self.current.reason
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.current.follow_models(self._swap_from_stream)
         self.current.start()
+
+    def _swap_from_stream(self, model: NamedModel, start: StreamStart) -> None:
+        """Begin to swap in a model that the stream of row deltas names. Called in the thread that steps the engine."""
+        assert self._loop is not None
+        swapping = asyncio.run_coroutine_threadsafe(self._follow(model, start), self._loop)
+        self._following.add(swapping)
+        swapping.add_done_callback(self._following.discard)
+
+    async def _follow(self, model: NamedModel, start: StreamStart) -> None:
+        """Swap; on a failure the stream stops there, and the old model serves on."""
+        asked_by = self.current
+        try:
+            async with self._one_at_a_time:
+                if asked_by is self.current:  # else an admin call has swapped another model in, which follows by itself
+                    folder = await asyncio.to_thread(check_named, model)
+                    await self._take_over(folder, start)
+        except EngineClosed:
+            if not self._is_over:
+                asked_by.reject_model("its engine did not get ready")
+        except Exception as error:  # whatever is wrong with that model: the old one serves
+            log.exception("a model of the row stream was not swapped in")
+            asked_by.reject_model(" ".join(str(error).split())[:300])
 
     async def place_rows(self, table: str, ids: Ids, values: ArrayLike) -> int:
         """Update rows of the current model; return the number of swaps before it."""
@@ -74,31 +104,38 @@ class SwappingPort:
         one has taken over.
         """
         async with self._one_at_a_time:
-            if self._is_over:
-                raise EngineClosed("the server is about to stop")
-            started_s = time.perf_counter()
-            old, new = self.current, await asyncio.to_thread(self._make, Path(model))
-            try:
-                check_fits(new.model, old.model)
-                await asyncio.to_thread(new.inherit, old)
-                await self._get_ready(new)
-            except BaseException:
-                await new.retire()
-                raise
-            self._serve_with(new)
-            self.num_swaps += 1
-            self._retiring.append(old)
-            ready_s = time.perf_counter()
-            try:
-                await old.retire()
-            except Exception:
-                log.exception("the engine of the old model did not close cleanly")
-            finally:
-                self._retiring.remove(old)
-            seconds = {"ready_s": ready_s - started_s, "drained_s": time.perf_counter() - ready_s}
-            log.info("model swapped", extra={name: round(value, 3) for name, value in seconds.items()})
+            await self._take_over(Path(model), None)
+
+    async def _take_over(self, model: Path, start: StreamStart | None) -> None:
+        """Replace the engine. `start`: the place in the stream of row deltas that the model's rows have."""
+        if self._is_over:
+            raise EngineClosed("the server is about to stop")
+        started_s = time.perf_counter()
+        old, new = self.current, await asyncio.to_thread(self._make, model, start)
+        try:
+            check_fits(new.model, old.model)
+            if start is not None:
+                _check_tables(new.model, old.model)
+            await asyncio.to_thread(new.inherit, old)
+            await self._get_ready(new)
+        except BaseException:
+            await new.retire()
+            raise
+        self._serve_with(new)
+        self.num_swaps += start is None  # of admin calls: the front does not see those of a stream
+        self._retiring.append(old)
+        ready_s = time.perf_counter()
+        try:
+            await old.retire()
+        except Exception:
+            log.exception("the engine of the old model did not close cleanly")
+        finally:
+            self._retiring.remove(old)
+        seconds = {"ready_s": ready_s - started_s, "drained_s": time.perf_counter() - ready_s}
+        log.info("model swapped", extra={name: round(value, 3) for name, value in seconds.items()})
 
     async def _get_ready(self, port: InProcessPort) -> None:
+        port.follow_models(self._swap_from_stream)
         port.start()
         while port.health is Health.STARTING:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -115,6 +152,13 @@ def check_fits(new: ModelConfig, old: ModelConfig) -> None:
     for field, kept in _contract(old).items():
         if (found := _contract(new)[field]) != kept:
             raise ModelError(f"the model cannot be swapped in: its {field} must be {kept!r}, got {found!r}")
+
+
+def _check_tables(new: ModelConfig, old: ModelConfig) -> None:
+    """Raise ModelError unless both have the same rows, as stored histories and later deltas need it."""
+    sizes = [{table.name: table.num_rows for table in model.tables} for model in (new, old)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(f"the model cannot be swapped in: its tables must be {sizes[1]}, got {sizes[0]}")
 
 
 def _contract(model: ModelConfig) -> dict[str, object]:
