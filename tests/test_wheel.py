@@ -98,6 +98,13 @@ def test_loads_are_planned_and_scenarios_are_simulated(installed: Installed) -> 
     assert "static:0.5" in simulated.stdout
 
 
+def test_the_short_demo_runs_and_writes_its_report(installed: Installed) -> None:
+    shown = installed.run("helmrec", "demo", "--quick")
+    assert shown.returncode == 0, shown.stderr
+    assert "On this machine" in shown.stdout
+    assert "<html" in (installed.folder / "helmrec-demo.html").read_text()
+
+
 def test_a_missing_extra_is_named(installed: Installed) -> None:
     for name in ("log.parquet", "histories.parquet"):
         (installed.folder / name).write_bytes(b"PAR1")
@@ -109,7 +116,7 @@ def test_a_missing_extra_is_named(installed: Installed) -> None:
 
 
 @pytest.mark.slow
-def test_everything_compiles_in_a_fresh_installation_and_the_demo_runs(tmp_path: Path) -> None:
+def test_everything_compiles_in_a_fresh_installation(tmp_path: Path) -> None:
     fresh = install_wheel(tmp_path)
     quickstart(fresh)
     for command in ("plan --rate 500", "simulate main-trend --policy static:0.5", "demo --quick --out demo.html"):
