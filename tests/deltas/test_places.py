@@ -152,6 +152,35 @@ def test_a_corrupt_entry_is_named_and_skipped(tmp_path: Path) -> None:
         sink.close()
 
 
+def test_a_folder_is_listed_rarely_and_a_number_behind_a_gap_is_seen_a_little_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, lists = 0.0, 0
+    reader, writer = DeltaFolder(tmp_path, clock=lambda: now), DeltaFolder(tmp_path)
+    list_all = DeltaFolder._sequences
+
+    def counted(self: DeltaFolder) -> list[int]:
+        nonlocal lists
+        lists += self is reader
+        return list_all(self)
+
+    monkeypatch.setattr(DeltaFolder, "_sequences", counted)
+    writer.write(delta(1))
+    assert reader.newest() == 1
+    for sequence in range(2, 50):
+        writer.write(delta(sequence))
+        assert reader.newest() == sequence
+        assert [each.sequence for each in reader.read(sequence - 1)] == [sequence]
+    assert lists == 1
+    writer.write(delta(52))
+    assert (reader.newest(), list(reader.read(49))) == (49, [])
+    now = 0.5
+    assert reader.newest() == 52
+    assert [each.sequence for each in reader.read(49)] == [52]
+    (tmp_path / writer._file(52)).unlink()
+    assert reader.newest() == 49, "a number that is gone is noticed at once"
+
+
 def test_half_written_files_are_not_seen(tmp_path: Path) -> None:
     folder = DeltaFolder(tmp_path)
     folder.write(delta(1))
@@ -212,7 +241,7 @@ def test_wrong_rows_are_not_pushed(tmp_path: Path, ids: object, values: object, 
 
 def test_the_sample_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "row-updates.md").read_text()
-    (sample,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    sample, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     exec(compile(sample, "docs/row-updates.md", "exec"), {})
     (pushed,) = DeltaFolder(tmp_path / "deltas").read(0)

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from helmrec.engine.id_checks import REFUSE, _first_step_back, _shift
-from helmrec.engine.intake import Intake
+from helmrec.engine.id_checks import REFUSE, _first_step_back, _shift, has_infinite
+from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.errors import RequestError
 from helmrec.model.config import RetrievalHead
 from helmrec.types import RankRequest
@@ -98,3 +99,32 @@ def test_a_retrieval_model_keeps_all_events_but_the_last_and_needs_one() -> None
     assert prepared.num_attending == 2, "the last event and the hour, no candidates"
     with pytest.raises(RequestError, match=r"items: at least one event is needed.*, got 0"):
         intake.prepare(random_request(np.random.default_rng(0), config, num_events=0))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([np.inf, -np.inf, np.nan, 65504.0, -65504.0, 0.0, -0.0]), st.floats(-9, 9)),
+        max_size=40,
+    )
+)
+def test_numbers_that_are_not_finite_are_found_as_by_the_plain_twin(dtype: type, numbers: list[float]) -> None:
+    values: NDArray[np.floating] = np.array(numbers, dtype)
+    assert has_infinite(values, np.inf) == (not np.isfinite(values).all())
+    if dtype is np.float32:
+        assert has_infinite(values, 9.0) == (not (np.abs(values) < 9.0).all())
+    twice = np.stack([values, values[::-1]])[:, ::2]
+    assert has_infinite(twice, np.inf) == (not np.isfinite(twice).all())
+
+
+def test_new_rows_of_float16_are_taken_as_they_are() -> None:
+    config = tiny_config(row_dtype="float16")
+    values = np.full((2, config.row_dim), 65504.0, np.float16)
+    assert prepare_rows(config, "item", [3, 1], values).values is values
+    values[1, 2] = np.inf
+    with pytest.raises(RequestError, match=r"values\[1, 2\]: numbers finite in float16 are needed, got inf"):
+        prepare_rows(config, "item", [3, 1], values)
+    with pytest.raises(RequestError, match=r"values\[0, 0\]: numbers finite in float16 are needed, got 65520"):
+        prepare_rows(config, "item", [3], np.full((1, config.row_dim), 65520.0, np.float32))
+    with pytest.raises(RequestError, match="ids: each id may be given once, got 3"):
+        prepare_rows(config, "item", [3, 1, 3], np.zeros((3, config.row_dim), np.float32))

@@ -18,8 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from helmrec.config import Frozen
-from helmrec.deltas.delta import Delta, NamedModel
+from helmrec.deltas.delta import Delta, NamedModel, TablePart, decode, encode
 from helmrec.deltas.source import DeltaSource, in_order
+from helmrec.engine.id_checks import has_infinite
 from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.runner import StagedRows
@@ -136,6 +137,7 @@ class RowConsumer:
 
     def start(self) -> None:
         log.info("following row deltas", extra={"source": self._source.name, "after": self._position.sequence})
+        _compile_checks()
         self._thread.start()
 
     def catch_up(self) -> None:
@@ -352,6 +354,14 @@ class RowConsumer:
             log.warning("rows lag behind training", extra=fields)
 
 
+def _compile_checks() -> None:
+    """Compile what checks deltas before the first one comes, since compiling holds the interpreter lock."""
+    for dtype in (np.float16, np.float32):
+        part = TablePart("any", np.zeros(1, np.int64), np.zeros((1, 1), dtype))
+        (read,) = decode(encode(Delta("any", 1, 0, 0.0, (part,))), "a delta").parts
+        has_infinite(read.values, np.inf)
+
+
 def _part(update: RowUpdate, start: int, end: int) -> RowUpdate:
     added = None if update.is_added is None else update.is_added[start:end]
     return RowUpdate(update.rows[start:end], update.values[start:end], added)
@@ -360,8 +370,11 @@ def _part(update: RowUpdate, start: int, end: int) -> RowUpdate:
 def check_delta(model: ModelConfig, delta: Delta) -> RowUpdate:
     """Check a whole delta against a model; RequestError names what does not fit."""
     updates = [prepare_rows(model, part.table, part.ids, part.values) for part in delta.parts]
-    rows = np.concatenate([each.rows for each in updates]) if updates else np.zeros(0, np.int64)
-    values = np.concatenate([each.values for each in updates]) if updates else np.zeros((0, model.row_dim), np.float32)
+    if not updates:
+        return RowUpdate(np.zeros(0, np.int64), np.zeros((0, model.row_dim), np.float32))
+    first, *others = updates
+    rows = np.concatenate([each.rows for each in updates]) if others else first.rows
+    values = np.concatenate([each.values for each in updates]) if others else first.values
     added = None
     if any(part.is_difference for part in delta.parts):
         added = np.concatenate([np.full(part.ids.size, part.is_difference) for part in delta.parts])

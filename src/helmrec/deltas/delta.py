@@ -4,7 +4,6 @@ The bytes are a safetensors file: the metadata name the stream, the sequence num
 each table has a tensor of ids and one of values. The last tensor is a checksum of all bytes before it. No pickle.
 """
 
-import hashlib
 import json
 import struct
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from helmrec.types import IntArray
 FORMAT = "helmrec-row-delta-1"
 MAX_DELTA_BYTES = 256 << 20  # of an encoded delta; larger updates are pushed as several deltas
 _MAX_HEADER_BYTES = 1 << 20
-_CHECKSUM_BYTES = 16
+_CHECKSUM_BYTES = 8
 _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _VALUES, _DIFFERENCES = "values", "differences"
 _METADATA = {"format", "stream", "sequence", "step", "made_s", "parts"}
@@ -49,9 +48,9 @@ class TablePart:
             raise RequestError("values", str(self.values.dtype), "float32 or float16 is needed")
         if self.ids.size and int(self.ids.min()) < 0:
             raise RequestError("ids", int(self.ids.min()), "row ids start at 0")
-        unique, counts = np.unique(self.ids, return_counts=True)
-        if unique.size != self.ids.size:
-            raise RequestError("ids", int(unique[counts > 1][0]), "each id may be given once")
+        ordered = np.sort(self.ids)
+        if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
+            raise RequestError("ids", int(ordered[twice[0]]), "each id may be given once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +139,13 @@ def encode(delta: Delta) -> bytes:
     return body + _checksum(body)
 
 
-def decode(data: bytes, place: str, expected: int | None = None) -> Delta:
+def decode(data: bytes | bytearray, place: str, expected: int | None = None) -> Delta:
     """Read a delta. `place` names it in errors; `expected` is the sequence number of that place.
 
-    Raises DeltaCorrupt, which says what is wrong and where.
+    The arrays of the delta are views of a `bytearray`; other bytes are copied, since arrays must be writable to become
+    tensors. Raises DeltaCorrupt, which says what is wrong and where.
     """
-    fields = _Fields(data, place, expected)
+    fields = _Fields(data if isinstance(data, bytearray) else bytearray(data), place, expected)
     metadata = fields.metadata()
     sequence = fields.whole(metadata, "sequence")
     if expected is not None and sequence != expected:
@@ -163,19 +163,21 @@ def decode(data: bytes, place: str, expected: int | None = None) -> Delta:
 
 
 def _checksum(body: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+    from helmrec.deltas.checksum import xxh64  # noqa: PLC0415 - compiled code, which help does without
+
+    return xxh64(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 class _Fields:
     """The checked parts of an encoded delta."""
 
-    def __init__(self, data: bytes, place: str, sequence: int | None) -> None:
+    def __init__(self, data: bytearray, place: str, sequence: int | None) -> None:
         self._place, self._sequence = place, sequence
         if len(data) < 8 + _CHECKSUM_BYTES:
             self.fail(f"it has {len(data)} bytes, too few for a delta")
         if len(data) > MAX_DELTA_BYTES:
             self.fail(f"it has {len(data)} bytes, more than the {MAX_DELTA_BYTES} of a delta")
-        found, expected = data[-_CHECKSUM_BYTES:], _checksum(memoryview(data)[:-_CHECKSUM_BYTES])
+        found, expected = bytes(data[-_CHECKSUM_BYTES:]), _checksum(memoryview(data)[:-_CHECKSUM_BYTES])
         if found != expected:
             self.fail(f"checksum {expected.hex()} expected, got {found.hex()}")
         (num_bytes,) = struct.unpack_from("<Q", data)

@@ -4,9 +4,11 @@ A file is written beside its place, synced to disk, and linked to its name, whic
 reader sees whole files only, and two producers cannot write over each other.
 """
 
+import math
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from helmrec.deltas.delta import MAX_DELTA_BYTES, Delta, decode, encode
@@ -15,26 +17,44 @@ from helmrec.errors import ConfigError, DeltaCorrupt, DeltaOutOfOrder, DeltaUnav
 _SUFFIX = ".delta.safetensors"
 _DIGITS = 20
 _STREAM = "stream"
+_LIST_EVERY_S = 0.5
 
 
 class DeltaFolder:
-    """The deltas of a folder."""
+    """The deltas of a folder.
 
-    def __init__(self, folder: str | Path, *, is_made: bool = False) -> None:
+    A folder of many deltas takes long to list. So the next number is looked for by its name, and the folder is listed
+    where that is missing, at most twice a second: a number behind a gap is seen that much later.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, is_made: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = str(folder)
-        self._folder = Path(folder)
+        self._folder, self._clock = Path(folder), clock
+        self._prefix = f"{self._folder}{os.sep}"
+        self._newest, self._listed_s = 0, -math.inf
         if is_made:
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._folder.is_dir():
             raise ConfigError(f"there is no folder of row deltas, got {self.name!r}")
 
     def read(self, after: int) -> Iterator[Delta]:
-        for sequence in self._sequences():
-            if sequence > after:
-                yield self._read(sequence)
+        for sequence in range(after + 1, self.newest() + 1):
+            if not self._has(sequence):
+                yield from (self._read(later) for later in self._sequences() if later >= sequence)
+                return
+            yield self._read(sequence)
 
     def newest(self) -> int:
-        return max(self._sequences(), default=0)
+        at = self._newest
+        if self._clock() - self._listed_s >= _LIST_EVERY_S or not self._has(at):
+            at = max(self._sequences(), default=0)
+            self._listed_s = self._clock()
+        while self._has(at + 1):
+            at += 1
+        self._newest = at
+        return at
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -53,6 +73,7 @@ class DeltaFolder:
 
     def write(self, delta: Delta) -> None:
         self._put(self._file(delta.sequence), encode(delta), is_first=True, sequence=delta.sequence)
+        self._newest = max(self._newest, delta.sequence)
 
     def skip(self, delta: Delta) -> None:
         path = self._folder / self._file(delta.sequence)
@@ -73,14 +94,20 @@ class DeltaFolder:
         numbers = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
         return sorted(int(number) for number in numbers if len(number) == _DIGITS and number.isdigit())
 
+    def _has(self, sequence: int) -> bool:
+        return os.path.exists(self._prefix + self._file(sequence))  # noqa: PTH110 - asked often
+
     def _file(self, sequence: int) -> str:
         return f"{sequence:0{_DIGITS}d}{_SUFFIX}"
 
     def _read(self, sequence: int) -> Delta:
         path = self._folder / self._file(sequence)
         try:
-            with path.open("rb") as file:
-                data = file.read(MAX_DELTA_BYTES + 1)
+            with path.open("rb", buffering=0) as file:
+                data = bytearray(min(os.fstat(file.fileno()).st_size, MAX_DELTA_BYTES + 1))
+                view, at = memoryview(data), 0
+                while num := file.readinto(view[at:]):
+                    at += num
         except OSError as error:  # perhaps trimmed since it was listed
             raise DeltaUnavailable(f"{path} cannot be read: {error.strerror}", sequence) from None
         return decode(data, str(path), sequence)

@@ -73,6 +73,8 @@ class DeltaProducer:
 
 def make_part(table: str, ids: Ids | Any, values: ArrayLike | Any, *, add: bool = False) -> TablePart:
     """Convert arrays or tensors to a part of a delta; RequestError names what is wrong."""
+    from helmrec.engine.id_checks import has_infinite  # noqa: PLC0415 - compiled code, which help does without
+
     rows = np.asarray(_on_host(ids))
     if rows.dtype.kind not in "iu" and rows.size:
         raise RequestError("ids", str(rows.dtype), "integers are needed")
@@ -86,8 +88,8 @@ def make_part(table: str, ids: Ids | Any, values: ArrayLike | Any, *, add: bool 
             new = new.astype(np.float32)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
-    if (wrong := np.argwhere(~np.isfinite(new))).size:
-        at = tuple(wrong[0])
+    if has_infinite(new, np.inf):
+        at = tuple(np.argwhere(~np.isfinite(new))[0])
         raise RequestError(f"values{[int(i) for i in at]}", float(new[at]), "finite numbers are needed")
     return TablePart(table, np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(new), add)
 

@@ -157,6 +157,31 @@ def _first_step_back(values: IntArray) -> int:
     return values.size
 
 
+def has_infinite(values: NDArray[np.floating], bound: float) -> bool:
+    """Whether a number is not finite, or its size is not below `bound`. float16: only whether one is not finite."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if flat.dtype == np.float16:
+        return bool(_has_full_exponent(flat.view(np.uint16)))
+    return bool(_has_beyond(flat.astype(np.float32, copy=False), np.float32(bound)))
+
+
+@numba.njit(cache=True, nogil=True)
+def _has_full_exponent(bits: NDArray[np.uint16]) -> bool:
+    """Whether one of these float16 is infinite or no number. No early exit, so that it becomes vector instructions."""
+    is_found = False
+    for i in range(bits.size):
+        is_found |= (bits[i] & 0x7C00) == 0x7C00
+    return is_found
+
+
+@numba.njit(cache=True, nogil=True)
+def _has_beyond(values: NDArray[np.float32], bound: np.float32) -> bool:
+    is_found = False
+    for i in range(values.size):
+        is_found |= not abs(values[i]) < bound
+    return is_found
+
+
 def check_forward(timestamps: IntArray) -> None:
     at = _first_step_back(timestamps)
     if at < timestamps.size:

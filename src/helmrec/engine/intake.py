@@ -18,6 +18,7 @@ from helmrec.engine.id_checks import (
     context_rows,
     context_table,
     flat_ids,
+    has_infinite,
     take_rows,
     whole_number,
 )
@@ -256,7 +257,7 @@ class RowUpdate(NamedTuple):
     """Checked new values of rows."""
 
     rows: IntArray  # ids in the shared row space, distinct
-    values: NDArray[np.float32]  # (rows, row_dim)
+    values: NDArray[np.float32] | NDArray[np.float16]  # (rows, row_dim)
     is_added: NDArray[np.bool_] | None = None  # rows whose values are added to the old ones; None: no row
 
 
@@ -268,22 +269,27 @@ def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -
     offset = config.offsets[table]
     lines = IdLines(("ids",), np.array([num_rows[table]]), np.array([offset]), (table,), np.array([REFUSE]))
     (rows,) = take_rows(lines, [ids], {})
-    unique, counts = np.unique(rows, return_counts=True)
-    if unique.size != rows.size:
-        raise RequestError("ids", int(unique[counts > 1][0]) - offset, "each id may be given once")
+    ordered = np.sort(rows)
+    if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
+        raise RequestError("ids", int(ordered[twice[0]]) - offset, "each id may be given once")
     return RowUpdate(rows, _row_values(values, (rows.size, config.row_dim), config.row_dtype))
 
 
-def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArray[np.float32]:
+def _row_values(values: ArrayLike, shape: tuple[int, int], dtype: str) -> NDArray[np.float32] | NDArray[np.float16]:
+    """Check new values. An array of float16 stays one: every row type holds its numbers, rounded at most."""
+    array: NDArray[np.float32] | NDArray[np.float16]
     try:
-        with np.errstate(over="ignore"):
-            array = np.asarray(values, np.float32)
+        if isinstance(values, np.ndarray) and values.dtype == np.float16:
+            array = values
+        else:
+            with np.errstate(over="ignore"):
+                array = np.asarray(values, np.float32)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError("values", type(values).__name__, f"an array of numbers is needed ({error})") from None
     if array.shape != shape:
         raise RequestError("values", array.shape, f"shape {shape} is needed")
-    if (wrong := np.argwhere(~(np.abs(array) < _INFINITE_FROM[dtype]))).size:
-        at = wrong[0]
+    if has_infinite(array, _INFINITE_FROM[dtype]):
+        at = np.argwhere(~(np.abs(array.astype(np.float32)) < _INFINITE_FROM[dtype]))[0]
         raise RequestError(f"values[{at[0]}, {at[1]}]", float(array[*at]), f"numbers finite in {dtype} are needed")
     return array
 
