@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+ALPHAS = (0.6, 0.05, 0.4, 0.1)  # in turn: rows of a large share have no room in the next
 
 
 @pytest.mark.parametrize(("head_dim", "page_tokens"), [(32, 64), (64, 128)], ids=["portable kernel", "hopper kernel"])
@@ -62,7 +63,7 @@ def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int
     worst = 0.0
     for i in range(700 if (dtype, form, head_dim) == ("bfloat16", "concat", 64) else 60):  # three requests each
         if i % 15 == 0:
-            engine.move_alpha(float(rng.uniform(0.05, 0.7)))
+            engine.move_alpha(ALPHAS[i // 15 % len(ALPHAS)])
         requests = []
         for user in rng.choice(12, 3):
             whole = histories[int(user)]

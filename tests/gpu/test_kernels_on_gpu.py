@@ -134,9 +134,9 @@ def _copy_into(static: Case, case: Case) -> None:
 @pytest.mark.parametrize("window", [AttentionWindow(100), AttentionWindow(1_000, 40)])
 @pytest.mark.parametrize("heads", [Heads(4, 128, 128), Heads(3, 8, 24)])
 def test_attention_with_a_window_matches_float64(
-    heads: Heads, window: AttentionWindow, dtype: torch.dtype, rng: np.random.Generator
+    heads: Heads, window: AttentionWindow, dtype: torch.dtype, fresh: np.random.Generator
 ) -> None:
-    case = in_window(random_case(rng, MIXED, heads, 128, dtype, num_context=2, device="cuda"), window)
+    case = in_window(random_case(fresh, MIXED, heads, 128, dtype, num_context=2, device="cuda"), window)
     triton_append.append_kv(*case[1:])
     out = triton_attention.attend(*case, scale=heads.qk**-0.5, normaliser=1000.0)[: case.num_live]
     assert relative_error(out, case.reference(heads.qk**-0.5, 1000.0)) < BOUND
@@ -145,11 +145,11 @@ def test_attention_with_a_window_matches_float64(
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize(("heads", "page_tokens"), [(Heads(4, 128, 128), 128), (Heads(2, 25, 25), 64)])
 def test_attention_with_a_relative_bias_matches_float64(
-    heads: Heads, page_tokens: int, dtype: torch.dtype, rng: np.random.Generator
+    heads: Heads, page_tokens: int, dtype: torch.dtype, fresh: np.random.Generator
 ) -> None:
     lengths = [Lengths(0, 700, 0), Lengths(1000, 40, 0), Lengths(0, 0, 0), Lengths(640, 1, 0), Lengths(0, 1, 0)]
-    plain = random_case(rng, lengths, heads, page_tokens, dtype, device="cuda")
-    case, bias = with_bias(plain, rng, 128)
+    plain = random_case(fresh, lengths, heads, page_tokens, dtype, device="cuda")
+    case, bias = with_bias(plain, fresh, 128)
     triton_append.append_kv(*case[1:])
     out = triton_attention.attend(*case, scale=heads.qk**-0.5, normaliser=1000.0, bias=bias)[: case.num_live]
     assert relative_error(out, case.reference(heads.qk**-0.5, 1000.0, bias)) < BOUND

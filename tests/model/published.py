@@ -2,8 +2,11 @@
 
 No published weight is in here. `non_sparse.ckpt` is what torch.save makes of a dictionary with the dense weights beside
 an optimiser's state; `sparse/` is what torch.distributed.checkpoint makes of three tables, each split by rows in two.
+
+    python -m tests.model.published FOLDER ITEMS    # of the published size, with so many items
 """
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -161,3 +164,9 @@ def random_query(rng: np.random.Generator, user: int, num: int, num_candidates: 
         "request_time": int(times[-1]) + int(rng.integers(0, 9_000)) if num else NOW,
     }
     return RankRequest(**fields | overrides)
+
+
+if __name__ == "__main__":
+    num_items = int(sys.argv[2])
+    sizes = {"item_id": num_items, "item_category_id": 128, "user_id": max(1, num_items // 100)}
+    write_published(Path(sys.argv[1]), PUBLISHED, sizes)

@@ -71,6 +71,10 @@ class Offers:
         self._traffic, self._hot_share, self._is_known = traffic, hot_share, is_known
         self._next_new = itertools.count(1 << 50)
 
+    @property
+    def engine(self) -> Engine:
+        return self._traffic.probe.engine
+
     def make(self, num: int, *, is_prepared: bool) -> Callable[[], "Future[RankResult]"]:
         """A function that submits one after the other of `num` requests."""
         traffic, probe = self._traffic, self._traffic.probe
@@ -145,17 +149,23 @@ def shape(plan: SearchPlan) -> ModelConfig:
 
 def compare(flags: Namespace, plan: SearchPlan) -> None:
     """Find the largest rates of model folders in turn, every user new; in reverse once more, if time is left."""
-    results = described(plan)
-    for folder in (*flags.models, *reversed(flags.models)):
-        found = results.setdefault(folder.name, [])
-        if found and time.perf_counter() - STARTED_S > flags.limit_s:
-            continue
+    results, offers = described(plan), {}
+    for folder in flags.models:
         engine = make_engine(load_model(folder), plan)
-        offers = Offers(PreparedTraffic(EngineProbe(engine), plan.crowd), plan.hot_share, is_known=False)
-        found.append({"graphs": engine.report().num_graphs} | search(engine, offers, plan, flags.steps, lowest=0.8))
+        traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
+        offers[folder] = Offers(traffic, plan.hot_share, is_known=False)
+        results[folder.name] = []
+    for turn, folder in enumerate((*flags.models, *reversed(flags.models))):
+        if turn >= len(flags.models) and time.perf_counter() - STARTED_S > flags.limit_s:
+            say(f"out of time: {folder.name} is measured once")
+            continue
+        say(folder.name)
+        engine = offers[folder].engine
+        found = search(engine, offers[folder], plan, flags.steps, lowest=0.9)
+        results[folder.name].append({"graphs": engine.report().num_graphs} | found)
         write_measurement(flags.out, results)
-        engine.close()
-        del engine, offers  # before the next one takes memory
+    for each in offers.values():
+        each.engine.close()
 
 
 def described(plan: SearchPlan) -> dict[str, Any]:
@@ -174,14 +184,17 @@ def make_engine(model: ModelConfig | LoadedModel, plan: SearchPlan) -> Engine:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=170, help="begin no further search after so long")
     parser.add_argument("--steps", type=int, default=4, help="points of each search")
+    parser.add_argument("--seconds", type=float, help="of each point; by default 5, with --quick 3")
+    parser.add_argument("--warm-up", type=int, help="requests before each search; by default 2000, with --quick 4")
     parser.add_argument("--models", type=Path, nargs="*", help="measure these model folders, every user new")
     parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
 
 
 def main(flags: Namespace) -> None:
     plan = QUICK if flags.quick else FULL
+    plan = replace(plan, seconds=flags.seconds or plan.seconds, warm_up=flags.warm_up or plan.warm_up)
     if flags.models:
-        compare(flags, replace(plan, pool_bytes=min(plan.pool_bytes, 24 << 30)))  # four engines in one process
+        compare(flags, replace(plan, pool_bytes=min(plan.pool_bytes, 24 << 30)))  # all engines in one process
         return
     results = described(plan) | {"table_bytes": plan.table_bytes}
     engine = make_engine(shape(plan), plan)
