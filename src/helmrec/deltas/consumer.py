@@ -106,6 +106,7 @@ class RowConsumer:
         self._read_to = start.sequence
         self._stream = start.stream
         self._newest = start.sequence
+        self._target, self._target_s = start.sequence, 0.0  # what the source held at that time, until it is visible
         self._stop: str | None = None
         self._rejected: int | None = None  # the delta that the engine has refused, until it is passed
         self._stopped_s = 0.0  # when it stopped, by the wall clock, as deltas have it
@@ -200,6 +201,11 @@ class RowConsumer:
                 self._source.name, at, newest, max(0, newest - at), self._lag_s(), **self._counts, stop=self._stop
             )
 
+    def reader_cpu_s(self) -> float:
+        """Return the CPU time of the thread that reads, while it runs."""
+        assert self._thread.ident is not None and self._thread.is_alive(), "it follows"
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def close(self) -> None:
         """Stop following. What was read ahead and not applied is read again by whoever follows next."""
         with self._changed:
@@ -211,9 +217,14 @@ class RowConsumer:
             self._source.close()
 
     def _lag_s(self) -> float:
+        now, since = time.time(), []
         if self._ahead:
-            return max(0.0, time.time() - self._ahead[0].delta.made_s)
-        return 0.0 if self._stop is None else max(0.0, time.time() - self._stopped_s)
+            since.append(self._ahead[0].delta.made_s)
+        elif self._stop is not None:
+            since.append(self._stopped_s)
+        if self._position.sequence < self._target:  # perhaps not even read yet
+            since.append(self._target_s)
+        return max((now - each for each in since), default=0.0)
 
     def _apply_slice(self) -> int:
         """Make the first slice ahead visible, if there is one; return its rows."""
@@ -265,6 +276,8 @@ class RowConsumer:
         newest = self._source.newest()
         with self._changed:
             self._newest, after, turn = newest, self._read_to, self._turn
+            if self._position.sequence >= self._target:
+                self._target, self._target_s = newest, time.time()
         if newest < after:
             raise DeltaOutOfOrder(
                 f"{self._source.name} ends at delta {newest}, but delta {after} was read before: it has lost deltas",

@@ -6,6 +6,7 @@ One thread at a time: nobody else may step the engine while a method runs that c
 import statistics
 from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -76,6 +77,15 @@ class EngineProbe:
         engine = self.engine
         engine.check()
         engine._relay = Relay(config, engine._scheduler, self.pool.kv, self.pool.host_tier.costs.steps)
+
+    def set_freshness(self, lag_s: float) -> None:
+        """Let KV lag behind row updates by so many seconds from now on; 0 is exact. Not by table."""
+        self.pool.kv.limits = replace(self.pool.kv.limits, lag_s=lag_s)
+
+    def spread_checks(self, rng: np.random.Generator, lag_s: float) -> None:
+        """Spread the times since prefixes were last compared with row updates evenly over the lag."""
+        for prefix in self.pool.kv._order.values():
+            prefix.verified_s -= lag_s * rng.random()
 
     def set_curves(self, *, is_on: bool) -> None:
         """Start new miss curves, or none."""

@@ -11,7 +11,9 @@ class RowStreamStats:
     position: int  # sequence number of the last delta that is visible as a whole
     newest: int  # the highest sequence number that the source had when it was asked last
     lag_deltas: int  # deltas that the source has and the engine has not
-    lag_s: float  # age of the oldest delta that was read and is not visible; while stopped, the time since then
+    lag_s: (
+        float  # how long the oldest delta that is not visible has waited; while stopped, at least the time since then
+    )
     deltas: int  # applied
     rows: int  # applied
     duplicates: int  # deltas that came again and were ignored

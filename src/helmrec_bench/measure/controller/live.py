@@ -95,10 +95,13 @@ class Requests:
         self._visits = dict[tuple[int, int], Prepared]()
         self._next_user = 1 << 41
 
-    def make(self, hot_shares: Sequence[float], seed: int) -> list[Prepared]:
-        """One request for each share. Hot users are in the midst of their visits from the start."""
+    def make(self, hot_shares: Sequence[float], seed: int, num_visits: int = VISITS) -> list[Prepared]:
+        """One request for each share. Hot users are in the midst of their visits from the start.
+
+        After `num_visits` visits a user begins again, with the history of the first one.
+        """
         rng = np.random.default_rng(seed)
-        visits = rng.integers(VISITS, size=self._crowd.num_hot)
+        visits = rng.integers(num_visits, size=self._crowd.num_hot)
         asked: list[tuple[int, int] | None] = []
         for share in hot_shares:
             if rng.random() >= share:
@@ -106,7 +109,7 @@ class Requests:
                 continue
             user = int(rng.integers(self._crowd.num_hot))
             visits[user] += 1
-            asked.append((user, int(visits[user]) % VISITS))
+            asked.append((user, int(visits[user]) % num_visits))
         new = sorted({visit for visit in asked if visit is not None} - self._visits.keys())
         self._visits |= zip(
             new, self._traffic.prepare([self._traffic.visitors.hot(*visit) for visit in new]), strict=True

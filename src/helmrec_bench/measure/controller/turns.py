@@ -24,7 +24,7 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.pauses import PauseStats
 from helmrec.policies import make_policy
-from helmrec.types import RankResult
+from helmrec.types import RankResult, UserId
 from helmrec_bench.measure.cards.traffic import hit_rates
 
 SCREENED = tuple(round(0.1 * i, 1) for i in range(1, 10))
@@ -70,11 +70,19 @@ def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
     return time.perf_counter() - started_s
 
 
+class BetweenSteps(Protocol):
+    """What is called between steps, as a controller is."""
+
+    def tick(self, now_s: float, /) -> object: ...
+
+    def record(self, user_id: UserId, latency_ms: float | None, /) -> None: ...
+
+
 class Driver:
     """Offers requests when they are due and steps the engine in between. Latency counts from when one was due."""
 
-    def __init__(self, engine: Engine, course: LiveCourse, rebalancer: Rebalancer | None, run: LiveRun) -> None:
-        self._engine, self._course, self._rebalancer, self._run = engine, course, rebalancer, run
+    def __init__(self, engine: Engine, course: LiveCourse, beside: BetweenSteps | None, run: LiveRun) -> None:
+        self._engine, self._course, self._beside, self._run = engine, course, beside, run
         self._probe = EngineProbe(engine)
         self._running: set[Future[RankResult]] = set()
         self._started_s = 0.0
@@ -88,8 +96,8 @@ class Driver:
                 self._offer(at)
                 at += 1
             had_work = self._engine.step()
-            if self._rebalancer is not None:
-                self._rebalancer.tick(time.monotonic())  # the engine's clock
+            if self._beside is not None:
+                self._beside.tick(time.monotonic())  # the engine's clock
             if now_s >= next_look_s:
                 self._run.alphas.append((round(now_s, 3), round(self._engine.stats().pool.alpha, 4)))
                 next_look_s = now_s + LOOK_S
@@ -114,8 +122,8 @@ class Driver:
         done.result(timeout=0)  # nothing may fail
         latency_ms = (self._elapsed_s() - float(self._course.due_s[at])) * 1e3
         self._run.latency_ms[at] = latency_ms
-        if self._rebalancer is not None:
-            self._rebalancer.record(self._course.requests[at].history.user_id, latency_ms)
+        if self._beside is not None:
+            self._beside.record(self._course.requests[at].history.user_id, latency_ms)
 
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self._started_s
