@@ -65,7 +65,7 @@ class RankResult:
     reused_tokens: int
     computed_tokens: int
     row_hits: int
-    row_misses: int
+    row_misses: int  # rows read from the host: a row that a step reads several times counts once
     window_start: int  # absolute index of the first event the model saw
     truncated_events: int  # events sent that lie before the window
     timing: Timing

@@ -32,6 +32,7 @@ from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows
+from helmrec.memory.embedding_cache import Repeats, repeats_of
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan, Match, Prefix
@@ -509,6 +510,12 @@ def keep_old_copies_of_rows(self: DeviceRows, rows: Any, values: Any) -> None:
     """An update that reaches the master only."""
 
 
+def copy_a_repeated_row_from_the_first_entry(slots: Any) -> Repeats:
+    """A row that a step asks for again is taken from where another row was read."""
+    repeats = repeats_of(slots)
+    return Repeats(repeats.places, np.zeros_like(repeats.sources))
+
+
 def settle_tokens_that_were_cut_off(self: KVCache, prefix: Prefix, plan: KVPlan) -> None:
     """A step is believed to have written tokens that the failure of the next one has cut off."""
     prefix.settled = max(prefix.settled, plan.num_tokens)
@@ -552,6 +559,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (RowEpochs, "fresh_tokens", reload_without_looking_at_updates),
     (HostPages, "start_loading", reload_nothing),
     (DeviceRows, "write", keep_old_copies_of_rows),
+    ("helmrec.engine.row_stage", "repeats_of", copy_a_repeated_row_from_the_first_entry),
     (KVCache, "_settle", settle_tokens_that_were_cut_off),
     (attention, "isolate_non_finite", let_masked_values_through),
     (KVCache, "reject", keep_what_gave_no_numbers),

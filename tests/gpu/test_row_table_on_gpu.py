@@ -7,7 +7,8 @@ from torch import Tensor
 
 from helmrec.engine.capture import GraphMaker
 from helmrec.kernels.row_kernels import row_kernels
-from helmrec.kernels.row_table import ABSENT, Missed, RowTally
+from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_table import ABSENT, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.row_master import LockedBuffer
 from helmrec.types import IntArray
@@ -45,15 +46,17 @@ class Driven:
         asked: Tensor = torch.from_numpy(wanted).int().to(self.arena.device)
         with torch.cuda.stream(self.rows.stream):
             self.rows.table.control.copy_(torch.from_numpy(self.rows.next_control(wanted.size)))
-            sources, out = torch.empty_like(asked), self.arena.new_empty((wanted.size, DIM))
-            missed = Missed.allocate(wanted.size, asked.device)
-            self.rows.find(asked, sources, missed)
-            gather = self._kernels
-            gather.gather_rows(self.arena, self.master, sources, out)
-            ordered = missed.in_order()
-            gather.gather_few(self.arena, self.master, ordered.sources, out, places=ordered.places, count=missed.count)
-            self.rows.admit(missed, out)
+            lookup, out = Lookup.allocate(wanted.size, asked.device), self.arena.new_empty((wanted.size, DIM))
+            missed, repeats, gather = lookup.missed, lookup.repeats, self._kernels
+            self.rows.find(asked, lookup)
+            gather.gather_rows(self.arena, self.master, lookup.sources, out)
+            gather.gather_few(self.arena, self.master, missed.sources, out, places=missed.places, count=missed.count)
+            gather.gather_rows(out, out, repeats.sources, out, places=repeats.places, count=repeats.count)
+            self.rows.assign(missed)
+            self.rows.keep(out)
         torch.cuda.synchronize()
+        assert int(missed.count) + int(repeats.count) == int((lookup.sources < 0).sum())
+        assert int(missed.count) == len(set(wanted[lookup.is_missed.cpu().numpy()]))
         assert torch.equal(out.cpu(), torch.from_numpy(wanted).int()[:, None].expand(-1, DIM))
         num = int(missed.count)
         self.rows.observe(wanted.size - num, num, self.rows.table.tally.cpu().numpy().copy())

@@ -9,7 +9,8 @@ import torch
 
 from helmrec.kernels.row_gather import gather_rows
 from helmrec.kernels.row_kernels import row_kernels
-from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTally
+from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_table import ABSENT, Control, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.types import IntArray
 
@@ -30,14 +31,16 @@ class Driven:
         """One step; returns how many were hits."""
         asked = torch.from_numpy(wanted).int()
         self.rows.table.control.copy_(torch.from_numpy(self.rows.next_control(wanted.size)))
-        sources, out = torch.empty_like(asked), torch.empty(wanted.size, DIM)
-        missed = Missed.allocate(wanted.size, asked.device)
-        self.rows.find(asked, sources, missed)
-        gather_rows(self.arena, self.master, sources, out)
+        lookup, out = Lookup.allocate(wanted.size, asked.device), torch.empty(wanted.size, DIM)
+        missed, repeats = lookup.missed, lookup.repeats
+        self.rows.find(asked, lookup)
+        gather_rows(self.arena, self.master, lookup.sources, out)
         gather_rows(self.arena, self.master, missed.sources, out, places=missed.places, count=missed.count)
+        gather_rows(out, out, repeats.sources, out, places=repeats.places, count=repeats.count)
         assert torch.equal(out, self.master[asked.long()])
-        self.rows.admit(missed, out)
-        hits = int((sources >= 0).sum())
+        self.rows.assign(missed)
+        self.rows.keep(out)
+        hits = wanted.size - int(missed.count)
         self.rows.observe(hits, wanted.size - hits, self.rows.table.tally.numpy().copy())
         return hits
 
@@ -102,7 +105,7 @@ class LruTwin:
         self._rows: OrderedDict[int, None] = OrderedDict()
 
     def read(self, wanted: IntArray) -> int:
-        hits = sum(row in self._rows for row in wanted.tolist())
+        hits = wanted.size - len(set(wanted.tolist()) - self._rows.keys())  # a step reads a missed row once
         for row in wanted.tolist():
             self._rows[row] = None
             self._rows.move_to_end(row)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
+from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache, repeats_of
 from helmrec.memory.row_admission import AdmitEveryRow, SecondTouch
 from helmrec.memory.row_order import make_order
 
@@ -63,12 +63,20 @@ def test_a_withdrawn_admission_gives_its_slots_back() -> None:
     cache.check()
 
 
-def test_a_row_missed_twice_gets_one_slot_and_its_first_position() -> None:
+def test_a_row_missed_twice_by_a_step_is_read_and_admitted_once() -> None:
     cache = make_cache()
-    admission = cache.admit(np.array([9, 5, 9, 5]), np.array([10, 11, 12, 13]))
+    read(cache, [3])
+    rows = np.array([9, 5, 3, 9, 5, 9])
+    slots = cache.lookup(rows)
+    missed, repeats = np.flatnonzero(slots == ABSENT), repeats_of(slots)
+    assert missed.tolist() == [0, 1]
+    assert (repeats.places.tolist(), repeats.sources.tolist()) == ([3, 4, 5], [0, 1, 0])
+    assert (cache.hits, cache.misses) == (4, 3), "a repeat reads what the step has read already"
+    admission = cache.admit(rows[missed], missed)
     assert admission.rows.tolist() == [9, 5]
-    assert admission.positions.tolist() == [10, 11]
+    assert admission.positions.tolist() == [0, 1]
     cache.publish(admission)
+    assert (cache.lookup(rows) >= 0).all()
     cache.check()
 
 
@@ -110,7 +118,7 @@ def test_more_missed_rows_than_capacity_keep_the_latest() -> None:
 
 def test_a_cache_without_pages_only_misses() -> None:
     cache = make_cache(owned=0)
-    assert read(cache, [1, 1]) == 0
+    assert read(cache, [1, 2]) == 0
     assert (cache.capacity, cache.num_resident) == (0, 0)
     cache.check()
 

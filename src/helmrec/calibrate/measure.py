@@ -13,7 +13,6 @@ from helmrec.calibrate.probe import Probe
 from helmrec.calibrate.timed import Measured, Timed
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.engine.row_graphs import ORDER_FROM
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, random_dense, total_table_bytes
@@ -57,7 +56,7 @@ def measure(name: str, plan: MeasurePlan, progress: Progress) -> Measured:
         rows_per_token=len(model.features),
         row_bytes=row_bytes,
         overlaps=any(probe.overlaps for probe in probes),
-        sorted_from_rows=ORDER_FROM if plan.device == "cuda" else 0,
+        sorted_from_rows=0,
         hit_gb_per_s=time_hits(plan.device, row_bytes),
         intake_ms=float(np.median([ms for probe in probes for ms in probe.intake_ms])),
         made=plan.made,

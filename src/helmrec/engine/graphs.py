@@ -19,7 +19,7 @@ from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
 from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
 from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
 from helmrec.engine.request_terms import RequestTerms
-from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
+from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import Mark, Timeline
@@ -122,7 +122,8 @@ class GraphedDense:
         self._steps: dict[int, CapturedStep] = {}
         self._heads: dict[int, CapturedHead] = {}
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._sent, self._embedded = torch.cuda.Event(), torch.cuda.Event()  # of the latest step
+        self._sent = torch.cuda.Event()  # of the latest step, as is the next
+        self._before = StepBefore(torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
         self._clock = DeviceClock()
         self.last_step: CapturedStep  # graphs of the latest step, for measurements
@@ -160,14 +161,14 @@ class GraphedDense:
         self.last_step, self.last_head = captured, head
         timeline.wait_for(self._sent)  # the step before has been copied out of the blocks that this one fills
         context_at = context_places(step, self._limits.num_sequences)
-        reading = self._row_graphs.read(step, captured.size, context_at, self._embedded, timeline)
+        reading = self._row_graphs.read(step, captured.size, context_at, self._before, timeline)
         self._load(captured, head, step, context_at)
         self.stream.wait_event(reading.gathered)
         timeline.mark(Mark.COMPUTING, self.stream)
         captured.embed.replay()
         head.pick.replay()
-        self._embedded = torch.cuda.Event()
-        self._embedded.record(self.stream)
+        embedded = torch.cuda.Event()
+        embedded.record(self.stream)
         wait_for_pages()
         captured.layers.replay()
         head.score.replay()
@@ -177,6 +178,7 @@ class GraphedDense:
         timeline.mark(Mark.ENDED, self.stream)
         ended = torch.cuda.Event(enable_timing=True)
         ended.record(self.stream)
+        self._before = StepBefore(embedded, ended)
         timeline.leave_host()
         return GraphLaunch(reading, ended, logits.numpy(), self._clock)
 

@@ -1,7 +1,8 @@
 """The embedding stage as CUDA graphs on its own stream: it reads the rows of one step while another computes.
 
-A step is padded to one of a few sizes. Resident rows are read by a full grid; missed rows by few programs with long
-loops, which keep the bus busy and leave the rest of the card to the compute of another step.
+A step is padded to one of a few sizes. Resident rows are read by a full grid; missed rows at the same time by few
+programs with long loops, which keep the bus busy and leave the rest of the card to the compute of another step, or by
+more programs if no other step computes.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import Mark, Timeline
-from helmrec.kernels.row_gather import SKIP
-from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTally
+from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_table import ABSENT, Control, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
-ORDER_FROM = 16_384  # expected misses of a step from which they are sorted; with 1 KiB rows 16k gained, 8k did not
+_ASSIGN_BESIDE = 16_384  # rows of a step from which slots are assigned while rows come from the host, not afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,17 @@ class RowShape:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     staging: Staging
-    unordered: torch.cuda.CUDAGraph
-    ordered: torch.cuda.CUDAGraph
+    alone: torch.cuda.CUDAGraph  # these two read rows
+    beside_compute: torch.cuda.CUDAGraph
     admit: torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True, slots=True)
+class StepBefore:
+    """What the step before has yet to do."""
+
+    embedded: torch.cuda.Event  # it no longer reads the rows in `RowGraphs.values`
+    ended: torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +84,7 @@ class RowGraphs:
         self._shape = shape
         device, most = arena_rows.device, shape.num_rows(shape.largest)
         self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # rows of the latest step
-        self._sources = torch.full((most,), SKIP, dtype=torch.int32, device=device)
-        self._missed = Missed.allocate(most, device)
+        self._lookup = Lookup.allocate(most, device)
         self._found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
         self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._blocks = Blocks.allocate(block_bytes(self._fields(shape.largest)), device)
@@ -84,7 +92,6 @@ class RowGraphs:
         self._captured: dict[int, _Captured] = {}
         self._sent = torch.cuda.Event()
         self._turn = 0
-        self._miss_rate = 0.0
 
     @property
     def num_graphs(self) -> int:
@@ -92,18 +99,16 @@ class RowGraphs:
 
     @property
     def buffer_bytes(self) -> int:
-        missed = self._missed
-        buffers = (self.values, self._sources, missed.sources, missed.places, self._blocks.device)
-        return sum(buffer.nbytes for buffer in buffers)
+        return self.values.nbytes + self._lookup.num_bytes + self._blocks.device.nbytes
 
     def values_of(self, size: int) -> Tensor:
         """Return the rows of a step of this size: (features * size + context, row_dim)."""
         return self.values[: self._shape.num_rows(size)]
 
     def read(
-        self, step: Assembly, size: int, context_at: IntArray, after: torch.cuda.Event, timeline: Timeline
+        self, step: Assembly, size: int, context_at: IntArray, before: StepBefore, timeline: Timeline
     ) -> GraphReading:
-        """Start reading the rows of a step into `values`, which may be overwritten after the event `after`."""
+        """Start reading the rows of a step into `values`."""
         captured, stream = self._captured[size], self._cache.stream
         assert stream is not None
         timeline.wait_for(self._sent)  # the step before has been copied out of the block that this one fills
@@ -112,13 +117,13 @@ class RowGraphs:
         host["control"][:] = self._cache.next_control(step.rows.size)
         host["cu_events"][: len(step.cu_events)] = step.cu_events
         host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
-        gather = captured.ordered if self._miss_rate * step.rows.size >= ORDER_FROM else captured.unordered
+        gather = captured.alone if before.ended.query() else captured.beside_compute
         self._turn ^= 1
         found, gathered = self._found_host[self._turn], torch.cuda.Event()
         with InStream(stream):
             captured.staging.send()
             self._sent.record(stream)
-            stream.wait_event(after)
+            stream.wait_event(before.embedded)
             timeline.mark(Mark.READING, stream)
             gather.replay()
             found.copy_(self._found, non_blocking=True)
@@ -128,7 +133,6 @@ class RowGraphs:
         return GraphReading(self, step, gathered, found.numpy())
 
     def observe(self, num_rows: int, num_missed: int, tally: NDArray[np.int64]) -> None:
-        self._miss_rate = num_missed / max(1, num_rows)
         self._cache.observe(num_rows - num_missed, num_missed, tally)
 
     # Capture.
@@ -147,12 +151,11 @@ class RowGraphs:
         staging.host["control"][:] = 0
         staging.host["cu_events"][:] = 0
         staging.send()
-        unordered, ordered = (
-            self._maker.capture(partial(self._gather, staging, size, is_ordered=is_ordered))
-            for is_ordered in (False, True)
+        alone, beside = (
+            self._maker.capture(partial(self._gather, staging, size, is_alone=way)) for way in (True, False)
         )
-        admit = self._maker.capture(partial(self._cache.admit, self._missed_of(size), self.values_of(size)))
-        self._captured[size] = _Captured(staging, unordered, ordered, admit)
+        admit = self._maker.capture(partial(self._admit, size))
+        self._captured[size] = _Captured(staging, alone, beside, admit)
 
     def _fields(self, size: int) -> list[StagedField]:
         return [
@@ -161,22 +164,31 @@ class RowGraphs:
             StagedField("cu_events", (self._shape.num_sequences + 1,), torch.int64),
         ]
 
-    def _missed_of(self, size: int) -> Missed:
-        num = self._shape.num_rows(size)
-        return Missed(self._missed.sources[:num], self._missed.places[:num], self._missed.count)
-
-    def _gather(self, staging: Staging, size: int, *, is_ordered: bool) -> None:
-        device, missed, values = staging.device, self._missed_of(size), self.values_of(size)
-        sources = self._sources[: self._shape.num_rows(size)]
+    def _gather(self, staging: Staging, size: int, *, is_alone: bool) -> None:
+        device, values, lookup = staging.device, self.values_of(size), self._lookup_of(size)
         self._cache.table.control.copy_(device["control"])
-        self._cache.find(device["rows"], sources, missed)
-        self._stage.gather(sources, missed.in_order() if is_ordered else missed, values)
-        self._count(device["rows"], sources, device["cu_events"])
 
-    def _count(self, rows: Tensor, sources: Tensor, cu_events: Tensor) -> None:
+        def meanwhile() -> None:
+            self._count(lookup.is_missed, device["cu_events"])
+            if self._assigns_beside(size):
+                self._cache.assign(lookup.missed)
+
+        self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile)
+
+    def _admit(self, size: int) -> None:
+        if not self._assigns_beside(size):
+            self._cache.assign(self._lookup_of(size).missed)
+        self._cache.keep(self.values_of(size))
+
+    def _assigns_beside(self, size: int) -> bool:
+        return self._shape.num_rows(size) >= _ASSIGN_BESIDE
+
+    def _lookup_of(self, size: int) -> Lookup:
+        return self._lookup.of_size(self._shape.num_rows(size))
+
+    def _count(self, is_missed: Tensor, cu_events: Tensor) -> None:
         """Count the misses of each sequence, and copy the tally."""
-        shape = self._shape
-        missed = ((rows >= 0) & (sources == SKIP)).long()
+        shape, missed = self._shape, is_missed.long()
         of_events, of_context = missed.split([len(missed) - shape.num_context, shape.num_context])
         running = torch.nn.functional.pad(of_events.view(shape.num_features, -1).sum(0).cumsum(0), (1, 0))
         counts = running[cu_events].diff() + of_context.view(shape.num_tables, shape.num_sequences).sum(0)

@@ -1,5 +1,6 @@
 """The row stage: reads the rows of a step through a cache indexed on the host or the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.kernels.row_kernels import RowKernels
-from helmrec.kernels.row_table import Missed
+from helmrec.kernels.row_lookup import Lookup
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows
-from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache
+from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache, repeats_of
 from helmrec.memory.row_master import RowMaster
-from helmrec.memory.streams import InStream
+from helmrec.memory.streams import InStream, fork, join
 from helmrec.types import IntArray
 
 
@@ -72,7 +73,7 @@ class HostReading:
     step: Assembly
     values: Tensor
     rows: IntArray
-    absent: IntArray  # positions of the missed ones
+    absent: IntArray  # positions of the missed ones, each row once
 
     def count_misses(self) -> IntArray:
         return self.step.count_by_request(self.absent)
@@ -94,12 +95,15 @@ class HostRowStage:
     def read(self, step: Assembly) -> HostReading:
         rows = step.rows
         slots = self._cache.lookup(rows)
-        absent = np.flatnonzero(slots == ABSENT)
+        absent, repeats = np.flatnonzero(slots == ABSENT), repeats_of(slots)
         device = self._arena.rows.device
         values = self._master.gather(rows[absent]).to(device)
         if absent.size < rows.size:
             missed, values = values, self._arena.rows[torch.from_numpy(np.maximum(slots, 0)).to(device)]
             values[torch.from_numpy(absent).to(device)] = missed
+        if repeats.places.size:
+            places, sources = (torch.from_numpy(each).to(device) for each in (repeats.places, repeats.sources))
+            values[places] = values[sources]
         return HostReading(self, step, values, rows, absent)
 
     def admit(self, missed: IntArray, gathered: Tensor, positions: IntArray) -> None:
@@ -144,12 +148,13 @@ class DeviceReading:
     cache: DeviceRows
     step: Assembly
     values: Tensor
-    missed: Missed
+    lookup: Lookup
 
     def count_misses(self) -> IntArray:
-        num = int(self.missed.count)
-        self.cache.observe(len(self.values) - num, num, self.cache.table.tally.cpu().numpy().copy())
-        return self.step.count_by_request(np.sort(self.missed.places[:num].cpu().numpy()))
+        missed = self.lookup.is_missed.nonzero().flatten().cpu().numpy()
+        num_hits = len(self.values) - missed.size
+        self.cache.observe(num_hits, missed.size, self.cache.table.tally.cpu().numpy().copy())
+        return self.step.count_by_request(missed)
 
     def admit(self) -> None:
         """Do nothing: the device has admitted the missed rows right after it read them."""
@@ -166,6 +171,7 @@ class DeviceRowStage:
         self._master_rows = master.rows
         self._kernels = kernels
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
+        self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._written = None if cache.stream is None else torch.cuda.Event()
 
     def read(self, step: Assembly) -> DeviceReading:
@@ -173,21 +179,41 @@ class DeviceRowStage:
         with InStream(cache.stream):
             rows = torch.from_numpy(step.rows.astype(np.int32)).to(device)
             cache.table.control.copy_(torch.from_numpy(cache.next_control(len(rows))))
-            sources, missed = torch.empty_like(rows), Missed.allocate(len(rows), device)
-            cache.find(rows, sources, missed)
+            lookup = Lookup.allocate(len(rows), device)
             values = self.arena_rows.new_empty((len(rows), self.arena_rows.shape[1]))
-            self.gather(sources, missed, values)
-            cache.admit(missed, values)
+            self.gather(rows, lookup, values, is_alone=False)
+            cache.assign(lookup.missed)
+            cache.keep(values)
         if cache.stream is not None:
             torch.cuda.current_stream().wait_stream(cache.stream)
             values.record_stream(torch.cuda.current_stream())
-        return DeviceReading(cache, step, values, missed)
+        return DeviceReading(cache, step, values, lookup)
 
-    def gather(self, sources: Tensor, missed: Missed, values: Tensor) -> None:
-        """Read resident rows from the arena and the others from the host."""
-        arena, master = self.arena_rows, self._master_rows
-        self._kernels.gather_rows(arena, master, sources, values)
-        self._kernels.gather_few(arena, master, missed.sources, values, places=missed.places, count=missed.count)
+    def gather(
+        self,
+        rows: Tensor,
+        lookup: Lookup,
+        values: Tensor,
+        *,
+        is_alone: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Find rows, read resident ones from the arena and each other row once from the host.
+
+        is_alone: no step computes, so that reading from the host may take more of the card. `meanwhile` is run on the
+        device while rows come from the host.
+        """
+        arena, master, kernels = self.arena_rows, self._master_rows, self._kernels
+        missed, repeats = lookup.missed, lookup.repeats
+        self.cache.find(rows, lookup)
+        with fork(self._beside):
+            kernels.gather_rows(arena, master, lookup.sources, values)
+            if meanwhile is not None:
+                meanwhile()
+        from_host = kernels.gather_host if is_alone else kernels.gather_few
+        from_host(arena, master, missed.sources, values, places=missed.places, count=missed.count)
+        kernels.gather_rows(values, values, repeats.sources, values, places=repeats.places, count=repeats.count)
+        join(self._beside)
 
     def refill(self, budget_bytes: int) -> None:
         self.cache.refill(budget_bytes // self._row_bytes, self._master_rows)

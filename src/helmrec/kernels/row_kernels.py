@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from helmrec.kernels import page_copy, row_gather, row_table
+from helmrec.kernels import page_copy, row_gather, row_lookup, row_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class RowKernels:
     claim: Callable[..., None]
     publish: Callable[..., None]
     gather_rows: Callable[..., None]
-    gather_few: Callable[..., None]  # the same with few programs, for rows that come over the bus
+    gather_host: Callable[..., None]  # the same for rows that come over the bus, which needs part of the card
+    gather_few: Callable[..., None]  # the same with few programs, beside the compute of another step
     load_pages: Callable[..., None]
 
 
@@ -23,9 +24,18 @@ def row_kernels(name: str) -> RowKernels:
     """Return the kernels named "torch", which run anywhere, or "triton", which need a card or Triton's interpreter."""
     if name == "torch":
         table, gather = row_table, row_gather.gather_rows
-        return RowKernels(table.find, table.claim, table.publish, gather, gather, page_copy.load_pages)
-    from helmrec.kernels import triton_page_copy, triton_row_gather, triton_row_table  # noqa: PLC0415 - triton is not everywhere
+        find, load_pages = row_lookup.find, page_copy.load_pages
+        return RowKernels(find, table.claim, table.publish, gather, gather, gather, load_pages)
+    # Triton is not everywhere.
+    from helmrec.kernels import triton_page_copy, triton_row_gather, triton_row_lookup, triton_row_table  # noqa: PLC0415
 
     compiled, gather = triton_row_table, triton_row_gather.gather_rows
-    few = partial(gather, launch=triton_row_gather.BESIDE_COMPUTE)
-    return RowKernels(compiled.find, compiled.claim, compiled.publish, gather, few, triton_page_copy.load_pages)
+    return RowKernels(
+        triton_row_lookup.find,
+        compiled.claim,
+        compiled.publish,
+        gather,
+        partial(gather, launch=triton_row_gather.BUS_ALONE),
+        partial(gather, launch=triton_row_gather.BESIDE_COMPUTE),
+        triton_page_copy.load_pages,
+    )

@@ -1,6 +1,6 @@
-"""The table of resident rows on the device: find, claim and publish in plain torch. Twin: `triton_row_table.py`.
+"""The table of resident rows on the device: claim and publish in plain torch. Twin: `triton_row_table.py`.
 
-A step finds its rows (`find`), reads them, collects the missed rows to admit (`claim`) and assigns the coldest of the
+A step finds its rows (`row_lookup.py`), collects the missed rows to admit (`claim`) and assigns the coldest of the
 given slots to them (`publish`). Nothing waits for the host. Nothing here knows pages, tables or row data.
 """
 
@@ -17,7 +17,6 @@ ABSENT = -1  # of `slot_of`: not resident; of `row_of`: empty
 CLAIMED = -2  # of `slot_of`: a slot is being assigned; counts as absent
 EMPTY = -torch.inf  # heat of a slot without a row: the coldest there is
 UNUSABLE = torch.inf  # heat of an entry of `Victims` that is no slot
-UNUSED = 2**31 - 1  # source of an unused entry of `Missed`; sorts after all others
 
 
 class Control(IntEnum):
@@ -87,28 +86,11 @@ def _seen_words(num_slots: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Missed:
-    """The entries of a step that must be read from the host, unordered: `count` of them, then UNUSED."""
+    """Rows that a step reads from the host, each once: the first `count` entries, bucket by bucket of addresses."""
 
     sources: Tensor  # (entries,) int32: ~row
-    places: Tensor  # (entries,) int64: which entry of the step
+    places: Tensor  # (entries,) int64: the first entry of the step that asks for the row
     count: Tensor  # (1,) int32
-
-    @classmethod
-    def allocate(cls, num_entries: int, device: torch.device) -> "Missed":
-        return cls(
-            torch.full((num_entries,), UNUSED, dtype=torch.int32, device=device),
-            torch.zeros(num_entries, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
-
-    def clear(self) -> None:
-        self.sources.fill_(UNUSED)
-        self.count.zero_()
-
-    def in_order(self) -> "Missed":
-        """Return the entries sorted by address, so that neighbouring rows are read together."""
-        sources, order = self.sources.sort()
-        return Missed(sources, self.places[order], self.count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,28 +114,8 @@ class Victims:
     heat: Tensor  # (limit,) float32; UNUSABLE where there is none
 
 
-def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_lru: bool) -> None:
-    """sources[i], int32, becomes the slot of rows[i], or SKIP if it is absent or padding (row ABSENT).
-
-    Absent rows are added to `missed`, which the caller has cleared. Resident rows get hotter; a slot read twice by one
-    step counts once.
-    """
-    slots = torch.where(rows >= 0, table.slot_of[rows.long().clamp_min(0)], ABSENT)
-    hit = slots >= 0
-    sources.copy_(torch.where(hit, slots, SKIP))
-    places = ((rows >= 0) & ~hit).nonzero().flatten()
-    missed.sources[: len(places)] = ~rows[places]
-    missed.places[: len(places)] = places
-    missed.count.fill_(len(places))
-    touched, now = slots[hit].long(), table.control[Control.NOW].float()
-    table.heat[touched] = now if is_lru else torch.logaddexp2(table.heat[touched], now)
-
-
 def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """Claim a slot for each missed row once; with a filter, only for rows missed before, or while slots are empty.
-
-    The second miss of a row in one step counts as missed before.
-    """
+    """Claim a slot for each missed row once; with a filter, only for rows missed before, or while slots are empty."""
     generation, filling = (int(table.control[i]) for i in (Control.GENERATION, Control.IS_FILLING))
     for source, entry in zip(missed.sources[: int(missed.count)].tolist(), missed.places.tolist(), strict=False):
         if source == SKIP:

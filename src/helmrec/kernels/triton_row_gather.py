@@ -29,6 +29,9 @@ class Launch:
 
 
 ALONE = Launch(None, 16 << 10, 8)
+BUS_ALONE = Launch(
+    128, 16 << 10, 8
+)  # 2 MiB in flight, on an eighth of the card: the rest reads resident rows meanwhile
 BESIDE_COMPUTE = Launch(8, 64 << 10, 8)
 _VECTOR = 16  # bytes of the widest load
 _WARPS_PER_MULTIPROCESSOR = 64

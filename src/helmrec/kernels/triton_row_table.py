@@ -34,29 +34,9 @@ _MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr
 # fmt: off
 
 
-@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
-def _find_kernel(rows, slot_of, heat, control, sources, missed_sources, missed_places, missed_count, num_entries,
-                 IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
-    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + entries, mask=entries < num_entries, other=_ABSENT)
-    slot = tl.load(slot_of + row.to(tl.int64), mask=row >= 0, other=_ABSENT)
-    hit = slot >= 0
-    now = tl.load(control + _NOW).to(tl.float32)
-    if not IS_LRU:
-        old = tl.load(heat + slot.to(tl.int64), mask=hit, other=0.0)
-        now = tl.maximum(old, now) + tl.log2(1.0 + tl.exp2(-tl.abs(old - now)))
-    tl.store(heat + slot.to(tl.int64), now, mask=hit)
-    tl.store(sources + entries, tl.where(hit, slot, _SKIP), mask=entries < num_entries)
-    missed = (row >= 0) & (slot < 0)
-    num = tl.sum(missed.to(tl.int32), axis=0)
-    if num > 0:
-        at = tl.atomic_add(missed_count, num) + tl.cumsum(missed.to(tl.int32), axis=0) - 1
-        tl.store(missed_sources + at, -1 - row, mask=missed)
-        tl.store(missed_places + at, entries.to(tl.int64), mask=missed)
-
-
 @triton.jit
-def _mixed(value):
+def mixed(value):
+    """A 32-bit hash; the twin of the same name has it in plain Python."""
     value = (value ^ (value >> 16)) * _MIX_A
     value = (value ^ (value >> 15)) * _MIX_B
     return value ^ (value >> 16)
@@ -90,8 +70,8 @@ def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, co
     if IS_FILTERED:
         generation = tl.load(control + _GENERATION).to(tl.int64)
         hashed = row.to(tl.uint32)
-        here_a, there_a = _mark(seen, _mixed(hashed), generation, missed, WORDS)
-        here_b, there_b = _mark(seen, _mixed(hashed ^ _SECOND), generation, missed, WORDS)
+        here_a, there_a = _mark(seen, mixed(hashed), generation, missed, WORDS)
+        here_b, there_b = _mark(seen, mixed(hashed ^ _SECOND), generation, missed, WORDS)
         earned = missed & (((here_a & here_b) | (there_a & there_b)) != 0)
         wanted = earned | (missed & (tl.load(control + _IS_FILLING).to(tl.int32) != 0))
     # An entry that does not claim compares with a value that never occurs, so that it changes nothing.
@@ -133,27 +113,8 @@ def _publish_kernel(claim_rows, claim_entries, count, victims, victim_heat, slot
 # fmt: on
 
 
-def find(table: RowTable, rows: Tensor, sources: Tensor, missed: Missed, *, is_lru: bool) -> None:
-    """As the twin, but a row in several entries may count more than once."""
-    num = rows.numel()
-    if num:
-        _find_kernel[(triton.cdiv(num, _BLOCK),)](
-            rows,
-            table.slot_of,
-            table.heat,
-            table.control,
-            sources,
-            missed.sources,
-            missed.places,
-            missed.count,
-            num,
-            IS_LRU=is_lru,
-            BLOCK=_BLOCK,
-        )
-
-
 def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """As the twin, but the entry that claims a row, and the rows beyond the limit, are not deterministic."""
+    """As the twin, but which rows are beyond the limit is not deterministic."""
     num = missed.sources.numel()
     if num:
         _claim_kernel[(triton.cdiv(num, _BLOCK),)](

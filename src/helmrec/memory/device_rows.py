@@ -1,6 +1,6 @@
 """The embedding cache with its index on the device: rows are found, admitted and evicted without the host.
 
-All its work is enqueued in `stream`; the caller enqueues `find` and `admit` there, and may capture them in a graph.
+All its work is enqueued in `stream`; the caller enqueues `find`, `assign` and `keep` there, and may capture them.
 The host assigns pages and receives the counters some steps later (`observe`). A step evicts the coldest slots of a
 window that a clock hand moves over the slots; `EmbeddingCache`, indexed on the host, evicts the globally coldest.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from helmrec.kernels import row_table
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_kernels import RowKernels
+from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Claims, Control, Missed, RowTable, RowTally, Victims
 from helmrec.memory.row_cache import RowMover
 from helmrec.memory.streams import InStream
@@ -71,6 +72,7 @@ class DeviceRows:
         self._page_list = torch.zeros(num_slots // rows_per_page, dtype=torch.int64, device=device)
         self._claims = Claims.allocate(limit, device)
         self._copies = torch.zeros(limit, dtype=torch.int32, device=device)
+        self._assigned = torch.zeros(limit, dtype=torch.int64, device=device)  # slots that the copies go to
         self._window = torch.arange(min(_WINDOW * limit, num_slots), device=device)
         self._now = 0.0
         self._generation = 0
@@ -123,18 +125,24 @@ class DeviceRows:
         control[Control.CAPACITY] = self.capacity
         return control
 
-    def find(self, rows: Tensor, sources: Tensor, missed: Missed) -> None:
-        """Look rows up: fill `sources` with slots, as `gather_rows` takes them, and `missed`; found rows get hotter."""
-        missed.clear()
-        self._kernels.find(self.table, rows, sources, missed, is_lru=self._policy.is_lru)
+    def find(self, rows: Tensor, lookup: Lookup) -> None:
+        """Look rows up: `lookup` says from where to read each; resident rows get hotter."""
+        self._kernels.find(self.table, rows, lookup, is_lru=self._policy.is_lru)
 
-    def admit(self, missed: Missed, gathered: Tensor) -> None:
-        """Give slots to missed rows that are admitted, and copy them from where the step has read them."""
+    def assign(self, missed: Missed) -> None:
+        """Give slots to missed rows that are admitted; `keep` must put their values there before the next `find`."""
         self._claims.count.zero_()
         self._kernels.claim(self.table, missed, self._claims, is_filtered=self._policy.is_filtered)
         victims = self._coldest()
         self._kernels.publish(self.table, self._claims, victims, self._copies)
-        self._kernels.gather_rows(gathered, gathered, self._copies, self._arena_rows, places=victims.slots)
+        self._assigned.copy_(victims.slots)
+
+    def keep(self, gathered: Tensor) -> None:
+        """Copy the rows that were assigned slots from where the step has read them."""
+        count = self._claims.count
+        self._kernels.gather_rows(
+            gathered, gathered, self._copies, self._arena_rows, places=self._assigned, count=count
+        )
 
     def _coldest(self) -> Victims:
         """Return the coldest slots of the window, coldest first."""

@@ -7,6 +7,7 @@ before it publishes an admission.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +17,22 @@ from helmrec.memory.row_cache import RowMover, Slots
 from helmrec.memory.row_order import EvictionOrder
 
 ABSENT = -1  # value of the residency index for a row that is not in the pool
+_REPEAT = -2  # minus the place of the first lookup: a lookup of a row that the same step has missed already
 Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Lookups of rows that the same step reads from the host already: copy `sources` of the output to `places`."""
+
+    places: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+
+def repeats_of(slots: Slots) -> Repeats:
+    """Return the repeats among the slots that `EmbeddingCache.lookup` found."""
+    places = np.flatnonzero(slots <= _REPEAT)
+    return Repeats(places, _REPEAT - slots[places].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +100,17 @@ class EmbeddingCache:
         self._ghosts.push(rows)
 
     def lookup(self, rows: Rows) -> Slots:
-        """Return the slot of each row, or ABSENT; count the lookup and make the hits recent."""
-        slots = self._index[rows]
-        hit = slots != ABSENT
-        num_hits = int(np.count_nonzero(hit))
-        self.hits += num_hits
-        self.misses += rows.size - num_hits
-        self._order.touch(slots if num_hits == rows.size else slots[hit])
+        """Return the slot of each row of a step; count the lookups and make the resident rows recent.
+
+        A row that is not resident is ABSENT where it first occurs, which is where the step must read it from the host.
+        `repeats_of` finds its other places. Only the first is a miss: the others read what the step has read already.
+        """
+        slots = _find(self._index, rows)
+        is_resident = slots >= 0
+        num_misses = int(np.count_nonzero(slots == ABSENT))
+        self.hits += rows.size - num_misses
+        self.misses += num_misses
+        self._order.touch(slots if is_resident.all() else slots[is_resident])
         return slots
 
     def peek(self, rows: Rows) -> Slots:
@@ -100,13 +120,11 @@ class EmbeddingCache:
     def admit(self, missed: Rows, positions: NDArray[np.int64]) -> Admission:
         """Choose slots for the missed rows that are admitted, evicting the coldest where none is empty.
 
-        `positions` says where each missed row lies in the gathered output. Not visible until published.
+        missed: distinct rows, in order of their first touch. `positions` says where each lies in the gathered output.
+        Not visible until published.
         """
-        rows, first = np.unique(missed, return_index=True)
-        recent = np.argsort(first, kind="stable")  # in order of first touch, so the order stays exact
-        rows, where = rows[recent], positions[first[recent]]
-        absent = self._index[rows] == ABSENT
-        rows, where = rows[absent], where[absent]
+        absent = self._index[missed] == ABSENT  # a step that ended since may have admitted them
+        rows, where = missed[absent], positions[absent]
         worthy = self._admission.worthy(rows)
         worthy[: self._num_free] = True  # filling an empty slot evicts nothing
         rows, where = rows[worthy], where[worthy]
@@ -223,3 +241,17 @@ class EmbeddingCache:
         assert np.count_nonzero(self._owned) == self._num_owned
         assert slots.size + free.size == self.capacity, "a slot is lost"
         assert np.array_equal(np.sort(self._order.coldest(slots.size)), slots), "the order lost a slot"
+
+
+@numba.njit(cache=True)
+def _find(index: NDArray[np.int32], rows: Rows) -> Slots:
+    """Look rows up. The index itself notes where a missed row occurred first, and is restored before this returns."""
+    slots = np.empty(rows.size, np.int32)
+    for i in range(rows.size):
+        slots[i] = index[rows[i]]
+        if slots[i] == ABSENT:
+            index[rows[i]] = _REPEAT - i
+    for i in range(rows.size):
+        if slots[i] == ABSENT:
+            index[rows[i]] = ABSENT
+    return slots

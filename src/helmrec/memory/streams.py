@@ -1,4 +1,4 @@
-"""A context that makes a CUDA stream the current one; without a stream it does nothing."""
+"""Order of work in CUDA streams; without a stream nothing is done."""
 
 import torch
 
@@ -19,3 +19,16 @@ class InStream:
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             torch.cuda.set_stream(self._before)
+
+
+def fork(stream: torch.cuda.Stream | None) -> InStream:
+    """Return a context whose work runs in another stream, after what the current stream has been given so far."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return InStream(stream)
+
+
+def join(stream: torch.cuda.Stream | None) -> None:
+    """Make the current stream wait for the other."""
+    if stream is not None:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)

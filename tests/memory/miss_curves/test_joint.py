@@ -144,7 +144,7 @@ def test_a_request_without_history_reads_candidates_alone() -> None:
         curves.observe(request_of(1, [], [1, 2, 1]))
     got = curves.curves()
     assert got.rows_per_request.tolist() == [3, 3, 3]
-    assert got.missed_rows_per_request.tolist() == [1.5, 1.5, 1.5]  # a row missed twice in a step counts twice
+    assert got.missed_rows_per_request.tolist() == [1, 1, 1]  # a row missed twice in a step is read once
     assert got.kv_token_hit_rate.tolist() == [0, 0, 0]
     curves.check()
 

@@ -177,17 +177,17 @@ class PlainNode:
             parts = [self._read(context_rows, index)] if resident < num_context else []
             first = member.request.window_start + max(0, resident - num_context)
             parts += [self._read(history_rows, index, first), self._read(candidate_rows, index)]
-            rows = np.concatenate(parts)
-            slots = cache.peek(rows)
-            self.outcomes.missed_rows[index] = np.count_nonzero(slots == ABSENT)
             self.outcomes.history_tokens[index] = member.plan.num_tokens
             self.outcomes.reused_tokens[index] = resident
             self.outcomes.computed_tokens[index] = member.num_tokens
             events = member.plan.num_tokens - max(resident, num_context) + member.request.num_candidates
             num_read += max(0, num_context - resident) + events * len(model.features) + len(model.request_context)
-            read.append(rows)
+            read.append(np.concatenate(parts))
         rows = np.concatenate(read)
-        missed = np.flatnonzero(cache.lookup(rows) == ABSENT)
+        slots = cache.lookup(rows)
+        for member, found in zip(batch.members, np.split(slots, np.cumsum([part.size for part in read])), strict=False):
+            self.outcomes.missed_rows[self._requests[id(member.request)]] = np.count_nonzero(found == ABSENT)
+        missed = np.flatnonzero(slots == ABSENT)
         if missed.size:
             cache.publish(cache.admit(rows[missed], missed))
         return num_read, missed.size

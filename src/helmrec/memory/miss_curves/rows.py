@@ -2,7 +2,7 @@
 
 Each share has an exact LRU order of sampled rows; its size and the second-touch filter are scaled by the sampling rate.
 All rows of a request are looked up before the missed ones are admitted, as in a step: a row that a request misses twice
-counts twice. This module knows no users and no tokens.
+is read once and counts once. This module knows no users and no tokens.
 
 Shares are independent, so many requests are read at once, share by share: the arrays of one share fit the cache of a
 core, those of all shares do not.
@@ -178,13 +178,12 @@ def _read_column(state: RowShadowState, steps: RowSteps, ids: Ids, column: int, 
             continue
         close_gaps_of(queue, place, ends, column, end - begin)  # each is touched or admitted, at most once
         numbers[2] += 1
-        number, num_fresh, misses = numbers[2], 0, 0
+        number, num_fresh = numbers[2], 0
         for i in range(begin, end):
             id_ = ids[i]
             if place[id_, column] != OUT:
                 join(queue, place, ends, column, id_)
                 continue
-            misses += 1
             if missed_in[id_] != number:
                 missed_in[id_] = number
                 fresh[num_fresh] = i
@@ -192,7 +191,7 @@ def _read_column(state: RowShadowState, steps: RowSteps, ids: Ids, column: int, 
         if num_fresh:
             _age(state, num_fresh, column)
             _admit(state, steps.rows, ids, fresh[:num_fresh], column)
-        missed = missed * decay + misses
+        missed = missed * decay + num_fresh
     return missed
 
 

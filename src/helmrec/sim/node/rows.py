@@ -30,7 +30,7 @@ class Row(IntEnum):
     SEEN = 4  # misses counted by the admission filter since it last aged
     GHOST_END = 5  # index of the next ghost
     GHOSTS = 6
-    MISSED = 7  # rows of the running step in `missed`
+    MISSED = 7  # number of rows in `missed`
     STEP = 8
 
 
@@ -42,7 +42,7 @@ class RowState(NamedTuple):
     stamp: NDArray[np.int32]  # (rows,) step that last missed the row
     touches: NDArray[np.uint8]  # (2, counters) of the admission filter; without counters every row is admitted
     ghosts: NDArray[np.int32]  # ring
-    missed: NDArray[np.int32]
+    missed: NDArray[np.int32]  # rows of the running step, each once, in order of first touch
 
 
 def make_rows(num_rows: int, num_slots: int, max_missed: int, *, is_filtered: bool) -> RowState:
@@ -68,20 +68,23 @@ def begin_step(rows: RowState) -> None:
 
 @inner
 def look_up(rows: RowState, read: IntArray, count: int) -> int:
-    """Touch the first `count` of `read` in order; return how many missed. Nothing is admitted before `admit`."""
-    links, missed = rows.links, rows.missed
-    num_missed = rows.counts[Row.MISSED]
-    misses = 0
+    """Touch the first `count` of `read` in order; return how many missed, each row once in a step.
+
+    Nothing is admitted before `admit`.
+    """
+    links, missed, stamp, step = rows.links, rows.missed, rows.stamp, rows.counts[Row.STEP]
+    num_missed, misses = rows.counts[Row.MISSED], 0
     for i in range(count):
         row = read[i]
-        if links[row, 1] == ABSENT:
+        if links[row, 1] != ABSENT:
+            unlink(links, row)
+            link_last(links, row)
+        elif stamp[row] != step:
+            stamp[row] = step
             misses += 1
             if num_missed < missed.size:
                 missed[num_missed] = row
                 num_missed += 1
-            continue
-        unlink(links, row)
-        link_last(links, row)
     rows.counts[Row.MISSED] = num_missed
     return misses
 
@@ -90,7 +93,7 @@ def look_up(rows: RowState, read: IntArray, count: int) -> int:
 def admit(rows: RowState) -> None:
     """Admit the rows that the step missed and the filter passes; evict the coldest rows if no slot is empty."""
     counts, missed = rows.counts, rows.missed
-    num = _distinct(rows)
+    num = counts[Row.MISSED]
     num_free = counts[Row.CAPACITY] - counts[Row.RESIDENT]
     if rows.touches.shape[1]:
         _age(rows, num)
@@ -100,20 +103,6 @@ def admit(rows: RowState) -> None:
     for i in range(begin, num):
         link_last(rows.links, missed[i])
     counts[Row.RESIDENT] += num - begin
-
-
-@inner
-def _distinct(rows: RowState) -> int:
-    """Remove repeated rows from `missed`, in order of first touch; return how many are left."""
-    missed, stamp, step = rows.missed, rows.stamp, rows.counts[Row.STEP]
-    num = 0
-    for i in range(rows.counts[Row.MISSED]):
-        row = missed[i]
-        if stamp[row] != step:
-            stamp[row] = step
-            missed[num] = row
-            num += 1
-    return num
 
 
 @inner

@@ -22,7 +22,7 @@ from torch import Tensor
 from helmrec.clock import MonotonicClock
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.padding import NOWHERE
-from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape
+from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.timeline import Timeline
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
@@ -114,6 +114,7 @@ class Ours:
         self._graphs: RowGraphs | None = None
         self._before: GraphReading | None = None
         self._timeline = Timeline(MonotonicClock())
+        self._idle = torch.cuda.Event()  # as if no step computed
         if place.is_card:
             self._graphs = RowGraphs(self._stage, RowShape(1, 0, 1, profile.step_rows))
             self._graphs.capture(profile.step_rows)
@@ -132,7 +133,8 @@ class Ours:
             return reading.values
         used = torch.cuda.Event()
         used.record()
-        launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, used, self._timeline)
+        before = StepBefore(used, self._idle)
+        launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, before, self._timeline)
         torch.cuda.current_stream().wait_event(launched.gathered)
         self.finish()  # of the step before: two are on their way, as in the engine
         self._before = launched

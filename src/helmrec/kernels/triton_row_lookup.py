@@ -1,0 +1,159 @@
+"""Finds the rows of a step in Triton. Twin: `row_lookup.py`, which documents the contracts.
+
+Entries of absent rows are collected first. Each finds the cell of its row in a hash table, and the first entry of a
+cell reads the row: which one that is does not depend on the order in which programs run. A counting sort then puts the
+rows to read into buckets of addresses.
+"""
+
+# ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
+# Triton gives kernel arguments their types.
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_lookup import BUCKETS, Lookup, bucket_shift
+from helmrec.kernels.row_table import ABSENT, Control, RowTable
+from helmrec.kernels.triton_row_table import mixed
+
+_BLOCK = 1024
+_FEW = 256  # entries of a program that probes the hash table: more programs, shorter loops
+_NOW = tl.constexpr(int(Control.NOW))
+_SKIP, _ABSENT = tl.constexpr(SKIP), tl.constexpr(ABSENT)
+_FREE = tl.constexpr(-1)  # cell without a row; also less than every rank
+_NEVER = tl.constexpr(-7)  # no cell holds it
+_BITS = tl.constexpr(2**31 - 1)  # flipped in an entry they give its rank: the first entry has the greatest
+
+# One argument a line would bury the kernels.
+# fmt: off
+
+
+@triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
+def _find_kernel(rows, slot_of, heat, control, sources, is_missed, absent_entries, absent_count, num_entries,
+                 IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + entries, mask=entries < num_entries, other=_ABSENT)
+    slot = tl.load(slot_of + row.to(tl.int64), mask=row >= 0, other=_ABSENT)
+    hit = slot >= 0
+    now = tl.load(control + _NOW).to(tl.float32)
+    if not IS_LRU:
+        old = tl.load(heat + slot.to(tl.int64), mask=hit, other=0.0)
+        now = tl.maximum(old, now) + tl.log2(1.0 + tl.exp2(-tl.abs(old - now)))
+    tl.store(heat + slot.to(tl.int64), now, mask=hit)
+    tl.store(sources + entries, tl.where(hit, slot, _SKIP), mask=entries < num_entries)
+    tl.store(is_missed + entries, tl.zeros((BLOCK,), tl.int8), mask=entries < num_entries)
+    absent = (row >= 0) & (slot < 0)
+    num = tl.sum(absent.to(tl.int32), axis=0)
+    if num > 0:
+        at = tl.atomic_add(absent_count, num) + tl.cumsum(absent.to(tl.int32), axis=0) - 1
+        tl.store(absent_entries + at, entries, mask=absent)
+
+
+@triton.jit
+def _enter_kernel(rows, absent_entries, absent_cells, absent_count, keys, ranks, CELLS: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    """Find the cell of each absent row, and leave the rank of its first entry there."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_absent = tl.load(absent_count)
+    if tl.program_id(0) * BLOCK >= num_absent:
+        return
+    is_used = i < num_absent
+    entry = tl.load(absent_entries + i, mask=is_used, other=0)
+    row = tl.load(rows + entry, mask=is_used, other=0)
+    cell = (mixed(row.to(tl.uint32)) & (CELLS - 1)).to(tl.int32)
+    pending = is_used
+    while tl.max(pending.to(tl.int32), axis=0) > 0:
+        # An entry that has its cell compares with a value that no cell holds, so that it changes nothing.
+        found = tl.atomic_cas(keys + cell, tl.where(pending, _FREE, _NEVER), row)
+        pending = pending & (found != _FREE) & (found != row)
+        cell = tl.where(pending, (cell + 1) & (CELLS - 1), cell)
+    tl.atomic_max(ranks + cell, entry ^ _BITS, mask=is_used, sem="relaxed")
+    tl.store(absent_cells + i, cell, mask=is_used)
+
+
+@triton.jit
+def _own_kernel(rows, absent_entries, absent_cells, absent_count, ranks, repeat_sources, repeat_places, repeat_count,
+                is_missed, buckets, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The first entry of a row reads it and is counted in its bucket; the others are repeats."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_absent = tl.load(absent_count)
+    if tl.program_id(0) * BLOCK >= num_absent:
+        return
+    is_used = i < num_absent
+    entry = tl.load(absent_entries + i, mask=is_used, other=0)
+    cell = tl.load(absent_cells + i, mask=is_used, other=0)
+    first = tl.load(ranks + cell, mask=is_used, other=0) ^ _BITS
+    reads = is_used & (first == entry)
+    row = tl.load(rows + entry, mask=reads, other=0)
+    tl.store(is_missed + entry, tl.full((BLOCK,), 1, tl.int8), mask=reads)
+    tl.atomic_add(buckets + (row >> SHIFT), 1, mask=reads, sem="relaxed")
+    repeats = is_used & (first != entry)
+    num = tl.sum(repeats.to(tl.int32), axis=0)
+    if num > 0:
+        at = tl.atomic_add(repeat_count, num) + tl.cumsum(repeats.to(tl.int32), axis=0) - 1
+        tl.store(repeat_sources + at, first, mask=repeats)
+        tl.store(repeat_places + at, entry.to(tl.int64), mask=repeats)
+
+
+@triton.jit
+def _begin_buckets_kernel(buckets, missed_count, BUCKETS: tl.constexpr):
+    """Replace the number of rows in each bucket by the place of its first row."""
+    i = tl.arange(0, BUCKETS)
+    num = tl.load(buckets + i)
+    tl.store(buckets + i, tl.cumsum(num, axis=0) - num)
+    tl.store(missed_count, tl.sum(num, axis=0))
+
+
+@triton.jit
+def _place_kernel(rows, absent_entries, absent_count, is_missed, buckets, missed_sources, missed_places,
+                  SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_absent = tl.load(absent_count)
+    if tl.program_id(0) * BLOCK >= num_absent:
+        return
+    is_used = i < num_absent
+    entry = tl.load(absent_entries + i, mask=is_used, other=0)
+    reads = tl.load(is_missed + entry, mask=is_used, other=0) != 0
+    row = tl.load(rows + entry, mask=reads, other=0)
+    at = tl.atomic_add(buckets + (row >> SHIFT), 1, mask=reads, sem="relaxed")
+    tl.store(missed_sources + at, -1 - row, mask=reads)
+    tl.store(missed_places + at, entry.to(tl.int64), mask=reads)
+
+
+# fmt: on
+
+
+def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None:
+    """As the twin, but the order inside a bucket is chance, and a resident row in several entries may count each."""
+    num = rows.numel()
+    absent, missed, repeats = lookup.absent, lookup.missed, lookup.repeats
+    is_missed = lookup.is_missed.view(dtype=torch.int8)
+    shift, few = bucket_shift(len(table.slot_of) - 1), (triton.cdiv(num, _FEW),)
+    keys, ranks = lookup.cells
+    lookup.counters.zero_()
+    if not num:
+        return
+    lookup.cells.fill_(-1)
+    _find_kernel[(triton.cdiv(num, _BLOCK),)](
+        rows,
+        table.slot_of,
+        table.heat,
+        table.control,
+        lookup.sources,
+        is_missed,
+        absent.entries,
+        absent.count,
+        num,
+        IS_LRU=is_lru,
+        BLOCK=_BLOCK,
+    )
+    wanted = (rows, absent.entries, absent.cells, absent.count)
+    _enter_kernel[few](*wanted, keys, ranks, CELLS=keys.numel(), BLOCK=_FEW)
+    again = (repeats.sources, repeats.places, repeats.count)
+    _own_kernel[few](*wanted, ranks, *again, is_missed, lookup.counters, SHIFT=shift, BLOCK=_FEW)
+    _begin_buckets_kernel[(1,)](lookup.counters, missed.count, BUCKETS=BUCKETS, num_warps=8)
+    found = (rows, absent.entries, absent.count, is_missed, lookup.counters)
+    _place_kernel[few](*found, missed.sources, missed.places, SHIFT=shift, BLOCK=_FEW)
