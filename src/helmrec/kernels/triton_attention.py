@@ -367,7 +367,7 @@ def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: Att
         HAS_WINDOW=batch.window is not None,
         HAS_TAIL=batch.window is not None and batch.num_full is not None,
         num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_stages=launch.num_stages if bias is None else min(2, launch.num_stages),  # a bias takes shared memory too
     )
 
 
