@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from helmrec.clock import Clock, ManualClock
-from helmrec.config import EngineConfig
+from helmrec.config import EngineConfig, KVDtype
 from helmrec.engine.engine import Engine
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
@@ -121,25 +121,27 @@ def tiny_model(seed: int = 0, **overrides: Any) -> LoadedModel:
     return LoadedModel(config=config, version=seed + 1, dense=dense, tables=tables)
 
 
-def tiny_geometry(config: ModelConfig, page_tokens: int = 4) -> PageGeometry:
+def tiny_geometry(config: ModelConfig, page_tokens: int = 4, kv_dtype: KVDtype = "model") -> PageGeometry:
+    is_rounded = kv_dtype != "model"
     return PageGeometry(
         page_tokens=page_tokens,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         qk_dim=config.qk_dim,
         v_dim=config.v_dim,
-        kv_itemsize=getattr(torch, config.dtype).itemsize,
+        kv_itemsize=1 if is_rounded else getattr(torch, config.dtype).itemsize,
         row_dim=config.row_dim,
         row_itemsize=getattr(torch, config.row_dtype).itemsize,
+        kv_scale_bytes=1 if is_rounded else 0,
     )
 
 
 def tiny_engine(model: LoadedModel | None = None, clock: Clock | None = None, **engine_overrides: Any) -> Engine:
     """An engine on a pool of 30 pages of 4 tokens or 16 rows: too few for either cache to hold all."""
     model = model or tiny_model()
-    page_tokens = engine_overrides.get("page_tokens", 4)
+    page_tokens, kv_dtype = engine_overrides.get("page_tokens", 4), engine_overrides.get("kv_dtype", "model")
     settings: dict[str, Any] = {
-        "pool_bytes": TINY_PAGES * tiny_geometry(model.config, page_tokens).page_bytes,
+        "pool_bytes": TINY_PAGES * tiny_geometry(model.config, page_tokens, kv_dtype).page_bytes,
         "alpha": 0.4,
         "page_tokens": page_tokens,
         "device": "cpu",

@@ -27,6 +27,27 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
 
 
+def rounded(x: Array, kv_dtype: str) -> Array:
+    """Nearest multiples of a power of two, or nearest numbers of four binary digits; the same scale along a head."""
+    largest, lowest = {"fp8_e4m3": (448.0, -15), "int8": (127.0, -24)}[kv_dtype]
+    out = np.empty_like(x)
+    for at in np.ndindex(x.shape[:-1]):
+        peak = np.abs(x[at]).max()
+        if not np.isfinite(peak):
+            out[at] = np.nan
+            continue
+        exponent = lowest
+        while peak > largest * 2.0**exponent:
+            exponent += 1
+        scaled = x[at] / 2.0**exponent
+        step = np.ones_like(scaled)
+        if kv_dtype == "fp8_e4m3":
+            _, digits = np.frexp(scaled)  # scaled = m * 2**digits, 0.5 <= m < 1
+            step = 2.0 ** np.maximum(digits - 4, -9)
+        out[at] = np.rint(scaled / step) * step * 2.0**exponent
+    return out
+
+
 @dataclass(frozen=True)
 class Shape:
     num_heads: int
@@ -38,9 +59,10 @@ class Shape:
     window: int | None = None  # tokens before it that a token sees
     eps: float = 1e-6  # of the norms
     tail: int = 0  # last tokens before the candidates that see all of them, and so do candidates
+    kv_dtype: str = "model"  # to which keys and values are rounded
 
 
-def layer_shape(config: ModelConfig) -> Shape:
+def layer_shape(config: ModelConfig, kv_dtype: str = "model") -> Shape:
     return Shape(
         config.num_heads,
         config.qk_dim,
@@ -51,6 +73,7 @@ def layer_shape(config: ModelConfig) -> Shape:
         config.max_attn_len,
         config.layer_norm_eps,
         config.full_attn_tail,
+        kv_dtype,
     )
 
 
@@ -92,6 +115,10 @@ def hstu_layer(x: Array, num_candidates: int, w: Weights, shape: Shape, bias: Ar
     u = silu(u)
     if shape.form == "gated":
         v, q, k = silu(v), silu(q), silu(k)
+    if shape.kv_dtype != "model":
+        k, v = (
+            rounded(each.reshape(len(x), shape.num_heads, -1), shape.kv_dtype).reshape(len(x), -1) for each in (k, v)
+        )
     out = np.empty_like(v)
     mask = visible(len(x), num_candidates, shape.window, shape.tail)
     wrong = np.asarray(~(np.isfinite(k).all(1) & np.isfinite(v).all(1)))  # such a token harms only those that see it
@@ -133,8 +160,11 @@ def anchor(first_event: int, num_events: int, window: int) -> int:
 class Reference:
     """Scores of one model; rows can be replaced, as an online trainer would."""
 
-    def __init__(self, config: ModelConfig, dense: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, dense: Mapping[str, Any], tables: Mapping[str, Any], kv_dtype: str = "model"
+    ) -> None:
         self.config = config
+        self._shape = layer_shape(config, kv_dtype)
         self._dense: Weights = {name: value.double().numpy() for name, value in dense.items()}
         self._tables = {name: value.double().numpy().copy() for name, value in tables.items()}
 
@@ -165,7 +195,7 @@ class Reference:
         x_candidates = x_candidates + w["time_embedding.weight"][time_bucket(since, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x_history, per_request, x_candidates])
-        shape = layer_shape(config)
+        shape = self._shape
         for i in range(config.num_layers):
             x = hstu_layer(x, num_candidates, layer_weights(w, i), shape)
         if config.state_head is not None:
@@ -192,7 +222,7 @@ class Reference:
             x[i] += w["time_embedding.weight"][time_bucket(gap, config.time_buckets)]
         user, per_request = self._context(request)
         x = np.concatenate([user, x, per_request])
-        shape = layer_shape(config)
+        shape = self._shape
         now = times[-1] if request.request_time is None else request.request_time
         for i in range(config.num_layers):
             layer, given = layer_weights(w, i), config.attention_bias

@@ -36,6 +36,7 @@ AutoBytes = Annotated[
 ]
 
 
+KVDtype = Literal["model", "fp8_e4m3", "int8"]
 Freshness = Literal["exact"] | Annotated[float, Field(gt=0)]
 
 
@@ -153,6 +154,10 @@ class EngineConfig(Frozen):
     row_order: Literal["lru", "frequency"] = Field("lru", description="eviction order of embedding rows")
     row_admission: Literal["always", "second-touch"] = Field(
         "second-touch", description="when a missed row is admitted; half of all rows are read only once"
+    )
+    kv_dtype: KVDtype = Field(
+        "model",
+        description="model: K/V have the model's dtype; fp8_e4m3 or int8: eight bits, and a scale per token and head",
     )
     kv_admission: Literal["always", "second-visit", "benefit"] = Field(
         "second-visit",

@@ -5,7 +5,7 @@ repairs rows, lets steps fail, moves the boundary and lets both caches evict, wi
 Planted bugs show that it would notice.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock
-from helmrec.config import RelayConfig
+from helmrec.config import KVDtype, RelayConfig
 from helmrec.deltas.consumer import check_delta
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine import engine as engine_module
@@ -29,7 +29,8 @@ from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.engine.runner import Runner
 from helmrec.errors import NonFiniteScores
-from helmrec.kernels import attention
+from helmrec.kernels import attention, kv_rounding
+from helmrec.kernels.kv_rounding import Codes, Pages, decode
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.embedding_cache import Repeats, repeats_of
@@ -43,9 +44,13 @@ from tests.helpers import OPTIONS, tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
 
 TOLERANCE = 1e-5
+# A key that differs from the reference in its last bit may be rounded to another code; scores then differ by more.
+CODE_TOLERANCE = {"fp8_e4m3": 5e-2, "int8": 1e-2}
+SHARE_OF_OTHER_CODES = 0.01
 NUM_USERS = 4
 Event = tuple[int, int, int, int]  # item, category, action, timestamp
 seen: Counter[str] = Counter()
+worst_of: dict[str, float] = defaultdict(float)
 
 
 class Breakdown(Exception):
@@ -54,6 +59,8 @@ class Breakdown(Exception):
 
 class Streams(RuleBasedStateMachine):
     """A few users whose histories change in every way a client can think of."""
+
+    kv_dtype: KVDtype = "model"
 
     @initialize(
         form=st.sampled_from(["concat", "gated"]),
@@ -74,11 +81,11 @@ class Streams(RuleBasedStateMachine):
         model = tiny_model(seed=seed % 3, **{"form": form, "v_dim": v_dim} | OPTIONS.get(option, {}))
         seen[option] += 1
         self.clock = ManualClock()
-        policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config).page_bytes
+        policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config, kv_dtype=self.kv_dtype).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
         fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}
-        self.engine = tiny_engine(model, self.clock, **fixed | policies)
-        self.reference = Reference(model.config, model.dense, model.tables)
+        self.engine = tiny_engine(model, self.clock, kv_dtype=self.kv_dtype, **fixed | policies)
+        self.reference = Reference(model.config, model.dense, model.tables, self.kv_dtype)
         self.config = model.config
         self.histories: list[list[Event]] = [[] for _ in range(NUM_USERS)]
         self.countries = [user % 5 for user in range(NUM_USERS)]
@@ -284,7 +291,11 @@ class Streams(RuleBasedStateMachine):
         assert error is None, f"user {request.user_id}: off by {error!r}"
         result = future.result()
         worst = np.abs(result.scores - expected).max()
-        assert worst <= TOLERANCE, f"user {request.user_id}: off by {worst:.2g}, reused {result.reused_tokens}"
+        limit = TOLERANCE if self.kv_dtype == "model" else CODE_TOLERANCE[self.kv_dtype]
+        assert worst <= limit, f"user {request.user_id}: off by {worst:.2g}, reused {result.reused_tokens}"
+        seen["scores"] += 1
+        seen["scores with another code"] += worst > TOLERANCE
+        worst_of[self.kv_dtype] = max(worst_of[self.kv_dtype], float(worst))
         seen["reused"] += result.reused_tokens > 0
         seen["windowed"] += result.truncated_events > 0
         seen["row hits"] += result.row_hits
@@ -341,7 +352,7 @@ class Streams(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check()
             assert self.engine.stats().background_failures == 0, "background work failed"
-            pages = self.engine._arena.k_pages, self.engine._arena.v_pages
+            pages = [values_of(each) for each in (self.engine._arena.k, self.engine._arena.v)]
             for prefix in self.engine._pool.kv._order.values():
                 at = torch.tensor(prefix.pages).repeat_interleave(4)[: prefix.sound], torch.arange(prefix.sound) % 4
                 assert all(bool(each[:, *at].isfinite().all()) for each in pages), "trusted K/V are off by NaN"
@@ -417,7 +428,11 @@ class Streams(RuleBasedStateMachine):
         )
 
 
-def run(num_streams: int, number: int | None = None, **extra: Any) -> None:
+def values_of(pages: Pages) -> torch.Tensor:
+    return pages if isinstance(pages, torch.Tensor) else decode(pages.codes, pages.exponents, torch.float32)
+
+
+def run(num_streams: int, number: int | None = None, kv_dtype: KVDtype = "model", **extra: Any) -> None:
     """Streams of the given number are always the same; without one they are others each time, or as `extra` says."""
     options: dict[str, Any] = {
         "max_examples": num_streams,
@@ -426,7 +441,8 @@ def run(num_streams: int, number: int | None = None, **extra: Any) -> None:
         "database": None,
         "suppress_health_check": list(HealthCheck),
     }
-    numbered = Streams if number is None else seed(number)(type("Streams", (Streams,), {}))
+    streams = type("Streams", (Streams,), {"kv_dtype": kv_dtype})
+    numbered = streams if number is None else seed(number)(streams)
     run_state_machine_as_test(numbered, settings=settings(**options | extra))
 
 
@@ -450,6 +466,67 @@ def test_a_hundred_streams_or_more_never_return_a_wrong_score_and_go_everywhere(
             return
         run(25, number=number)
     assert not missed_places(), dict(seen)
+
+
+CODES: list[KVDtype] = ["fp8_e4m3", "int8"]
+
+
+def check_codes(kv_dtype: KVDtype, num_streams: int, **extra: Any) -> None:
+    """With eight bits, all but a few scores are those of a reference that rounds every key and value the same way."""
+    seen.clear()
+    run(num_streams, kv_dtype=kv_dtype, **extra)
+    share = seen["scores with another code"] / seen["scores"]
+    assert share <= SHARE_OF_OTHER_CODES, f"off by more than {TOLERANCE:g}: {share:.1%} of the scores"
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_streams_over_codes_never_return_a_wrong_score(kv_dtype: KVDtype) -> None:
+    check_codes(kv_dtype, 25, number=0)
+    rare = {"saves ahead", "reloads ahead", "leases lost", *OPTIONS}
+    assert not [place for place in missed_places() if place not in rare], dict(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_a_thousand_streams_over_codes_never_return_a_wrong_score(kv_dtype: KVDtype) -> None:
+    check_codes(kv_dtype, 1_000, derandomize=False)
+    assert not missed_places(), dict(seen)
+
+
+def round_what_is_kept_alone(values: Any, dtype: Any) -> None:
+    """New tokens attend to keys and values as they were computed, later ones to codes."""
+
+
+def round_by_batch(values: torch.Tensor, dtype: torch.dtype) -> Codes:
+    """One scale for all tokens of a step."""
+    codes, exponents = ENCODE(values.flatten()[None], dtype)
+    return Codes(codes.view(values.shape), exponents.expand(values.shape[:-1]))
+
+
+def copy_codes_without_scales(self: Arena, copy: Any) -> None:
+    """A fork copies the codes of the shared page, and reads them with whatever scales its own page had."""
+    for pages in (self.k_pages, self.v_pages):
+        pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
+
+
+ENCODE = kv_rounding.encode
+PLANTED_IN_CODES: list[tuple[Any, str, Callable[..., Any]]] = [
+    (attention, "round_in_place", round_what_is_kept_alone),
+    (kv_rounding, "encode", round_by_batch),
+    (Arena, "copy_tokens", copy_codes_without_scales),
+]
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.parametrize(
+    ("where", "name", "bug"), PLANTED_IN_CODES, ids=[bug.__name__ for _, _, bug in PLANTED_IN_CODES]
+)
+def test_a_planted_bug_in_codes_is_caught(
+    where: Any, name: str, bug: Callable[..., Any], kv_dtype: KVDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    with pytest.raises(AssertionError, match="off by"):
+        check_codes(kv_dtype, 15, number=0, phases=(Phase.generate,), report_multiple_bugs=False)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helmrec.kernels import attention
+from helmrec.kernels import attention, kv_rounding
+from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.kernels.layer import LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.types import AttentionWindow
@@ -32,8 +33,8 @@ class Case(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
+    k_pages: Any  # Pages
+    v_pages: Any
     batch: RaggedBatch
 
     @property
@@ -46,7 +47,8 @@ class Case(NamedTuple):
 
     def reference(self, scale: float, normaliser: float, bias: RelativeBias | None = None) -> Tensor:
         """The twin in float64; needs the new tokens in their pages."""
-        q, k, v, k_pages, v_pages = (t.double() for t in self[:5])
+        q, k, v = (t.double() for t in self[:3])
+        k_pages, v_pages = (in_double(pages) for pages in (self.k_pages, self.v_pages))
         out = attention.attend(q, k, v, k_pages, v_pages, self.batch, scale=scale, normaliser=normaliser, bias=bias)
         return out[: self.num_live]
 
@@ -112,6 +114,23 @@ def random_case(  # noqa: PLR0917 - a batch has this many free choices
         k_pages[pages, offsets] = noise(n.resident, heads.num, heads.qk)
         v_pages[pages, offsets] = noise(n.resident, heads.num, heads.v)
     return Case(q, k, v, k_pages, v_pages, batch)
+
+
+def in_double(pages: Pages) -> Tensor:
+    if isinstance(pages, Tensor):
+        return pages.double()
+    return kv_rounding.decode(pages.codes, pages.exponents, torch.float64)
+
+
+def coded(case: Case, dtype: torch.dtype) -> Case:
+    """The case with pages of codes; NaN where nothing is kept. Exponents of a head lie side by side, as in an arena."""
+
+    def encoded(pages: Tensor) -> ScaledPages:
+        codes, exponents = kv_rounding.encode(pages, dtype)
+        side_by_side = exponents.transpose(1, 2).contiguous().transpose(1, 2)
+        return ScaledPages(codes, side_by_side)
+
+    return case._replace(k_pages=encoded(case.k_pages), v_pages=encoded(case.v_pages))
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

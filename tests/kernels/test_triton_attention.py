@@ -20,7 +20,9 @@ from helmrec.types import AttentionWindow
 from tests.kernels.ragged_cases import (
     Heads,
     Lengths,
+    coded,
     harmed_by,
+    in_double,
     in_window,
     random_case,
     relative_error,
@@ -156,3 +158,58 @@ def test_both_appends_isolate_the_same_tokens(rng: np.random.Generator) -> None:
     for one, other in zip(case[1:5], twin[1:5], strict=True):
         assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
     assert case.v.isfinite().all()
+
+
+CODES = [torch.float8_e4m3fn, torch.int8]
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("heads", "page_tokens", "num_context"),
+    [(Heads(2, 8, 24), 8, 0), (Heads(1, 32, 32), 64, 2), (Heads(2, 16, 16), 128, 0)],
+)
+def test_attention_over_codes_matches_the_twin(
+    codes: torch.dtype, dtype: torch.dtype, heads: Heads, page_tokens: int, num_context: int, rng: np.random.Generator
+) -> None:
+    case = coded(random_case(rng, LENGTHS, heads, page_tokens, dtype, num_context), codes)
+    case.append()
+    out = triton_attention.attend(*case, scale=0.3, normaliser=50.0)[: case.num_live]
+    assert relative_error(out, case.reference(0.3, 50.0)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("wrong", ["key", "value", "both", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [Heads(2, 8, 24), Heads(3, 16, 16)])
+def test_both_appends_of_codes_round_isolate_and_keep_the_same(
+    codes: torch.dtype, wrong: str, dtype: torch.dtype, heads: Heads, rng: np.random.Generator
+) -> None:
+    case = coded(random_case(rng, LENGTHS, heads, 16, dtype), codes)
+    case.k[3] *= 1e-7  # below the smallest step
+    case.v[4] *= 3e4 if dtype != torch.float16 else 1e3
+    spoil(case, wrong, [0, 1, 4])
+    before = case.k.clone()
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
+    twin.append()
+    triton_append.append_kv(*case[1:])
+    for one, other in zip(case[1:3], twin[1:3], strict=True):
+        assert torch.equal(one[: case.num_live].nan_to_num(9.0), other[: case.num_live].nan_to_num(9.0))
+    for one, other in zip(case[3:5], twin[3:5], strict=True):
+        assert torch.equal(in_double(one).nan_to_num(9.0), in_double(other).nan_to_num(9.0))
+    assert not torch.equal(before[: case.num_live].nan_to_num(9.0), case.k[: case.num_live].nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_a_float16_that_rounds_to_infinity_is_isolated(codes: torch.dtype, rng: np.random.Generator) -> None:
+    case = coded(random_case(rng, [Lengths(0, 6, 0)], Heads(2, 8, 8), 16, torch.float16), codes)
+    case.v[2, 1, 3] = 65_504.0
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
+    twin.append()
+    triton_append.append_kv(*case[1:])
+    for each in (case, twin):
+        assert each.k[2].isnan().all()
+        assert not each.v[2].any()
+        assert each.k[1].isfinite().all()
+        kept = in_double(each.k_pages)[each.batch.page_table[0, 0], :6]
+        assert torch.equal(kept.isnan().flatten(1).any(1).nonzero().flatten(), torch.tensor([2]))

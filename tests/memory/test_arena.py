@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from helmrec.kernels.kv_rounding import ScaledPages
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
@@ -115,3 +116,29 @@ def test_copied_tokens_are_those_asked_for_in_every_layer(geometry: PageGeometry
         assert torch.equal(pages[:, 2, :2], pages[:, 0, :2])
         assert not pages[:, 2, 2:].any()
         assert not pages[:, 1].any()
+
+
+CODED = PageGeometry(
+    page_tokens=3, num_layers=2, num_heads=3, qk_dim=5, v_dim=7, kv_itemsize=1, row_dim=11, row_itemsize=2,
+    kv_scale_bytes=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_and_exponents_of_a_page_fill_it_without_overlap_and_are_copied_together(dtype: torch.dtype) -> None:
+    arena = Arena(NUM_PAGES, CODED, dtype, torch.float16, "cpu")
+    assert isinstance(arena.k, ScaledPages)
+    assert isinstance(arena.v, ScaledPages)
+    parts = [each.view(torch.uint8) for pages in (arena.k, arena.v) for each in (pages.codes, pages.exponents)]
+    for number, part in enumerate(parts):
+        part[:, 1] = number + 1
+    for number, part in enumerate(parts):
+        assert (part[:, 1] == number + 1).all(), "a later part overlaps"
+    used = CODED.page_tokens * CODED.token_bytes
+    assert sum(part[:, 1].numel() for part in parts) == used
+    assert arena.pages[1].count_nonzero() == used
+    assert not arena.pages[[0, 2]].any()
+    arena.copy_tokens(PageCopy(source=1, target=2, num_tokens=2))
+    for part in parts:
+        assert torch.equal(part[:, 2, :2], part[:, 1, :2])
+        assert not part[:, 2, 2:].any()

@@ -15,7 +15,8 @@ geometries = st.builds(
     num_heads=st.integers(1, 4),
     qk_dim=st.integers(1, 70),
     v_dim=st.integers(1, 70),
-    kv_itemsize=st.sampled_from([2, 4]),
+    kv_itemsize=st.sampled_from([1, 2, 4]),
+    kv_scale_bytes=st.sampled_from([0, 1]),
     row_dim=st.integers(1, 200),
     row_itemsize=st.sampled_from([2, 4]),
 )

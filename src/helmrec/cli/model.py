@@ -78,15 +78,14 @@ def check(
 def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) -> Table:
     from helmrec.model.weights import total_table_bytes
 
-    item_bytes = 4 if config.dtype == "float32" else 2
-    kv_bytes = config.num_layers * config.num_heads * (config.qk_dim + config.v_dim) * item_bytes
+    kv_bytes, rounded_bytes = (config.page_geometry(1, kv_dtype).token_bytes for kv_dtype in ("model", "int8"))
     rows = (
         ("version", f"{version:016x}"),
         ("layers x heads x (qk, v)", f"{config.num_layers} x {config.num_heads} x ({config.qk_dim}, {config.v_dim})"),
         ("width, form, dtype", f"{config.dim}, {config.form}, {config.dtype}"),
         ("window / candidates", f"{config.window:,} events / {config.max_candidates:,}"),
         ("dense parameters", f"{dense:,}"),
-        ("KV per token", f"{kv_bytes:,} bytes"),
+        ("KV per token", f"{kv_bytes:,} bytes; {rounded_bytes:,} with a kv_dtype of eight bits"),
         ("tables", ", ".join(f"{t.name} ({t.num_rows:,})" for t in config.tables)),
         ("table bytes", f"{total_table_bytes(config):,} ({config.row_dtype}, {config.row_dim} wide)"),
     )

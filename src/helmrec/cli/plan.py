@@ -27,6 +27,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
         list[str] | None,
         typer.Option("--pool-bytes", "--pool", help="Memory of a node's pool; may repeat.", show_default="80GB"),
     ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", help="Precision of K/V: model, fp8_e4m3 or int8. Times stay the calibration's.")
+    ] = "model",
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
     trace: Annotated[
@@ -54,6 +57,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
         settings: dict[str, Any] = {
             "rate": rate,
             "slo_ms": milliseconds(slo),
+            "kv_dtype": kv_dtype,
             "profile": profile,
             "preset": preset,
             "history": history,

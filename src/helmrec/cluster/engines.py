@@ -182,7 +182,7 @@ class EnginesPort:
             num_waiting=seen.num_waiting,
             waiting_tokens=0,
             alpha=pool.alpha,
-            pool_tokens=pool.num_pages * (pool.page_bytes // self.model.page_geometry(1).token_bytes),
+            pool_tokens=pool.num_pages * pool.page_tokens,
             row_hit_rate=pool.row_hit_rate,
             sketch=seen.sketch,
         )

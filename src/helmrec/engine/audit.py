@@ -10,7 +10,6 @@ from helmrec.engine.intake import Prepared
 
 log = logging.getLogger("helmrec.engine")
 Scores = NDArray[np.float32]
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # largest difference that rounding explains
 
 
 class Auditor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_stage import Reading, RowStage
 from helmrec.engine.timeline import Mark, Timeline
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel, QueryTerms
 from helmrec.types import IntArray
@@ -71,8 +72,8 @@ class Dense(Protocol):
 class Memory:
     """The K/V pages that the dense stage reads and writes."""
 
-    k_pages: Tensor  # (layers, pages, page_tokens, heads, qk)
-    v_pages: Tensor
+    k_pages: Pages  # (layers, pages, page_tokens, heads, qk)
+    v_pages: Pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,11 +18,12 @@ from numpy.typing import ArrayLike
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.collector import PROCESS, CollectorStats
 from helmrec.config import EngineConfig
-from helmrec.engine.audit import TOLERANCE, Auditor
+from helmrec.engine.audit import Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
 from helmrec.engine.intake import Intake, RowUpdate, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
+from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.row_marks import RowMarks
@@ -92,11 +93,11 @@ class Engine:
         self._marks = RowMarks(self._pool.row_epochs, model.config, config)
         self._runner = Runner(parts, self._clock)
         self.start_up = parts.start_up
-        tolerance = config.audit_tolerance or TOLERANCE[model.config.dtype]
+        tolerance = audit_tolerance(model.config.dtype, config)
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
         self._scheduler = Scheduler(config, self._pool.kv)
         self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.host_tier.costs.steps)
-        self._intake = Intake(model.config, model.version, config.max_history)
+        self._intake = Intake(model.config, cache_version(model.version, config), config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
         self._is_closed = self._has_warned = False

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from pydantic import ByteSize
 
 from helmrec.config import EngineConfig
-from helmrec.engine.audit import TOLERANCE
 from helmrec.engine.engine import Engine
+from helmrec.engine.precision import TOLERANCE
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig

@@ -21,6 +21,7 @@ from helmrec.engine.row_values import new_values
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
+from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
 from helmrec.memory.streams import InStream
@@ -69,6 +70,7 @@ class Runner:
         self._model = parts.model
         self._dense = parts.dense
         self._arena = parts.arena
+        self._kv_dtype = parts.arena.k_pages.dtype
         self._master = parts.master
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
@@ -199,7 +201,7 @@ class Runner:
         step = assemble([(request, plan)], config, geometry.page_tokens)
         shape = (config.num_layers, max(1, num_pages), geometry.page_tokens, config.num_heads)
         k_pages, v_pages = (
-            torch.empty((*shape, dim), dtype=model.dtype, device=model.device) for dim in (config.qk_dim, config.v_dim)
+            empty_pages((*shape, dim), self._kv_dtype, model.device) for dim in (config.qk_dim, config.v_dim)
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()

@@ -10,6 +10,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, GraphLimits
+from helmrec.engine.precision import KV_DTYPES
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
@@ -68,7 +69,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     config, pool_reason = choose_pool(config, shape, geometry)
     chosen = chosen.model_copy(update={"pool_bytes": config.pool_bytes})
     config = without_row_index(config, geometry, shape.num_rows)
-    arena = Arena(config.sized_pool_bytes // geometry.page_bytes, geometry, hstu.dtype, master.dtype, config.device)
+    kept_as = KV_DTYPES.get(config.kv_dtype, hstu.dtype)
+    arena = Arena(config.sized_pool_bytes // geometry.page_bytes, geometry, kept_as, master.dtype, config.device)
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
@@ -89,11 +91,16 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
 
 
 def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
-    """Say so if a model cannot use the fastest attention of a card."""
-    if config.device != "cuda" or (shape.attention_bias is None and shape.max_attn_len is None):
+    """Say so if an engine cannot use the fastest attention of a card."""
+    reasons = (
+        ("this model has an attention bias", shape.attention_bias is not None),
+        ("this model has local attention (max_attn_len)", shape.max_attn_len is not None),
+        (f"it alone reads K/V of kv_dtype {config.kv_dtype}", config.kv_dtype != "model"),
+    )
+    found = [reason for reason, is_given in reasons if is_given]
+    if config.device != "cuda" or not found:
         return ()
-    reason = "an attention bias" if shape.attention_bias is not None else "local attention (max_attn_len)"
-    return (f"attention: the portable kernel, since this model has {reason}",)
+    return (f"attention: the portable kernel, since {found[0]}",)
 
 
 def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:
@@ -110,7 +117,7 @@ def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: in
 
 
 def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: RowStage, config: EngineConfig) -> Dense:
-    memory = Memory(arena.k_pages, arena.v_pages)
+    memory = Memory(arena.k, arena.v)
     if config.device == "cuda" and config.cuda_graphs and isinstance(rows, DeviceRowStage):
         return GraphedDense(hstu, memory, rows, _limits(hstu.config, geometry, config))
     return EagerDense(hstu, memory, rows)
@@ -171,4 +178,4 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
 
 def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
     """Return the page geometry of this model's pool."""
-    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device])
+    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device], config.kv_dtype)

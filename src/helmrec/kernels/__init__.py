@@ -8,6 +8,7 @@ from torch import Tensor
 
 from helmrec.kernels import embed, plain
 from helmrec.kernels.embed import Lookups
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 
@@ -16,7 +17,7 @@ from helmrec.kernels.ragged import RaggedBatch
 class ModelKernels:
     """The kernels of a model, plain or compiled. `plain` and `embed` document the contracts."""
 
-    run_layer: Callable[[Tensor, LayerWeights, LayerShape, Tensor, Tensor, RaggedBatch], Tensor]
+    run_layer: Callable[[Tensor, LayerWeights, LayerShape, Pages, Pages, RaggedBatch], Tensor]
     pool_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor]
     gate_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
     sum_parts: Callable[[Tensor, Tensor, Lookups, Tensor, Tensor, Tensor], None]

@@ -10,21 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helmrec.kernels.kv_rounding import Pages, round_in_place
 from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 
 
-def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> None:
+def append_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, batch: RaggedBatch) -> None:
     """Isolate non-finite tokens in k and v, then write the K/V of kept tokens to their pages.
 
-    k: (tokens, heads, qk), v: (tokens, heads, v); pages: (pages, page_tokens, heads, dim), any strides.
+    k: (tokens, heads, qk), v: (tokens, heads, v); pages: (pages, page_tokens, heads, dim), any strides. If pages hold
+    codes, k and v are rounded in place first: attention sees what it would read from the pages.
     """
-    isolate_non_finite(k, v)
+    for values, pages in ((k, k_pages), (v, v_pages)):
+        if not isinstance(pages, Tensor):
+            round_in_place(values, pages.dtype)
+    isolate_non_finite(k, v)  # a large float16 may have been rounded to infinity
     kept = batch.write_slots >= 0
     slots = batch.write_slots[kept]
     page, offset = slots // batch.page_tokens, slots % batch.page_tokens
-    k_pages[page, offset] = k[kept].to(k_pages.dtype)
-    v_pages[page, offset] = v[kept].to(v_pages.dtype)
+    for values, pages in ((k[kept], k_pages), (v[kept], v_pages)):
+        if isinstance(pages, Tensor):
+            pages[page, offset] = values.to(pages.dtype)
+        else:
+            pages.write(page, offset, values)
 
 
 def isolate_non_finite(k: Tensor, v: Tensor) -> None:
@@ -42,8 +50,8 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     q: Tensor,  # (tokens, heads, qk)
     k: Tensor,  # (tokens, heads, qk)
     v: Tensor,  # (tokens, heads, v)
-    k_pages: Tensor,  # (pages, page_tokens, heads, qk)
-    v_pages: Tensor,  # (pages, page_tokens, heads, v)
+    k_pages: Pages,  # (pages, page_tokens, heads, qk)
+    v_pages: Pages,  # (pages, page_tokens, heads, v)
     batch: RaggedBatch,
     *,
     scale: float,
@@ -63,7 +71,9 @@ def attend(  # noqa: PLR0913 - six tensors and two scalars are the operation
     for i in range(batch.num_sequences):
         span = slice(bounds[i], bounds[i + 1])
         own = Own(*(t[span].transpose(0, 1) for t in (q, k, v)))
-        k_history, v_history = (_history(pages, batch.page_table[i], resident[i]) for pages in (k_pages, v_pages))
+        k_history, v_history = (
+            _history(pages, batch.page_table[i], resident[i], v.dtype) for pages in (k_pages, v_pages)
+        )
         added = _relative_bias(bias, batch, i, resident[i], new[i])
         before, after = (None, None) if added is None else (added[:, : resident[i]], added[:, resident[i] :])
         near = _in_window(batch, i, resident[i], new[i] + batch.num_context)
@@ -82,9 +92,10 @@ class Own(NamedTuple):
     v: Tensor
 
 
-def _history(pages: Tensor, table: Tensor, num_tokens: int) -> Tensor:  # (heads, num_tokens, dim)
-    used = -(-num_tokens // pages.shape[1])
-    return pages[table[:used].long()].flatten(0, 1)[:num_tokens].transpose(0, 1)
+def _history(pages: Pages, table: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:  # (heads, num_tokens, dim)
+    used = table[: -(-num_tokens // pages.shape[1])].long()
+    taken = pages[used].to(dtype) if isinstance(pages, Tensor) else pages.read(used, dtype)
+    return taken.flatten(0, 1)[:num_tokens].transpose(0, 1)
 
 
 def _relative_bias(
@@ -130,8 +141,7 @@ class _Scores(NamedTuple):
 
 def _from_history(own: Own, k_history: Tensor, v_history: Tensor, scores: _Scores) -> Tensor:
     """Sum over the resident keys, which every token sees that is near enough."""
-    weights = scores.weights(own.q, k_history.to(own.k.dtype))
-    return weights @ v_history.to(own.v.dtype)
+    return scores.weights(own.q, k_history) @ v_history
 
 
 def _from_own_tokens(own: Own, num_shared: int, scores: _Scores) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_append import append_kv
@@ -12,7 +13,7 @@ from helmrec.kernels.triton_layer import gate_output, joined_buffer, project
 
 
 def run_layer(
-    x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
+    x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Pages, v_pages: Pages, batch: RaggedBatch
 ) -> Tensor:  # (tokens, dim)
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)
     append_kv(k, v, k_pages, v_pages, batch)

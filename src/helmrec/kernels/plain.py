@@ -3,12 +3,13 @@
 from torch import Tensor
 
 from helmrec.kernels.attention import append_kv, attend
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights, gate_output, project
 from helmrec.kernels.ragged import RaggedBatch
 
 
 def run_layer(
-    x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch
+    x: Tensor, weights: LayerWeights, shape: LayerShape, k_pages: Pages, v_pages: Pages, batch: RaggedBatch
 ) -> Tensor:  # (tokens, dim)
     """Run one layer; K/V are appended first. x: (tokens, dim), pages of it: (pages, page_tokens, heads, dim)."""
     u, v, q, k = project(x, weights, shape.form, shape.num_heads)

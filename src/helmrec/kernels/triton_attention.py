@@ -15,12 +15,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helmrec.kernels import hopper_attention
-from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, padded, plan_for
+from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, LaunchShape, padded, plan_for
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.triton_tiles import (
+    KeptPages,
+    load_flat,
+    load_paged,
+    pages_descriptor,
+    rows_descriptor,
+    tma_can_read,
+)
 from helmrec.kernels.work_list import FIELDS
 
 # One argument a line would bury the kernels.
@@ -36,37 +44,6 @@ def _silu_of_twice(h, FAST_TANH: tl.constexpr):
     else:
         active = 2 * h * tl.sigmoid(2 * h)
     return active
-
-
-@triton.jit
-def _load_flat(source, strides, row, row_end, head, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-               USE_TMA: tl.constexpr):
-    """ROWS rows of one head of a flat tensor; without TMA, rows from row_end on read as zero."""
-    if USE_TMA:
-        tile = source.load([row, head * DIM])
-    else:
-        rows = row + tl.arange(0, ROWS)
-        dims = tl.arange(0, PADDED)
-        at = rows.to(tl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
-        tile = tl.load(source + at, mask=(rows < row_end)[:, None] & (dims < DIM)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _load_paged(source, strides, table, token, num_tokens, head, PAGE_TOKENS: tl.constexpr, ROWS: tl.constexpr,
-                DIM: tl.constexpr, PADDED: tl.constexpr, USE_TMA: tl.constexpr):
-    """ROWS history tokens of one head; with TMA they must lie inside one page."""
-    if USE_TMA:
-        page = tl.load(table + token // PAGE_TOKENS)
-        tile = tl.reshape(source.load([page, token % PAGE_TOKENS, head * DIM]), (ROWS, PADDED))
-    else:
-        tokens = token + tl.arange(0, ROWS)
-        dims = tl.arange(0, PADDED)
-        live = tokens < num_tokens
-        pages = tl.load(table + tokens // PAGE_TOKENS, mask=live, other=0).to(tl.int64)
-        at = pages * strides[0] + (tokens % PAGE_TOKENS) * strides[1] + head * strides[2]
-        tile = tl.load(source + at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
-    return tile
 
 
 @triton.jit
@@ -171,11 +148,11 @@ def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arriv
 def _attend_item(  # one tile from start to end: splitting it further would only hand the same locals around
     item, head, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full, exponents, exponent_strides,
     NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
     FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr, FORMAT: tl.constexpr,
 ):
     sequence, row, lo, hi = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     start, end = tl.load(cu_tokens + sequence), tl.load(cu_tokens + sequence + 1)
@@ -189,7 +166,7 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     seen = tl.cdiv(tl.minimum(row + BLOCK_M, shared), BLOCK_N)
     skipped = tl.maximum(row // BLOCK_N - seen, 0)  # other candidates' blocks, between history and the diagonal
 
-    q = _load_flat(q_flat, q_strides, start + row, end, head, BLOCK_M, QK, QK_PADDED, USE_TMA)
+    q = load_flat(q_flat, q_strides, start + row, end, head, BLOCK_M, QK, QK_PADDED, USE_TMA)
     acc = tl.zeros((BLOCK_M, V_PADDED), tl.float32)
     rows = row + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
@@ -202,24 +179,24 @@ def _attend_item(  # one tile from start to end: splitting it further would only
 
     row_at = resident + rows
     for block in tl.range(lo, tl.minimum(hi, resident // BLOCK_N)):
-        k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
-                        QK_PADDED, USE_TMA)
-        v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
-                        V_PADDED, USE_TMA)
+        k = load_paged(k_pages, k_page_strides, exponents[0], exponent_strides, table, block * BLOCK_N, resident, head,
+                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT)
+        v = load_paged(v_pages, v_page_strides, exponents[1], exponent_strides, table, block * BLOCK_N, resident, head,
+                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT)
         acc = _add_block(acc, q, k, v, row_at, block * BLOCK_N + columns, half_scale, bias, times, num_tokens, window,
                          full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     for block in tl.range(tl.maximum(lo, paged), tl.minimum(hi, paged + whole)):
         own = (block - paged) * BLOCK_N
-        k = _load_flat(k_flat, k_strides, start + own, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
-        v = _load_flat(v_flat, v_strides, start + own, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
+        k = load_flat(k_flat, k_strides, start + own, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
+        v = load_flat(v_flat, v_strides, start + own, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
         acc = _add_block(acc, q, k, v, row_at, resident + own + columns, half_scale, bias, times, num_tokens, window,
                          full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     # At most one block: the page the resident tokens end in.
     for block in tl.range(tl.maximum(lo, resident // BLOCK_N), tl.minimum(hi, paged), num_stages=1):
-        k = _load_paged(k_pages, k_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, QK,
-                        QK_PADDED, USE_TMA)
-        v = _load_paged(v_pages, v_page_strides, table, block * BLOCK_N, resident, head, PAGE_TOKENS, BLOCK_N, V,
-                        V_PADDED, USE_TMA)
+        k = load_paged(k_pages, k_page_strides, exponents[0], exponent_strides, table, block * BLOCK_N, resident, head,
+                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT)
+        v = load_paged(v_pages, v_page_strides, exponents[1], exponent_strides, table, block * BLOCK_N, resident, head,
+                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT)
         key = block * BLOCK_N + columns
         live = key < resident
         acc = _add_masked_block(acc, q, k, v, live[None, :], live, row_at, key, half_scale, bias, times, num_tokens,
@@ -229,8 +206,8 @@ def _attend_item(  # one tile from start to end: splitting it further would only
         own = block - paged
         own += tl.where(own >= seen, skipped, 0)
         at = start + own * BLOCK_N
-        k = _load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
-        v = _load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
+        k = load_flat(k_flat, k_strides, at, end, head, BLOCK_N, QK, QK_PADDED, USE_TMA)
+        v = load_flat(v_flat, v_strides, at, end, head, BLOCK_N, V, V_PADDED, USE_TMA)
         column = own * BLOCK_N + columns
         visible = (column[None, :] <= tl.minimum(rows, shared - 1)[:, None]) | (column[None, :] == rows[:, None])
         acc = _add_masked_block(acc, q, k, v, visible, start + column < end, row_at, resident + column, half_scale,
@@ -248,11 +225,12 @@ def _attend_item(  # one tile from start to end: splitting it further would only
 def _attention_kernel(
     work, state, q_flat, k_flat, v_flat, k_pages, v_pages, out, q_strides, k_strides, v_strides, k_page_strides,
     v_page_strides, out_strides, cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals,
-    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full,
+    num_context, half_scale, inv_normaliser, bias, times, cu_times, window, num_full, exponents, exponent_strides,
     FIELDS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, QK_PADDED: tl.constexpr,
     V_PADDED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr,
     EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Take (item, head) tickets until none is left; the last program to leave rewinds the counters."""
     num_tickets = tl.load(work) * NUM_HEADS
@@ -261,9 +239,9 @@ def _attention_kernel(
         _attend_item(work + FIELDS * (1 + ticket // NUM_HEADS), ticket % NUM_HEADS, q_flat, k_flat, v_flat, k_pages,
                      v_pages, out, q_strides, k_strides, v_strides, k_page_strides, v_page_strides, out_strides,
                      cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals, num_context,
-                     half_scale, inv_normaliser, bias, times, cu_times, window, num_full, NUM_HEADS, QK, V, QK_PADDED,
-                     V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP,
-                     HAS_BIAS, HAS_WINDOW, HAS_TAIL)
+                     half_scale, inv_normaliser, bias, times, cu_times, window, num_full, exponents, exponent_strides,
+                     NUM_HEADS, QK, V, QK_PADDED, V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH,
+                     PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW, HAS_TAIL, FORMAT)
         ticket = tl.atomic_add(state, 1, sem="relaxed")
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state, 0)
@@ -277,8 +255,8 @@ def attend(
     q: Tensor,  # (tokens, heads, qk)
     k: Tensor,  # (tokens, heads, qk)
     v: Tensor,  # (tokens, heads, v)
-    k_pages: Tensor,  # (pages, page_tokens, heads, qk)
-    v_pages: Tensor,  # (pages, page_tokens, heads, v)
+    k_pages: Pages,  # (pages, page_tokens, heads, qk)
+    v_pages: Pages,  # (pages, page_tokens, heads, v)
     batch: RaggedBatch,
     *,
     scale: float,
@@ -294,11 +272,12 @@ def attend(
     """
     plan = plan_for(q, v, batch) if plan is None else plan
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    sources = AttentionInputs(q, k, v, k_pages, v_pages)
+    kept = KeptPages.of(k_pages, v_pages, unused=batch.cu_tokens)
+    sources = AttentionInputs(q, k, v, kept.k, kept.v)
     if bias is None and batch.window is None and hopper_attention.supports(sources, plan.tiling):
         hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
     else:
-        _launch(sources, batch, out, plan, _Scores(scale, normaliser, bias))
+        _launch(sources, kept, batch, out, plan, _Scores(scale, normaliser, bias))
     return out
 
 
@@ -310,19 +289,24 @@ class _Scores(NamedTuple):
     bias: RelativeBias | None
 
 
-def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: AttentionPlan, scores: _Scores) -> None:
+def _launch(
+    sources: AttentionInputs,
+    kept: KeptPages,
+    batch: RaggedBatch,
+    out: Tensor,
+    plan: AttentionPlan,
+    scores: _Scores,
+) -> None:
     q, k, v, k_pages, v_pages = sources
     bias = scores.bias
     assert bias is None or batch.times is not None, "a bias by time needs times"
     unused = batch.cu_tokens  # in place of pointers that are not read
     tiling, launch = plan.tiling, plan.launch
-    qk_dim, v_dim = q.shape[2], v.shape[2]
-    half = q.dtype != torch.float32
-    use_tma = half and _tma_can_read(sources, tiling.block_n)
+    use_tma = q.dtype != torch.float32 and tma_can_read(sources, tiling.block_n)
     readers: tuple[Any, ...] = sources
     if use_tma:
-        flat = (_rows_descriptor(t, n) for t, n in ((q, tiling.block_m), (k, tiling.block_n), (v, tiling.block_n)))
-        readers = (*flat, _pages_descriptor(k_pages, tiling.block_n), _pages_descriptor(v_pages, tiling.block_n))
+        flat = (rows_descriptor(t, n) for t, n in ((q, tiling.block_m), (k, tiling.block_n), (v, tiling.block_n)))
+        readers = (*flat, pages_descriptor(k_pages, tiling.block_n), pages_descriptor(v_pages, tiling.block_n))
     _attention_kernel[(tiling.num_programs,)](
         plan.work,
         plan.state,
@@ -349,40 +333,46 @@ def _launch(sources: AttentionInputs, batch: RaggedBatch, out: Tensor, plan: Att
         unused if batch.cu_times is None else batch.cu_times,
         0 if batch.window is None else batch.window.length,
         unused if batch.num_full is None else batch.num_full,
-        FIELDS=FIELDS,
-        NUM_HEADS=tiling.num_heads,
-        QK=qk_dim,
-        V=v_dim,
-        QK_PADDED=padded(qk_dim),
-        V_PADDED=padded(v_dim),
-        PAGE_TOKENS=batch.page_tokens,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
+        kept.exponents,
+        kept.exponent_strides,
+        **_constants(sources, batch, plan, bias),
         USE_TMA=use_tma,
-        FAST_TANH=half and q.is_cuda,
-        PRECISION="tf32" if half else "ieee",
-        NUM_EDGES=0 if bias is None else bias.edges.numel(),
-        EDGE_STEP=1 if bias is None else triton.next_power_of_2(bias.edges.numel() + 1),
-        HAS_BIAS=bias is not None,
-        HAS_WINDOW=batch.window is not None,
-        HAS_TAIL=batch.window is not None and batch.num_full is not None,
+        FORMAT=kept.format,
         num_warps=launch.num_warps,
-        num_stages=launch.num_stages if bias is None else min(2, launch.num_stages),  # a bias takes shared memory too
+        num_stages=_num_stages(sources, kept, bias, launch),
     )
 
 
-def _tma_can_read(sources: AttentionInputs, block_n: int) -> bool:
-    """Whether tiles are boxes the copy engine can fetch: whole power-of-two heads, aligned, blocks inside a page."""
-    aligned = all(t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-2]) for t in sources)
-    packed = all(t.stride()[-2:] == (t.shape[-1], 1) and t.shape[-1] == padded(t.shape[-1]) for t in sources)
-    same = all(t.dtype == sources[0].dtype and t.numel() > 0 for t in sources)
-    return aligned and packed and same and sources.k_pages.shape[1] % block_n == 0
+def _num_stages(sources: AttentionInputs, kept: KeptPages, bias: RelativeBias | None, launch: LaunchShape) -> int:
+    """The blocks in flight, fewer where a bias or decoded blocks take shared memory too."""
+    if bias is None and not kept.format:
+        return launch.num_stages
+    q, widest = sources.q, max(sources.q.shape[2], sources.v.shape[2])
+    is_tight = kept.format and padded(widest) > 128 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9
+    return 1 if is_tight else min(2, launch.num_stages)
 
 
-def _rows_descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(t, [t.shape[0], t.shape[1] * t.shape[2]], [t.stride(0), 1], [rows, t.shape[2]])
-
-
-def _pages_descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    shape, strides = [*t.shape[:2], t.shape[2] * t.shape[3]], [*t.stride()[:2], 1]
-    return TensorDescriptor(t, shape, strides, [1, rows, t.shape[3]])
+def _constants(
+    sources: AttentionInputs, batch: RaggedBatch, plan: AttentionPlan, bias: RelativeBias | None
+) -> dict[str, Any]:
+    """What a kernel is compiled for, besides how it reads pages."""
+    q, qk_dim, v_dim, tiling = sources.q, sources.q.shape[2], sources.v.shape[2], plan.tiling
+    half = q.dtype != torch.float32
+    return {
+        "FIELDS": FIELDS,
+        "NUM_HEADS": tiling.num_heads,
+        "QK": qk_dim,
+        "V": v_dim,
+        "QK_PADDED": padded(qk_dim),
+        "V_PADDED": padded(v_dim),
+        "PAGE_TOKENS": batch.page_tokens,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "FAST_TANH": half and q.is_cuda,
+        "PRECISION": "tf32" if half else "ieee",
+        "NUM_EDGES": 0 if bias is None else bias.edges.numel(),
+        "EDGE_STEP": 1 if bias is None else triton.next_power_of_2(bias.edges.numel() + 1),
+        "HAS_BIAS": bias is not None,
+        "HAS_WINDOW": batch.window is not None,
+        "HAS_TAIL": batch.window is not None and batch.num_full is not None,
+    }

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.errors import ConfigError
+from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
 from helmrec.memory.row_cache import Slots
@@ -17,8 +18,9 @@ from helmrec.memory.row_cache import Slots
 class Arena:
     """`num_pages` pages on one device.
 
-    As KV, a page is, per layer, a K block (page_tokens, heads, qk) followed by a V block
-    (page_tokens, heads, v). As rows, it is `rows_per_page` records of `row_stride` bytes.
+    As KV, a page is, per layer, a K block (page_tokens, heads, qk) followed by a V block (page_tokens, heads, v). If
+    these are codes, the exponents of their scales follow all layers: per layer those of K, (heads, page_tokens), then
+    those of V. As rows, a page is `rows_per_page` records of `row_stride` bytes.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Arena:
         self.k_pages = self._kv_view(num_pages, kv_dtype, geometry.qk_dim, offset=0)
         k_block = geometry.page_tokens * geometry.num_heads * geometry.qk_dim
         self.v_pages = self._kv_view(num_pages, kv_dtype, geometry.v_dim, offset=k_block)
+        self.k_exponents, self.v_exponents = (self._exponents_view(num_pages, of) for of in (0, 1))
         self.rows = self._buffer.view(row_dtype).as_strided(  # (slots, row_dim)
             (num_pages * geometry.rows_per_page, geometry.row_dim), (geometry.row_stride // geometry.row_itemsize, 1)
         )
@@ -46,6 +49,26 @@ class Arena:
         shape = (g.num_layers, num_pages, g.page_tokens, g.num_heads, dim)
         strides = (layer, g.page_bytes // g.kv_itemsize, g.num_heads * dim, dim, 1)
         return self._buffer.view(dtype).as_strided(shape, strides, offset)
+
+    def _exponents_view(self, num_pages: int, of: int) -> Tensor | None:
+        """Return a view of shape (layers, pages, page_tokens, heads), whose tokens are side by side."""
+        g = self._geometry
+        if not g.kv_scale_bytes:
+            return None
+        block = g.num_heads * g.page_tokens
+        start = g.num_layers * block * (g.qk_dim + g.v_dim) + of * block
+        shape = (g.num_layers, num_pages, g.page_tokens, g.num_heads)
+        return self._buffer.as_strided(shape, (2 * block, g.page_bytes, 1, g.page_tokens), start)
+
+    @property
+    def k(self) -> Pages:
+        """K of all layers, (layers, pages, page_tokens, heads, qk)."""
+        return self.k_pages if self.k_exponents is None else ScaledPages(self.k_pages, self.k_exponents)
+
+    @property
+    def v(self) -> Pages:
+        """V of all layers, (layers, pages, page_tokens, heads, v)."""
+        return self.v_pages if self.v_exponents is None else ScaledPages(self.v_pages, self.v_exponents)
 
     def copy_rows(self, source: Slots, target: Slots) -> None:
         """Move rows between slots; sources and targets are disjoint."""
@@ -64,8 +87,9 @@ class Arena:
 
     def copy_tokens(self, copy: PageCopy) -> None:
         """Copy the first tokens of one page to another, in every layer."""
-        for pages in (self.k_pages, self.v_pages):
-            pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
+        for pages in (self.k_pages, self.v_pages, self.k_exponents, self.v_exponents):
+            if pages is not None:
+                pages[:, copy.target, : copy.num_tokens] = pages[:, copy.source, : copy.num_tokens]
 
     def _index(self, where: Slots | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(where.astype(np.int64)).to(self._buffer.device)

@@ -19,11 +19,13 @@ class PageGeometry:
     kv_itemsize: int
     row_dim: int
     row_itemsize: int
+    kv_scale_bytes: int = 0  # of each token and head, for K and for V; 0: values are kept as they are
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K/V of one token over all layers."""
-        return self.num_layers * self.num_heads * (self.qk_dim + self.v_dim) * self.kv_itemsize
+        """Bytes of K/V of one token over all layers, with their scales."""
+        values = (self.qk_dim + self.v_dim) * self.kv_itemsize
+        return self.num_layers * self.num_heads * (values + 2 * self.kv_scale_bytes)
 
     @property
     def row_stride(self) -> int:

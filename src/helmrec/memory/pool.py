@@ -163,6 +163,7 @@ class Pool:
             kv_pages=count(Owner.KV),
             draining_pages=count(Owner.DRAINING),
             page_bytes=self.geometry.page_bytes,
+            page_tokens=self.geometry.page_tokens,
             row_hits=self.rows.hits,
             row_misses=self.rows.misses,
             row_evictions=self.rows.evictions,

@@ -43,6 +43,7 @@ class PoolStats:
 
     leases: int = 0  # prefixes computed ahead and held for their ranks
     leased_pages: int = 0  # upper bound of their pages
+    page_tokens: int = 0  # that a KV page holds
     stale_tokens: int = 0  # cached history tokens computed again because rows had changed; 0 in the simulator
 
     @property

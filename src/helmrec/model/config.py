@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from helmrec.config import Frozen
+from helmrec.config import Frozen, KVDtype
 from helmrec.memory.geometry import PageGeometry
 from helmrec.types import AttentionWindow
 
@@ -210,15 +210,17 @@ class ModelConfig(Frozen):
         """The factor of q.k."""
         return self.qk_dim**-0.5 if self.qk_scale is None else self.qk_scale
 
-    def page_geometry(self, page_tokens: int) -> PageGeometry:
+    def page_geometry(self, page_tokens: int, kv_dtype: KVDtype = "model") -> PageGeometry:
         """Pages of a pool for this model."""
+        is_rounded = kv_dtype != "model"
         return PageGeometry(
             page_tokens=page_tokens,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             qk_dim=self.qk_dim,
             v_dim=self.v_dim,
-            kv_itemsize=_ITEMSIZE[self.dtype],
+            kv_itemsize=1 if is_rounded else _ITEMSIZE[self.dtype],
+            kv_scale_bytes=int(is_rounded),
             row_dim=self.row_dim,
             row_itemsize=_ITEMSIZE[self.row_dtype],
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helmrec.kernels import ModelKernels
 from helmrec.kernels.embed import NORM_EPS, Lookups
+from helmrec.kernels.kv_rounding import Pages, by_layer
 from helmrec.kernels.layer import LayerShape, LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead, StateHead
@@ -229,12 +230,12 @@ class HstuModel:
         if tokens.context_counts:
             x[tokens.context_at] = self._embed_context(tokens)
 
-    def layers(self, x: Tensor, k_pages: Tensor, v_pages: Tensor, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
+    def layers(self, x: Tensor, k_pages: Pages, v_pages: Pages, batch: RaggedBatch) -> Tensor:  # (tokens, dim)
         """Run all layers; K/V of new history tokens are written to their pages. x may be overwritten.
 
         k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
-        for weights, k, v in zip(self._layers, k_pages, v_pages, strict=True):
+        for weights, k, v in zip(self._layers, by_layer(k_pages), by_layer(v_pages), strict=True):
             x = self._kernels.run_layer(x, weights, self._shape, k, v, batch)
         return x
 

@@ -39,7 +39,7 @@ class Snapshot:
     rows: IntArray  # resident rows, coldest first
     alpha: float  # target of the boundary
     learned: Mapping[str, list[float]] = field(default_factory=dict)  # by the controller; may be empty
-    learned_on: Mapping[str, str | int] = field(default_factory=dict)  # model, pool and device
+    learned_on: Mapping[str, str | int] = field(default_factory=dict)  # model, pool, precision and device
 
 
 class SnapshotFile:
@@ -135,7 +135,7 @@ class SnapshotKeeper:
 
     @staticmethod
     def _relearn(found: Snapshot, engine: Engine, steering: Steering) -> None:
-        """Restore the learned state of the policy, unless it is from another model, pool or device."""
+        """Restore the learned state of the policy, unless it is from another model, pool, precision or device."""
         here = _learned_on(engine)
         other = [name for name, value in here.items() if found.learned_on.get(name) != value]
         if other and found.learned:
@@ -186,7 +186,11 @@ def _look(engine: Engine, steering: Steering | None) -> Snapshot:
 
 
 def _learned_on(engine: Engine) -> dict[str, str | int]:
-    """Return model, pool and device, on which the learned state of a controller depends."""
-    device, shape = engine.config.device, engine.model_config.model_dump_json().encode()
-    pool_bytes = engine.config.sized_pool_bytes
-    return {"model": hashlib.sha256(shape).hexdigest(), "pool_bytes": pool_bytes, "device": device_name(device)}
+    """Return model, pool, precision and device, on which the learned state of a controller depends."""
+    config, shape = engine.config, engine.model_config.model_dump_json().encode()
+    return {
+        "model": hashlib.sha256(shape).hexdigest(),
+        "pool_bytes": config.sized_pool_bytes,
+        "kv_dtype": config.kv_dtype,
+        "device": device_name(config.device),
+    }

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ByteSize, Field
 
-from helmrec.config import EngineConfig, Frozen
+from helmrec.config import EngineConfig, Frozen, KVDtype
 from helmrec.control.static import Static, StaticSettings
 from helmrec.costs.calibrated import CostModel
 from helmrec.costs.routing import RouterCost
@@ -41,6 +41,7 @@ class PlanConfig(Frozen):
     rate: float = Field(gt=0, description="requests per second, in total")
     slo_ms: float = Field(80.0, gt=0, description="limit of the P99 latency")
     pool_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(80 * 10**9), description="of each node")
+    kv_dtype: KVDtype = Field("model", description="of K/V, as in the engine's settings")
     profile: str = Field("dlrmv3", description="model shape")
     preset: str = Field("dlrmv3", description="data set whose items and candidates are used")
     history: float = Field(6_700.0, gt=0, description="median events of a user")
@@ -167,7 +168,9 @@ def _share(config: PlanConfig, num_nodes: int, num_simulated: int) -> Trace:
 
 
 def _node(config: PlanConfig, trace: Trace, alpha: float) -> NodeConfig:
-    engine = EngineConfig(pool_bytes=config.pool_bytes, alpha=min(alpha, 0.9), max_batch_requests=8)
+    engine = EngineConfig(
+        pool_bytes=config.pool_bytes, alpha=min(alpha, 0.9), max_batch_requests=8, kv_dtype=config.kv_dtype
+    )
     model = profile(config.profile, trace.catalogue.num_items)
     return NodeConfig(model=model, engine=engine, slo_ms=config.slo_ms)
 

@@ -151,6 +151,7 @@ class Node:
             kv_pages=int(pages[Kv.HELD]),
             draining_pages=int(pages[Kv.DRAINING]),
             page_bytes=self.setup.page_bytes,
+            page_tokens=self.setup.rules.page_tokens,
             row_hits=int(counts[N.ROWS_READ]) - missed,
             row_misses=missed,
             row_evictions=round(rows[Row.EVICTIONS] / rate),

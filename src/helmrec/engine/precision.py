@@ -1,0 +1,30 @@
+"""The precision of an engine: which types keep K/V, which version its caches have, how far audits may be off.
+
+It is fixed when an engine starts. A precision that changed from step to step would make scores depend on what else
+is in a batch.
+"""
+
+import hashlib
+
+import torch
+
+from helmrec.config import EngineConfig
+
+KV_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+# Largest difference of scores with and without caches that rounding explains.
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# A key that differs in its last bit may be rounded to the next code.
+_CODE_TOLERANCE = {"fp8_e4m3": 5e-2, "int8": 1e-2}
+
+
+def cache_version(version: int, config: EngineConfig) -> int:
+    """Return the version under which K/V are kept: of the model's weights, and of the precision that computed them."""
+    digest = hashlib.blake2b(f"{version} {config.kv_dtype}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def audit_tolerance(dtype: str, config: EngineConfig) -> float:
+    """Return the largest difference of scores that an audit accepts. dtype: of the model."""
+    if config.audit_tolerance is not None:
+        return config.audit_tolerance
+    return max(TOLERANCE[dtype], _CODE_TOLERANCE.get(config.kv_dtype, 0.0))

@@ -1,0 +1,86 @@
+"""K/V of eight bits in an engine: the same scores alone, in a batch, resident or not; and twice as many tokens."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmrec.config import EngineConfig, KVDtype
+from helmrec.engine import setup
+from helmrec.engine.intake import Intake
+from helmrec.engine.precision import audit_tolerance, cache_version
+from helmrec.memory.prefix_hash import HashKey
+from helmrec.model.profiles import profile
+from helmrec.sim.node.config import NodeConfig
+from helmrec.sim.plan import PlanConfig
+from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
+
+KV_DTYPES: list[KVDtype] = ["model", "fp8_e4m3", "int8"]
+CODES = KV_DTYPES[1:]
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_scores_are_the_same_alone_in_a_batch_and_with_a_resident_history(
+    kv_dtype: KVDtype, dtype: str, rng: np.random.Generator
+) -> None:
+    model = tiny_model(dtype=dtype)
+    requests = [random_request(rng, model.config, user, 14, 4) for user in range(6)]
+    settings: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_admission": "always", "alpha": 0.1, "audit_every": 1}
+    with tiny_engine(model, **settings) as engine, tiny_engine(model, **settings) as lone:
+        first = engine.rank(requests)
+        again = engine.rank(requests)
+        alone = [lone.rank([request])[0] for request in requests]
+        stats = engine.stats()
+    assert any(result.reused_tokens for result in again)
+    assert stats.audits == 12
+    assert stats.audit_mismatches == 0
+    tolerance = audit_tolerance(dtype, EngineConfig(kv_dtype=kv_dtype))
+    for results in (again, alone):
+        for one, other in zip(first, results, strict=True):
+            assert np.abs(one.scores - other.scores).max() <= tolerance
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_rounding_changes_scores_a_little(kv_dtype: KVDtype, rng: np.random.Generator) -> None:
+    model = tiny_model()
+    request = random_request(rng, model.config, 0, 14, 8)
+    with tiny_engine(model) as engine, tiny_engine(model, kv_dtype=kv_dtype) as coarse:
+        difference = np.abs(engine.rank([request])[0].scores - coarse.rank([request])[0].scores).max()
+    assert 1e-6 < difference < 0.1
+
+
+def test_a_history_has_other_hashes_in_another_precision(rng: np.random.Generator) -> None:
+    """So that no prefix, page of the host tier or snapshot of one precision is found in another."""
+    config, key = tiny_config(), HashKey.random()
+    request = random_request(rng, config, 0, 9)
+    versions = [cache_version(7, EngineConfig(kv_dtype=kv_dtype)) for kv_dtype in KV_DTYPES]
+    versions.append(cache_version(8, EngineConfig()))
+    states = [Intake(config, version, 100, key).prepare(request).history.states for version in versions]
+    for one, other in itertools.combinations(states, 2):
+        assert not np.intersect1d(one, other).size
+
+
+@pytest.mark.parametrize(("name", "least"), [("dlrmv3", 1.9), ("nvidia-bench", 1.9), ("kuairand", 1.9)])
+def test_a_pool_holds_nearly_twice_the_tokens_of_a_bfloat16_model(name: str, least: float) -> None:
+    model, pool = profile(name, 1_000), 64 << 30
+    assert model.dtype == "bfloat16"
+    tokens = {kv: pool // model.page_geometry(128, kv).page_bytes * 128 for kv in KV_DTYPES}
+    assert tokens["fp8_e4m3"] == tokens["int8"] >= least * tokens["model"]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_simulated_nodes_have_the_pages_of_the_engine(kv_dtype: KVDtype) -> None:
+    model, engine = profile("dlrmv3", 1_000), EngineConfig(kv_dtype=kv_dtype, page_tokens=128, pool_bytes="1GiB")
+    node = NodeConfig(model=model, engine=engine)
+    assert node.geometry == setup.page_geometry(model, engine)
+    assert PlanConfig(rate=1, kv_dtype=kv_dtype).kv_dtype == kv_dtype
+
+
+def test_a_card_says_that_the_portable_kernel_reads_codes() -> None:
+    shape = tiny_config()
+    assert not setup._slower_path(shape, EngineConfig(device="cuda"))
+    assert not setup._slower_path(shape, EngineConfig(device="cpu", kv_dtype="int8"))
+    (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="int8"))
+    assert line == "attention: the portable kernel, since it alone reads K/V of kv_dtype int8"
