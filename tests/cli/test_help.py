@@ -99,6 +99,26 @@ def test_brackets_of_extras_survive_in_help(command: list[str]) -> None:
     assert extra in runner.invoke(app, command, env={"COLUMNS": "160"}).output
 
 
+def test_lines_of_a_paragraph_are_joined_and_paragraphs_are_kept() -> None:
+    shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    lines = [line.strip() for line in shown.splitlines()]
+    assert any(line.startswith("Set the token") and line.endswith("can see flags.") for line in lines)
+    assert "Flags override HELMREC_* variables, which override the file of --config." in lines
+
+
+def test_arguments_have_the_same_name_in_every_command() -> None:
+    """A model folder is MODEL everywhere; no argument shows the name of a variable."""
+    shown = {
+        (name, argument.name): argument.metavar
+        for name, command in commands()
+        for argument in command.params
+        if not isinstance(argument, TyperOption)
+    }
+    assert [each for each, metavar in shown.items() if metavar is None] == []
+    assert {shown[name, "model"] for name in ("serve", "rank", "loadgen")} == {"MODEL"}
+    assert {shown[name, "folder"] for name in ("model info", "model check")} == {"MODEL"}
+
+
 def test_brackets_of_extras_survive_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), exit_on_error():
         raise ConfigError("pip install 'helmrec[bench]'")

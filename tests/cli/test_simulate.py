@@ -121,3 +121,10 @@ def test_baselines_predict_with_the_calibration(scenario: Path) -> None:
     assert loaded.faults.compiled().update_s.tolist() == np.arange(1.0, 5.0, 0.5).tolist()
     with pytest.raises(ConfigError):
         load_scenario(scenario.parent / "nowhere.toml")
+
+
+def test_policies_are_told_apart_on_a_narrow_terminal(scenario: Path) -> None:
+    arguments = ["simulate", str(scenario), "--policy", "static:0.25", "--policy", "static:0.75"]
+    shown = runner.invoke(app, arguments, env={"COLUMNS": "80"}).output
+    assert "static:0.25" in shown
+    assert "static:0.75" in shown

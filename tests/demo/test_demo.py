@@ -11,7 +11,9 @@ from rich.console import Console
 from helmrec.demo.plan import PARTS, QUICK, DemoPlan
 from helmrec.demo.report import DemoResults
 from helmrec.demo.run import run_demo, verdict
+from helmrec.demo.side import Side
 from helmrec.demo.simulated import SCENARIO, Simulated, best_static, shown_ways, simulate_ways
+from helmrec.demo.trial import SplitTrial
 from helmrec.sim.scenario import load_scenario
 
 
@@ -57,24 +59,49 @@ def test_the_report_is_one_page_with_plots_and_nothing_from_outside(shown: tuple
     assert story.verdict.split(".")[0] in page
 
 
-def test_a_small_effect_is_called_small_and_the_simulation_stands_beside_it(
+TRIALS = [SplitTrial(0.3, 7.0, 8.0), SplitTrial(0.5, 7.5, 8.0)]  # the split hardly matters
+FAR_APART = [SplitTrial(0.3, 7.0, 8.0), SplitTrial(0.5, 9.0, 9.0)]
+
+
+def at(side: Side, name: str, latency: float, cpu: float = 1.0) -> Side:
+    """The side under another name, with its latency and processor time multiplied."""
+    parts = {part: replace(each, mean_ms=latency * each.mean_ms) for part, each in side.parts.items()}
+    return replace(side, name=name, parts=parts, cpu_ms=5.0 * cpu, in_slo=0.9)
+
+
+def test_the_verdict_says_in_one_sentence_whether_ours_is_better_and_if_not_why(
     shown: tuple[DemoResults, str, str],
 ) -> None:
-    side = replace(shown[0].sides[0], in_slo=0.9)
+    best = at(shown[0].sides[0], "best constant 0.3", 1)
+
+    def first_sentence(trials: list[SplitTrial], latency: float, cpu: float) -> str:
+        return re.split(r"(?<=[a-z)])\. ", verdict(trials, [best, at(best, "helm", latency, cpu)], []))[0]
+
+    same = first_sentence(TRIALS, 1.0, 1.0)
+    assert "helm is not better than the best constant split: mean latency +0.0%, processor time +0.0%" in same
+    assert "the worst of 2 constant splits takes only 7% more processor time" in same
+    found_late = first_sentence(FAR_APART, 1.2, 1.1)
+    assert "helm is not better" in found_late
+    assert "because the best constant split was chosen beforehand" in found_late
+    lucky = first_sentence(FAR_APART, 0.8, 1.02)
+    assert "helm is not better" in lucky
+    assert "because its server did not work less: other load on the machine" in lucky
+    better = first_sentence(TRIALS, 0.8, 0.9)
+    assert "helm is better than the best constant split: mean latency -20.0%, processor time -10.0%" in better
+    assert "because" not in better
+
+
+def test_the_verdict_names_a_queue_and_the_simulation(shown: tuple[DemoResults, str, str]) -> None:
+    side = at(shown[0].sides[0], "untuned 0.5", 1)
     simulated = [Simulated("static:0.5", 20.0, 90.0, 0.9), Simulated("static:0.65", 30.0, 95.0, 0.8),
                  Simulated("helm", 15.0, 70.0, 0.99)]  # fmt: skip
-    same = verdict([side, replace(side, name="helm")], simulated)
-    assert "It is not better here (+0.0%; processor time of the server +0.0%)" in same
-    assert "queue" not in same
-    assert "helm takes 15.0 ms" in same
-    assert "(static:0.5) 20.0 and 90.0" in same
+    text = verdict(TRIALS, [side, replace(side, name="helm")], simulated)
+    assert "queue" not in text
+    assert "helm takes 15.0 ms" in text
+    assert "(static:0.5) 20.0 and 90.0: the mean is -25.0%" in text
     assert [each.name for each in shown_ways(simulated)] == ["static:0.5", "helm"]
-    parts = {name: replace(part, mean_ms=2 * part.mean_ms) for name, part in side.parts.items()}
-    slower = replace(side, parts=parts, in_slo=0.2, name="slower")
-    text = verdict([slower, slower, side], [])
+    text = verdict(TRIALS, [replace(side, in_slo=0.2), side], [])
     assert "most of the latency is time in the queue" in text
-    assert "not better" not in text
-    assert f"{slower.mean_ms:.1f} ms (slower) and {slower.mean_ms:.1f} ms (slower)" in text
 
 
 def test_the_traffic_goes_from_steady_over_trend_to_burst() -> None:
@@ -97,7 +124,7 @@ def test_the_simulated_scenario_has_the_objective_that_the_report_names() -> Non
 
 @pytest.mark.slow
 def test_the_simulation_ranks_every_split_and_the_policy() -> None:
-    found = simulate_ways("helm", 0, lambda: None)
+    found = simulate_ways("helm", 0)
     assert [each.name for each in found][-1] == "helm"
     assert len({alpha for _, alpha, _ in found[-1].path}) > 5, "alpha follows"
     assert best_static(found) in found[:-1]

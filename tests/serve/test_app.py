@@ -164,7 +164,8 @@ def test_a_compressed_body_is_not_taken(caller: Caller) -> None:
 
 
 def test_unknown_routes_and_methods_have_different_statuses(caller: Caller) -> None:
-    assert caller.get("/v1/rnak").status == 404
+    lost = caller.get("/v1/rnak")
+    assert (lost.status, lost.json["detail"]) == (404, "there is no such path, got '/v1/rnak'; /docs lists all")
     assert caller.get("/healthz/").status == 404
     wrong = caller.get("/v1/rank")
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")

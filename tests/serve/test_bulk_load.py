@@ -120,7 +120,7 @@ def test_bad_lines_are_named_by_number_and_the_others_loaded(tmp_path: Path, url
     report = load(path, url)
     assert (report.num_stored, [number for number, _ in report.bad]) == (2, [2, 4, 6, 5])
     reasons = dict(report.bad)
-    for number, part in ((2, "JSON is needed"), (4, "items: array is needed"), (5, "items[2]"), (6, "shoes")):
+    for number, part in ((2, "not JSON"), (4, "items: array is needed"), (5, "items[2]"), (6, "shoes")):
         assert part in reasons[number]
     shown = CliRunner().invoke(app, ["histories", "load", str(path), "--url", url], env={"COLUMNS": "200"})
     assert shown.exit_code == 2

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def explain(
     path: Annotated[
         Path,
-        typer.Argument(help="A scenario (.toml, or the name of an installed one), or decisions of `helmrec load`."),
+        typer.Argument(
+            metavar="SCENARIO|LOG",
+            help="A scenario (.toml, or the name of an installed one), or decisions of `helmrec load`.",
+        ),
     ],
     at_s: Annotated[float | None, typer.Option("--at", help="Second of the decision; default: the last one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of a scenario's traffic.", min=0)] = 0,

@@ -1,6 +1,7 @@
 """The `helmrec` command: commands of the product and of installed packages, each imported when it runs."""
 
 import ast
+import re
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,7 +81,16 @@ def _as_command(name: str, added: Any) -> Any:
         holder.add_typer(added, name=name)
     else:
         holder.command(name)(added)
-    return typer.main.get_group(holder).commands[name]
+    command = typer.main.get_group(holder).commands[name]
+    _unwrap_help(command)
+    return command
+
+
+def _unwrap_help(command: Any) -> None:
+    """Join the lines of each paragraph of the help, which Rich would keep as the source breaks them."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    for inner in command.commands.values() if isinstance(command, TyperGroup) else ():
+        _unwrap_help(inner)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -39,7 +39,7 @@ def init(
 
 @model_app.command("info")
 def info(
-    folder: Annotated[Path, typer.Argument(help="A model folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
     verify: Annotated[bool, typer.Option(help="Checksum tables over 256 MiB too.")] = False,
 ) -> None:
     """Show a model's shape and check its files."""
@@ -54,7 +54,7 @@ def info(
 
 @model_app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="A model folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
 ) -> None:
     """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     rate: Annotated[float, typer.Option(help="Requests per second, in total.")],
-    slo: Annotated[str, typer.Option(help="Limit of the P99 latency, such as 80ms.")] = "80ms",
+    slo: Annotated[str, typer.Option("--slo-ms", "--slo", help="Limit of the P99 latency: 80, 80ms, 0.08s.")] = "80ms",
     calibration: Annotated[Path | None, typer.Option(help="Costs of the device; default: an H200.")] = None,
     pools: Annotated[
         list[str] | None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    folder: Annotated[Path, typer.Argument(help="A model folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
     requests: Annotated[Path, typer.Option(help="Requests, one JSON object a line; fields as in RankRequest.")],
     results: Annotated[Path | None, typer.Option("--out", help="Result file; default: standard output.")] = None,
     pool: Annotated[str, typer.Option("--pool-bytes", "--pool", help="Memory that both caches share.")] = "auto",
@@ -47,7 +47,7 @@ def rank(  # noqa: PLR0913, PLR0917 - one parameter per flag
         with progress() as bar:
             task = bar.add_task("loading", total=None)
             engine = Engine.from_model(
-                folder,
+                model,
                 EngineConfig(**settings),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )

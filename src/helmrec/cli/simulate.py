@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out, progress
 from helmrec.policies import simulated_policy_names
@@ -86,7 +86,17 @@ def _table(scenario: Scenario, runs: dict[str, list[SimResult]]) -> Table:
     first = next(iter(runs.values()))
     num_requests = sum(result.arrived_s.size for result in first)
     title = f"{scenario.name}: {num_requests:,} requests, {len(first)} seeds, costs of {first[0].calibration}"
-    table = Table("policy", "mean ms", "p50", "p99", "in SLO", "reuse", "rows missed", "last alpha", title=title)
+    table = Table(
+        Column("policy", no_wrap=True),
+        "mean ms",
+        "p50",
+        "p99",
+        "in SLO",
+        "reuse",
+        "rows missed",
+        "last alpha",
+        title=title,
+    )
     for policy, results in runs.items():
         figures = _figures(scenario, results)
         last = np.mean([result.pool.alpha for result in results])

@@ -1,6 +1,5 @@
 """The same comparison in the calibrated simulator: one H200 with wide feature rows, read over a bus."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +23,8 @@ class Simulated:
     path: list[tuple[float, float, float]] = field(default_factory=list)  # by window: its end, alpha, P99
 
 
-def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[Simulated]:
-    """Simulate every constant split, then the policy; `progress` is called after each."""
+def simulate_ways(policy: str, seed: int) -> list[Simulated]:
+    """Simulate every constant split, then the policy."""
     scenario = load_scenario(SCENARIO)
     trace, cost = scenario.make_trace(seed), scenario.cost()
     config = scenario.node_config(trace)
@@ -42,7 +41,6 @@ def simulate_ways(policy: str, seed: int, progress: Callable[[], None]) -> list[
         ]
         seen = result.summary(scenario.warm_up_s)
         found.append(Simulated(name, seen.mean_ms, seen.p99_ms, seen.slo_satisfaction, path))
-        progress()
     return found
 
 

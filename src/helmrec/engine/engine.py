@@ -108,7 +108,8 @@ class Engine:
             self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
         )
         self._failures = FailureLog(log, self._clock)
-        log.info("ready\n%s", self.report())
+        for line in str(self.report()).splitlines():
+            log.info("%s", line.strip())
 
     @classmethod
     def from_model(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 log = logging.getLogger("helmrec.engine")
 _LOG_EVERY_S = 5.0
+COMPILED = "compiled at the first start, for about half a minute in all, and kept"  # a note on phases
 
 
 class StartUp:
@@ -17,12 +18,12 @@ class StartUp:
         self._phase: str | None = None
         self.seconds: dict[str, float] = {}  # by phase that has ended, in order
 
-    def begin(self, phase: str) -> None:
-        """End the current phase, if any, and begin the next."""
+    def begin(self, phase: str, note: str = "") -> None:
+        """End the current phase, if any, and begin the next. `note` says in the log why it may take long."""
         self.end()
         self._phase, self._began_s = phase, self._clock()
         self._logged_s = self._began_s
-        log.info("start: %s", phase)
+        log.info("start: %s%s", phase, f" ({note})" if note else "")
 
     def progress(self, done: int, total: int) -> None:
         """Log the progress of the current phase, at most every few seconds."""

@@ -19,6 +19,7 @@ from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.padding import EMPTY, NOWHERE, RowLayout, StepArrays, pad_candidates, pad_rows, pad_tokens
 from helmrec.engine.setup import page_geometry
+from helmrec.engine.start_up import COMPILED
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.row_table import ABSENT
 from helmrec.model.config import ModelConfig, TableConfig
@@ -57,7 +58,7 @@ def compile_ahead(model: ModelConfig) -> int:
 
 def warm_up(engine: Engine) -> None:
     """Compile every host function that this engine may call while serving."""
-    engine.start_up.begin("loops of the host")
+    engine.start_up.begin("loops of the host", COMPILED)
     _use_scratch_engine(engine.model_config, engine.config)
     engine.start_up.begin("first requests")
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -34,6 +35,7 @@ from helmrec.serve.v1 import JsonRoutes
 from helmrec.serve.v2 import InferenceRoutes
 
 API_VERSION = "1"
+_MAX_SHOWN = 100
 _PARTS = (JsonRoutes, PrefillRoutes, UserRoutes, ModelRoutes, LiveRoutes, InferenceRoutes)
 
 
@@ -86,9 +88,14 @@ def make_app(port: EnginePort, config: ServeConfig, histories: StoredHistories |
     app.state.front, app.state.grpc = front, over_grpc
     app.state.begin_to_stop = begin_to_stop
     app.router.redirect_slashes = False
+    app.router.default = _no_such_path
     # Starlette's own middleware is left out: Edge handles all errors.
     app.middleware_stack = Edge(_ByPath(app.router), front.calls)
     return app
+
+
+async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
+    raise HTTPException(404, f"there is no such path, got {scope['path'][:_MAX_SHOWN]!r}; /docs lists all")
 
 
 def _route(path: str, endpoints: Sequence[Endpoint], bodies: Bodies) -> Route:

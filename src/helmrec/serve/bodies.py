@@ -141,8 +141,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
     except msgspec.ValidationError as error:
         raise _explained(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        shown = repr(bytes(body[:_MAX_SHOWN]))[:_MAX_SHOWN]
-        raise RequestError("body", shown, f"JSON is needed ({error})") from None
+        shown = bytes(body[:_MAX_SHOWN]).decode("utf-8", "backslashreplace")[:_MAX_SHOWN]
+        raise RequestError("body", shown, f"not JSON ({str(error).removeprefix('JSON is malformed: ')})") from None
 
 
 def deadline_ms(request: Request) -> float | None:

@@ -4,6 +4,8 @@ import itertools
 import logging
 import re
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -21,14 +23,25 @@ ID_HEADER = "x-request-id"
 CLIENT_GONE = 499  # for logs and metrics only: the client has disconnected
 _PROBES = frozenset({"/readyz", "/healthz", "/v2/health/ready", "/v2/health/live"})  # called every second: not logged
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REFUSALS = frozenset({429, 503})  # a server that starts or is overloaded gives them by the thousand
+_REFUSALS_EVERY_S = 10.0
 
 
 class CallLog:
-    """Gives calls their ids; logs and counts them."""
+    """Gives calls their ids; logs and counts them.
 
-    def __init__(self, count: Callable[[str, int, float, str], None]) -> None:
+    Of refusals (429, 503) of a route, the first is logged, then one every ten seconds, with the number of those that
+    were not. At level debug all are.
+    """
+
+    def __init__(
+        self, count: Callable[[str, int, float, str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`count` is called with the route, status and seconds of every call, and the cause of an error or ""."""
         self._count = count
+        self._clock = clock
+        self._refused_s: dict[tuple[str, int], float] = {}  # when a refusal was last logged, by route and status
+        self._unlogged: Counter[tuple[str, int]] = Counter()
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
 
@@ -44,11 +57,23 @@ class CallLog:
         is_error = status >= 400 and route not in _PROBES
         self._count(route, status, seconds, _cause(status, problem) if is_error else "")
         level = logging.DEBUG if not is_error else logging.INFO if status < 500 else logging.WARNING
-        if log.isEnabledFor(level):
+        if log.isEnabledFor(level) and self._is_logged(route, status):
             fields: dict[str, object] = {"id": request_id, "method": method, "route": route, "status": status}
             if (position := scored_at.get()) is not None and position != RowPosition():
                 fields |= {"row_sequence": position.sequence, "row_offset": position.offset}
+            if not_logged := self._unlogged.pop((route, status), 0):
+                fields["not_logged"] = not_logged
             log.log(level, "request", extra={**fields, "ms": round(seconds * 1e3, 3)})
+
+    def _is_logged(self, route: str, status: int) -> bool:
+        if status not in _REFUSALS or log.isEnabledFor(logging.DEBUG):
+            return True
+        now_s, last_s = self._clock(), self._refused_s.get((route, status))
+        if last_s is not None and now_s - last_s < _REFUSALS_EVERY_S:
+            self._unlogged[route, status] += 1
+            return False
+        self._refused_s[route, status] = now_s
+        return True
 
 
 def _cause(status: int, problem: Problem | None) -> str:

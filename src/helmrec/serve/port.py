@@ -22,6 +22,7 @@ from helmrec.control.rebalancer import Mode
 from helmrec.deltas.consumer import RowConsumer, SwapModel
 from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.start_up import COMPILED
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, Refused, RequestError
 from helmrec.failures import FailureLog
@@ -322,7 +323,7 @@ class InProcessPort:
             self._rows.start()
             self._rows.catch_up()
         if self._controller is not None:
-            start_up.begin("controller")
+            start_up.begin("controller", COMPILED)
             self._controller.warm_up()
         start_up.end()
         PROCESS.settle()
