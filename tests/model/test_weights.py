@@ -121,12 +121,12 @@ def test_random_weights_have_every_name_and_shape(form: str) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    fails(tmp_path / "nowhere", str(tmp_path / "nowhere"), "no config.json")
+    fails(tmp_path / "nowhere", str(tmp_path / "nowhere"), "does not exist")
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
-    fails(tmp_path / "file", str(tmp_path / "file"), "no config.json")
+    fails(tmp_path / "file", str(tmp_path / "file"), "is a file")
 
 
 def test_a_folder_without_config_is_named(folder: Path) -> None:

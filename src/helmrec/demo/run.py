@@ -139,8 +139,8 @@ def _on_this_machine(trials: list[SplitTrial], sides: list[Side]) -> str:
     is_better = change <= -_EFFECT and cpu_change <= 0
     figures = ", ".join(f"{side.name} {side.mean_ms:.1f} ms" for side in sides)
     text = (
-        f"On this machine {ours.name} is {'' if is_better else 'not '}better than the best constant split: mean latency "
-        f"{change:+.1%}, processor time {cpu_change:+.1%} (mean latency of {figures})"
+        f"On this machine {ours.name} is {'' if is_better else 'not '}better than the best constant split: mean "
+        f"latency {change:+.1%}, processor time {cpu_change:+.1%} (mean latency of {figures})"
     )
     return f"{text}." if is_better else f"{text}, because {_reason(trials, change, ours)}."
 

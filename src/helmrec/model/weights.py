@@ -184,6 +184,10 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is not a model folder: {'it is a file' if folder.exists() else 'it does not exist'}"
+        )
     if not path.is_file():
         pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
         hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
