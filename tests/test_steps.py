@@ -1,8 +1,10 @@
 """The log of steps: each is taken once, and of too many the latest."""
 
 import numpy as np
+import pytest
 
-from helmrec.steps import Step, StepLog
+from helmrec.steps import Step, StepLog, no_steps, sum_steps
+from tests.control.made_up_steps import timed, work_of
 
 
 def record(number: int) -> tuple[float, ...]:
@@ -67,3 +69,14 @@ def test_work_behind_a_step_is_added_to_the_latest() -> None:
         log.add((0.0,) * Step.HOST_MS + (host_ms, 0.0, 0.0))
     log.add_host_ms(0.5)
     assert log.take()[:, Step.HOST_MS].tolist() == [2.0, 3.5]
+
+
+@pytest.mark.parametrize("num", [0, 1, 50])
+def test_steps_are_summed_as_columns_are(num: int) -> None:
+    steps = timed(work_of(num, np.random.default_rng(num))) if num else no_steps()
+    steps[::7, Step.COMPUTE_MS] = np.nan
+    found = sum_steps(steps)
+    assert found.requests == steps[:, Step.REQUESTS].sum()
+    assert found.most_requests == steps[:, Step.REQUESTS].max(initial=0)
+    assert found.tokens == steps[:, Step.TOKENS].sum()
+    assert found.stages_ms == pytest.approx(np.nansum(steps[:, Step.HOST_MS :]))

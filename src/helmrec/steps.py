@@ -5,7 +5,9 @@ computes. It knows neither engines nor controllers; a simulated node fills the s
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,19 @@ class Step(IntEnum):
     HOST_MS = 8  # work of the host before and after the device, without waits for other steps
     ROWS_MS = 9  # reading rows and pages; time in which both are read counts once
     COMPUTE_MS = 10  # on the device after its rows were read, without the wait for its pages
+
+
+_REQUESTS, _TOKENS = int(Step.REQUESTS), int(Step.TOKENS)
+_STAGES = tuple(int(stage) for stage in (Step.HOST_MS, Step.ROWS_MS, Step.COMPUTE_MS))
+
+
+class StepSums(NamedTuple):
+    """Sums over steps."""
+
+    requests: float
+    most_requests: float  # of one step
+    tokens: float
+    stages_ms: float  # of all stages that were timed
 
 
 class StepLog:
@@ -77,3 +92,17 @@ def idle_share(steps: Steps, start_s: float, end_s: float) -> float:
     free_from = np.maximum.accumulate(np.concatenate(([start_s], ends)))  # before each step, and at the end
     idle_s = np.maximum(0.0, begins - free_from[:-1]).sum() + end_s - free_from[-1]
     return float(idle_s / (end_s - start_s))
+
+
+@numba.njit(cache=True, nogil=True)
+def sum_steps(steps: Steps) -> StepSums:
+    """Sum up steps, in one pass: a decision of the controller has microseconds for it."""
+    requests = most_requests = tokens = stages_ms = 0.0
+    for step in steps:
+        requests += step[_REQUESTS]
+        most_requests = max(most_requests, step[_REQUESTS])
+        tokens += step[_TOKENS]
+        for stage in _STAGES:
+            if np.isfinite(step[stage]):
+                stages_ms += step[stage]
+    return StepSums(requests, most_requests, tokens, stages_ms)

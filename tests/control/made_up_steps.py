@@ -9,6 +9,7 @@ COSTS = StageCosts(
     host_step_ms=0.4,
     host_request_ms=0.05,
     host_token_ms=1e-5,
+    host_missed_row_ms=2e-6,
     rows_step_ms=0.1,
     read_row_ms=1e-6,
     missed_row_ms=4e-5,
@@ -42,6 +43,7 @@ def timed(steps: Steps, costs: StageCosts = COSTS, gap_s: float = 0.0) -> Steps:
         costs.host_step_ms
         + costs.host_request_ms * steps[:, Step.REQUESTS]
         + costs.host_token_ms * steps[:, Step.TOKENS]
+        + costs.host_missed_row_ms * steps[:, Step.ROWS_MISSED]
     )
     done[:, Step.ROWS_MS] = (
         costs.rows_step_ms

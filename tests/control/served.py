@@ -117,17 +117,19 @@ def latency_ms(bowl: Bowl, alpha: float) -> float:
     rng = np.random.default_rng(0)
     arrived_ms = np.cumsum(rng.exponential(1e3 / bowl.rate, NUM_SERVED))
     is_new = rng.permutation(NUM_SERVED) + 0.5 < NUM_SERVED * bowl.computed(alpha) / TOKENS
-    row_ms = (COSTS.read_row_ms * ROWS + COSTS.missed_row_ms * bowl.missed(alpha)) / (CANDIDATES + bowl.computed(alpha))
-    asked = [_asked(float(at), TOKENS if new else 0.0, row_ms) for at, new in zip(arrived_ms, is_new, strict=True)]
+    rows, missed = (num / (CANDIDATES + bowl.computed(alpha)) for num in (ROWS, bowl.missed(alpha)))  # per token
+    asked = [
+        _asked(float(at), TOKENS if new else 0.0, rows, missed) for at, new in zip(arrived_ms, is_new, strict=True)
+    ]
     return float(np.mean(PlainEngine(ENGINE).latencies_ms(asked)))
 
 
-def _asked(arrived_ms: float, computed: float, row_ms: float) -> Asked:
+def _asked(arrived_ms: float, computed: float, rows: float, missed: float) -> Asked:
     tokens, pairs = CANDIDATES + computed, CANDIDATES * TOKENS + computed * TOKENS / 2
     return Asked(
         arrived_ms=arrived_ms,
-        host_ms=COSTS.host_request_ms + COSTS.host_token_ms * tokens,
-        rows_ms=row_ms * tokens,
+        host_ms=COSTS.host_request_ms + (COSTS.host_token_ms + COSTS.host_missed_row_ms * missed) * tokens,
+        rows_ms=(COSTS.read_row_ms * rows + COSTS.missed_row_ms * missed) * tokens,
         compute_ms=COSTS.token_ms * tokens + COSTS.pair_ms * pairs,
     )
 

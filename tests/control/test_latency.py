@@ -25,7 +25,6 @@ from helmrec.steps import no_steps
 from helmrec.types import FloatArray
 from helmrec_bench.drawn import OPENING_S, draw
 from tests.control.bowl import GRID, ROWS, TOKENS, Bowl
-from tests.control.made_up_steps import COSTS
 from tests.control.served import CANDIDATES, ENGINE, Asked, PlainEngine, Served, latency_ms
 
 BOWL = Bowl()
@@ -133,8 +132,10 @@ def test_what_was_measured_scales_what_shadows_promise() -> None:
     model = learned_from(Served(BOWL))
     plain, corrected = (one.stages_ms for one in map(model.predict, (Bias(), Bias(tokens=0.5, rows=2.0))))
     computed, missed = np.array([(BOWL.computed(alpha), BOWL.missed(alpha)) for alpha in GRID]).T
-    fewer_ms = computed / 2 * (COSTS.token_ms + COSTS.host_token_ms + COSTS.pair_ms * TOKENS / 2)
-    more_ms = missed * COSTS.missed_row_ms
+    costs = model.estimator.costs
+    assert costs is not None
+    fewer_ms = computed / 2 * (costs.token_ms + costs.host_token_ms + costs.pair_ms * TOKENS / 2)
+    more_ms = missed * (costs.host_missed_row_ms + costs.missed_row_ms)
     changed = np.interp(GRID, ALPHAS, corrected - plain)
     np.testing.assert_allclose(changed, more_ms - fewer_ms, rtol=0.02, atol=0.005)
 

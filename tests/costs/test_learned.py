@@ -9,7 +9,11 @@ from helmrec.steps import Step, no_steps
 from tests.control.made_up_steps import COSTS, timed, work_of
 
 STAGES = (Step.HOST_MS, Step.ROWS_MS, Step.COMPUTE_MS)
-WORK = sorted((Step.REQUESTS, Step.TOKENS, Step.PAIRS, Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED))
+WORK = (
+    (Step.REQUESTS, Step.TOKENS, Step.ROWS_MISSED),
+    (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
+    (Step.TOKENS, Step.PAIRS),
+)
 
 
 def learned(*windows: np.ndarray) -> StageCosts:
@@ -48,6 +52,13 @@ def test_work_that_never_came_costs_nothing_and_spoils_nothing() -> None:
     found = learned(timed(work_of(300, np.random.default_rng(3), pages=0)))
     assert found.reloaded_page_ms == 0
     assert found.missed_row_ms == pytest.approx(COSTS.missed_row_ms, rel=0.01)
+
+
+def test_host_time_of_missed_rows_is_not_laid_to_tokens() -> None:
+    slow = COSTS._replace(host_missed_row_ms=50 * COSTS.host_missed_row_ms)
+    found = learned(timed(work_of(300, np.random.default_rng(12)), slow))
+    assert found.host_missed_row_ms == pytest.approx(slow.host_missed_row_ms, rel=0.01)
+    assert found.host_token_ms == pytest.approx(slow.host_token_ms, rel=0.01)
 
 
 def test_steps_with_a_stage_that_was_not_timed_are_left_out() -> None:
@@ -112,14 +123,15 @@ def test_what_is_too_little_to_know_costs_is_too_little_after_a_restart() -> Non
 def added_plainly(steps: np.ndarray, half_life: float, moments: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
     """The plain twin of `add_steps`."""
     steps = steps[np.isfinite(steps[:, STAGES]).all(axis=1)]
-    work = np.column_stack((np.ones(len(steps)), steps[:, WORK]))
     keep = 2.0 ** (-len(steps) / half_life)
     moments *= keep
     targets *= keep
     for place, stage in enumerate(STAGES):
+        work = np.zeros((len(steps), targets.shape[1]))
+        work[:, 0], work[:, 1 : 1 + len(WORK[place])] = 1, steps[:, WORK[place]]
         weight = 1 / np.maximum(steps[:, stage], 1e-3) ** 2
         moments[place] += (work.T * weight) @ work
-        targets[:, place] += work.T @ (weight * steps[:, stage])
+        targets[place] += work.T @ (weight * steps[:, stage])
     num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
     return float(len(steps)), float(num_overlapped), keep
 
@@ -130,7 +142,7 @@ def test_steps_are_added_as_plain_sums_are(num: int) -> None:
     steps = timed(work_of(num, rng)) if num else no_steps()
     steps[::7, Step.COMPUTE_MS] = np.nan
     steps[::5, Step.HOST_MS] = 0.0
-    before = rng.random((len(STAGES), 1 + len(WORK), 1 + len(WORK))), rng.random((1 + len(WORK), len(STAGES)))
+    before = rng.random((len(STAGES), 4, 4)), rng.random((len(STAGES), 4))
     ours, plain = ([one.copy() for one in before] for _ in range(2))
     assert add_steps(steps, 100.0, *ours) == pytest.approx(added_plainly(steps, 100.0, *plain))
     for one, other in zip(ours, plain, strict=True):
@@ -156,6 +168,5 @@ def test_the_fit_equals_its_plain_twin(seed: int) -> None:
     rng = np.random.default_rng(seed)
     work = rng.uniform(0, 1, (50, 4)) * (1.0, 300.0, 1e5, seed % 3)  # every third without any work of the last kind
     target = work @ rng.normal(1.0, 1.5, 4) + rng.normal(0, 0.1, 50)  # some terms are negative
-    moments, products, chosen = work.T @ work, work.T @ target, np.array([0, 1, 3]) if seed % 2 else np.arange(4)
-    plain = fitted_plainly(moments[np.ix_(chosen, chosen)], products[chosen], 1e-6)
-    assert np.allclose(fit(moments, products, chosen, 1e-6), plain)
+    moments, products = work.T @ work, work.T @ target
+    assert np.allclose(fit(moments, products, 1e-6), fitted_plainly(moments, products, 1e-6))

@@ -15,7 +15,7 @@ from helmrec.control.policy import WindowStats
 from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
-from helmrec.steps import MS_PER_S, Step
+from helmrec.steps import MS_PER_S, sum_steps
 from helmrec.types import FloatArray
 
 ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
@@ -72,6 +72,14 @@ class Work(NamedTuple):
     new_users: FloatArray  # share of requests that find none of their history
 
 
+class _Seen(NamedTuple):
+    """Miss curves of all requests so far: their weight, that of the first one (its logarithm), and their sum."""
+
+    num_requests: float
+    faded: float
+    total: FloatArray
+
+
 class EngineModel(NamedTuple):
     """What of an engine does not depend on the split: a step whatever it holds, and how steps follow each other."""
 
@@ -109,7 +117,7 @@ class LatencyModel:
     estimator: Estimator = field(default_factory=Estimator)
     work: Work | None = None
     rate: float = 0.0  # arrivals per second
-    _curves: JointCurves | None = None
+    _before: "_Seen" = field(default_factory=lambda: _Seen(0.0, 0.0, np.zeros(())))
     _newest: Work | None = None  # of the last window alone
     _recent: Fading = field(default_factory=lambda: Fading(RECENT_S))
     _rates: Fading = field(default_factory=lambda: Fading(RECENT_S))
@@ -125,13 +133,13 @@ class LatencyModel:
         dt_s = traffic.end_s - traffic.start_s
         self.estimator.update(window.steps)
         self._note_curves(window.curves, dt_s)
-        num = window.steps[:, Step.REQUESTS].sum()
-        if self.estimator.costs is None or self.work is None or not traffic.num_served or not num:
+        steps = sum_steps(window.steps)
+        if self.estimator.costs is None or self.work is None or not traffic.num_served or not steps.requests:
             return False
         self.rate = float(self._rates.add(np.array(traffic.arrival_rate), dt_s, dt_s))
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
-        self._others = max(0.0, window.steps[:, Step.TOKENS].sum() / num - window.new_tokens_per_request)
-        self._most = max(self._most, int(window.steps[:, Step.REQUESTS].max()))
+        self._others = max(0.0, steps.tokens / steps.requests - window.new_tokens_per_request)
+        self._most = max(self._most, int(steps.most_requests))
         self._turn = (self._turn + 1) % _NUM_STREAMS
         return True
 
@@ -139,23 +147,22 @@ class LatencyModel:
         """Average the curves of the requests since the last window with those of the windows before."""
         if curves is None:
             return
-        weight, total = curves.num_requests, curves.num_requests * _stacked(curves)
-        if self._curves is not None:  # what came before then counts in both
-            keep = math.exp(curves.faded - self._curves.faded) * self._curves.num_requests
-            weight, total = weight - keep, total - keep * _stacked(self._curves)
-        self._curves = curves
+        total = curves.num_requests * _stacked(curves)
+        before, self._before = self._before, _Seen(curves.num_requests, curves.faded, total)
+        keep = math.exp(curves.faded - before.faded)  # of what came before then, which counts in both
+        weight = curves.num_requests - keep * before.num_requests
         if weight >= _ONE_REQUEST:
-            own = total / weight
-            both = np.concatenate((self._recent.add(own, weight, dt_s), own))
-            recent, newest = np.maximum(0.0, between(both, curves.alphas, ALPHAS)).reshape(2, len(own), ALPHAS.size)
-            self.work, self._newest = Work(*recent), Work(*newest)
+            own = np.maximum(0.0, total - keep * before.total) / weight
+            recent = self._recent.add(own, weight, dt_s)
+            self.work, self._newest = (Work(*between(one, curves.alphas, ALPHAS)) for one in (recent, own))
 
     def offered_ms(self, window: WindowStats) -> FloatArray:
         """Work that came in per second of the last window, at each of ALPHAS, in milliseconds of all stages."""
         costs, work = self.estimator.costs, self._newest
         assert costs is not None and work is not None
         token_ms = costs.host_token_ms + costs.token_ms + costs.pair_ms * self._history / 2
-        rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * work.missed_rows
+        missed_row_ms = costs.host_missed_row_ms + costs.missed_row_ms
+        rows_ms = costs.read_row_ms * work.read_rows + missed_row_ms * work.missed_rows
         request_ms = costs.host_request_ms + rows_ms + token_ms * (self._others + work.computed_tokens)
         return window.traffic.arrival_rate * request_ms
 
@@ -222,11 +229,12 @@ def predict_at(stream: FloatArray, work: Work, costs: StageCosts, requests: Requ
     computed = bias.tokens * work.computed_tokens
     of_new = np.minimum(computed / new, history)  # where none are found
     of_known = (computed - new * of_new) / (1 - new)
-    rows_ms = costs.read_row_ms * work.read_rows + costs.missed_row_ms * bias.rows * work.missed_rows
     tokens = np.stack((others + of_known, others + of_new))
-    request_ms = costs.host_request_ms + costs.host_token_ms * tokens
+    missed = bias.rows * work.missed_rows / (others + computed)  # per token, as those that are read
+    row_ms = costs.read_row_ms * work.read_rows / (others + computed) + costs.missed_row_ms * missed
+    request_ms = costs.host_request_ms + (costs.host_token_ms + costs.host_missed_row_ms * missed) * tokens
     compute_ms = (costs.token_ms + pair_ms) * tokens + pair_ms * others
-    work_ms = np.stack((request_ms, rows_ms / (others + computed) * tokens, compute_ms))
+    work_ms = np.stack((request_ms, row_ms * tokens, compute_ms))
     known_ms, new_ms = work_ms.sum(axis=0)
     host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms  # whatever a step holds
     stages_ms = host_ms + bus_ms + device_ms + known_ms + new * (new_ms - known_ms)

@@ -68,17 +68,20 @@ class Rule:
 @numba.njit(cache=True)
 def nearest_middle(mean_ms: FloatArray, alpha_min: float, alpha_max: float, start: float) -> float:
     """As `Rule` says; `start`, if another split neither gains enough nor is nearer the middle by enough."""
-    is_open = (alpha_min <= ALPHAS) & (alpha_max >= ALPHAS)
-    if not is_open.any():
+    least_ms, best = np.inf, -1
+    for at in range(ALPHAS.size):
+        if alpha_min <= ALPHAS[at] <= alpha_max:
+            least_ms = min(least_ms, mean_ms[at])
+    for at in range(ALPHAS.size):
+        is_equal = alpha_min <= ALPHAS[at] <= alpha_max and mean_ms[at] <= least_ms * (1 + 2 * MIN_GAIN)
+        if is_equal and (best < 0 or abs(ALPHAS[at] - 1 / 2) < abs(ALPHAS[best] - 1 / 2)):
+            best = at
+    if best < 0:
         return start
-    alphas, mean_ms = ALPHAS[is_open], mean_ms[is_open]
-    is_equal = mean_ms <= mean_ms.min() * (1 + 2 * MIN_GAIN)
-    equals, equals_ms = alphas[is_equal], mean_ms[is_equal]
-    best = np.abs(equals - 1 / 2).argmin()
-    here_ms = np.interp(start, alphas, mean_ms)
-    is_gain = here_ms - equals_ms[best] >= MIN_GAIN * here_ms
-    is_nearer = abs(start - 1 / 2) - abs(equals[best] - 1 / 2) >= 2 * SETTLED
-    return equals[best] if is_gain or is_nearer else start
+    here_ms = np.interp(start, ALPHAS, mean_ms)
+    is_gain = here_ms - mean_ms[best] >= MIN_GAIN * here_ms
+    is_nearer = abs(start - 1 / 2) - abs(ALPHAS[best] - 1 / 2) >= 2 * SETTLED
+    return ALPHAS[best] if is_gain or is_nearer else start
 
 
 def propose(layer: str, chooser: Chooser, mean_ms: FloatArray, view: View) -> Proposal:

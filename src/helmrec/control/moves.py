@@ -3,6 +3,7 @@
 Gains are in stage time per request, which does not depend on how many arrive.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import numpy as np
 from helmrec.control.latency import Prediction, value_at
 from helmrec.control.layers import JUDGED_S, SETTLED
 from helmrec.control.policy import WindowStats
-from helmrec.steps import Step, Steps
+from helmrec.steps import sum_steps
 
 _KEPT = 32  # moves
 
@@ -32,23 +33,24 @@ class MoveLog:
     """The last moves, newest last."""
 
     def __init__(self) -> None:
-        self._before_ms = self._stage_ms = float("nan")  # before the move that is judged, and recently
-        self._moved_s = -np.inf
+        self._before_ms = self._stage_ms = math.nan  # before the move that is judged, and recently
+        self._moved_s = -math.inf
         self._gains_ms = np.zeros(2)  # realised and predicted; each judged move halves those before
         self.records: deque[MoveRecord] = deque(maxlen=_KEPT)
 
     def note(self, window: WindowStats) -> None:
         """Take a window in: the last move is judged when it has settled and been served from for a while."""
-        now_s, took_ms = window.traffic.end_s, _stage_ms(window.steps)
-        if np.isfinite(took_ms):
+        now_s, steps = window.traffic.end_s, sum_steps(window.steps)
+        if steps.requests:
+            took_ms = steps.stages_ms / steps.requests
             weight = 2.0 ** (-(now_s - window.traffic.start_s) / JUDGED_S)
-            self._stage_ms = took_ms if np.isnan(self._stage_ms) else took_ms + weight * (self._stage_ms - took_ms)
+            self._stage_ms = took_ms if math.isnan(self._stage_ms) else took_ms + weight * (self._stage_ms - took_ms)
         is_due = now_s - self._moved_s > 2 * JUDGED_S and abs(window.alpha - window.alpha_target) <= SETTLED
-        if is_due and self.records and self.records[-1].realised_gain_ms is None and np.isfinite(self._before_ms):
+        if is_due and self.records and self.records[-1].realised_gain_ms is None and math.isfinite(self._before_ms):
             gain_ms = self._before_ms - self._stage_ms
             self._gains_ms = self._gains_ms / 2 + (gain_ms, self.records[-1].predicted_gain_ms)
             self.records[-1] = replace(self.records[-1], realised_gain_ms=gain_ms)
-            self._before_ms = float("nan")
+            self._before_ms = math.nan
 
     def begin(self, window: WindowStats, alpha: float, layer: str, newest: Prediction) -> None:
         """The boundary is sent to `alpha`."""
@@ -72,10 +74,3 @@ class MoveLog:
     def idle_since_s(self) -> float:
         """When the boundary was moved last."""
         return self._moved_s
-
-
-def _stage_ms(steps: Steps) -> float:
-    """Measured stage time per request; NaN without requests."""
-    num = steps[:, Step.REQUESTS].sum()
-    times_ms = steps[:, Step.HOST_MS : Step.COMPUTE_MS + 1]
-    return float(times_ms[np.isfinite(times_ms)].sum() / num) if num else float("nan")

@@ -4,7 +4,6 @@ Least squares of the relative error over the steps that ended, older ones fading
 assumed: before the first steps nothing is known, and `Estimator.costs` is None.
 """
 
-from itertools import chain
 from typing import NamedTuple
 
 import numba
@@ -19,15 +18,16 @@ _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
 _LEAST_MS = 1e-3  # below which clocks say nothing
 
+_NO_WORK = -1
 _WORK_OF = {  # columns that each stage's time is linear in, beside a fixed part
-    Step.HOST_MS: (Step.REQUESTS, Step.TOKENS),
+    Step.HOST_MS: (Step.REQUESTS, Step.TOKENS, Step.ROWS_MISSED),  # a host that keeps the index admits missed rows
     Step.ROWS_MS: (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
-    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS),
+    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS, _NO_WORK),
 }
 _STAGES = tuple(int(stage) for stage in _WORK_OF)
-_WORK = tuple(sorted({int(column) for columns in _WORK_OF.values() for column in columns}))
+_COLUMNS = np.array([[int(column) for column in columns] for columns in _WORK_OF.values()])
+_NUM_TERMS = 1 + _COLUMNS.shape[1]
 _BEGIN_S, _END_S = int(Step.BEGIN_S), int(Step.END_S)
-_TERMS = [np.array([0, *(1 + _WORK.index(column) for column in columns)]) for columns in _WORK_OF.values()]
 
 
 class StageCosts(NamedTuple):
@@ -36,6 +36,7 @@ class StageCosts(NamedTuple):
     host_step_ms: float
     host_request_ms: float
     host_token_ms: float
+    host_missed_row_ms: float
     rows_step_ms: float
     read_row_ms: float
     missed_row_ms: float
@@ -50,12 +51,9 @@ class Estimator:
     """Takes in the steps of each window."""
 
     def __init__(self) -> None:
-        num = 1 + len(_WORK)
-        self._moments = np.zeros((len(_STAGES), num, num))  # of a one and the work, weighted for each stage
-        self._targets = np.zeros((num, len(_STAGES)))  # of the work with what the stage took
+        self._moments = np.zeros((len(_STAGES), _NUM_TERMS, _NUM_TERMS))  # of a one and the work of each stage
+        self._targets = np.zeros((len(_STAGES), _NUM_TERMS))  # of the work with what the stage took
         self._seen = np.zeros(1 + 2)  # steps in all; with older ones fading; those of them that overlapped
-        self._terms: dict[int, FloatArray] = {}  # by stage, in order
-        self._turn = 0
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
     def update(self, steps: Steps) -> None:
@@ -67,15 +65,10 @@ class Estimator:
             self._know()
 
     def _know(self) -> None:
-        """Solve for the terms; once all are known, those of one stage at a time, since they change slowly."""
         num_steps, weight, num_overlapped = self._seen.tolist()
-        if num_steps < _FEWEST_STEPS:
-            return
-        self._turn = (self._turn + 1) % len(_STAGES)
-        for stage in [self._turn] if self._terms else range(len(_STAGES)):
-            self._terms[stage] = fit(self._moments[stage], self._targets[:, stage], _TERMS[stage], _RIDGE)
-        terms = chain(*(one.tolist() for one in self._terms.values()), [num_overlapped / weight])
-        self.costs = StageCosts(*terms)
+        if num_steps >= _FEWEST_STEPS:
+            host, rows, compute = fit_stages(self._moments, self._targets).tolist()
+            self.costs = StageCosts._make((*host, *rows, *compute[:-1], num_overlapped / weight))
 
     @property
     def learned(self) -> list[float]:
@@ -89,11 +82,19 @@ class Estimator:
         for part in self._parts():
             part.reshape(-1)[:] = values[at : at + part.size]
             at += part.size
-        self._terms = {}
         self._know()
 
     def _parts(self) -> list[FloatArray]:
         return [self._moments, self._targets, self._seen]
+
+
+@numba.njit(cache=True, nogil=True)
+def fit_stages(moments: FloatArray, targets: FloatArray) -> FloatArray:
+    """(stages, terms): milliseconds per unit of work; 0 for work that never came."""
+    terms = np.empty_like(targets)
+    for stage in range(len(targets)):
+        terms[stage] = fit(moments[stage], targets[stage], _RIDGE)
+    return terms
 
 
 @numba.njit(cache=True, nogil=True)
@@ -112,12 +113,12 @@ def add_steps(
     keep = 2.0 ** (-num / half_life_steps)
     moments *= keep
     targets *= keep
-    work, ended_s, num_overlapped = np.ones(1 + len(_WORK)), -np.inf, 0.0
+    work, ended_s, num_overlapped = np.ones(_NUM_TERMS), -np.inf, 0.0
     for at in np.flatnonzero(is_timed):
         num_overlapped += steps[at, _BEGIN_S] < ended_s
         ended_s = steps[at, _END_S]
-        for term, column in enumerate(_WORK):
-            work[1 + term] = steps[at, column]
         for place, stage in enumerate(_STAGES):
-            add_one(moments[place], targets[:, place], work, steps[at, stage], _LEAST_MS)
+            for term, column in enumerate(_COLUMNS[place]):
+                work[1 + term] = steps[at, column] if column != _NO_WORK else 0.0
+            add_one(moments[place], targets[place], work, steps[at, stage], _LEAST_MS)
     return float(num), num_overlapped, keep

@@ -2,7 +2,6 @@
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from helmrec.types import FloatArray
 
@@ -20,9 +19,8 @@ def add_one(moments: FloatArray, target: FloatArray, work: FloatArray, took: flo
 
 
 @numba.njit(cache=True, nogil=True)
-def fit(moments: FloatArray, target: FloatArray, chosen: NDArray[np.int64], ridge: float) -> FloatArray:
-    """Least squares of the chosen terms; those that come out negative are left out, and the others fitted again."""
-    moments, target = moments[chosen][:, chosen], target[chosen]
+def fit(moments: FloatArray, target: FloatArray, ridge: float) -> FloatArray:
+    """Least squares of the terms; those that come out negative are left out, and the others fitted again."""
     num, scale = target.size, np.sqrt(np.diag(moments))
     is_used = scale > 0
     while is_used.any():

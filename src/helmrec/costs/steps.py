@@ -43,4 +43,4 @@ def _refit(
     moments *= keep
     target *= keep
     add_one(moments, target, work, took, least)
-    return fit(moments, target, np.arange(target.size), _RIDGE)
+    return fit(moments, target, _RIDGE)

@@ -50,6 +50,7 @@ TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
     "host_step_ms": (Step.HOST_MS, None),
     "host_request_ms": (Step.HOST_MS, Step.REQUESTS),
     "host_token_ms": (Step.HOST_MS, Step.TOKENS),
+    "host_missed_row_ms": (Step.HOST_MS, Step.ROWS_MISSED),
     "rows_step_ms": (Step.ROWS_MS, None),
     "read_row_ms": (Step.ROWS_MS, Step.ROWS_READ),
     "missed_row_ms": (Step.ROWS_MS, Step.ROWS_MISSED),
