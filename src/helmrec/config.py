@@ -152,8 +152,10 @@ class EngineConfig(Frozen):
         description="place of the index of resident rows; auto: the device where triton kernels run, else the host",
     )
     row_order: Literal["lru", "frequency"] = Field("lru", description="eviction order of embedding rows")
-    row_admission: Literal["always", "second-touch"] = Field(
-        "second-touch", description="when a missed row is admitted; half of all rows are read only once"
+    row_admission: Literal["always", "second-touch", "frequency"] = Field(
+        "second-touch",
+        description="when a missed row is admitted, since half of all rows are read only once; frequency: when it was "
+        "read more often lately than the row it replaces, which needs row_order frequency and the index on the device",
     )
     kv_dtype: KVDtype = Field(
         "model",
@@ -207,6 +209,14 @@ class EngineConfig(Frozen):
     def chunk_tokens(self) -> int:
         """Tokens computed ahead in one step."""
         return self.relay.chunk_tokens or min(8_192, self.max_batch_tokens)
+
+    @model_validator(mode="after")
+    def _frequencies_are_compared_with_frequencies(self) -> Self:
+        if self.row_admission == "frequency" and self.row_order != "frequency":
+            raise ConfigError(f"row_admission 'frequency' needs row_order 'frequency', got {self.row_order!r}")
+        if self.row_admission == "frequency" and self.row_index == "host":
+            raise ConfigError("row_admission 'frequency' needs the index on the device, got row_index 'host'")
+        return self
 
     @model_validator(mode="after")
     def _chunks_fit_a_step(self) -> Self:

@@ -66,7 +66,7 @@ class Streams(RuleBasedStateMachine):
         form=st.sampled_from(["concat", "gated"]),
         row_index=st.sampled_from(["host", "device"]),
         row_order=st.sampled_from(["lru", "frequency"]),
-        row_admission=st.sampled_from(["always", "second-touch"]),
+        row_admission=st.sampled_from(["always", "second-touch", "frequency"]),
         kv_admission=st.sampled_from(["always", "second-visit", "benefit"]),
         kv_reload=st.sampled_from(["always", "always", "measured"]),
         alpha=st.sampled_from([0.1, 0.4]),
@@ -81,6 +81,8 @@ class Streams(RuleBasedStateMachine):
         model = tiny_model(seed=seed % 3, **{"form": form, "v_dim": v_dim} | OPTIONS.get(option, {}))
         seen[option] += 1
         self.clock = ManualClock()
+        if policies["row_admission"] == "frequency":
+            policies |= {"row_order": "frequency", "row_index": "device"}
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config, kv_dtype=self.kv_dtype).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
         fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}

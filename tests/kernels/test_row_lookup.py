@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from helmrec.kernels import row_lookup, triton_row_lookup
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_lookup import BUCKETS, Lookup, Repeats, bucket_shift, num_cells
-from helmrec.kernels.row_table import Control, Missed, RowTable, mixed
+from helmrec.kernels.row_table import Admission, Control, Missed, RowTable, mixed_rows
 
 ROWS, SLOTS, CPU = 40_000, 64, torch.device("cpu")
 
@@ -27,7 +27,7 @@ def _seed() -> None:
 
 def make_table(num_resident: int = 40) -> RowTable:
     """The first rows in some slots, all of different heat."""
-    table = RowTable.allocate(ROWS, SLOTS, CPU)
+    table = RowTable.allocate(ROWS, SLOTS, CPU, Admission.ALWAYS)
     slots = torch.randperm(SLOTS)[:num_resident]
     table.slot_of[:num_resident] = slots.int()
     table.row_of[slots] = torch.arange(num_resident).int()
@@ -91,8 +91,8 @@ def test_resident_rows_get_hotter_and_nothing_else_of_the_table_changes(is_lru: 
 
 def test_rows_whose_hashes_collide_are_kept_apart() -> None:
     cells = num_cells(64)
-    hashes = [mixed(row) & (cells - 1) for row in range(ROWS)]
-    rows = torch.tensor([row for row in range(40, ROWS) if hashes[row] == cells - 1][:64], dtype=torch.int32)
+    hashes = mixed_rows(torch.arange(ROWS)) & (cells - 1)
+    rows = (hashes == cells - 1).nonzero().flatten()[-64:].int()
     assert len(rows) == 64, "all of them want the last cell"
     lookup = Lookup.allocate(64, CPU)
     triton_row_lookup.find(make_table(), rows, lookup, is_lru=True)

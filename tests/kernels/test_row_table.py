@@ -12,9 +12,23 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is imported, so before that
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+import triton
+import triton.language as tl
+
 from helmrec.kernels import row_lookup, row_table, triton_row_table
 from helmrec.kernels.row_gather import SKIP
-from helmrec.kernels.row_table import ABSENT, EMPTY, UNUSABLE, Claims, Control, Missed, RowTable, RowTally, Victims
+from helmrec.kernels.row_table import (
+    ABSENT,
+    EMPTY,
+    UNUSABLE,
+    Admission,
+    Claims,
+    Control,
+    Missed,
+    RowTable,
+    RowTally,
+    Victims,
+)
 
 ROWS, SLOTS, CPU = 300, 64, torch.device("cpu")
 
@@ -24,9 +38,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def make_table(num_resident: int = 40) -> RowTable:
+def make_table(num_resident: int = 40, admission: Admission = Admission.SECOND_TOUCH) -> RowTable:
     """Some rows in some slots, all of different heat."""
-    table = RowTable.allocate(ROWS, SLOTS, CPU)
+    table = RowTable.allocate(ROWS, SLOTS, CPU, admission)
     rows, slots = torch.randperm(ROWS)[:num_resident], torch.randperm(SLOTS)[:num_resident]
     table.slot_of[rows] = slots.int()
     table.row_of[slots] = rows.int()
@@ -50,10 +64,12 @@ def all_victims(table: RowTable, limit: int) -> Victims:
     return Victims(slots[:limit], heat[:limit])
 
 
-def claim_both(ours: RowTable, twin: RowTable, missed: Missed, limit: int, is_filtered: bool) -> tuple[Claims, Claims]:
+def claim_both(
+    ours: RowTable, twin: RowTable, missed: Missed, limit: int, admission: Admission
+) -> tuple[Claims, Claims]:
     claims, expected = Claims.allocate(limit, CPU), Claims.allocate(limit, CPU)
-    triton_row_table.claim(ours, missed, claims, is_filtered=is_filtered)
-    row_table.claim(twin, missed, expected, is_filtered=is_filtered)
+    triton_row_table.claim(ours, missed, claims, admission=admission)
+    row_table.claim(twin, missed, expected, admission=admission)
     return claims, expected
 
 
@@ -63,10 +79,10 @@ def missed_of(table: RowTable, rows: Tensor) -> Missed:
     return lookup.missed
 
 
-@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize("admission", Admission)
 @pytest.mark.parametrize("is_filling", [False, True])
-def test_missed_rows_claim_as_the_twin_says(is_filtered: bool, is_filling: bool) -> None:
-    ours = make_table()
+def test_missed_rows_claim_as_the_twin_says(admission: Admission, is_filling: bool) -> None:
+    ours = make_table(admission=admission)
     ours.control[Control.IS_FILLING] = float(is_filling)
     twin = twin_of(ours)
     for step in range(4):
@@ -74,12 +90,13 @@ def test_missed_rows_claim_as_the_twin_says(is_filtered: bool, is_filling: bool)
         rows = torch.randint(-1, ROWS, (150,)).int()
         missed = missed_of(twin, rows)
         missed_of(ours, rows)
-        claims, expected = claim_both(ours, twin, missed, 512, is_filtered)
+        claims, expected = claim_both(ours, twin, missed, 512, admission)
         assert int(claims.count) == int(expected.count)
         num = int(claims.count)
         assert set(zip(claims.rows[:num].tolist(), claims.entries[:num].tolist(), strict=True)) == set(
             zip(expected.rows[:num].tolist(), expected.entries[:num].tolist(), strict=True)
         )
+        assert torch.equal(claims.heat, expected.heat)
         assert_same(ours, twin)
         for table, made in ((ours, claims), (twin, expected)):
             table.slot_of[made.rows[:num].long()] = ABSENT  # as if none had found a slot
@@ -88,9 +105,9 @@ def test_missed_rows_claim_as_the_twin_says(is_filtered: bool, is_filling: bool)
 def test_a_row_that_one_step_asks_for_twice_has_been_missed_once() -> None:
     ours = make_table(0)
     rows, claims = torch.tensor([5, 9, 5, -1, 5], dtype=torch.int32), Claims.allocate(8, CPU)
-    triton_row_table.claim(ours, missed_of(ours, rows), claims, is_filtered=True)
+    triton_row_table.claim(ours, missed_of(ours, rows), claims, admission=Admission.SECOND_TOUCH)
     assert int(claims.count) == 0
-    triton_row_table.claim(ours, missed_of(ours, rows[2:3]), claims, is_filtered=True)
+    triton_row_table.claim(ours, missed_of(ours, rows[2:3]), claims, admission=Admission.SECOND_TOUCH)
     assert claims.rows[: int(claims.count)].tolist() == [5]
 
 
@@ -98,7 +115,7 @@ def test_claims_beyond_the_limit_are_given_up() -> None:
     ours = make_table(0)
     twin = twin_of(ours)
     missed = missed_of(ours, torch.arange(100, dtype=torch.int32))
-    claims, expected = claim_both(ours, twin, missed, 10, is_filtered=False)
+    claims, expected = claim_both(ours, twin, missed, 10, admission=Admission.ALWAYS)
     assert int(claims.count) == 100
     assert int((ours.slot_of[:-1] != ABSENT).sum()) == 10
     assert sorted(claims.rows.tolist()) == sorted(expected.rows.tolist())
@@ -111,7 +128,7 @@ def test_published_rows_take_the_coldest_slots(num_resident: int) -> None:
     ours.tally[RowTally.GHOSTS] = SLOTS - 3  # so that the ring wraps
     missed = missed_of(ours, torch.randperm(ROWS)[:90].int())
     claims = Claims.allocate(20, CPU)
-    row_table.claim(ours, missed, claims, is_filtered=True)
+    row_table.claim(ours, missed, claims, admission=Admission.SECOND_TOUCH)
     twin, victims = twin_of(ours), all_victims(ours, 20)
     copies, expected = torch.zeros(20, dtype=torch.int32), torch.ones(20, dtype=torch.int32)
     triton_row_table.publish(ours, claims, victims, copies)
@@ -123,11 +140,49 @@ def test_published_rows_take_the_coldest_slots(num_resident: int) -> None:
     assert int((ours.slot_of[:-1] >= 0).sum()) == len(resident) == int((ours.heat != EMPTY).sum())
 
 
+def test_rows_read_more_often_than_the_coldest_take_their_slots() -> None:
+    ours = make_table(SLOTS, Admission.FREQUENCY)
+    ours.heat[:SLOTS] += 50  # so that the coldest were read once by now, and the others more often
+    twin = twin_of(ours)
+    absent = (ours.slot_of[:-1] == ABSENT).nonzero().flatten()[:30].int()
+    given, counted = [], ours.touches.clone()
+    for num_rows in (30, 20, 10):  # ten rows are read three times
+        missed = missed_of(ours, absent[:num_rows])
+        claims, expected = claim_both(ours, twin, missed, 32, Admission.FREQUENCY)
+        victims = all_victims(ours, 32)
+        copies, expected_copies = torch.zeros(32, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
+        triton_row_table.publish(ours, claims.hottest_first(), victims, copies, by_heat=True)
+        row_table.publish(twin, expected.hottest_first(), victims, expected_copies, by_heat=True)
+        assert torch.equal(copies, expected_copies)
+        assert_same(ours, twin)
+        given.append(int((copies != SKIP).sum()))
+        assert (ours.touches != counted).any(), "touches of absent rows are counted"
+    # Slots have heat 50, 51, 52, ... A row read once has 50, one read twice 51, one read three times 51.6.
+    assert given == [0, 1, 2], "the first slot is taken at 51, and then both slots of heat 51 at 51.6"
+    assert int((ours.slot_of[:-1] >= 0).sum()) == SLOTS
+
+
+def test_what_was_counted_for_a_row_outlives_its_eviction_and_fades() -> None:
+    table = make_table(SLOTS, Admission.FREQUENCY)
+    table.heat[:SLOTS] = 50 + 2.0  # four touches each
+    claims = Claims.allocate(4, CPU)
+    claims.count.fill_(1)
+    claims.rows[0], claims.heat[0] = int((table.slot_of[:-1] == ABSENT).nonzero()[0]), 60.0
+    victims = all_victims(table, 4)
+    evicted = table.row_of[victims.slots[:1]].long()
+    for publish in (row_table.publish, triton_row_table.publish):
+        one = twin_of(table)
+        publish(one, claims, victims, torch.zeros(4, dtype=torch.int32), by_heat=True)
+        assert row_table.counted_touches(one.touches, evicted).tolist() == [4]
+        one.age()
+        assert row_table.counted_touches(one.touches, evicted).tolist() == [2]
+
+
 def test_a_claim_without_a_victim_is_given_up() -> None:
     ours = make_table(SLOTS)
     twin = twin_of(ours)
     missed = missed_of(ours, torch.arange(ROWS, dtype=torch.int32))
-    claims, expected = claim_both(ours, twin, missed, 8, is_filtered=False)
+    claims, expected = claim_both(ours, twin, missed, 8, admission=Admission.ALWAYS)
     victims = all_victims(ours, 8)
     victims.heat[3:] = UNUSABLE
     copies = torch.zeros(8, dtype=torch.int32)
@@ -138,16 +193,15 @@ def test_a_claim_without_a_victim_is_given_up() -> None:
     assert (ours.slot_of[:-1] >= ABSENT).all()
 
 
-def test_the_two_hashes_of_a_row_agree_with_the_twin_for_large_ids() -> None:
-    table = RowTable.allocate(10, SLOTS, CPU)
-    big = torch.tensor([~(2**31 - 2), ~123_456_789, ~0], dtype=torch.int32)
-    wide = replace(table, slot_of=torch.full((1,), row_table.CLAIMED, dtype=torch.int32))
-    seen = replace(wide, seen=table.seen.clone())
-    for row in (~big.long()).tolist():
-        row_table._is_seen_again(seen.seen, 0, row)
-    marked = torch.zeros_like(table.seen)
-    words = marked.numpy().view("uint32")
-    for row in (~big.long()).tolist():
-        for place in row_table.places_of(row, 32 * table.seen.shape[1]):
-            words[0, place >> 5] |= 1 << (place & 31)
-    assert torch.equal(seen.seen, marked)
+@triton.jit
+def _hash_kernel(rows, out, NUM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    i = tl.arange(0, NUM)
+    tl.store(out + i, triton_row_table.mixed(tl.load(rows + i).to(tl.uint32)).to(tl.int64))
+
+
+def test_the_hash_of_a_row_agrees_with_the_twin_for_large_ids() -> None:
+    rows = torch.tensor([2**31 - 2, 123_456_789, 1, 0])
+    out = torch.zeros_like(rows)
+    _hash_kernel[(1,)](rows.int(), out, NUM=4)
+    assert torch.equal(out, row_table.mixed_rows(rows))
+    assert len(set(out.tolist())) == 4

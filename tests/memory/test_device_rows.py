@@ -10,21 +10,24 @@ import torch
 from helmrec.kernels.row_gather import gather_rows
 from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import ABSENT, Control, RowTally
+from helmrec.kernels.row_table import ABSENT, Admission, Control, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.types import IntArray
 
 ROWS, PER_PAGE, PAGES, DIM = 2_000, 16, 20, 4
 PLAIN = row_kernels("torch")
+LRU = RowPolicy(is_lru=True, admission=Admission.ALWAYS)
+FILTERED = RowPolicy(is_lru=True)
+POLICIES = [LRU, FILTERED, *(RowPolicy(is_lru=False, admission=admission) for admission in Admission)]
 
 
 class Driven:
     """A cache and the arena and master around it; every row is its own id, so that wrong data shows."""
 
-    def __init__(self, num_pages: int, *, is_lru: bool = True, is_filtered: bool = False) -> None:
+    def __init__(self, num_pages: int, policy: RowPolicy = LRU) -> None:
         self.master = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
         self.arena = torch.full((PAGES * PER_PAGE, DIM), -1.0)
-        self.rows = DeviceRows(ROWS, self.arena, PER_PAGE, RowPolicy(is_lru, is_filtered), PLAIN)
+        self.rows = DeviceRows(ROWS, self.arena, PER_PAGE, policy, PLAIN)
         self.rows.add_pages(range(num_pages))
 
     def read(self, wanted: IntArray) -> int:
@@ -76,7 +79,7 @@ def test_rows_that_were_read_are_found_again() -> None:
 
 
 def test_a_filter_lets_in_what_is_missed_again_once_all_slots_are_full() -> None:
-    driven = Driven(1, is_filtered=True)
+    driven = Driven(1, FILTERED)
     driven.read(np.arange(PER_PAGE))
     assert driven.resident() == set(range(PER_PAGE)), "empty slots cost nobody anything"
     driven.read(np.array([100, 101]))
@@ -87,7 +90,7 @@ def test_a_filter_lets_in_what_is_missed_again_once_all_slots_are_full() -> None
 
 
 def test_the_memory_of_missed_rows_turns_over() -> None:
-    driven = Driven(1, is_filtered=True)
+    driven = Driven(1, FILTERED)
     driven.read(np.arange(PER_PAGE))
     driven.read(np.array([100]))
     for generation in (1, 0):
@@ -114,9 +117,9 @@ class LruTwin:
         return hits
 
 
-@pytest.mark.parametrize("is_lru", [True, False])
-def test_its_hit_rate_is_within_a_point_of_exact_lru_or_above(is_lru: bool) -> None:
-    driven, twin = Driven(10, is_lru=is_lru), LruTwin(10 * PER_PAGE)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_its_hit_rate_is_within_a_point_of_exact_lru_or_above(policy: RowPolicy) -> None:
+    driven, twin = Driven(10, policy), LruTwin(10 * PER_PAGE)
     ours = theirs = total = 0
     for wanted in zipf_steps(150, 60):
         total += wanted.size
@@ -126,9 +129,9 @@ def test_its_hit_rate_is_within_a_point_of_exact_lru_or_above(is_lru: bool) -> N
     assert ours / total > theirs / total - 0.01
 
 
-@pytest.mark.parametrize("is_lru", [True, False])
-def test_after_a_shrink_it_hits_like_a_cache_born_at_that_size(is_lru: bool) -> None:
-    shrunk, born = Driven(16, is_lru=is_lru), Driven(6, is_lru=is_lru)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_shrink_it_hits_like_a_cache_born_at_that_size(policy: RowPolicy) -> None:
+    shrunk, born = Driven(16, policy), Driven(6, policy)
     for i, wanted in enumerate(zipf_steps(120, 60)):
         shrunk.read(wanted)
         born.read(wanted)
@@ -213,10 +216,10 @@ def test_new_values_reach_resident_rows_only() -> None:
     assert torch.equal(driven.arena, before)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(10))
 def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    driven = Driven(8, is_lru=bool(seed % 2), is_filtered=bool(seed // 2 % 2))
+    driven = Driven(8, POLICIES[seed % len(POLICIES)])
     free = list(range(8, PAGES))
     for wanted in zipf_steps(60, 40, seed):
         driven.read(wanted[: rng.integers(0, 40)])

@@ -103,6 +103,11 @@ def test_sizes_take_units() -> None:
         ({"deadline_ms": 0}, "deadline_ms must be more than 0.*, got 0"),
         ({"row_order": "fifo"}, "row_order: .*got 'fifo'"),
         ({"row_admission": "never"}, "row_admission: .*got 'never'"),
+        ({"row_admission": "frequency"}, "row_admission 'frequency' needs row_order 'frequency', got 'lru'"),
+        (
+            {"row_admission": "frequency", "row_order": "frequency", "row_index": "host"},
+            "needs the index on the device, got row_index 'host'",
+        ),
         ({"kv_admission": "never"}, "kv_admission: .*got 'never'"),
         ({"kv_freshness": -1.0}, r"kv_freshness.* got -1\.0"),
         ({"kv_freshness": "stale"}, "kv_freshness.* got 'stale'"),

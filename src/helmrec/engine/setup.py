@@ -16,7 +16,7 @@ from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import model_kernels
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
-from helmrec.kernels.row_table import RowTable
+from helmrec.kernels.row_table import Admission, RowTable
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
@@ -27,6 +27,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
 
+_ADMISSIONS = {"always": Admission.ALWAYS, "second-touch": Admission.SECOND_TOUCH, "frequency": Admission.FREQUENCY}
 _PAGE_TOKENS = {"cpu": 32, "cuda": 128}  # on a card, a key tile is one page
 
 
@@ -108,7 +109,7 @@ def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: in
     if config.device != "cuda" or _row_index(config) != "device":
         return config
     pool_bytes = config.sized_pool_bytes
-    index_bytes = RowTable.bytes_for(num_rows, pool_bytes // geometry.row_stride)
+    index_bytes = RowTable.bytes_for(num_rows, pool_bytes // geometry.row_stride, _ADMISSIONS[config.row_admission])
     if index_bytes >= pool_bytes:
         raise PoolTooSmall(
             f"pool_bytes must be more than {index_bytes}, the index of {num_rows} rows, got {pool_bytes}"
@@ -134,7 +135,7 @@ def _make_rows(
 ) -> EmbeddingCache | DeviceRows:
     if _row_index(config) == "host":
         return make_host_rows(config, geometry, shape.num_rows)
-    policy = RowPolicy(is_lru=config.row_order == "lru", is_filtered=config.row_admission == "second-touch")
+    policy = RowPolicy(is_lru=config.row_order == "lru", admission=_ADMISSIONS[config.row_admission])
     return DeviceRows(shape.num_rows, arena.rows, geometry.rows_per_page, policy, row_kernels(_kernels(config)))
 
 
@@ -145,9 +146,10 @@ def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: RowMaste
 
 
 def _row_index(config: EngineConfig) -> str:
-    """Resolve `row_index`: graphs and compiled kernels need the index on the card."""
+    """Resolve `row_index`: graphs, compiled kernels and admission by frequency need the index on the device."""
     on_card = config.device == "cuda" and _kernels(config) == "triton"
-    return config.row_index if config.row_index != "auto" else "device" if on_card else "host"
+    on_device = on_card or config.row_admission == "frequency"
+    return config.row_index if config.row_index != "auto" else "device" if on_device else "host"
 
 
 def _check_device(config: EngineConfig) -> None:
@@ -155,7 +157,7 @@ def _check_device(config: EngineConfig) -> None:
         raise ConfigError("device: no CUDA device is available, got 'cuda'")
     if config.device == "cpu" and config.kernels == "triton":
         raise ConfigError("kernels: triton needs device 'cuda', got 'triton' with device 'cpu'")
-    if config.device == "cuda" and config.kernels == "torch" and config.row_index == "device":
+    if config.device == "cuda" and config.kernels == "torch" and _row_index(config) == "device":
         raise ConfigError("row_index: on 'cuda', 'device' needs compiled kernels, got kernels 'torch'")
 
 

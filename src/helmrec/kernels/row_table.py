@@ -19,6 +19,14 @@ EMPTY = -torch.inf  # heat of a slot without a row: the coldest there is
 UNUSABLE = torch.inf  # heat of an entry of `Victims` that is no slot
 
 
+class Admission(IntEnum):
+    """When a missed row is given a slot."""
+
+    ALWAYS = 0
+    SECOND_TOUCH = 1  # at its second miss
+    FREQUENCY = 2  # when it was read more often lately than the row in the slot
+
+
 class Control(IntEnum):
     """Entries of `RowTable.control`, which the host sends with every step."""
 
@@ -46,13 +54,14 @@ class RowTable:
     slot_of: Tensor  # (rows + 1,) int32: slot, ABSENT or CLAIMED; the last entry is unused and always CLAIMED
     row_of: Tensor  # (slots + 1,) int32: row or ABSENT; the last entry is unused
     heat: Tensor  # (slots + 1,) float32: log2 of decayed touches, or the time of the last one; EMPTY
-    seen: Tensor  # (2, words) int32: bits of recently missed rows, in two generations
+    seen: Tensor  # (2, words) int32: bits of recently missed rows, in two generations; for SECOND_TOUCH
+    touches: Tensor  # (power of two,) uint8: two counters of recent touches of absent rows; for FREQUENCY
     ghosts: Tensor  # (ring,) int32: recently evicted rows, about coldest first; ABSENT where unused
     control: Tensor  # (5,) float64
     tally: Tensor  # (5,) int64
 
     @classmethod
-    def allocate(cls, num_rows: int, num_slots: int, device: torch.device) -> "RowTable":
+    def allocate(cls, num_rows: int, num_slots: int, device: torch.device, admission: Admission) -> "RowTable":
         def full(shape: int | tuple[int, int], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=dtype, device=device)
 
@@ -62,26 +71,40 @@ class RowTable:
             slot_of=slot_of,
             row_of=full(num_slots + 1, ABSENT, torch.int32),
             heat=full(num_slots + 1, EMPTY, torch.float32),
-            seen=full((2, _seen_words(num_slots)), 0, torch.int32),
+            seen=full((2, _seen_words(num_slots, admission)), 0, torch.int32),
+            touches=full(_num_counters(num_slots, admission), 0, torch.uint8),
             ghosts=full(max(1, num_slots), ABSENT, torch.int32),
             control=full(len(Control), 0, torch.float64),
             tally=full(len(RowTally), 0, torch.int64),
         )
 
     @staticmethod
-    def bytes_for(num_rows: int, num_slots: int) -> int:
+    def bytes_for(num_rows: int, num_slots: int, admission: Admission) -> int:
         """Return the bytes that `allocate` takes."""
-        words = (num_rows + 1) + 2 * (num_slots + 1) + 2 * _seen_words(num_slots) + max(1, num_slots)
-        return 4 * words
+        words = (num_rows + 1) + 2 * (num_slots + 1) + 2 * _seen_words(num_slots, admission) + max(1, num_slots)
+        return 4 * words + _num_counters(num_slots, admission)
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.slot_of, self.row_of, self.heat, self.seen, self.ghosts))
+        parts = (self.slot_of, self.row_of, self.heat, self.seen, self.touches, self.ghosts)
+        return sum(part.nbytes for part in parts)
+
+    def age(self) -> None:
+        """Halve the counters of touches."""
+        self.touches.bitwise_right_shift_(1).bitwise_and_(0x77)
 
 
-def _seen_words(num_slots: int) -> int:
+def _seen_words(num_slots: int, admission: Admission) -> int:
     """Return the words of a generation, with at least eight bits per slot."""
-    return 1 << max(10, (num_slots // 4).bit_length())
+    return 1 << max(10, (num_slots // 4).bit_length()) if admission == Admission.SECOND_TOUCH else 1
+
+
+def _num_counters(num_slots: int, admission: Admission) -> int:
+    """Return the bytes of `RowTable.touches`: at least sixteen per slot, each with two counters of four bits."""
+    return 1 << max(10, (16 * num_slots - 1).bit_length()) if admission == Admission.FREQUENCY else 1
+
+
+MOST_TOUCHES = 15  # that a counter can hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,11 +122,21 @@ class Claims:
 
     rows: Tensor  # (limit,) int32
     entries: Tensor  # (limit,) int32: where the step has read the row; ~entry if it may only take an empty slot
-    count: Tensor  # (1,) int32: number of claims, which may exceed `limit`; zeroed by the caller
+    count: Tensor  # (1,) int32: number of claims, which may exceed `limit`
+    heat: Tensor  # (limit,) float32: of the row, with FREQUENCY; EMPTY where unused
 
     @classmethod
     def allocate(cls, limit: int, device: torch.device) -> "Claims":
-        return cls(*(torch.zeros(num, dtype=torch.int32, device=device) for num in (limit, limit, 1)))
+        rows, entries, count = (torch.zeros(num, dtype=torch.int32, device=device) for num in (limit, limit, 1))
+        return cls(rows, entries, count, torch.full((limit,), EMPTY, device=device))
+
+    def clear(self) -> None:
+        self.count.zero_()
+        self.heat.fill_(EMPTY)
+
+    def hottest_first(self) -> "Claims":
+        heat, order = self.heat.sort(descending=True, stable=True)
+        return Claims(self.rows[order], self.entries[order], self.count, heat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,69 +147,114 @@ class Victims:
     heat: Tensor  # (limit,) float32; UNUSABLE where there is none
 
 
-def claim(table: RowTable, missed: Missed, claims: Claims, *, is_filtered: bool) -> None:
-    """Claim a slot for each missed row once; with a filter, only for rows missed before, or while slots are empty."""
-    generation, filling = (int(table.control[i]) for i in (Control.GENERATION, Control.IS_FILLING))
-    for source, entry in zip(missed.sources[: int(missed.count)].tolist(), missed.places.tolist(), strict=False):
-        if source == SKIP:
-            continue
-        row = ~source
-        earned = not is_filtered or _is_seen_again(table.seen, generation, row)
-        if not (earned or filling) or table.slot_of[row] != ABSENT:
-            continue
-        place = int(claims.count)
-        claims.count.add_(1)
-        if place < len(claims.rows):
-            table.slot_of[row] = CLAIMED
-            claims.rows[place] = row
-            claims.entries[place] = entry if earned else ~entry
+def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admission) -> None:
+    """Claim a slot for each missed row that is not resident, once; the caller has cleared `claims`.
+
+    With SECOND_TOUCH only rows missed before claim, or any while slots are empty. With FREQUENCY every row claims with
+    a heat: that of a resident row that was read as often.
+    """
+    if admission == Admission.FREQUENCY:
+        _claim_by_frequency(table, missed, claims)
+        return
+    rows, entries = ~missed.sources[: int(missed.count)].long(), missed.places[: int(missed.count)]
+    is_first = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    is_first[np.unique(rows.cpu().numpy(), return_index=True)[1]] = True  # a refill may ask for a row twice
+    is_asked = is_first & (missed.sources[: len(rows)] != SKIP)
+    rows, entries = rows[is_asked], entries[is_asked]
+    earned = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    if admission == Admission.SECOND_TOUCH:
+        earned = _are_seen_again(table.seen, int(table.control[Control.GENERATION]), rows)
+    wanted = (earned | bool(table.control[Control.IS_FILLING])) & (table.slot_of[rows] == ABSENT)
+    rows, entries, limit = rows[wanted], torch.where(earned, entries, ~entries)[wanted], len(claims.rows)
+    claims.count.fill_(len(rows))
+    claims.rows[: len(rows)] = rows[:limit].int()
+    claims.entries[: len(rows)] = entries[:limit].int()
+    table.slot_of[rows[:limit]] = CLAIMED
 
 
-def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor) -> None:
-    """Give each claim a victim's slot; copies[i], int32, becomes the entry to copy into victims.slots[i], or SKIP."""
+def _claim_by_frequency(table: RowTable, missed: Missed, claims: Claims) -> None:
+    num = int(missed.count)
+    rows, kept = ~missed.sources[:num].long(), min(num, len(claims.rows))
+    touches = (counted_touches(table.touches, rows) + 1).clamp_max(MOST_TOUCHES)
+    raise_touches(table.touches, rows, touches)
+    claims.count.fill_(num)
+    claims.rows[:kept] = rows[:kept].int()
+    claims.entries[:kept] = missed.places[:kept].int()
+    claims.heat[:kept] = table.control[Control.NOW].float() + touches[:kept].float().log2()
+    table.slot_of[rows[:kept]] = CLAIMED
+
+
+def counted_touches(touches: Tensor, rows: Tensor) -> Tensor:  # (rows,) int64
+    """Return how often absent rows were touched lately: the lesser of two counters, each shared with other rows."""
+    first, second = places_of(rows, len(touches))
+    return torch.minimum(touches[first] & 15, touches[second] >> 4).long()
+
+
+def raise_touches(touches: Tensor, rows: Tensor, least: Tensor) -> None:
+    """Raise the counters of rows to at least these values; of rows that share a counter, any may win."""
+    first, second = places_of(rows, len(touches))
+    least = least.to(torch.uint8)
+    low = touches[first]
+    touches[first] = (low & 0xF0) | torch.maximum(low & 15, least)
+    high = touches[second]
+    touches[second] = (high & 15) | torch.maximum(high >> 4, least) << 4
+
+
+def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *, by_heat: bool = False) -> None:
+    """Give claims victims' slots; copies[i], int32, becomes the entry to copy into victims.slots[i], or SKIP.
+
+    by_heat: claims are hottest first, and one that is no hotter than its victim is refused. What was counted for the
+    victim goes on as touches of an absent row.
+    """
     copies.fill_(SKIP)
-    for i in range(min(int(claims.count), len(claims.rows))):
-        row, entry, slot = int(claims.rows[i]), int(claims.entries[i]), int(victims.slots[i])
-        heat = float(victims.heat[i])
-        if heat == UNUSABLE or (entry < 0 and heat != EMPTY):
-            table.slot_of[row] = ABSENT
-            continue
-        evicted = int(table.row_of[slot])
-        if evicted != ABSENT:
-            table.slot_of[evicted] = ABSENT
-            table.ghosts[int(table.tally[RowTally.GHOSTS]) % len(table.ghosts)] = evicted
-            table.tally[RowTally.GHOSTS] += 1
-            table.tally[RowTally.EVICTED] += 1
-        table.slot_of[row] = slot
-        table.row_of[slot] = row
-        table.heat[slot] = table.control[Control.NOW].float()
-        table.tally[RowTally.ADMITTED] += 1
-        copies[i] = entry if entry >= 0 else ~entry
+    num = min(int(claims.count), len(claims.rows))
+    rows, entries = claims.rows[:num].long(), claims.entries[:num]
+    slots, cold, now = victims.slots[:num], victims.heat[:num], table.control[Control.NOW].float()
+    may = claims.heat[:num] > cold if by_heat else (entries >= 0) | (cold == EMPTY)
+    given = may & (cold != UNUSABLE)
+    table.slot_of[rows[~given]] = ABSENT
+    evicted = table.row_of[slots[given]].long()
+    left = evicted != ABSENT
+    if by_heat:
+        counted = (cold[given][left] - now).exp2().round().clamp_max(MOST_TOUCHES)
+        raise_touches(table.touches, evicted[left], counted)
+    evicted = evicted[left]
+    table.slot_of[evicted] = ABSENT
+    first = int(table.tally[RowTally.GHOSTS])
+    table.ghosts[(first + torch.arange(len(evicted), device=slots.device)) % len(table.ghosts)] = evicted.int()
+    table.tally[RowTally.GHOSTS] += len(evicted)
+    table.tally[RowTally.EVICTED] += len(evicted)
+    table.tally[RowTally.ADMITTED] += given.sum()
+    table.slot_of[rows[given]] = slots[given].int()
+    table.row_of[slots[given]] = rows[given].int()
+    table.heat[slots[given]] = claims.heat[:num][given] if by_heat else now
+    copies[:num] = torch.where(given, torch.where(entries >= 0, entries, ~entries), SKIP)
 
 
-def _is_seen_again(seen: Tensor, generation: int, row: int) -> bool:
-    """Mark the row in this generation; return whether it was marked in either."""
-    bits = [(place >> 5, np.uint32(1 << (place & 31))) for place in places_of(row, 32 * seen.shape[1])]
-    words = seen.view(torch.int32).numpy().view(np.uint32)
-    was = [all(words[i, word] & bit for word, bit in bits) for i in range(2)]
-    for word, bit in bits:
-        words[generation, word] |= bit
-    return any(was)
+def _are_seen_again(seen: Tensor, generation: int, rows: Tensor) -> Tensor:  # (rows,) bool
+    """Mark rows in this generation; return whether each was marked in either."""
+    words = seen.numpy().view(np.uint32)
+    bits = [each.numpy() for each in places_of(rows, 32 * seen.shape[1])]
+    marks = [(place >> 5, np.uint32(1) << (place & 31).astype(np.uint32)) for place in bits]
+    was = [np.logical_and.reduce([words[i, word] & bit != 0 for word, bit in marks]) for i in range(2)]
+    for word, bit in marks:
+        np.bitwise_or.at(words[generation], word, bit)
+    return torch.from_numpy(was[0] | was[1])
 
 
-def places_of(row: int, num_bits: int) -> tuple[int, int]:
-    """Return the positions of a row's two bits; `num_bits` is a power of two."""
-    return mixed(row) & (num_bits - 1), mixed(row ^ SECOND) & (num_bits - 1)
+def places_of(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Return the places of both hashes of rows, (rows,) int64; `num` is a power of two."""
+    return mixed_rows(rows) & (num - 1), mixed_rows(rows ^ SECOND) & (num - 1)
 
 
 SECOND = 0x5BD1E995  # distinguishes the second hash from the first
 
 
-def mixed(value: int) -> int:
-    """Return a 32-bit hash (two rounds of multiply and shift)."""
+def mixed_rows(rows: Tensor) -> Tensor:
+    """Return 32-bit hashes of rows, (rows,) int64: two rounds of multiply and shift."""
     for shift, factor in ((16, MIX_A), (15, MIX_B)):
-        value = ((value ^ value >> shift) * factor) & 0xFFFFFFFF
-    return value ^ value >> 16
+        rows = ((rows ^ rows >> shift) * factor) & 0xFFFFFFFF
+    return rows ^ rows >> 16
 
 
 MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B

@@ -19,14 +19,14 @@ from helmrec.kernels import row_table
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import Claims, Control, Missed, RowTable, RowTally, Victims
+from helmrec.kernels.row_table import Admission, Claims, Control, Missed, RowTable, RowTally, Victims
 from helmrec.memory.row_cache import RowMover
 from helmrec.memory.streams import InStream
 
 _MOST_ADMITTED = 131_072  # rows a step may admit
 _WINDOW = 2  # slots examined per row that a step may admit; few steps admit the maximum
 _SHRINK_WINDOW = 16  # slots examined per slot that leaves with its page
-_HALF_LIFE = 8  # touches of every slot after which a touch counts half
+_HALF_LIFE = 8  # lookups for every slot of the pool after which a touch counts half
 _REBASE_AT = 2.0**16  # heat beyond this would lose precision
 _BITS_PER_MISS = 8  # with fewer, too many rows that were never missed appear as missed
 
@@ -39,7 +39,11 @@ class RowPolicy:
     """Which rows are coldest, and which missed rows are admitted."""
 
     is_lru: bool  # else touches are counted with exponential decay
-    is_filtered: bool  # a row is admitted at its second miss
+    admission: Admission = Admission.SECOND_TOUCH
+    half_life: int = 128  # with FREQUENCY: lookups for every owned slot after which a touch counts half
+
+    def __post_init__(self) -> None:
+        assert not (self.is_lru and self.admission == Admission.FREQUENCY), "times are not compared with frequencies"
 
 
 def _in_stream(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +71,7 @@ class DeviceRows:
         self._rows_per_page = rows_per_page
         self._policy = policy
         self._kernels = kernels
-        self.table = RowTable.allocate(num_rows, num_slots, device)
+        self.table = RowTable.allocate(num_rows, num_slots, device, policy.admission)
         self._pages: list[int] = []
         self._page_list = torch.zeros(num_slots // rows_per_page, dtype=torch.int64, device=device)
         self._claims = Claims.allocate(limit, device)
@@ -75,6 +79,7 @@ class DeviceRows:
         self._assigned = torch.zeros(limit, dtype=torch.int64, device=device)  # slots that the copies go to
         self._window = torch.arange(min(_WINDOW * limit, num_slots), device=device)
         self._now = 0.0
+        self._age_at = 1.0  # NOW at which touches of absent rows count half
         self._generation = 0
         self._missed_in_generation = 0
         self._hand = 0
@@ -108,13 +113,27 @@ class DeviceRows:
 
     def next_control(self, num_rows: int) -> NDArray[np.float64]:
         """Return the value of `table.control` for the next step, which reads `num_rows` rows."""
-        self._now += 1.0 if self._policy.is_lru else num_rows / (_HALF_LIFE * len(self._arena_rows))
+        self._now += self._time_of(num_rows)
+        if self._now >= self._age_at:
+            self._age_at = self._now + 1.0
+            if self._policy.admission == Admission.FREQUENCY:
+                with InStream(self.stream):
+                    self.table.age()
         if self._now >= _REBASE_AT:
             with InStream(self.stream):
                 self.table.heat.sub_(self._now)
+            self._age_at -= self._now
             self._now = 0.0
         self._hand += self._window.numel()
         return self._control(self._hand)
+
+    def _time_of(self, num_rows: int) -> float:
+        """Return by how much a step that reads `num_rows` rows advances `NOW`: a step, or a share of the half-life."""
+        if self._policy.is_lru:
+            return 1.0
+        if self._policy.admission == Admission.FREQUENCY:
+            return num_rows / (self._policy.half_life * max(1, self.capacity))
+        return num_rows / (_HALF_LIFE * len(self._arena_rows))
 
     def _control(self, hand: int) -> NDArray[np.float64]:
         control = np.zeros(len(Control))
@@ -131,10 +150,12 @@ class DeviceRows:
 
     def assign(self, missed: Missed) -> None:
         """Give slots to missed rows that are admitted; `keep` must put their values there before the next `find`."""
-        self._claims.count.zero_()
-        self._kernels.claim(self.table, missed, self._claims, is_filtered=self._policy.is_filtered)
+        self._claims.clear()
+        by_heat = self._policy.admission == Admission.FREQUENCY
+        self._kernels.claim(self.table, missed, self._claims, admission=self._policy.admission)
+        claims = self._claims.hottest_first() if by_heat else self._claims
         victims = self._coldest()
-        self._kernels.publish(self.table, self._claims, victims, self._copies)
+        self._kernels.publish(self.table, claims, victims, self._copies, by_heat=by_heat)
         self._assigned.copy_(victims.slots)
 
     def keep(self, gathered: Tensor) -> None:
@@ -257,9 +278,9 @@ class DeviceRows:
         is_warm = (coldest.heat > row_table.EMPTY) & (coldest.heat < row_table.UNUSABLE)
         now.copy_(torch.where(is_warm, coldest.heat, now.float()).amin() - 0.5)
         sources = self._pop_ghosts(num)
-        self._claims.count.zero_()
+        self._claims.clear()
         asked = Missed(sources, self._count(num), torch.full_like(self._claims.count, num))
-        self._kernels.claim(table, asked, self._claims, is_filtered=False)
+        self._kernels.claim(table, asked, self._claims, admission=Admission.ALWAYS)
         empty = Victims(coldest.slots, torch.where(coldest.heat == row_table.EMPTY, coldest.heat, row_table.UNUSABLE))
         self._kernels.publish(table, self._claims, empty, self._copies)
         is_read = self._copies != SKIP

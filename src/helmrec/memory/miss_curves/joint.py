@@ -66,7 +66,10 @@ class MissCurveConfig(Frozen):
 
     @classmethod
     def of_engine(cls, config: EngineConfig, geometry: PageGeometry, batch_tokens: int) -> "MissCurveConfig":
-        """The pool of an engine, at a low sampling rate. Admission by benefit is simulated as second-visit."""
+        """The pool of an engine, at a low sampling rate.
+
+        Admission by benefit is simulated as second-visit, and that of rows by frequency as second-touch.
+        """
         num_pages = config.sized_pool_bytes // geometry.page_bytes
         return cls(
             num_pages=num_pages,
@@ -75,7 +78,7 @@ class MissCurveConfig(Frozen):
             batch_pages=geometry.pages_for(batch_tokens),
             sampling_rate=sampling_rate_of(num_pages * geometry.rows_per_page),
             kv_admission="always" if config.kv_admission == "always" else "second-visit",
-            row_admission=config.row_admission,
+            row_admission="always" if config.row_admission == "always" else "second-touch",
         )
 
     def emb_pages(self, alpha: float) -> int:

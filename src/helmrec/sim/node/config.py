@@ -91,6 +91,7 @@ def _check(config: NodeConfig) -> None:
         raise PoolTooSmall(f"pool_bytes must be at least {needed}, got {engine.sized_pool_bytes}")
     if engine.row_order != "lru":
         raise ConfigError(f"row_order must be 'lru' in the simulator, got {engine.row_order!r}")
+    assert engine.row_admission != "frequency", "it needs another order"
     if engine.kv_freshness != "exact":
         raise ConfigError(f"kv_freshness must be 'exact' in the simulator, got {engine.kv_freshness!r}")
     if config.request_pages >= MAX_POSITIONS:

@@ -26,6 +26,7 @@ from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape, StepBef
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.timeline import Timeline
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
+from helmrec.kernels.row_table import Admission
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.geometry import PageGeometry
@@ -316,11 +317,12 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
 
 
 def systems(place: CacheSetup, share: float) -> dict[str, Callable[[], RowReader]]:
-    lru, filtered, frequency = RowPolicy(True, False), RowPolicy(True, True), RowPolicy(False, True)
+    lru, filtered = RowPolicy(is_lru=True, admission=Admission.ALWAYS), RowPolicy(is_lru=True)
+    frequency = RowPolicy(is_lru=False, admission=Admission.FREQUENCY)
     return {
         "ours, LRU, every miss enters": lambda: Ours(place, share, lru),
         "ours, LRU, second touch (default)": lambda: Ours(place, share, filtered),
-        "ours, frequency, second touch": lambda: Ours(place, share, frequency),
+        "ours, frequency": lambda: Ours(place, share, frequency),
         "32-way set-associative LRU (our code, FBGEMM's rule)": lambda: SetAssociative(place, share),
         "plain torch, exact LRU on the host": lambda: PlainTorch(place, share),
     }
