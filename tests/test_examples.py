@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from examples import train_and_stream
 from examples.histories import Histories, batches, read_histories
 from examples.train_hstu import as_batch, model_config, run
 
@@ -67,3 +69,14 @@ def test_held_out_events_are_never_learned_from(tmp_path: Path) -> None:
     learned = [example for [example] in batches(data, 1, np.random.default_rng(0))]
     assert len(learned) > 500
     assert all(example.end < example.history.items.size - 2 for example in learned)
+
+
+@pytest.mark.slow
+def test_rows_that_are_trained_on_reach_a_running_server(tmp_path: Path) -> None:
+    result = train_and_stream.run(histories(tmp_path), (10, 120), push_every=2, num_users=40, folder=tmp_path)
+    assert result["after"]["ndcg_at_10"] > result["before"]["ndcg_at_10"]
+    assert result["largest_score_difference_to_the_trainer"] <= 1e-4
+    assert result["deltas"] == 60
+    assert result["answered_meanwhile"] > 0
+    assert result["positions_of_their_answers"] > 1
+    assert result["positions_never_went_back"]

@@ -1,5 +1,7 @@
 """A consumer applies every delta once and in order; what is wrong with the stream stops it, and nothing else."""
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from helmrec.deltas import consumer as consumer_module
 from helmrec.deltas.consumer import ConsumerLimits, RowConsumer, StreamStart
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.deltas.folder import DeltaFolder
@@ -151,6 +154,61 @@ def test_what_is_wrong_stops_it_until_it_is_mended(
     reaches(consumer, 3)
     until(consumer, lambda: consumer.stats().stop is None)
     assert torch.equal(item_rows(engine), rows_after([numbered(i) for i in (1, 2, 3)], first))
+
+
+FAULTS: dict[str, list[Delta | Exception]] = {
+    "DeltaGap": [numbered(3)],
+    "DeltaOutOfOrder": [numbered(3), numbered(2)],
+    "DeltaCorrupt": [DeltaCorrupt("x is corrupt: checksum", 2)],
+}
+
+
+@pytest.mark.parametrize("named", FAULTS)
+def test_a_fault_becomes_a_lag_alarm_once_a_minute(
+    named: str,
+    follow: Callable[..., RowConsumer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(consumer_module, "_LAG_ALARM_S", 0.2)
+    consumer = follow(Listed(numbered(1), *FAULTS[named]))
+    with caplog.at_level(logging.WARNING, "helmrec.deltas"):
+        assert stops(consumer).startswith(named)
+        until(consumer, lambda: consumer.stats().lag_s > 0.3)
+        for _ in range(3):
+            consumer.apply(time.monotonic())
+    alarms = [vars(line) for line in caplog.records if line.message == "rows lag behind training"]
+    assert len(alarms) == 1
+    assert alarms[0]["reason"].startswith(named)
+    consumer.apply(time.monotonic() + 61)
+    assert sum(line.message == "rows lag behind training" for line in caplog.records) == 2
+
+
+def test_deltas_that_a_source_has_and_the_reader_has_not_are_lag(follow: Callable[..., RowConsumer]) -> None:
+    """A slow place shows as lag, too, before its deltas have been read."""
+    gate = threading.Event()
+
+    class Slow(Listed):
+        def read(self, after: int) -> Iterator[Delta]:
+            gate.wait(20)
+            yield from super().read(after)
+
+    consumer = follow(Slow(numbered(1)))
+    until(consumer, lambda: consumer.stats().lag_s > 0.05)
+    assert (consumer.stats().lag_deltas, consumer.stats().stop) == (1, None)
+    gate.set()
+    reaches(consumer, 1)
+    until(consumer, lambda: consumer.stats().lag_s == 0.0)
+
+
+def test_a_gap_whose_end_moves_is_one_stop(follow: Callable[..., RowConsumer]) -> None:
+    """As where old deltas are removed behind a server that waits for one of them."""
+    source = Listed(numbered(1), numbered(4))
+    consumer = follow(source)
+    assert "the next one is delta 4" in stops(consumer)
+    source.deltas = [numbered(1), numbered(6)]
+    until(consumer, lambda: "the next one is delta 6" in str(consumer.stats().stop))
+    assert consumer.stats().stops == 1
 
 
 def test_a_source_that_lost_its_deltas_is_named(follow: Callable[..., RowConsumer]) -> None:

@@ -108,6 +108,7 @@ class RowConsumer:
         self._newest = start.sequence
         self._target, self._target_s = start.sequence, 0.0  # what the source held at that time, until it is visible
         self._stop: str | None = None
+        self._fault = ""  # what tells one stop from another
         self._rejected: int | None = None  # the delta that the engine has refused, until it is passed
         self._stopped_s = 0.0  # when it stopped, by the wall clock, as deltas have it
         self._counts = dict.fromkeys(("deltas", "rows", "duplicates", "skipped", "stops"), 0)
@@ -263,7 +264,8 @@ class RowConsumer:
             try:
                 self._read()
             except DeltaError as error:
-                self._note_stop(f"{type(error).__name__}: {error}")
+                name = type(error).__name__
+                self._note_stop(f"{name}: {error}", f"{name} {error.sequence}" if error.sequence else None)
             except Exception as error:  # of a third party's source: serving must not end with it
                 log.exception("row deltas cannot be read")
                 self._note_stop(f"{type(error).__name__}: {error}")
@@ -340,9 +342,12 @@ class RowConsumer:
     def _has_room(self, num_rows: int) -> bool:
         return not self._ahead or num_rows + sum(each.num_rows for each in self._ahead) <= self._limits.ahead_rows
 
-    def _note_stop(self, reason: str) -> None:
+    def _note_stop(self, reason: str, fault: str | None = None) -> None:
+        """Note why nothing is applied. Reasons with the same `fault`, the reason itself if None, are told once."""
+        fault = fault or reason
         with self._changed:
-            is_new, self._stop = reason != self._stop, reason
+            is_new = self._stop is None or fault != self._fault
+            self._stop, self._fault = reason, fault
             if is_new:
                 self._counts["stops"] += 1
                 self._stopped_s = time.time()

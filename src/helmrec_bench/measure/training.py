@@ -30,7 +30,7 @@ from helmrec.types import IntArray, UserId
 from helmrec_bench.measure.requests import popular_items
 
 IN_MEMORY = Path("/dev/shm")
-_KEPT_S = 5.0  # deltas of this time stay
+_KEPT_S, _KEPT_BYTES = 60.0, 2 << 30  # deltas of this time stay, but not more than so many bytes
 _SPARE_BYTES = 1 << 30
 
 
@@ -41,9 +41,10 @@ class UpdateRate:
     rows_per_s: float
     delta_rows: int
 
-    @property
-    def num_kept(self) -> int:
-        return max(2, round(_KEPT_S * self.rows_per_s / self.delta_rows))
+    def num_kept(self, row_dim: int) -> int:
+        """Deltas that stay, for a server that lags."""
+        most = _KEPT_BYTES // (self.delta_rows * 2 * row_dim)
+        return max(2, min(most, round(_KEPT_S * self.rows_per_s / self.delta_rows)))
 
 
 class NotedSource:
@@ -116,30 +117,38 @@ class Follower:
 @contextmanager
 def training(model: ModelConfig, rate: UpdateRate, engine: Engine) -> Iterator[Follower]:
     """A trainer that pushes at this rate, and a follower of it, from its first delta on."""
-    with tempfile.TemporaryDirectory(dir=_place_for(model, rate)) as folder:
-        sizes = {"rows": model.features[0].num_rows, "row-dim": model.row_dim, "rows-per-s": rate.rows_per_s}
-        flags = [f"--{name}={value}" for name, value in (sizes | {"delta-rows": rate.delta_rows}).items()]
-        command = [sys.executable, "-m", __name__, folder, *flags, f"--keep={rate.num_kept}"]
-        trainer = subprocess.Popen(command)
+    with (
+        tempfile.TemporaryDirectory(dir=_place_for(model, rate)) as folder,
+        pushing(folder, model, rate, rate.num_kept(model.row_dim)),
+    ):
+        follower = Follower(folder, engine)
         try:
-            source = open_source(folder)
-            while not source.newest():
-                assert trainer.poll() is None, "the trainer has ended"
-                time.sleep(0.01)
-            follower = Follower(folder, engine)
-            try:
-                yield follower
-            finally:
-                follower.close()
-            assert trainer.poll() is None, "the trainer has ended"
+            yield follower
         finally:
-            trainer.terminate()
-            trainer.wait(10)
+            follower.close()
+
+
+@contextmanager
+def pushing(folder: str, model: ModelConfig, rate: UpdateRate, num_kept: int) -> Iterator[None]:
+    """A trainer that pushes to a folder, which has its first delta when this begins."""
+    sizes = {"rows": model.features[0].num_rows, "row-dim": model.row_dim, "rows-per-s": rate.rows_per_s}
+    flags = [f"--{name}={value}" for name, value in (sizes | {"delta-rows": rate.delta_rows}).items()]
+    trainer = subprocess.Popen([sys.executable, "-m", __name__, folder, *flags, f"--keep={num_kept}"])
+    try:
+        source = open_source(folder)
+        while not source.newest():
+            assert trainer.poll() is None, "the trainer has ended"
+            time.sleep(0.01)
+        yield
+        assert trainer.poll() is None, "the trainer has ended"
+    finally:
+        trainer.terminate()
+        trainer.wait(10)
 
 
 def _place_for(model: ModelConfig, rate: UpdateRate) -> Path | None:
     """Memory, if it has room: what is measured is the server, not a disk. None: where temporary files are."""
-    needed = rate.num_kept * rate.delta_rows * 2 * model.row_dim + _SPARE_BYTES
+    needed = rate.num_kept(model.row_dim) * rate.delta_rows * 2 * model.row_dim + _SPARE_BYTES
     return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > needed else None
 
 

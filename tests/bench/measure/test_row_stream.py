@@ -46,7 +46,8 @@ def test_the_trainer_draws_popular_items_once_each() -> None:
     assert np.unique(found).size == found.size == 500
     assert found.min() >= 0
     assert found.max() < 1_000
-    assert UpdateRate(200_000.0, 10_000).num_kept == 100
+    assert UpdateRate(200_000.0, 10_000).num_kept(512) == 209
+    assert UpdateRate(100.0, 5).num_kept(64) == 1_200
 
 
 @pytest.mark.slow

@@ -125,7 +125,11 @@ class FreshnessStand:
         num_done = serve_on(engine, cycle(self._requests[first:]), follower, seconds)
         took_s, cpu_s = time.monotonic() - started_s, time.thread_time() - cpu_s
         after = engine.stats().pool
-        updated = 0 if follower is None else follower.stats().rows - rows
+        updated = 0
+        if follower is not None:
+            stats = follower.stats()
+            assert stats.stop is None, stats
+            updated = stats.rows - rows
         engine.check()
         return {
             "requests_per_s": round(num_done / took_s, 1),
