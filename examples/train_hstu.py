@@ -1,19 +1,19 @@
-"""Train a small HSTU ranker on a public log, export it, serve it, and judge it with all caches on and off.
+"""Train a small HSTU ranker on a public log, export it, serve it, and judge it with caches on and off, and over HTTP.
 
 python -m examples.train_hstu --data ratings.dat --kind movietweetings     # under three minutes on one core
 python -m examples.train_hstu --data ml-1m/ratings.dat --kind movielens
 
 Of every user the last two events are held out. The served model ranks all items before each of them, in the order of
 time, so that the second request finds the history of the first. Quality is the place of the held-out item among all:
-HR@10 and NDCG@10.
+HR@10 and NDCG@10. Then a server does the same: it keeps the histories, and each event is appended over HTTP.
 """
 
 import argparse
+import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from examples.histories import HELD_OUT, Example, Histories, History, batches, read_histories
-from helmrec import Engine, EngineConfig, RankRequest
+from examples.histories import Example, Histories, batches, read_histories
+from examples.served import Judged, place_of, requests_of, serve, serve_over_http
+from helmrec import RankRequest
 from helmrec.model import EncoderConfig, HstuRanker, ModelConfig, RankBatch, TableConfig, save_model
 from helmrec.model.config import ITEM
 from helmrec.types import IntArray
@@ -32,7 +32,6 @@ from helmrec_bench.lab.provenance import write_measurement
 
 NUM_NEGATIVES = 31
 BATCH = 128
-CUT = 10  # of HR@10 and NDCG@10
 
 
 def model_config(data: Histories, window: int = 24) -> ModelConfig:
@@ -92,69 +91,6 @@ def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> Hs
     return ranker
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """How one way of serving ranked."""
-
-    ranks: IntArray  # (requests,) place of the held-out item among all, from 0
-    scores: NDArray[np.float32]  # (requests,) of the held-out item
-    seconds: float
-    reused_tokens: int = 0
-    row_hit_rate: float = 0.0
-
-    def describe(self) -> dict[str, Any]:
-        hit = self.ranks < CUT
-        return {
-            "hr_at_10": round(float(hit.mean()), 4),
-            "ndcg_at_10": round(float((hit / np.log2(self.ranks + 2)).mean()), 4),
-            "reused_tokens": self.reused_tokens,
-            "row_hit_rate": round(self.row_hit_rate, 4),
-            "ms_per_request": round(1e3 * self.seconds / len(self.ranks), 3),
-        }
-
-
-def place_of(target: int, scores: NDArray[np.number]) -> int:
-    """From 0; in the middle of those with the same score."""
-    return int((scores > scores[target]).sum() + ((scores == scores[target]).sum() - 1) // 2)
-
-
-def requests_of(users: Sequence[History], num_items: int) -> list[tuple[RankRequest, int]]:
-    """What is asked before each held-out event, and the event's item; in the order of time."""
-    everything = np.arange(num_items)
-    asked = []
-    for history in users:
-        for end in range(history.items.size - HELD_OUT, history.items.size):
-            request = RankRequest(
-                user_id=history.user,
-                items=history.items[:end],
-                actions=history.actions[:end],
-                timestamps=history.times[:end],
-                candidates=everything,
-                request_time=int(history.times[end]),
-            )
-            asked.append((request, int(history.items[end])))
-    return sorted(asked, key=lambda each: each[0].request_time or 0)
-
-
-def serve(folder: Path, asked: Sequence[tuple[RankRequest, int]], *, with_caches: bool) -> Judged:
-    """All requests, one by one. Without caches no row is kept on the device and nothing of a user."""
-    config = EngineConfig(pool_bytes="32MiB", alpha=0.1 if with_caches else 0.0, kv_admission="always")
-    ranks, own_scores, reused = [], [], 0
-    with Engine.from_model(folder, config) as engine:
-        started = time.perf_counter()
-        for request, target in asked:
-            result = engine.rank([request])[0]
-            scores = result.scores[:, 0]
-            ranks.append(place_of(target, scores))
-            own_scores.append(scores[target])
-            reused += result.reused_tokens
-            if not with_caches:
-                engine.forget(request.user_id)
-        seconds, pool = time.perf_counter() - started, engine.stats().pool
-    lookups = pool.row_hits + pool.row_misses
-    return Judged(np.array(ranks), np.array(own_scores), seconds, reused, pool.row_hits / lookups)
-
-
 def by_popularity(data: Histories, asked: Sequence[tuple[RankRequest, int]]) -> Judged:
     counts = data.popularity()
     ranks = np.array([place_of(target, counts) for _, target in asked])
@@ -162,22 +98,32 @@ def by_popularity(data: Histories, asked: Sequence[tuple[RankRequest, int]]) -> 
 
 
 def run(data: Histories, num_steps: int, num_users: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Train, export to `folder`, serve twice; what came of it."""
+    """Train, export to `folder`, serve three times; what came of it."""
     config = model_config(data)
     save_model(folder, train(data, config, num_steps, seed))
     chosen = np.random.default_rng(seed).permutation(len(data.users))[:num_users]
     asked = requests_of([data.users[i] for i in chosen], data.num_items)
     cached, plain = (serve(folder, asked, with_caches=with_caches) for with_caches in (True, False))
+    with tempfile.TemporaryDirectory() as histories:
+        over_http = serve_over_http(folder, asked, Path(histories) / "histories")
     return {
         "users": len(data.users),
         "items": data.num_items,
         "requests": len(asked),
         "all caches on": cached.describe(),
         "all caches off": plain.describe(),
+        "over HTTP": over_http.describe(),
         "popularity": by_popularity(data, asked).describe(),
-        "ranks_that_differ": int((cached.ranks != plain.ranks).sum()),
-        "largest_score_difference": float(np.abs(cached.scores - plain.scores).max()),
+        "ranks_that_differ": int(((cached.ranks != plain.ranks) | (over_http.ranks != plain.ranks)).sum()),
+        "largest_score_difference": max(
+            float(np.abs(each.scores - plain.scores).max()) for each in (cached, over_http)
+        ),
     }
+
+
+def cpu_s() -> float:
+    """Of this process and of those it has waited for, such as the server."""
+    return sum(os.times()[:4])
 
 
 def main() -> None:
@@ -194,11 +140,11 @@ def main() -> None:
     arguments = parser.parse_args()
     data = read_histories(arguments.kind, arguments.data)
     print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
-    started, cpu = time.perf_counter(), time.process_time()
+    started, cpu = time.perf_counter(), cpu_s()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or Path(scratch) / "model"
         result = run(data, arguments.steps, arguments.users, arguments.seed, folder)
-    result |= {"seconds": round(time.perf_counter() - started), "cpu_seconds": round(time.process_time() - cpu)}
+    result |= {"seconds": round(time.perf_counter() - started), "cpu_seconds": round(cpu_s() - cpu)}
     for name, value in result.items():
         print(f"{name}: {value}")
     if arguments.out is not None:

@@ -189,7 +189,7 @@ def test_every_weight_that_does_not_fit_is_named(tmp_path: Path) -> None:
         (('= "time.weight"', "= 3"), r"line \d+: weights.time_embedding.weight: a text or a table is needed, got 3"),
         (
             ("{fill = 0.5}", "{fill = 0.5, from = 'x'}"),
-            "weights.encoders.event.0.bias: .*one of from, concat, fill and eye",
+            "weights.encoders.event.0.bias: .*one of from, concat, stack, fill and eye",
         ),
         (('"qkvu"', '"qkv"'), r"line \d+: weights.layers.\*.uvqk_weight: .*an order of 'uvqk'"),
         (('"layers.*.output_bias"', '"layer.*.b"'), r"line \d+: weights.layer.\*.b: \* stands for the number"),

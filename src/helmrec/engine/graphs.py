@@ -228,8 +228,8 @@ class GraphedDense:
     def _make_plan(self) -> AttentionPlan:
         config, num_tokens = self._model.config, self._x.shape[0]
         q, v = (self._x.new_empty((num_tokens, config.num_heads, dim)) for dim in (config.qk_dim, config.v_dim))
-        window = config.attention_window
-        return AttentionPlan(q, v, self._memory.k_pages.shape[2], self._limits.num_sequences, window)
+        sizes = (self._memory.k_pages.shape[2], self._limits.num_sequences)
+        return AttentionPlan(q, v, *sizes, config.attention_window, has_bias=config.attention_bias is not None)
 
     # Capture.
 

@@ -32,11 +32,16 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int) -> LaunchShape:
-    """Return the fastest settings measured on an H200. A block within one page is fetched in one copy."""
+def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, *, has_bias: bool = False) -> LaunchShape:
+    """Return the fastest settings measured on an H200. A block within one page is fetched in one copy.
+
+    With a bias, blocks of 128 keys need 1 KiB more shared memory than the card has, and 17 times the register spills.
+    """
     if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
     block_n, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
+    if has_bias:
+        block_n = 64
     if page_tokens in (16, 32, 64):
         block_n = min(block_n, page_tokens)
     return LaunchShape(128, block_n, 8, num_stages)
@@ -60,11 +65,18 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, q: Tensor, v: Tensor, page_tokens: int, max_sequences: int, window: AttentionWindow | None = None
+        self,
+        q: Tensor,
+        v: Tensor,
+        page_tokens: int,
+        max_sequences: int,
+        window: AttentionWindow | None = None,
+        *,
+        has_bias: bool = False,
     ) -> None:
         """Allocate for tensors like q and v in shape, type and device; their first dimension is the most tokens."""
         max_tokens, num_heads, qk = q.shape
-        self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens)
+        self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens, has_bias=has_bias)
         block_m = self.launch.block_m
         local = (0, 0) if window is None else window
         self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS, *local)
@@ -91,7 +103,8 @@ class AttentionPlan:
 
 def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
     """Make a plan for one batch. It reads the lengths from the device, so it is for tests and single calls."""
-    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences, batch.window)
+    has_bias = batch.times is not None
+    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences, batch.window, has_bias=has_bias)
     cu_tokens, num_resident, num_new = (
         np.ascontiguousarray(t.cpu().numpy(), np.int32) for t in (batch.cu_tokens, batch.num_resident, batch.num_new)
     )

@@ -263,7 +263,7 @@ class _Reader:
         if not self._is_expected(named):
             raise ModelError(
                 f"{self._source}: refused: the pickle inside names {named}, which no checkpoint of weights needs; "
-                "a pickle can run code, so nothing was loaded"
+                "a pickle can run code, so nothing was loaded; save weights alone: torch.save(model.state_dict(), ...)"
             )
         self._push(named)
 

@@ -31,26 +31,27 @@ class Source(Frozen):
 
     name: str | None = Field(None, alias="from", description="a weight of the checkpoint; * is the number of the layer")
     concat: tuple[str, ...] = Field((), description="weights of the checkpoint, joined along `axis`")
+    stack: tuple[str, ...] = Field((), description="weights of the checkpoint, side by side in a new first dimension")
     fill: float | None = Field(None, description="a constant, for a weight that the checkpoint does not have")
     eye: bool | float = Field(False, description="this number on the diagonal, true for ones, and zeros elsewhere")
     axis: int = Field(0, ge=0, description="of `concat` and `slice`")
     slice: tuple[int, int] | None = Field(None, description="first and end index that are taken")
-    transpose: bool = Field(False, description="swap the two dimensions; the checkpoint stores out x in")
+    transpose: bool = Field(False, description="swap the last two dimensions; the checkpoint stores out x in")
     parts: str = Field(_PARTS, description="order of U, V, Q and K in the columns of the checkpoint's projection")
     per_head: bool = Field(False, description="whether each head has its own U, V, Q and K side by side")
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        given = (self.name is not None, bool(self.concat), self.fill is not None, self.eye is not False)
-        if sum(given) != 1:
-            raise ValueError("one of from, concat, fill and eye is needed")
+        joined = (self.name is not None, bool(self.concat), bool(self.stack))
+        if sum((*joined, self.fill is not None, self.eye is not False)) != 1:
+            raise ValueError("one of from, concat, stack, fill and eye is needed")
         if sorted(self.parts) != sorted(_PARTS):
             raise ValueError(f"parts must be an order of {_PARTS!r}")
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.concat if self.name is None else (self.name,)
+        return (*self.concat, *self.stack) if self.name is None else (self.name,)
 
 
 class WeightMap(NamedTuple):
@@ -154,6 +155,7 @@ def _numbered(source: Source, layer: int) -> Source:
         update={
             "name": None if source.name is None else source.name.replace("*", number),
             "concat": tuple(name.replace("*", number) for name in source.concat),
+            "stack": tuple(name.replace("*", number) for name in source.stack),
         }
     )
 
@@ -180,7 +182,8 @@ def _mapped(found: Mapping[str, Tensor], parsed: WeightMap, source: str) -> dict
             problems.append(f"{place}: {str(error).splitlines()[0]}")
             continue
         if tuple(value.shape) != shape:
-            problems.append(f"{place} must be {shape}, got {tuple(value.shape)}")
+            hint = "; stack adds a first dimension" if value.dim() == len(shape) - 1 else ""
+            problems.append(f"{place} must be {shape}, got {tuple(value.shape)}{hint}")
     used = {name for each in parsed.sources.values() for name in each.names}
     problems += [
         f"weight {name[:200]!r} {tuple(value.shape)} of the checkpoint is neither used nor named under ignore"
@@ -203,16 +206,21 @@ def _make(found: Mapping[str, Tensor], source: Source, shape: tuple[int, ...], c
         return torch.full(shape, source.fill)
     if source.eye is not False:
         return torch.eye(*shape) * source.eye
-    parts = [found[name] for name in source.names]
-    value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=source.axis)
+    value = _joined([found[name] for name in source.names], source)
     if source.slice is not None:
         first, end = source.slice
         value = value.narrow(source.axis, first, end - first)
     if source.transpose:
-        value = value.transpose(0, 1)
+        value = value.transpose(-2, -1)
     if source.parts != _PARTS or source.per_head:
         value = reorder_parts(value, source.parts, source.per_head, config)
     return value
+
+
+def _joined(parts: list[Tensor], source: Source) -> Tensor:
+    if source.stack:
+        return torch.stack(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=source.axis)
 
 
 def reorder_parts(value: Tensor, parts: str, per_head: bool, config: ModelConfig) -> Tensor:
