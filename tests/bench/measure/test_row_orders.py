@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helmrec.kernels.row_table import Admission
+from helmrec.memory.device_rows import RowPolicy
 from helmrec_bench.measure.simulated.row_orders import (
     OURS,
     THEIRS,
@@ -53,7 +55,8 @@ def test_a_step_misses_each_row_once_in_exact_lru() -> None:
 
 def test_counts_that_never_age_lose_to_those_that_do_after_a_shift() -> None:
     trace = drifting(Drift("shift", shift_at=60), num_rows=2_000, step_rows=200, num_steps=80, seed=0)
-    ours = 1 - replay(trace, 96, OURS["frequency, half-life 16"]).once
+    policy = RowPolicy(is_lru=False, admission=Admission.FREQUENCY, half_life=16)
+    ours = 1 - replay(trace, 96, policy).once
     assert ours > fbgemm_rule_hits(trace, 96) + 0.02
 
 

@@ -1,18 +1,21 @@
-"""Our embedding cache beside other ways to cache rows: one Zipf trace, one capacity, one locked table.
+"""Our embedding cache beside other ways to cache rows, FBGEMM's own among them: same traces, slots and table.
 
-helmrec bench run row-caches                          # on a machine with a card
+helmrec bench run row-caches --fbgemm FOLDER          # on a machine with a card; FOLDER holds the package fbgemm_gpu
 helmrec bench run row-caches --device cpu --quick     # a minute's trial of the script itself; its figures mean nothing
 
 Every system is given row ids on the host and must leave the rows, in order, on the device. `ours` is the engine's own
 row stage as CUDA graphs. `plain torch` keeps index and exact LRU on the host, gathers misses there and copies them from
-pinned memory. `32-way` is the placement rule of FBGEMM's row cache (a row may lie in one of 32 slots, the least
-recently used of them goes) in code of our own: its hit rate is that of the rule, its speed is not that of FBGEMM.
+pinned memory. A hit is a lookup for which nothing crosses the bus: a row that a step reads several times misses once,
+which is also how FBGEMM counts.
 """
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,15 +36,9 @@ from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.row_master import RowMaster
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.fbgemm_rows import FbgemmRows, find_fbgemm
 
-WAYS = 32
 CHECK_EVERY = 25  # steps whose rows are compared with the table
-FBGEMM = {
-    "system": "FBGEMM TBE / TorchRec row cache",
-    "run": False,
-    "why": "fbgemm_gpu 1.6.0, by FBGEMM's schedule the release for torch 2.11, is a wheel of 443.4 MiB (cp312, "
-    "manylinux_2_28_x86_64), more than could be brought to where this was measured",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,13 @@ class Profile:
     measured: int  # steps
     exponent: float
     shares: tuple[float, ...]  # of the rows that a cache holds
+    drift: float = 0.0  # share of the rows that swap their popularity in each step
 
 
 FULL = Profile(8 << 20, PageGeometry(128, 5, 4, 128, 128, 2, 512, 2), 65_536, 100, 100, 1.0, (0.01, 0.05))
+DRIFTING = replace(FULL, warm_up=400, measured=200, shares=(0.01,), drift=0.005)
+# Few rows and many lookups: eight requests of about 250 events over the films of ML-1M.
+REPEATING = Profile(4_096, PageGeometry(8, 1, 1, 64, 64, 2, 512, 2), 2_048, 100, 100, 0.8, (0.05, 0.2))
 QUICK = Profile(4_000, PageGeometry(8, 1, 1, 64, 64, 2, 64, 2), 256, 15, 10, 1.0, (0.1,))
 
 
@@ -115,7 +116,6 @@ class Ours:
         self._graphs: RowGraphs | None = None
         self._before: GraphReading | None = None
         self._timeline = Timeline(MonotonicClock())
-        self._idle = torch.cuda.Event()  # as if no step computed
         if place.is_card:
             self._graphs = RowGraphs(self._stage, RowShape(1, 0, 1, profile.step_rows))
             self._graphs.capture(profile.step_rows)
@@ -134,7 +134,7 @@ class Ours:
             return reading.values
         used = torch.cuda.Event()
         used.record()
-        before = StepBefore(used, self._idle)
+        before = StepBefore(used, torch.cuda.Event())  # an event that was never recorded has passed: nothing computes
         launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, before, self._timeline)
         torch.cuda.current_stream().wait_event(launched.gathered)
         self.finish()  # of the step before: two are on their way, as in the engine
@@ -191,10 +191,11 @@ class PlainTorch:
         wanted = torch.from_numpy(rows)
         slots = self._slot_of[wanted]
         found = slots >= 0
-        self.hits += int(found.sum())
+        missed = wanted[~found].unique()
+        self.hits += len(wanted) - len(missed)
         self._now += 1
         self._last[slots[found]] = self._now
-        self._admit(wanted[~found].unique())
+        self._admit(missed)
         return self._data[self._slot_of[wanted].to(self._place.device)]
 
     def _admit(self, missed: Tensor) -> None:
@@ -216,77 +217,32 @@ class PlainTorch:
         self._place.wait()
 
 
-class SetAssociative:
-    """Each row may lie in one of 32 slots; the least recently used of these goes. Misses cross the bus in a kernel."""
-
-    def __init__(self, place: CacheSetup, share: float) -> None:
-        self._place = place
-        self._num_sets = max(1, place.slots(share) // WAYS)
-        shape = (self._num_sets, WAYS)
-        self._tags = torch.full(shape, -1, device=place.device)
-        self._last = torch.full(shape, -1, device=place.device)
-        self._data = place.new_rows(self._num_sets * WAYS)
-        self._out = place.new_rows(place.profile.step_rows)
-        self._hits = torch.zeros((), dtype=torch.int64, device=place.device)
-        self._now = 0
-
-    @property
-    def hits(self) -> int:
-        return int(self._hits)
-
-    def read(self, rows: IntArray) -> Tensor:
-        host = torch.from_numpy(rows)
-        wanted = (host.pin_memory() if self._place.is_card else host).to(self._place.device, non_blocking=True)
-        self._now += 1
-        sets = self._set_of(wanted)
-        match = self._tags[sets] == wanted[:, None]
-        found, slots = match.any(1), sets * WAYS + match.int().argmax(1)
-        self._hits += found.sum()
-        self._last.view(-1)[slots[found]] = self._now
-        out = self._out[: len(wanted)]
-        sources = torch.where(found, slots, ~wanted).int()
-        self._place.kernels.gather_rows(self._data, self._place.master.rows, sources, out)
-        self._admit(wanted, (~found).nonzero().flatten(), out)
-        return out
-
-    def _set_of(self, rows: Tensor) -> Tensor:
-        mixed = (rows * 0x9E3779B1) & 0xFFFFFFFF
-        return (mixed ^ mixed >> 15) % self._num_sets
-
-    def _admit(self, wanted: Tensor, places: Tensor, out: Tensor) -> None:
-        """Of the rows missed in one set, the k-th takes the k-th oldest slot, unless this step has read that."""
-        missed, which = wanted[places].unique(return_inverse=True)
-        place = torch.zeros_like(missed).scatter_(0, which, places)
-        sets, order = self._set_of(missed).sort(stable=True)
-        missed, place = missed[order], place[order]
-        rank = torch.arange(len(sets), device=sets.device) - torch.searchsorted(sets, sets)
-        oldest = self._last[sets].argsort(dim=1, stable=True).gather(1, rank.clamp_max(WAYS - 1)[:, None])[:, 0]
-        slots = sets * WAYS + oldest
-        fits = (rank < WAYS) & (self._last.view(-1)[slots] < self._now)
-        slots = slots[fits]
-        self._tags.view(-1)[slots], self._last.view(-1)[slots] = missed[fits], self._now
-        self._data[slots] = out[place[fits]]
-
-    def finish(self) -> None:
-        self._place.wait()
-
-
 def zipf_steps(profile: Profile, seed: int) -> IntArray:  # (steps, rows)
     """Rows by popularity 1 / rank ** exponent; which row has which rank is drawn, so that neighbours differ."""
     rng = np.random.default_rng(seed)
     below = np.cumsum(1.0 / np.arange(1, profile.num_rows + 1) ** profile.exponent)
     num_steps = profile.warm_up + profile.measured
     drawn = np.sort(rng.random(num_steps * profile.step_rows)) * below[-1]  # sorted, since searching is faster so
-    ranks = np.searchsorted(below, drawn)
-    rng.shuffle(ranks)
-    return rng.permutation(profile.num_rows)[ranks].reshape(num_steps, profile.step_rows)
+    steps = np.searchsorted(below, drawn)
+    rng.shuffle(steps)
+    steps, name_of = steps.reshape(num_steps, profile.step_rows), rng.permutation(profile.num_rows)
+    for step in steps:
+        swapped = rng.choice(profile.num_rows, int(profile.drift * profile.num_rows), replace=False)
+        name_of[swapped] = name_of[rng.permutation(swapped)]
+        step[:] = name_of[step]
+    return steps
 
 
 def make_table(num_rows: int, row_dim: int) -> Tensor:
-    """Rows whose first eight bytes are their number."""
-    table = torch.zeros((num_rows, row_dim), dtype=torch.float16)
-    table.view(torch.int64)[:, 0] = torch.arange(num_rows)
+    """Rows whose first three values are the digits of their number, so that rows may be compared as numbers."""
+    table, rows = torch.zeros((num_rows, row_dim), dtype=torch.float16), torch.arange(num_rows)
+    for i in range(3):
+        table[:, i] = (rows >> 10 * i) & 1023
     return table
+
+
+def numbers_of(values: Tensor) -> Tensor:
+    return sum(values[:, i].cpu().long() << 10 * i for i in range(3))  # type: ignore[return-value]
 
 
 def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -> dict[str, Any]:
@@ -296,8 +252,7 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
         values = reader.read(rows)
         if i % CHECK_EVERY == 0:
             place.wait()
-            found = values.view(torch.int64)[:, 0].cpu()
-            assert torch.equal(found, torch.from_numpy(rows)), "a row is not its own"
+            assert torch.equal(numbers_of(values), torch.from_numpy(rows)), "a row is not its own"
     reader.finish()
     place.wait()
     hits, started = reader.hits, time.perf_counter()
@@ -316,50 +271,92 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
     }
 
 
-def systems(place: CacheSetup, share: float) -> dict[str, Callable[[], RowReader]]:
-    lru, filtered = RowPolicy(is_lru=True, admission=Admission.ALWAYS), RowPolicy(is_lru=True)
-    frequency = RowPolicy(is_lru=False, admission=Admission.FREQUENCY)
+LRU = RowPolicy(is_lru=True, admission=Admission.ALWAYS)
+SECOND_TOUCH = RowPolicy(is_lru=True)
+FREQUENCY = RowPolicy(is_lru=False, admission=Admission.FREQUENCY)
+
+
+def systems(
+    place: CacheSetup, share: float, steps: IntArray, *, has_fbgemm: bool
+) -> dict[str, Callable[[], RowReader]]:
+    found: dict[str, Callable[[], RowReader]] = {
+        "ours, frequency": lambda: Ours(place, share, FREQUENCY),
+        "ours, LRU, second touch (default)": lambda: Ours(place, share, SECOND_TOUCH),
+        "ours, LRU, every miss enters": lambda: Ours(place, share, LRU),
+    }
+    if has_fbgemm:
+        for kind in ("LFU", "LRU"):
+            found[f"FBGEMM, {kind}"] = partial(FbgemmRows, place.master.rows, place.slots(share), kind, steps)
+    if not place.profile.drift:
+        found["plain torch, exact LRU on the host"] = lambda: PlainTorch(place, share)
+    return found
+
+
+def over_the_bus(place: CacheSetup, share: float, steps: IntArray) -> dict[str, Any]:
+    """Rows and bytes that cross the bus in a measured step: each row once, and each lookup by itself, as it was."""
+    arena = Arena(place.pages(share), place.profile.geometry, torch.bfloat16, place.master.dtype, str(place.device))
+    per_page = place.profile.geometry.rows_per_page
+    cache = DeviceRows(place.profile.num_rows, arena.rows, per_page, SECOND_TOUCH, place.kernels)
+    stage = DeviceRowStage(cache, arena, place.master, place.kernels)
+    cache.add_pages(range(place.pages(share)))
+    once = each = 0
+    for i, rows in enumerate(steps):
+        reading = stage.read(_assembly(rows))
+        place.wait()
+        assert torch.equal(numbers_of(reading.values), torch.from_numpy(rows)), "a row is not its own"
+        reading.count_misses()
+        if i >= place.profile.warm_up:
+            missed = int(reading.lookup.missed.count)
+            once, each = once + missed, each + missed + int(reading.lookup.repeats.count)
+    measured, row_bytes = place.profile.measured, place.master.row_dim * place.master.dtype.itemsize
     return {
-        "ours, LRU, every miss enters": lambda: Ours(place, share, lru),
-        "ours, LRU, second touch (default)": lambda: Ours(place, share, filtered),
-        "ours, frequency": lambda: Ours(place, share, frequency),
-        "32-way set-associative LRU (our code, FBGEMM's rule)": lambda: SetAssociative(place, share),
-        "plain torch, exact LRU on the host": lambda: PlainTorch(place, share),
+        "share": share,
+        "slots": place.slots(share),
+        "lookups_per_step": place.profile.step_rows,
+        "rows_once_a_step": round(once / measured, 1),
+        "rows_each_lookup": round(each / measured, 1),
+        "bytes_once_a_step": round(once * row_bytes / measured),
+        "bytes_each_lookup": round(each * row_bytes / measured),
     }
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--limit-s", type=float, default=90, help="start no further system after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=240, help="start no further system after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fbgemm", type=Path, help="folder with the package fbgemm_gpu, if it is not installed")
+
+
+@contextmanager
+def placed(profile: Profile, device: str) -> Iterator[CacheSetup]:
+    """The table of a profile, locked on a card."""
+    tables, is_card = {"rows": make_table(profile.num_rows, profile.geometry.row_dim)}, device == "cuda"
+    master = RowMaster.locked(tables) if is_card else RowMaster.copied(tables)
+    yield CacheSetup(torch.device(device), master, row_kernels("triton" if is_card else "torch"), profile)
+    master.close()
 
 
 def main(flags: Namespace) -> None:
-    started, profile = time.monotonic(), QUICK if flags.quick else FULL
-    steps, table = zipf_steps(profile, flags.seed), make_table(profile.num_rows, profile.geometry.row_dim)
-    tables, is_card = {"rows": table}, flags.device == "cuda"
-    master = RowMaster.locked(tables) if is_card else RowMaster.copied(tables)
-    place = CacheSetup(torch.device(flags.device), master, row_kernels("triton" if is_card else "torch"), profile)
-    print(f"trace and table ready after {time.monotonic() - started:.1f} s", flush=True)
-    results: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        for share in profile.shares:
-            for name, make in systems(place, share).items():
-                if time.monotonic() - started > flags.limit_s:
-                    results.append({"system": name, "share": share, "run": False, "why": "time limit"})
-                    continue
-                found = measure(place, make, steps)
-                results.append({"system": name, "share": share, "slots": place.slots(share), "run": True, **found})
-                print(results[-1], f"({time.monotonic() - started:.1f} s)", flush=True)
-    master.close()
-    trace = {
-        "rows": profile.num_rows,
-        "row_bytes": master.row_dim * master.dtype.itemsize,
-        "step_rows": profile.step_rows,
-        "warm_up_steps": profile.warm_up,
-        "measured_steps": profile.measured,
-        "zipf_exponent": profile.exponent,
-        "seed": flags.seed,
-    }
-    write_measurement(flags.out, {"trace": trace, "systems": [*results, FBGEMM]})
+    started, results = time.monotonic(), []
+    has_fbgemm = flags.device == "cuda" and find_fbgemm(flags.fbgemm)
+    profiles = (QUICK, replace(QUICK, drift=0.005)) if flags.quick else (FULL, DRIFTING)
+    with torch.inference_mode(), placed(profiles[0], flags.device) as full:
+        for profile in profiles:
+            steps, place = zipf_steps(profile, flags.seed), replace(full, profile=profile)
+            print(f"trace ready after {time.monotonic() - started:.1f} s", flush=True)
+            for share in profile.shares:
+                for name, make in systems(place, share, steps, has_fbgemm=has_fbgemm).items():
+                    about = {"system": name, "drift": profile.drift, "share": share, "slots": place.slots(share)}
+                    is_run = time.monotonic() - started <= flags.limit_s
+                    found = measure(place, make, steps) if is_run else {"why": "time limit"}
+                    results.append({**about, "run": is_run, **found})
+                    print(results[-1], f"({time.monotonic() - started:.1f} s)", flush=True)
+    repeating = replace(REPEATING, warm_up=5, measured=5) if flags.quick else REPEATING
+    with torch.inference_mode(), placed(repeating, flags.device) as place:
+        steps = zipf_steps(repeating, flags.seed)
+        repeats = [over_the_bus(place, share, steps) for share in repeating.shares]
+    if not has_fbgemm:
+        results.append({"system": "FBGEMM", "run": False, "why": "fbgemm_gpu is not installed here"})
+    traces = {"profiles": [asdict(profile) for profile in (*profiles, repeating)], "seed": flags.seed}
+    write_measurement(flags.out, {"trace": traces, "systems": results, "repeats": repeats})

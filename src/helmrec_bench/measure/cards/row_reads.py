@@ -1,7 +1,8 @@
 """What it costs to read embedding rows where they are, on a card: part of `make gpu`.
 
 Checks the gather on the card, then times it with every row missing (over the bus, from a 16 GiB locked table), alone
-and beside dense compute on a high-priority stream, and with every row resident.
+and beside dense compute on a high-priority stream, and with every row resident. Rows are read as they come, in order of
+address after a full sort, and as the engine reads them: each once, bucket by bucket of addresses.
 """
 
 import itertools
@@ -16,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, gather_rows
+from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_table import Admission, RowTable
+from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, BUS_ALONE, Launch, gather_rows
+from helmrec.kernels.triton_row_lookup import find
 from helmrec.memory.row_master import LockedBuffer
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.kernels import run_checks, times_ms
@@ -47,6 +51,27 @@ def in_order(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch
     gather_rows(arena, master, ordered, out, places=places, launch=launch)
 
 
+class ByBucket:
+    """As the engine reads rows that it misses: found in an empty table, each once, in buckets of addresses."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], tuple[RowTable, Lookup]] = {}
+
+    def __call__(self, arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
+        size = (len(master), len(sources))
+        if size not in self._made:  # before a graph is captured, since every way is checked first
+            table = RowTable.allocate(len(master), 1, sources.device, Admission.ALWAYS)
+            self._made[size] = table, Lookup.allocate(len(sources), sources.device)
+        table, lookup = self._made[size]
+        missed, repeats = lookup.missed, lookup.repeats
+        find(table, ~sources, lookup, is_lru=True)
+        gather_rows(arena, master, missed.sources, out, places=missed.places, count=missed.count, launch=launch)
+        gather_rows(out, out, repeats.sources, out, places=repeats.places, count=repeats.count)
+
+
+by_bucket = ByBucket()
+
+
 @dataclass(frozen=True)
 class ReadWay:
     """One way to read rows."""
@@ -55,8 +80,9 @@ class ReadWay:
     launch: Launch
 
     def describe(self) -> dict[str, Any]:
-        order = "address" if self.gather is in_order else "as they come"
-        return {"order": order, "programs": self.launch.programs or "full grid"}
+        orders: dict[Any, str] = {in_order: "address", by_bucket: "buckets of addresses"}
+        programs = self.launch.programs or "full grid"
+        return {"order": orders.get(self.gather, "as they come"), "programs": programs, "tile": self.launch.tile_bytes}
 
 
 class ReadWork:
@@ -182,7 +208,10 @@ def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     """words: the locked table; arena: as much of the same in HBM as hits are drawn from."""
     plain = [ReadWay(as_they_come, launch) for launch in (ALONE, BESIDE_COMPUTE)]
     ordered = [ReadWay(in_order, launch) for launch in (ALONE, BESIDE_COMPUTE)]
-    more = [ReadWay(gather, Launch(4, 64 << 10, 8)) for gather in (as_they_come, in_order)]
+    alone = [
+        ReadWay(by_bucket, launch) for launch in (ALONE, BUS_ALONE, *(Launch(n, 16 << 10, 8) for n in (32, 64, 264)))
+    ]
+    beside = [ReadWay(by_bucket, launch) for launch in (BESIDE_COMPUTE, *(Launch(n, 64 << 10, 8) for n in (4, 12, 16)))]
     hits = ReadWork(arena.view(-1, 128), words.view(-1, 128), NUM_HITS, hits=True)
     for way in plain:
         yield {**describe("hit alone", 1024, way), **measure_alone(hits, way)}
@@ -190,9 +219,9 @@ def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
     for row_bytes in (1024, 4096):
         master, slots = words.view(-1, row_bytes // 8), arena.view(-1, row_bytes // 8)
         misses = ReadWork(slots, master, READ_BYTES // row_bytes, hits=False)
-        for way in plain + ordered:
+        for way in plain + ordered + alone:
             yield {**describe("miss alone", row_bytes, way), **measure_alone(misses, way)}
-        for compute, way in itertools.product(computes, [plain[1], ordered[1], *more]):
+        for compute, way in itertools.product(computes, [ordered[1], *beside]):
             yield {**describe("miss beside compute", row_bytes, way), **measure_beside(misses, way, compute)}
 
 
