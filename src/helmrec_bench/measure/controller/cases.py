@@ -29,8 +29,8 @@ from helmrec_bench.lab.store import digest_of_code
 BUILD, SCENARIOS = Path("build"), Path(scenarios.__file__).parent
 FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
 BURSTS = ("burst", "flood", "flash")  # names of phases
-SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[drawn_module.__file__])  # when a run begins
-CONTROLLER = digest_of_code("control")
+SIMULATOR = digest_of_code("sim", "traffic", "memory", "costs", also=[drawn_module.__file__])  # when a run begins
+CONTROLLER = digest_of_code("control", "costs")
 
 
 class Case(NamedTuple):
