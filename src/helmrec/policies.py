@@ -39,7 +39,7 @@ def make_policy(text: str) -> Policy:
         try:
             return Static(StaticSettings(alpha=float(value)))
         except ValueError:
-            raise ConfigError(f"policy static needs an alpha, as in static:0.4, got {text!r}") from None
+            raise ConfigError(f"policy static needs an alpha from 0 to 1, as in static:0.4, got {text!r}") from None
     chooser = Network(SHIPPED) if name == "ppo" else None
     return Limited(Helm(chooser=chooser), Limits())
 

@@ -72,6 +72,30 @@ def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
     assert "nowhere" in one_error(invoke("compile", str(tmp_path / "nowhere")))
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_the_work_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    pytest.importorskip("stable_baselines3", reason="helmrec[train] is not installed")
+    line = one_error(invoke("train", "--out", str(tmp_path / "file" / "networks")))
+    assert "--out: the folder cannot be made (Not a directory)" in line
+    assert str(tmp_path / "file" / "networks") in line
+
+
+def test_an_unknown_scenario_or_policy_is_named_beside_all_that_are_known(scenario: str) -> None:
+    line = one_error(invoke("simulate", "main-trnd", "--policy", "helm"))
+    assert "main-trend" in line
+    assert line.endswith("got 'main-trnd'")
+    line = one_error(invoke("simulate", scenario, "--policy", "hlm"))
+    assert "static:ALPHA, helm, ppo" in line
+    assert "hill" in line
+    assert "alpha from 0 to 1" in one_error(invoke("simulate", scenario, "--policy", "static:7"))
+
+
+def test_a_missing_file_of_histories_is_named_without_an_empty_report(tmp_path: Path) -> None:
+    result = invoke("histories", "load", str(tmp_path / "nowhere.jsonl"))
+    assert "nowhere.jsonl" in one_error(result)
+    assert result.stdout == ""
+
+
 def test_explaining_a_decision_beyond_the_end_is_refused(scenario: str) -> None:
     assert "--at is beyond the end of" in (line := one_error(invoke("explain", scenario, "--at", "900")))
     assert line.endswith("got 900")

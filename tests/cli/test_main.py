@@ -93,7 +93,7 @@ def test_a_file_wins_over_an_installed_scenario_of_its_name(tmp_path: Path, monk
 def test_an_unknown_scenario_raises_a_clear_error(command: list[str]) -> None:
     refused = runner.invoke(app, command)
     assert refused.exit_code == 2
-    assert "cannot read" in refused.output
+    assert "main-steady" in refused.output
     assert "nowhere" in refused.output
 
 

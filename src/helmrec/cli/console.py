@@ -49,6 +49,16 @@ def check_writable(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag}: no permission to write {str(path)!r}")
 
 
+def make_folder(flag: str, path: Path) -> None:
+    """Make a folder, unless it is there; ConfigError if files cannot be written to it. Called before the work."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: the folder cannot be made ({error.strerror}), got {str(path)!r}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{flag}: no permission to write to {str(path)!r}")
+
+
 def progress(*columns: ProgressColumn) -> Progress:
     """A progress bar on a terminal; nothing elsewhere."""
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)

@@ -39,12 +39,14 @@ def load(
 
     with exit_on_error(), Client(url, timeout_s) as client:
         loading = BulkLoad(client)
-        try:
-            with progress() if path.suffix == ".parquet" else bytes_bar() as bar:
-                task = bar.add_task(f"loading {path.name}", total=None)
-                loading.run(read_lines(path, lambda done, total: bar.update(task, completed=done, total=total)))
-        finally:
-            _print(path, loading.report)
+        with progress() if path.suffix == ".parquet" else bytes_bar() as bar:
+            task = bar.add_task(f"loading {path.name}", total=None)
+            lines = read_lines(path, lambda done, total: bar.update(task, completed=done, total=total))
+            try:
+                loading.run(lines)
+            finally:
+                bar.stop()  # before the report is printed
+                _print(path, loading.report)
     if loading.report.bad:
         raise typer.Exit(2)
 

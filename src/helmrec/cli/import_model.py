@@ -17,7 +17,7 @@ def _import() -> None:
 
 @import_app.command("dlrmv3")
 def dlrmv3(  # noqa: PLR0913, PLR0917 - one parameter per flag
-    checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="non_sparse.ckpt, or its folder.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="non_sparse.ckpt, or its folder.")],
     tables: Annotated[Path, typer.Option(help="The folder of sharded tables, with its .metadata.")],
     folder: Annotated[Path, typer.Option("--out", help="Model folder to create; must be new or empty.")],
     heads: Annotated[int, typer.Option(help="Attention heads; a checkpoint does not contain them.")] = 4,

@@ -34,12 +34,20 @@ def serve_cluster(model: Path, settings: Settings, file: Path | None, given: dic
     except ModuleNotFoundError as error:
         raise ConfigError(f"--cluster needs Ray: pip install 'helmrec[cluster]' ({error})") from None
     over = threading.Event()
+    is_deployed = False
+
+    def stop(*_: object) -> None:
+        over.set()
+        if not is_deployed:  # else a start that hangs could not be ended
+            raise SystemExit(0)
+
     with ray_of(config) as is_ours:
         if is_ours:  # after Ray has installed its own handlers, which would abort
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: over.set())
+                signal.signal(number, stop)
         with err.status(f"starting {config.replicas} replicas"):
             deploy(model, settings, config)
+        is_deployed = True
         address = f"http://{settings.serve.host}:{settings.serve.port}"
         logging.getLogger("helmrec.cluster").info("serving", extra={"address": address})
         if is_ours:

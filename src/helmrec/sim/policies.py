@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from helmrec import policies
 from helmrec.control.policy import Policy
 from helmrec.costs.calibrated import CostModel
+from helmrec.errors import ConfigError
 from helmrec.extensions import POLICIES, extensions
 from helmrec.sim.node.config import NodeConfig
 from helmrec.traffic.trace import Trace
@@ -25,4 +26,7 @@ def find_policy(text: str) -> SimulatedPolicy:
     if added is not None:
         found: SimulatedPolicy = added.load()(text)
         return found
+    if ":" not in text and text not in policies.POLICY_NAMES:
+        known = ", ".join(policies.simulated_policy_names())
+        raise ConfigError(f"policy must be static:ALPHA, {known}, got {text!r}")
     return SimulatedPolicy(lambda *_: policies.make_policy(text), policies.needs_curves(text))

@@ -137,14 +137,19 @@ def with_bus_speed(cost: CostModel, speed: float) -> CostModel:
 
 
 def find_scenario(path: Path) -> Path:
-    """The path itself if it exists, else the scenario of this name in an installed package."""
-    if path.exists() or path.suffix == ".toml":
+    """The path itself if it is a file's, else that of the scenario of this name in an installed package."""
+    if path.exists() or path.suffix:
         return path
-    for entry in extensions(SCENARIOS).values():
-        installed = Path(str(files(entry.load()))) / f"{path}.toml"
-        if installed.is_file():
-            return installed
-    return path
+    folders = [Path(str(files(entry.load()))) for entry in extensions(SCENARIOS).values()]
+    installed = {
+        str(file.relative_to(folder).with_suffix("")): file
+        for folder in folders
+        for file in sorted(folder.rglob("*.toml"))
+    }
+    if str(path) not in installed:
+        known = ", ".join(installed) or "none"
+        raise ConfigError(f"scenario must be a file or an installed one ({known}), got {str(path)!r}")
+    return installed[str(path)]
 
 
 def load_scenario(path: Path) -> Scenario:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from helmrec.cli.console import err, exit_on_error, out
+from helmrec.cli.console import err, exit_on_error, make_folder, out
 from helmrec.errors import ConfigError
 
 _SAVE_EVERY = 10  # rounds
@@ -25,6 +25,7 @@ def train(
             from helmrec_bench.train.ppo import CHECKPOINT, Training, TrainSettings
         except ModuleNotFoundError as error:
             raise ConfigError(f"training needs pip install 'helmrec[train]' ({error})") from None
+        make_folder("--out", folder)
         settings = TrainSettings(design=design, steps=steps, seed=seed, nodes=nodes)
         begun = (folder / CHECKPOINT).exists()
         training = Training.resume(folder, settings) if begun else Training(settings)
