@@ -11,7 +11,7 @@ from helmrec.demo.side import Side
 from helmrec.demo.simulated import Simulated, shown_ways
 from helmrec.demo.trial import SplitTrial
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 48, 24
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 190, 48, 24, 18
 _DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3"}  # so that lines differ without colour
 _COLOURS = ("--ours", "--best", "--soft")  # of the policy, the best constant split, the untuned one
 _FIGURES = {  # fields of a sample
@@ -55,7 +55,7 @@ def summary_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
         ("requests, answered", [f"{side.end.offered:,}, {side.end.answered:,}" for side in sides]),
         ("mean latency", [f"{side.mean_ms:.1f} ms" for side in sides]),
         ("p50 / p99", [f"{side.end.p50_ms:.1f} / {side.end.p99_ms:.1f} ms" for side in sides]),
-        ("processor time of the server", [f"{side.cpu_ms:.1f} ms a request" for side in sides]),
+        ("processor time a request", [f"{side.cpu_ms:.1f} ms" for side in sides]),
         ("within the SLO", [f"{side.in_slo:.1%}" for side in sides]),
     ]
     for part in PARTS:
@@ -77,7 +77,7 @@ def write_report(path: Path, results: DemoResults) -> None:
     marks = {part: plan.side_s * i / len(PARTS) for i, part in enumerate(PARTS)}
     tried = "; ".join(f"{trial.alpha:g}: {trial.cpu_ms:.1f} ms" for trial in results.trials)
     parts = [
-        f"<p>{html.escape(results.verdict)}</p>",
+        *(f"<p>{html.escape(line)}</p>" for line in results.verdict.splitlines()),
         _table(("", *(side.name for side in sides)), summary_rows(sides)),
         *(_figure(title, [_line(side, field) for side in sides], marks) for field, title in _FIGURES.items()),
         f"<p>Constant splits tried on a sample first (processor time of a request): {html.escape(tried)}.</p>",
@@ -162,4 +162,4 @@ def _x(second: float, end_s: float) -> float:
 
 
 def _y(value: float, top: float) -> float:
-    return 8 + (1 - value / top) * (_HEIGHT - _BOTTOM - 16)
+    return _TOP + (1 - value / top) * (_HEIGHT - _BOTTOM - 8 - _TOP)

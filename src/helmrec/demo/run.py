@@ -117,15 +117,15 @@ def _simulated(console: Console, simulation: Future[list[Simulated]] | None) -> 
 
 
 def verdict(trials: list[SplitTrial], sides: list[Side], simulated: list[Simulated]) -> str:
-    """Summarise all sides and the simulation in text that is true for any outcome."""
+    """Summarise all sides and the simulation in lines of text that are true for any outcome."""
     text = _on_this_machine(trials, sides)
     if min(side.in_slo for side in sides) < _KEPT_UP:
         text += " The machine was too slow for this traffic: most of the latency is time in the queue."
     if simulated:
-        text += f" {_on_a_card(simulated)}"
+        text += f"\n{_on_a_card(simulated)}"
     wrong = sum(side.stats.audit_mismatches for side in sides)
     audits = sum(side.stats.audits for side in sides)
-    return f"{text} {audits} requests were scored again without caches, {wrong} wrong."
+    return f"{text}\n{audits} requests were scored again without caches, {wrong} wrong."
 
 
 def _on_this_machine(trials: list[SplitTrial], sides: list[Side]) -> str:
