@@ -79,7 +79,10 @@ def write_report(path: Path, results: DemoResults) -> None:
     parts = [
         *(f"<p>{html.escape(line)}</p>" for line in results.verdict.splitlines()),
         _table(("", *(side.name for side in sides)), summary_rows(sides)),
-        *(_figure(title, [_line(side, field) for side in sides], marks) for field, title in _FIGURES.items()),
+        *(
+            _figure(title, [_line(side, field) for side in sides], marks, plan.side_s)
+            for field, title in _FIGURES.items()
+        ),
         f"<p>Constant splits tried on a sample first (processor time of a request): {html.escape(tried)}.</p>",
     ]
     if results.simulated:
@@ -114,10 +117,10 @@ def _line(side: Side, field: str) -> Line:
     return Line(side.name, [(second, value) for second, value in seen if value is not None])
 
 
-def _figure(title: str, lines: Sequence[Line], marks: Mapping[str, float] | None = None) -> str:
-    """`marks`: labels by the second at which what they name begins."""
+def _figure(title: str, lines: Sequence[Line], marks: Mapping[str, float] | None = None, least_s: float = 1.0) -> str:
+    """`marks`: labels by the second at which what they name begins. The axis has at least `least_s` seconds."""
     top = _round_up(max((value for line in lines for _, value in line.points), default=1.0))
-    end_s = max((second for line in lines for second, _ in line.points), default=1.0) or 1.0
+    end_s = max([least_s, *(second for line in lines for second, _ in line.points)])
     drawn = "".join(_path(line, end_s, top, len(lines) - 1 - which) for which, line in enumerate(lines))
     marked = "".join(
         _mark(second, end_s, label) for label, second in (marks or {"0 s": 0, f"{end_s:.0f} s": end_s}).items()

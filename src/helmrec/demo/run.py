@@ -28,6 +28,7 @@ _UTILISATION = 0.4  # of the rate of sequential requests: bursts add to it, and 
 _MOST_PER_S = 150.0
 _KEPT_UP = 0.5  # share within the SLO below which requests mostly wait in the queue
 _EFFECT = 0.05  # smaller relative differences of means are ignored
+_SAME_ALPHA = 0.03
 _MATTERS = 0.10  # the split matters if the worst constant one tried takes this much more processor time than the best
 
 
@@ -142,20 +143,23 @@ def _on_this_machine(trials: list[SplitTrial], sides: list[Side]) -> str:
         f"On this machine {ours.name} is {'' if is_better else 'not '}better than the best constant split: mean "
         f"latency {change:+.1%}, processor time {cpu_change:+.1%} (mean latency of {figures})"
     )
-    return f"{text}." if is_better else f"{text}, because {_reason(trials, change, ours)}."
+    return f"{text}." if is_better else f"{text}, because {_reason(trials, best, ours)}."
 
 
-def _reason(trials: list[SplitTrial], change: float, ours: Side) -> str:
-    """Say why the policy is not better, from what was measured."""
-    best_ms, worst_ms = min(trial.cpu_ms for trial in trials), max(trial.cpu_ms for trial in trials)
-    if worst_ms / best_ms - 1 < _MATTERS:
+def _reason(trials: list[SplitTrial], best: Side, ours: Side) -> str:
+    """Say why the policy is not better than the best constant split, from what was measured."""
+    worst_of, best_of = (choose(trial.cpu_ms for trial in trials) for choose in (max, min))
+    alpha = best.stats.pool.alpha
+    if all(abs(sample.alpha - alpha) <= _SAME_ALPHA for sample in ours.samples):
+        return f"it stayed at that split, {alpha:.2f}: what differs is other load on the machine"
+    if worst_of / best_of - 1 < _MATTERS:
         return (
             f"the split hardly matters here: the worst of {len(trials)} constant splits takes only "
-            f"{worst_ms / best_ms - 1:.0%} more processor time than the best, since a row that misses the pool comes "
+            f"{worst_of / best_of - 1:.0%} more processor time than the best, since a row that misses the pool comes "
             "from the system's page cache and costs about as much as a hit"
         )
-    if change <= -_EFFECT:
-        return "its server did not work less: other load on the machine made the difference in latency"
+    if ours.mean_ms <= (1 - _EFFECT) * best.mean_ms:
+        return "its server did not work less, so the lower latency is likely an effect of other load on the machine"
     return (
         f"the best constant split was chosen beforehand on this very traffic, while {ours.name} starts at "
         f"{UNTUNED_ALPHA:g} and looks for the split as it serves"
