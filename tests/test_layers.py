@@ -159,6 +159,12 @@ def test_simulating_does_not_import_torch() -> None:
     assert ran.stdout == "False\n"
 
 
+def test_the_keeper_of_tables_is_small() -> None:
+    code = "import sys, helmrec.serve.keeper_process; print([m for m in ('torch', 'numba') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
 def test_torch_stays_out_of_what_only_decides() -> None:
     for module in ("helmrec.engine.scheduler", "helmrec.engine.intake", "helmrec.engine.assemble"):
         assert not any(uses(seen, "torch") for seen in (module, *reach(module)))

@@ -8,7 +8,8 @@ import torch
 from helmrec.errors import ConfigError, ModelError
 from helmrec.memory import row_master
 from helmrec.memory.row_master import LockedBuffer, RowMaster
-from helmrec.model.weights import init_model, load_model, table_file
+from helmrec.model.folder import table_file
+from helmrec.model.weights import init_model, load_model
 from tests.helpers import tiny_config
 
 

@@ -16,17 +16,15 @@ from helmrec import Engine, EngineConfig
 from helmrec.errors import ModelError
 from helmrec.model import HstuRanker, weights
 from helmrec.model.config import EncoderConfig
+from helmrec.model.folder import DENSE, read_manifest, table_file
 from helmrec.model.hstu import dense_shapes
 from helmrec.model.weights import (
-    DENSE,
     LoadedModel,
     init_model,
     load_model,
     random_dense,
-    read_manifest,
     save_model,
     stream_model,
-    table_file,
     total_table_bytes,
 )
 from tests.helpers import tiny_config, tiny_model

@@ -11,7 +11,7 @@ import pytest
 
 from helmrec.engine.warm_up import made_up_request
 from helmrec.errors import AlphaOutOfRange, EngineClosed, RequestError
-from helmrec.serve import process_port
+from helmrec.serve import child_process, process_port
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
 from helmrec.serve.process_port import ProcessPort
@@ -46,8 +46,8 @@ async def running(port: ProcessPort) -> AsyncIterator[ProcessPort]:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_port, "_FIRST_PAUSE_S", 0.002)
-    monkeypatch.setattr(process_port, "_EXIT_CODE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(child_process, "_EXIT_CODE_TIMEOUT_S", 0.2)
 
 
 def fails(num_times: int, name: str, failure: Any) -> Callable[[str, dict[str, Any]], Any]:
@@ -111,7 +111,7 @@ def test_the_pause_between_tries_grows_up_to_a_bound(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0)
 
     monkeypatch.setattr(ProcessPort, "_pause", pause)
-    monkeypatch.setattr(process_port, "_FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_S", 0.2)
     engine = FakeEngine(fails(9, "update_rows", RuntimeError("no")))
     port = port_before(engine)
 
@@ -263,7 +263,7 @@ def test_whatever_fails_in_starting_an_engine_is_tried_again(caplog: pytest.LogC
 def test_a_watch_that_sees_an_unexpected_error_goes_on_watching(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_port, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(child_process, "_LOOK_EVERY_S", 0.005)
     engine = FakeEngine(takes_all)
     port = port_before(engine)
     port.hang_s = 0.1

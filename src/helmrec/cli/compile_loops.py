@@ -20,8 +20,8 @@ def compile_loops(
     the first start on a GPU, and stored in TRITON_CACHE_DIR.
     """
     from helmrec.engine.warm_up import compile_ahead
+    from helmrec.model.folder import read_manifest
     from helmrec.model.profiles import profile
-    from helmrec.model.weights import read_manifest
 
     with exit_on_error():
         config = profile("demo") if model is None else read_manifest(model).model

@@ -119,7 +119,8 @@ def snapshot(
     """
     from helmrec.deltas.schedule import SnapshotPlan, make_snapshot
     from helmrec.deltas.snapshot import snapshot_name
-    from helmrec.model.weights import read_manifest, total_table_bytes
+    from helmrec.model.folder import read_manifest
+    from helmrec.model.weights import total_table_bytes
 
     if trim and keep is None:
         raise typer.BadParameter("--trim needs --keep")

@@ -25,7 +25,7 @@ from helmrec.costs.calibrated import default_cost, load_cost
 from helmrec.costs.routing import RouterCost
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
-from helmrec.model.weights import read_manifest
+from helmrec.model.folder import read_manifest
 from helmrec.redaction import redact
 from helmrec.serve.app import make_app
 from helmrec.serve.control import Steering

@@ -3,7 +3,7 @@
 A request goes to the engine that is expected to answer it first (`router/`). The front sends every request, so it knows
 who waits where and which users were served where; engines report the rest: split, hit rate and a sketch of their rows.
 When an engine ends, its unanswered requests go to another one: all engines compute the same scores. It starts again by
-itself, with all row updates.
+itself. The tables are in memory once: all engines read them, and a keeper writes their updates (`serve/row_keeper.py`).
 """
 
 import asyncio
@@ -34,7 +34,6 @@ from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.errors import ConfigError, EngineClosed
 from helmrec.failures import FailureLog
-from helmrec.model.config import ModelConfig
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware
 from helmrec.router.settings import StateSettings
@@ -43,6 +42,7 @@ from helmrec.router.state import ClusterState, NodeReport
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.row_keeper import RowKeeper
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
@@ -61,9 +61,13 @@ def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "Engi
         own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
         ports[place] = process_port(model, engine, own, environment)
-    first = next(iter(ports.values()))
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
-    return EnginesPort(ports, first.model, engine.max_history, settings)
+    port = EnginesPort(ports, engine.max_history, settings)
+    if serve.row_deltas is None:
+        port.share_tables(lambda folder: RowKeeper(folder, serve), model)
+    else:
+        log.warning("each engine follows the row deltas by itself, with its own copy of the tables")
+    return port
 
 
 def _with_path(serve: ServeConfig, path: str) -> ServeConfig:
@@ -95,12 +99,10 @@ class _Seen:
 class EnginesPort:
     """A port to several engine processes. Used in one event loop."""
 
-    def __init__(
-        self, ports: Mapping[str, ProcessPort], model: ModelConfig, max_history: int, settings: StateSettings
-    ) -> None:
+    def __init__(self, ports: Mapping[str, ProcessPort], max_history: int, settings: StateSettings) -> None:
         """`ports`: engines by name."""
-        self.model = model
         self._names, self._ports = list(ports), list(ports.values())
+        self.model = model = self._ports[0].model
         self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
         self._describer = Describer(model)
         self._settings = settings
@@ -112,7 +114,20 @@ class EnginesPort:
         self._watch: asyncio.Task[None] | None = None
         self._failures = FailureLog(log)
         self._replica_stats: dict[str, EngineStats] = {}
+        self._make_keeper: Callable[[Path], RowKeeper] | None = None  # None: engines have tables of their own
+        self._keepers: dict[ProcessPort, RowKeeper] = {}
         self.num_retries = 0
+
+    def share_tables(self, make: Callable[[Path], RowKeeper], model: Path) -> None:
+        """Before the start: have all engines read tables that a keeper keeps, made with the folder of a model."""
+        self._make_keeper, keeper = make, make(model)
+        for port in self._ports:
+            port.tables = self._keepers[port] = keeper
+
+    @property
+    def keepers(self) -> list[RowKeeper]:
+        """The keepers of the tables in use: one, and during a swap two."""
+        return list(dict.fromkeys(self._keepers.values()))
 
     @property
     def health(self) -> Health:
@@ -120,7 +135,7 @@ class EnginesPort:
         states = {port.health for port in self._ports}
         if self._is_closed:
             return Health.CLOSED
-        if states == {Health.FAILED}:
+        if states == {Health.FAILED} or (not self._has_started and self._keeper_reasons(Health.FAILED)):
             return Health.FAILED
         if not self._has_started:
             return Health.STARTING
@@ -129,7 +144,11 @@ class EnginesPort:
     @property
     def reason(self) -> str | None:
         down = [f"{name}: {port.reason}" for name, port in zip(self._names, self._ports, strict=True) if port.reason]
-        return "; ".join(down) or None
+        return "; ".join([*self._keeper_reasons(*Health), *down]) or None
+
+    def _keeper_reasons(self, *states: Health) -> list[str]:
+        """Return why keepers in one of these states are not ready."""
+        return [f"keeper: {keeper.reason}" for keeper in self.keepers if keeper.reason and keeper.health in states]
 
     @property
     def num_restarts(self) -> int:
@@ -140,8 +159,8 @@ class EnginesPort:
         return self._replica_stats
 
     def start(self) -> None:
-        for port in self._ports:
-            port.start()
+        for process in (*self.keepers, *self._ports):
+            process.start()
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     async def _look_after(self) -> None:
@@ -270,9 +289,28 @@ class EnginesPort:
 
     async def swap(self, model: str) -> None:
         """Swap one engine after the other. Meanwhile a request is served by the old model or by the new one."""
-        await self._everywhere(lambda port: port.swap(model))
+        if self._make_keeper is None:
+            await self._everywhere(lambda port: port.swap(model))
+        else:
+            await self._swap_shared(model, self._make_keeper)
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
+
+    async def _swap_shared(self, model: str, make: Callable[[Path], RowKeeper]) -> None:
+        """Swap with new tables. Both are in memory until the last engine has swapped, or some engine refuses to."""
+        before, new = self.keepers, await asyncio.to_thread(make, Path(model))
+        new.start()
+
+        async def swap_one(port: ProcessPort) -> None:
+            await port.swap(model, new)
+            self._keepers[port] = new
+
+        try:
+            await new.until_ready()
+            await self._everywhere(swap_one)
+        finally:
+            unused = {*before, new} - {*self.keepers}
+            await asyncio.gather(*(keeper.close() for keeper in unused))
 
     async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:
         """Make a call to every engine; EngineClosed before any of them is called if one is not ready."""
@@ -283,8 +321,11 @@ class EnginesPort:
             await call(port)
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Update rows on every engine. One that is not running gets them before it serves again."""
+        """Update rows on every engine. One that is not running has them before it serves again."""
         prepare_rows(self.model, table, ids, values)  # what is wrong is refused before any engine has it
+        if self._make_keeper is not None:
+            await asyncio.gather(*(keeper.update_rows(table, ids, values) for keeper in self.keepers))
+            return
         await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
 
     async def close(self) -> None:
@@ -293,6 +334,7 @@ class EnginesPort:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         await asyncio.gather(*(port.close() for port in self._ports))
+        await asyncio.gather(*(keeper.close() for keeper in self.keepers))
 
 
 def _since_ms(came_s: float) -> float:

@@ -56,7 +56,7 @@ class DeltaProducer:
 
         Servers swap it in where it stands in the stream: later deltas change its rows. The folder must stay.
         """
-        from helmrec.model.weights import read_manifest  # noqa: PLC0415 - imports torch, which rows do not need
+        from helmrec.model.folder import read_manifest  # noqa: PLC0415 - a producer of rows does not need models
 
         whole = Path(folder).resolve()
         return self._append(step, (), NamedModel(str(whole), read_manifest(whole).version))

@@ -30,7 +30,7 @@ from helmrec.deltas.snapshot import (
 from helmrec.deltas.source import DeltaSink, open_source
 from helmrec.errors import ConfigError, HelmRecError
 from helmrec.failures import FailureLog
-from helmrec.model.weights import Progress
+from helmrec.model.folder import Progress
 
 log = logging.getLogger("helmrec.deltas")
 _LOOK_EVERY_S = 1.0

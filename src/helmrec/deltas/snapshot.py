@@ -18,7 +18,8 @@ from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_values import new_values
 from helmrec.errors import ConfigError, DeltaGap, ModelError, RequestError
 from helmrec.memory.row_master import RowMaster
-from helmrec.model.weights import Progress, load_model, parts_of, read_manifest, stream_model
+from helmrec.model.folder import Progress, read_manifest
+from helmrec.model.weights import load_model, parts_of, stream_model
 
 POSITION = "row-position.json"
 _DIGITS = 20

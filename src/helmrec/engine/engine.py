@@ -6,9 +6,9 @@ steps run one at a time.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class Engine:
         self._intake = Intake(model.config, cache_version(model.version, config), config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
         self._lock = threading.RLock()
+        self._may_step = threading.Event()  # cleared for a thread that waits for the lock: steps take it at once again
+        self._may_step.set()
         self._is_closed = self._has_warned = False
         self._gaps = GapMonitor(config.log_gaps_ms)
         follow_process(self._gaps)
@@ -179,6 +181,7 @@ class Engine:
 
         Where steps overlap, the results are those of the batch before.
         """
+        self._may_step.wait()
         with self._lock:
             now = self._now()
             self._marks.mark_due(now)
@@ -315,18 +318,38 @@ class Engine:
         added to a row.
         """
         staged = self._runner.stage_rows(update) if isinstance(update, RowUpdate) else update
-        ended: list[Ended] = []
-        with self._lock:
-            self._now()
-            if self._auditor.is_due(self._pipeline.num_running):  # the audit reads the rows that the step has read
-                ended = self._pipeline.flush()
-        self._conclude(ended)
+        self._end_audited_step()
         with self._lock:
             self._now()
             if staged.update.rows.size:
                 self._write_rows(staged)
             if position is not None:
                 self._runner.row_position = position
+
+    def _end_audited_step(self) -> None:
+        """Finish the running step if it is to be audited: the audit reads the rows that the step has read."""
+        ended: list[Ended] = []
+        with self._lock:
+            self._now()
+            if self._auditor.is_due(self._pipeline.num_running):
+                ended = self._pipeline.flush()
+        self._conclude(ended)
+
+    @contextmanager
+    def rows_at_rest(self) -> Iterator[None]:
+        """Read no row of the master while the context is open, so that another process may write it.
+
+        Running steps have read their rows; their layers go on. In the context, this thread may call `apply_rows`.
+        """
+        self._may_step.clear()
+        try:
+            self._end_audited_step()
+            with self._lock:
+                self._now()
+                self._runner.finish_reads()
+                yield
+        finally:
+            self._may_step.set()
 
     def _write_rows(self, staged: StagedRows) -> None:
         sent = staged.sent or self._runner.add_rows(staged.update)

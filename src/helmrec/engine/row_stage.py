@@ -59,7 +59,13 @@ class RowStage(Protocol):
         """Bring new values to where `write` takes them, beside running steps. Any thread may call it."""
 
     def write(self, new: SentRows) -> None:
-        """Replace rows in the master and in the pool: launched steps read the old values, later ones the new."""
+        """Replace rows in the master and in the pool: launched steps read the old values, later ones the new.
+
+        A shared master has the new values already, written while no step read rows.
+        """
+
+    def finish_reads(self) -> None:
+        """Wait until launched steps have read their rows; their layers go on."""
 
     def finish_writes(self) -> None:
         """Wait until the host may read what was written to the master; the layers of running steps go on."""
@@ -132,10 +138,14 @@ class HostRowStage:
 
     def write(self, new: SentRows) -> None:
         """A launched step has its own copy of the rows it reads, so the master may be written at once."""
-        self._master.update(new.rows, new.values)
+        if not self._master.is_shared:
+            self._master.update(new.rows, new.values)
         slots = self._cache.peek(new.rows)
         resident = slots != ABSENT
         self._arena.write_rows(slots[resident], new.values[torch.from_numpy(resident)])
+
+    def finish_reads(self) -> None:
+        """A launched step has read its rows."""
 
     def finish_writes(self) -> None:
         """Nothing is under way."""
@@ -169,6 +179,7 @@ class DeviceRowStage:
         self.arena_rows = arena.rows
         self._row_bytes = arena.row_bytes
         self._master_rows = master.rows
+        self._writes_master = not master.is_shared
         self._kernels = kernels
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
@@ -241,10 +252,15 @@ class DeviceRowStage:
             if self.stream is not None and new.sent is not None:
                 self.stream.wait_event(new.sent)
             self.cache.write(new.places, new.values)
-            every = torch.arange(len(new.values), dtype=torch.int32, device=new.values.device)
-            self._kernels.gather_few(new.values, new.values, every, self._master_rows, places=new.places)
+            if self._writes_master:
+                every = torch.arange(len(new.values), dtype=torch.int32, device=new.values.device)
+                self._kernels.gather_few(new.values, new.values, every, self._master_rows, places=new.places)
         if self._written is not None:
             self._written.record(self.stream)
+
+    def finish_reads(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def finish_writes(self) -> None:
         if self._written is not None:

@@ -183,6 +183,10 @@ class Runner:
             return StagedRows(update, sent=None)
         return StagedRows(update, self._dense.rows.send(update.rows, new_values(self._master, update)))
 
+    def finish_reads(self) -> None:
+        """Wait until launched steps have read their rows."""
+        self._dense.rows.finish_reads()
+
     def write_rows(self, sent: SentRows) -> None:
         """Replace rows in the master and in the pool between the row reads of two steps; layers run on meanwhile."""
         self._dense.rows.write(sent)

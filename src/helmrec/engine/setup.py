@@ -47,7 +47,10 @@ class Parts(NamedTuple):
 
 
 def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts:
-    """Build the parts and warm them up. A card reads a locked copy of the tables; a CPU uses the tables themselves."""
+    """Build the parts and warm them up.
+
+    A card reads a locked copy of the tables; a CPU, and engines that share them, use the tables themselves.
+    """
     start_up = StartUp()
 
     def follow(done: int, total: int) -> None:
@@ -125,6 +128,10 @@ def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Row
 
 
 def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> RowMaster:
+    if model.shared is not None:
+        if config.device == "cuda":
+            model.shared.master.lock()
+        return model.shared.master
     if config.device == "cuda":
         return RowMaster.locked(model.tables, progress)
     return RowMaster.copied(model.tables, progress) if _row_index(config) == "device" else RowMaster(model.tables)

@@ -1,7 +1,8 @@
 """The row master: every embedding row in host memory; rows of all tables share one id space.
 
 For a CPU the tables are used in place, perhaps as memory-mapped files: updates then stay in private pages and do not
-change the file. For a card they are copied into one locked buffer that kernels read over the bus.
+change the file. For a card they are copied into one locked buffer that kernels read over the bus. Several engines of a
+host share one buffer, which another process has filled and writes.
 """
 
 import contextlib
@@ -27,19 +28,15 @@ _MAPPED = 2  # cudaHostRegisterMapped
 
 
 class LockedBuffer:
-    """Anonymous host memory in huge pages. Fill `data`, then `lock` it, so that a card can read it over the bus."""
+    """Host memory in huge pages. Fill `data`, then `lock` it, so that a card can read it over the bus."""
 
-    def __init__(self, num_bytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"no room in host memory for {num_bytes} bytes: {error}") from error
-        with contextlib.suppress(OSError):  # huge pages are faster, but optional
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    def __init__(self, num_bytes: int, shared: mmap.mmap | None = None) -> None:
+        """Take anonymous memory, or use `shared`, which begins with these bytes."""
+        self.is_shared = shared is not None
+        memory = _anonymous(num_bytes) if shared is None else shared
         memory.madvise(mmap.MADV_DONTFORK)  # a fork would have to copy locked memory
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE
+        start = 0 if self.is_shared else -whole.data_ptr() % _HUGE_PAGE
         self.data = whole[start : start + num_bytes]
         self._unlock: weakref.finalize[[int], LockedBuffer] | None = None
 
@@ -63,6 +60,16 @@ class LockedBuffer:
             self._unlock()
 
 
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no room in host memory for {num_bytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # huge pages are faster, but optional
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()
 
@@ -72,6 +79,7 @@ class RowMaster:
 
     def __init__(self, tables: Mapping[str, Tensor], buffer: LockedBuffer | None = None) -> None:
         """Use the tables in place; updates write to them. `buffer` is the memory they fill, if it is one buffer."""
+        self.tables = dict(tables)
         self._tables = list(tables.values())
         sizes = [table.shape[0] for table in self._tables]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -81,22 +89,36 @@ class RowMaster:
     def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
         """Copy the tables to locked memory, which a card can read until `close`."""
         master = cls.copied(tables, progress)
-        assert master._buffer is not None
-        master._buffer.lock()
+        master.lock()
         return master
 
     @classmethod
     def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
         """Copy the tables into one buffer."""
-        sizes, first = [table.shape[0] for table in tables.values()], next(iter(tables.values()))
-        if sum(sizes) > MAX_ROWS:
-            raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {sum(sizes)}")
-        stride = -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW
-        buffer = LockedBuffer(sum(sizes) * stride)
-        rows = buffer.rows(first.shape[1], stride, first.dtype)
-        copies = dict(zip(tables, rows.split(sizes), strict=True))
-        _copy(tables, copies, progress)
-        return cls(copies, buffer)
+        first, num_rows = next(iter(tables.values())), sum(table.shape[0] for table in tables.values())
+        if num_rows > MAX_ROWS:
+            raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {num_rows}")
+        buffer = LockedBuffer(num_rows * -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW)
+        master = cls.over(buffer, {name: table.shape[0] for name, table in tables.items()}, first)
+        copy_tables(tables, master.tables, progress)
+        return master
+
+    @classmethod
+    def over(cls, buffer: LockedBuffer, sizes: Mapping[str, int], like: Tensor) -> "RowMaster":
+        """Use a buffer of all rows, table after table. `like` has the dtype of rows, and their width."""
+        stride = buffer.data.nbytes // sum(sizes.values())
+        rows = buffer.rows(like.shape[1], stride, like.dtype)
+        return cls(dict(zip(sizes, rows.split(list(sizes.values())), strict=True)), buffer)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines read the same memory: then only its keeper may write it."""
+        return self._buffer is not None and self._buffer.is_shared
+
+    def lock(self) -> None:
+        """Let a card read the rows, until `close`."""
+        assert self._buffer is not None, "only one buffer can be locked"
+        self._buffer.lock()
 
     @property
     def rows(self) -> Tensor:  # (rows, row_dim) on the host
@@ -138,7 +160,8 @@ class RowMaster:
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
 
 
-def _copy(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
+def copy_tables(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
+    """Copy tables to others of the same shape; ModelError if a value is not finite."""
     done, total = 0, sum(table.nbytes for table in tables.values())
     for name, table in tables.items():
         chunk_rows, first = max(1, _CHUNK_BYTES // (table.shape[1] * table.itemsize)), 0

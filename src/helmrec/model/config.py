@@ -201,6 +201,11 @@ class ModelConfig(Frozen):
         return None if self.max_attn_len is None else AttentionWindow(self.max_attn_len, self.full_attn_tail)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the values of a row."""
+        return self.row_dim * _ITEMSIZE[self.row_dtype]
+
+    @property
     def row_stride(self) -> int:
         """Bytes from one row to the next, in the pool and in the tables."""
         return self.page_geometry(1).row_stride

@@ -19,9 +19,10 @@ from helmrec.errors import ConfigError, ModelError
 from helmrec.model import dlrmv3_names as theirs
 from helmrec.model.config import ITEM, Cycle, Dtype, EncoderConfig, ModelConfig, QueryFrame, TableConfig
 from helmrec.model.dlrmv3_names import CheckpointSizes, Weights, check_names, check_shapes
+from helmrec.model.folder import Progress
 from helmrec.model.sharded_tables import ShardedTable, read_index
 from helmrec.model.torch_zip import StoredTensor, TorchZip
-from helmrec.model.weights import Progress, stream_model
+from helmrec.model.weights import stream_model
 
 CHECKPOINT = "non_sparse.ckpt"
 _OUR_NAMES = {"item_category_id": "category", "user_id": "user"}  # of tables of the published model

@@ -15,8 +15,9 @@ from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
 from helmrec.model.checkpoint import read_checkpoint
 from helmrec.model.config import ITEM, AttentionBias, Dtype, EncoderConfig, ModelConfig, RetrievalHead, TableConfig
+from helmrec.model.folder import Progress
 from helmrec.model.hstu import dense_shapes
-from helmrec.model.weights import Progress, parts_of, stream_model
+from helmrec.model.weights import parts_of, stream_model
 
 ITEMS = "_embedding_module._item_emb.weight"
 POSITIONS = "_input_features_preproc._pos_emb.weight"

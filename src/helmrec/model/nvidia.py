@@ -17,9 +17,10 @@ from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
 from helmrec.model.checkpoint import read_known
 from helmrec.model.config import ITEM, Dtype, EncoderConfig, ModelConfig, StateHead, TableConfig
+from helmrec.model.folder import Progress
 from helmrec.model.hstu import dense_shapes
 from helmrec.model.weight_map import reorder_parts
-from helmrec.model.weights import Progress, parts_of, stream_model
+from helmrec.model.weights import parts_of, stream_model
 
 LAYERS = "_hstu_block._attention_layers."
 POSITIONS = "_hstu_block._preprocessor._positional_encoder._position_embeddings_weight"

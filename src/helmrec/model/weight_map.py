@@ -19,8 +19,9 @@ from helmrec.config import Frozen
 from helmrec.errors import ConfigError, ModelError
 from helmrec.model.checkpoint import read_checkpoint
 from helmrec.model.config import ModelConfig
+from helmrec.model.folder import Progress
 from helmrec.model.hstu import dense_shapes
-from helmrec.model.weights import Progress, parts_of, stream_model
+from helmrec.model.weights import parts_of, stream_model
 
 _PARTS = "uvqk"
 _TABLES = "tables."

@@ -1,14 +1,9 @@
-"""Model folders: config.json, dense weights and tables in safetensors. Never pickle: a model must not run code.
+"""Weights in model folders: written, and loaded with every check. Tables are memory-mapped on load."""
 
-Layout: config.json (the model's shape, and size and checksum of every file), dense.safetensors,
-tables/NAME.safetensors with one tensor `rows` each, memory-mapped on load.
-"""
-
-import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -18,41 +13,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from helmrec.config import Frozen
-from helmrec.errors import ConfigError, ModelError
+from helmrec.errors import ModelError
 from helmrec.memory.row_master import first_non_finite, non_finite_row
 from helmrec.model.config import ModelConfig
+from helmrec.model.folder import (
+    DENSE,
+    SAFETENSORS_DTYPE,
+    VERIFY_BYTES,
+    FileRecord,
+    Manifest,
+    Progress,
+    check_file,
+    checksum,
+    read_manifest,
+    table_file,
+)
 from helmrec.model.hstu import dense_shapes
+from helmrec.model.shared_tables import SharedTables
 
 if TYPE_CHECKING:
     from helmrec.model.ranker import HstuRanker
 
-DENSE = "dense.safetensors"
-VERIFY_BYTES = 256 << 20  # larger files are checksummed only with `verify`: reading them takes minutes
 _CHUNK_BYTES = 16 << 20
-_MAX_MANIFEST_BYTES = 16 << 20
-_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-Progress = Callable[[int], None]  # called with the number of further bytes done
-
-
-class FileRecord(Frozen):
-    """Size and checksum of a file."""
-
-    bytes: int
-    blake2b: str
-
-
-class Manifest(Frozen):
-    """The content of config.json."""
-
-    model: ModelConfig
-    files: dict[str, FileRecord]
-
-    @property
-    def version(self) -> int:
-        """Fingerprint of shape and weights; KV of one version is never reused with another."""
-        digest = hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +45,7 @@ class LoadedModel:
     version: int
     dense: dict[str, Tensor]
     tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
+    shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
@@ -71,10 +54,6 @@ class LoadedModel:
             if tuple(rows.shape) != shape or rows.dtype != getattr(torch, self.config.row_dtype):
                 seen = f"{tuple(rows.shape)} of {str(rows.dtype).removeprefix('torch.')}"
                 raise ModelError(f"table {table.name!r} must be {shape} of {self.config.row_dtype}, got {seen}")
-
-
-def table_file(name: str) -> str:
-    return f"tables/{name}.safetensors"
 
 
 @overload
@@ -158,6 +137,20 @@ def random_dense(config: ModelConfig, generator: torch.Generator) -> dict[str, T
     return dense
 
 
+def load_dense(folder: Path, shared: SharedTables) -> LoadedModel:
+    """Load and check the dense weights of a model whose tables are in shared memory."""
+    manifest = read_manifest(folder)
+    check_file(folder / DENSE, manifest.files[DENSE], verify=True, progress=lambda _: None)
+    dense = _read_dense(folder, manifest.model)
+    return LoadedModel(manifest.model, manifest.version, dense, shared.master.tables, shared)
+
+
+def _read_dense(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    dense = read_tensors(folder / DENSE)
+    _raise_all(_dense_problems(dense, config), f"{folder / DENSE}: ")
+    return dense
+
+
 def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambda _: None) -> LoadedModel:
     """Load and check a model folder. `verify` also checks checksums and values of tables over 256 MiB.
 
@@ -167,9 +160,8 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     manifest = read_manifest(folder)
     config = manifest.model
     for name, record in manifest.files.items():
-        _check_file(folder / name, record, verify=verify or record.bytes <= VERIFY_BYTES, progress=progress)
-    dense = read_tensors(folder / DENSE)
-    _raise_all(_dense_problems(dense, config), f"{folder / DENSE}: ")
+        check_file(folder / name, record, verify=verify or record.bytes <= VERIFY_BYTES, progress=progress)
+    dense = _read_dense(folder, config)
     tables = {}
     for table in config.tables:
         path, shapes = folder / table_file(table.name), {"rows": (table.num_rows, config.row_dim)}
@@ -182,30 +174,6 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     return LoadedModel(config, manifest.version, dense, tables)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelError(
-            f"{folder} is not a model folder: {'it is a file' if folder.exists() else 'it does not exist'}"
-        )
-    if not path.is_file():
-        pickled = [p.name for p in folder.glob("*") if p.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}]
-        hint = f"; found {pickled[0]!r}, but pickled weights are never loaded: a pickle can run code" if pickled else ""
-        raise ModelError(f"{folder} is not a model folder: no config.json{hint}; helmrec.model.save_model writes one")
-    if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise ModelError(f"{path}: at most {_MAX_MANIFEST_BYTES} bytes are read, got {path.stat().st_size}")
-    try:
-        manifest = Manifest(**json.loads(path.read_text()))
-    except RecursionError:
-        raise ModelError(f"{path}: nested too deeply") from None
-    except (ConfigError, ValueError, TypeError) as error:
-        raise ModelError(f"{path}: {error}") from error
-    wanted = {DENSE, *(table_file(table.name) for table in manifest.model.tables)}
-    if missing := wanted - manifest.files.keys():
-        raise ModelError(f"{path}: files lists no {sorted(missing)[0]!r}")
-    return manifest
-
-
 def _make_empty(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} exists and is not empty")
@@ -215,7 +183,7 @@ def _make_empty(folder: Path) -> None:
 def _write_manifest(folder: Path, config: ModelConfig, progress: Progress) -> None:
     names = [DENSE, *(table_file(table.name) for table in config.tables)]
     files = {
-        name: FileRecord(bytes=(folder / name).stat().st_size, blake2b=_checksum(folder / name, progress))
+        name: FileRecord(bytes=(folder / name).stat().st_size, blake2b=checksum(folder / name, progress))
         for name in names
     }
     manifest = Manifest(model=config, files=files)
@@ -239,7 +207,7 @@ def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator)
 def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
     """Write a safetensors file in chunks; the library's writer needs the whole table in memory."""
     row_bytes = shape[1] * getattr(torch, dtype).itemsize
-    entry = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
+    entry = {"dtype": SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
     header = json.dumps({"rows": entry}).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
@@ -267,40 +235,6 @@ def _check_part(path: Path, part: bytes, start: int, row_bytes: int, dtype: torc
 def _check_finite(table: str, rows: Tensor) -> None:
     if (row := first_non_finite(rows)) is not None:
         raise non_finite_row(table, row)
-
-
-def _check_file(path: Path, record: FileRecord, *, verify: bool, progress: Progress) -> None:
-    if not path.is_file():
-        raise ModelError(f"{path} is missing")
-    size = path.stat().st_size
-    if _looks_pickled(path, size):
-        raise ModelError(f"{path} holds pickled weights; only safetensors are loaded, since a pickle can run code")
-    if size != record.bytes:
-        raise ModelError(f"{path} is truncated or replaced: {record.bytes} bytes expected, got {size}")
-    if verify and (found := _checksum(path, progress)) != record.blake2b:
-        raise ModelError(f"{path} is corrupt: checksum {record.blake2b} expected, got {found}")
-
-
-def _looks_pickled(path: Path, size: int) -> bool:
-    """Whether a file is a pickle or a zip of torch.save. As safetensors, either has an impossible header length."""
-    with path.open("rb") as file:
-        start = file.read(8)
-    has_magic = start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"
-    return has_magic and int.from_bytes(start, "little") > size
-
-
-def _checksum(path: Path, progress: Progress) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for chunk in _chunks(path):
-        digest.update(chunk)
-        progress(len(chunk))
-    return digest.hexdigest()
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

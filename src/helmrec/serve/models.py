@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from helmrec.model.weights import read_manifest
+from helmrec.model.folder import read_manifest
 from helmrec.serve.front import Front
 from helmrec.serve.port import SwapsModels
 from helmrec.serve.routes import Endpoint, json_answer

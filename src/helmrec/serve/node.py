@@ -8,11 +8,13 @@ from helmrec.deltas.consumer import ConsumerLimits, RowConsumer, StreamStart
 from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.engine import Engine
-from helmrec.model.weights import read_manifest
+from helmrec.model.folder import read_manifest
+from helmrec.model.weights import load_dense
 from helmrec.serve.control import Steering, with_curves
 from helmrec.serve.port import EnginePort, InProcessPort
 from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.settings import ServeConfig, for_engine, revealed
+from helmrec.serve.shared_rows import TableDoor
 from helmrec.serve.snapshot import SnapshotKeeper
 from helmrec.serve.swap import SwappingPort
 from helmrec.serve.wire import Begin
@@ -36,9 +38,28 @@ def process_port(model: Path, engine: EngineConfig, serve: ServeConfig, environm
     return ProcessPort(begin, manifest.model, engine.max_history, memory, environment)
 
 
-def swapping(model: Path, engine: EngineConfig, serve: ServeConfig) -> SwappingPort:
-    """Make a port whose engine runs in this process and can be swapped."""
-    return SwappingPort(in_process(model, engine, serve), lambda other, start: in_process(other, engine, serve, start))
+def swapping(model: Path, engine: EngineConfig, serve: ServeConfig, door: TableDoor | None = None) -> SwappingPort:
+    """Make a port whose engine runs in this process and can be swapped. Tables come through `door`, if there is one."""
+    if door is None:
+        first = in_process(model, engine, serve)
+        return SwappingPort(first, lambda other, start: in_process(other, engine, serve, start))
+    return SwappingPort(
+        with_shared_tables(model, engine, serve, door),
+        lambda other, _: with_shared_tables(other, engine, serve, door),
+    )
+
+
+def with_shared_tables(model: Path, engine: EngineConfig, serve: ServeConfig, door: TableDoor) -> InProcessPort:
+    """Make a port to one engine in this process, of tables that other processes read too."""
+    steering = Steering.of(serve)
+    rows = door.wait_for(model)
+    try:
+        made = Engine(load_dense(model, rows.tables), with_curves(serve.policy, engine))
+    except BaseException:
+        rows.close()
+        raise
+    rows.follow_with(made)
+    return InProcessPort(made, steering, SnapshotKeeper.of(serve, made.model_config), rows)
 
 
 def in_process(

@@ -19,9 +19,10 @@ from numpy.typing import ArrayLike
 
 from helmrec.collector import PROCESS
 from helmrec.control.rebalancer import Mode
-from helmrec.deltas.consumer import RowConsumer, SwapModel
+from helmrec.deltas.consumer import SwapModel
 from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.start_up import COMPILED
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import AlphaOutOfRange, Refused, RequestError
@@ -122,6 +123,24 @@ class SwapsModels(Protocol):
         """
 
 
+class FollowsRows(Protocol):
+    """Brings new rows to an engine: `deltas.consumer.RowConsumer`, or `serve.shared_rows.SharedRows`."""
+
+    def follow_models(self, swap: SwapModel) -> None: ...
+
+    def reject_model(self, reason: str) -> None: ...
+
+    def start(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def apply(self, now: float) -> bool: ...
+
+    def stats(self) -> RowStreamStats | None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Queued:
     """A ranking call whose requests are in the engine's queue."""
@@ -141,11 +160,11 @@ class InProcessPort:
         engine: Engine,
         steering: Steering | None = None,
         snapshots: SnapshotKeeper | None = None,
-        rows: RowConsumer | None = None,
+        rows: FollowsRows | None = None,
     ) -> None:
         """Without `steering`, only admin calls move the boundary. `snapshots` are read at the start and kept.
 
-        `rows` follows a stream of row deltas; the engine is ready when it has caught up.
+        `rows` follows a stream of row deltas, or tables that others share; the engine is ready when it has caught up.
         """
         self.engine = engine
         self.model = engine.model_config

@@ -36,6 +36,7 @@ class FrameKind(IntEnum):
     ERROR = 8
     FAILED = 9  # the engine ends, with the reason
     PREFILL = 10  # to the engine
+    NOTICE = 11  # from a keeper: something to do
 
 
 class Begin(Struct, frozen=True):

@@ -1,0 +1,39 @@
+"""The tables of a model in memory that all engines of a host map, as an engine reads them."""
+
+import torch
+from torch import Tensor
+
+from helmrec.errors import ConfigError
+from helmrec.kernels.row_gather import MAX_ROWS
+from helmrec.memory.row_journal import RowBytes
+from helmrec.memory.row_master import LockedBuffer, RowMaster
+from helmrec.model.config import ModelConfig
+from helmrec.model.table_memory import TableFiles, TableMemory
+
+
+class SharedTables:
+    """Shared tables as one engine maps them. The descriptors may be closed afterwards."""
+
+    def __init__(self, config: ModelConfig, files: TableFiles) -> None:
+        if config.num_rows > MAX_ROWS:
+            raise ConfigError(f"engines share at most {MAX_ROWS} rows over all tables, got {config.num_rows}")
+        self.memory = TableMemory(config, files)
+        self.journal = self.memory.journal
+        like = torch.empty((0, config.row_dim), dtype=getattr(torch, config.row_dtype))
+        sizes = {table.name: table.num_rows for table in config.tables}
+        self.master = RowMaster.over(LockedBuffer(self.memory.num_bytes, self.memory.memory), sizes, like)
+
+    def redo(self) -> None:
+        """Complete an update that the keeper has begun to write."""
+        self.journal.redo(self.memory.write)
+
+
+def row_bytes_of(values: Tensor) -> RowBytes:  # (rows, row_bytes)
+    """Return rows as bytes, as a journal takes them."""
+    rows: RowBytes = values.contiguous().view(torch.uint8).numpy()
+    return rows
+
+
+def rows_of_bytes(values: RowBytes, dtype: torch.dtype) -> Tensor:  # (rows, row_dim)
+    """Return the rows of an entry of a journal."""
+    return torch.from_numpy(values).view(dtype)

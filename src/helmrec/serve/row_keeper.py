@@ -1,0 +1,167 @@
+"""The front's side of the keeper: owns the memory of the tables, runs the keeper, and brings engines to it.
+
+While no keeper runs, engines serve on and updates wait.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from numpy.typing import ArrayLike
+
+from helmrec.engine.intake import prepare_rows
+from helmrec.errors import EngineClosed
+from helmrec.model.folder import read_manifest
+from helmrec.model.shared_tables import row_bytes_of
+from helmrec.model.table_memory import TableFiles
+from helmrec.serve.child_process import ChildProcess
+from helmrec.serve.keeper_process import KeeperBegin, KeeperStats
+from helmrec.serve.port import Health
+from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.ring import Frame, Link
+from helmrec.serve.row_round import RoundLimits
+from helmrec.serve.settings import ServeConfig
+from helmrec.types import Ids
+
+log = logging.getLogger("helmrec.serve")
+_LOOK_EVERY_S = 0.02
+
+
+class RowKeeper(ChildProcess):
+    """The tables of one model, shared by engine processes. Used in one event loop."""
+
+    kind = "keeper"
+    module = "helmrec.serve.keeper_process"
+    hang_s = 10.0
+
+    def __init__(self, model: Path, serve: ServeConfig, limits: RoundLimits | None = None) -> None:
+        super().__init__(serve.ring_bytes, {"CUDA_VISIBLE_DEVICES": ""})
+        limits = limits or RoundLimits()
+        self.model = model
+        self._begin = KeeperBegin(str(model), serve.log_level, limits.hold_s, limits.cut_off_s)
+        self._limits = limits
+        self._config = read_manifest(model).model
+        self._files = TableFiles.create(self._config)
+        self._name = secrets.token_hex(8)  # of the tables: a model may be loaded twice
+        self._engines: dict[ProcessPort, socket.socket] = {}  # with the doors of their processes
+        self._names: dict[str, ProcessPort] = {}  # of the engines that this keeper knows
+        self._numbers = itertools.count()
+        self._introductions: set[asyncio.Task[None]] = set()
+        self._door: socket.socket | None = None
+        self._their_door: socket.socket | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    # Engines.
+
+    def enter(self, engine: ProcessPort, door: socket.socket) -> None:
+        """Give the tables to a new process of this engine, through this socket, when they are there."""
+        self._engines[engine] = door
+        if self.health is Health.READY and self._link is not None:
+            task = asyncio.create_task(self._introduce_if_both_live(engine, self._link))
+            self._introductions.add(task)
+            task.add_done_callback(self._introductions.discard)
+
+    def leave(self, engine: ProcessPort) -> None:
+        """The process of this engine has ended, or uses other tables."""
+        self._engines.pop(engine, None)
+        self._names = {name: other for name, other in self._names.items() if other is not engine}
+
+    async def _introduce_if_both_live(self, engine: ProcessPort, link: Link) -> None:
+        try:
+            await self._introduce(engine, link)
+        except EngineClosed:
+            log.debug("a keeper ended while an engine came")  # the next one is told of all engines
+
+    async def _introduce(self, engine: ProcessPort, link: Link) -> None:
+        """Connect an engine and the keeper. The keeper knows it before it can read a row."""
+        name, door = f"{engine.kind} {next(self._numbers)}", self._engines[engine]
+        assert self._door is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self._names[name] = engine
+            try:
+                socket.send_fds(self._door, [b"+"], [ours.fileno()])
+            except OSError as error:
+                raise EngineClosed(f"the keeper is gone ({error.strerror})") from None
+            await self._call_by(link, "join", None, engine=name)
+            try:
+                files = [self._files.rows, self._files.journal, theirs.fileno()]
+                socket.send_fds(door, [f"{self._name} {self.model}".encode()], files)
+            except OSError:
+                log.debug("an engine ended while it was given its tables")
+
+    def _notice(self, frame: Frame) -> None:
+        """End an engine that does not let rows be updated."""
+        engine = self._names.get(msgspec.msgpack.decode(bytes(frame.payload), type=str))
+        if engine is not None:
+            engine.end(f"it did not let rows be updated for {self._limits.cut_off_s:g} s")
+
+    # Rows.
+
+    async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
+        """Write rows that all engines then see. If the keeper ends meanwhile, the next one writes them."""
+        update = prepare_rows(self._config, table, ids, values)
+        new = torch.from_numpy(update.values).to(getattr(torch, self._config.row_dtype))
+        rows, packed = update.rows.tobytes(), row_bytes_of(new).tobytes()
+        async with self._one_at_a_time:
+            while True:
+                await self.until_ready()
+                try:
+                    return await self._call("write", None, rows=rows, values=packed)
+                except EngineClosed:
+                    log.warning("the keeper ended during an update of rows, which is made again")
+
+    async def until_ready(self) -> None:
+        """Wait until the tables are there; EngineClosed if they will not be."""
+        while self.health is not Health.READY:
+            if self.health in (Health.FAILED, Health.CLOSED) or self._is_over:
+                raise EngineClosed(f"the keeper is {self.health.value}: {self.reason}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def stats(self) -> KeeperStats:
+        return await self._call("stats", KeeperStats)
+
+    async def close(self) -> None:
+        await super().close()
+        self._files.close()
+
+    # Life.
+
+    async def _sign_of_life(self) -> KeeperStats:
+        return await self.stats()
+
+    def _first_frame(self) -> bytes:
+        return msgspec.msgpack.encode(self._begin)
+
+    def _starting(self) -> Sequence[int]:
+        self._door, self._their_door = socket.socketpair()
+        return (self._their_door.fileno(), *self._files)
+
+    def _started(self) -> None:
+        if self._their_door is not None:
+            self._their_door.close()
+
+    def _stopped(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    async def _resume(self, link: Link) -> None:
+        """Tell a new keeper of all engines that read the tables, before it may write."""
+        self._names = {}
+        try:
+            while missing := self._engines.keys() - set(self._names.values()):
+                await self._introduce(missing.pop(), link)
+        except EngineClosed:
+            return  # the supervisor logs why
+        except Exception as error:
+            log.exception("a keeper could not be told of the engines")
+            self.end(f"it could not be told of the engines ({type(error).__name__}: {error})")
+            return
+        self._serve(link)
