@@ -9,11 +9,13 @@ HR@10 and NDCG@10. Then a server does the same: it keeps the histories, and each
 """
 
 import argparse
+import json
 import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -97,12 +99,26 @@ def by_popularity(data: Histories, asked: Sequence[tuple[RankRequest, int]]) -> 
     return Judged(ranks, np.zeros(len(asked), np.float32), 0.0)
 
 
-def run(data: Histories, num_steps: int, num_users: int, seed: int, folder: Path) -> dict[str, Any]:
+def write_held_out(path: Path, asked: Sequence[tuple[RankRequest, int]]) -> None:
+    """Write the requests with labels, for `helmrec model check --precision`."""
+    with path.open("w") as file:
+        for request, target in asked:
+            fields = {name: value for name, value in asdict(request).items() if value is not None}
+            whole = {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in fields.items()}
+            labels = [int(item == target) for item in request.candidates]
+            file.write(json.dumps({**whole, "labels": labels}) + "\n")
+
+
+def run(
+    data: Histories, num_steps: int, num_users: int, seed: int, folder: Path, held_out: Path | None = None
+) -> dict[str, Any]:
     """Train, export to `folder`, serve three times; what came of it."""
     config = model_config(data)
     save_model(folder, train(data, config, num_steps, seed))
     chosen = np.random.default_rng(seed).permutation(len(data.users))[:num_users]
     asked = requests_of([data.users[i] for i in chosen], data.num_items)
+    if held_out is not None:
+        write_held_out(held_out, asked)
     cached, plain = (serve(folder, asked, with_caches=with_caches) for with_caches in (True, False))
     with tempfile.TemporaryDirectory() as histories:
         over_http = serve_over_http(folder, asked, Path(histories) / "histories")
@@ -136,6 +152,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=300, help="whose held-out events are asked for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="where to keep the exported model; a new folder")
+    parser.add_argument("--held-out", type=Path, help="where to write what is asked, with labels, as JSON lines")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
     data = read_histories(arguments.kind, arguments.data)
@@ -143,7 +160,7 @@ def main() -> None:
     started, cpu = time.perf_counter(), cpu_s()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or Path(scratch) / "model"
-        result = run(data, arguments.steps, arguments.users, arguments.seed, folder)
+        result = run(data, arguments.steps, arguments.users, arguments.seed, folder, arguments.held_out)
     result |= {"seconds": round(time.perf_counter() - started), "cpu_seconds": round(cpu_s() - cpu)}
     for name, value in result.items():
         print(f"{name}: {value}")

@@ -36,7 +36,9 @@ AutoBytes = Annotated[
 ]
 
 
-KVDtype = Literal["model", "fp8_e4m3", "int8"]
+RoundedKV = Literal["fp8_e4m3", "int8"]
+FixedKVDtype = Literal["model"] | RoundedKV
+KVDtype = FixedKVDtype | Literal["auto"]
 Freshness = Literal["exact"] | Annotated[float, Field(gt=0)]
 
 
@@ -159,7 +161,8 @@ class EngineConfig(Frozen):
     )
     kv_dtype: KVDtype = Field(
         "model",
-        description="model: K/V have the model's dtype; fp8_e4m3 or int8: eight bits, and a scale per token and head",
+        description="model: K/V have the model's dtype; fp8_e4m3 or int8: eight bits, and a scale per token and head; "
+        "auto: eight bits where `helmrec model check --precision` has found that this model's scores allow it",
     )
     kv_admission: Literal["always", "second-visit", "benefit"] = Field(
         "second-visit",
@@ -204,6 +207,13 @@ class EngineConfig(Frozen):
         if self.pool_bytes == "auto":
             raise ConfigError("pool_bytes must be a size here, got 'auto'")
         return int(self.pool_bytes)
+
+    @property
+    def fixed_kv_dtype(self) -> FixedKVDtype:
+        """`kv_dtype`, where it must be known: in a simulation, and once an engine has chosen it."""
+        if self.kv_dtype == "auto":
+            raise ConfigError("kv_dtype must be 'model', 'fp8_e4m3' or 'int8' here, got 'auto'")
+        return self.kv_dtype
 
     @property
     def chunk_tokens(self) -> int:

@@ -37,6 +37,14 @@ class RankRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledRequest:
+    """A request, and the labels of its candidates for the first task, if they are known."""
+
+    request: RankRequest
+    labels: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """The time of a request by stage."""
 

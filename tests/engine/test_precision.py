@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helmrec.config import EngineConfig, KVDtype
+from helmrec.config import EngineConfig, FixedKVDtype
 from helmrec.engine import setup
 from helmrec.engine.intake import Intake
 from helmrec.engine.precision import audit_tolerance, cache_version
@@ -16,14 +16,14 @@ from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.plan import PlanConfig
 from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
 
-KV_DTYPES: list[KVDtype] = ["model", "fp8_e4m3", "int8"]
+KV_DTYPES: list[FixedKVDtype] = ["model", "fp8_e4m3", "int8"]
 CODES = KV_DTYPES[1:]
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_scores_are_the_same_alone_in_a_batch_and_with_a_resident_history(
-    kv_dtype: KVDtype, dtype: str, rng: np.random.Generator
+    kv_dtype: FixedKVDtype, dtype: str, rng: np.random.Generator
 ) -> None:
     model = tiny_model(dtype=dtype)
     requests = [random_request(rng, model.config, user, 14, 4) for user in range(6)]
@@ -43,7 +43,7 @@ def test_scores_are_the_same_alone_in_a_batch_and_with_a_resident_history(
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)
-def test_rounding_changes_scores_a_little(kv_dtype: KVDtype, rng: np.random.Generator) -> None:
+def test_rounding_changes_scores_a_little(kv_dtype: FixedKVDtype, rng: np.random.Generator) -> None:
     model = tiny_model()
     request = random_request(rng, model.config, 0, 14, 8)
     with tiny_engine(model) as engine, tiny_engine(model, kv_dtype=kv_dtype) as coarse:
@@ -71,7 +71,7 @@ def test_a_pool_holds_nearly_twice_the_tokens_of_a_bfloat16_model(name: str, lea
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_simulated_nodes_have_the_pages_of_the_engine(kv_dtype: KVDtype) -> None:
+def test_simulated_nodes_have_the_pages_of_the_engine(kv_dtype: FixedKVDtype) -> None:
     model, engine = profile("dlrmv3", 1_000), EngineConfig(kv_dtype=kv_dtype, page_tokens=128, pool_bytes="1GiB")
     node = NodeConfig(model=model, engine=engine)
     assert node.geometry == setup.page_geometry(model, engine)

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from helmrec.cli.console import bytes_bar, err, exit_on_error, out, pairs_table
+from helmrec.cli.precision import check_precision_of
 from helmrec.model.profiles import PROFILES, profile
 
 if TYPE_CHECKING:
@@ -56,11 +57,34 @@ def info(
 def check(
     folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder.")],
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare K/V of eight bits with the model's dtype instead: fp8 or int8.", show_default="none"
+        ),
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="Held-out requests for --precision: JSON lines, fields as in RankRequest and perhaps labels, one "
+            "number per candidate; or a trace.",
+            show_default="random ones",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of --precision: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module."""
+    """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module.
+
+    With --precision, compare scores in low and in full precision, and write the verdict to precision.json in the model
+    folder, which an engine with kv_dtype="auto" obeys. Status 1 if low precision is not allowed.
+    """
     from helmrec.engine.model_check import check_model
     from helmrec.model.weights import load_model
 
+    if precision is not None:
+        with exit_on_error():
+            is_allowed = check_precision_of(folder, precision, requests, seed, device)
+        raise typer.Exit(0 if is_allowed else 1)
     with exit_on_error():
         model = load_model(folder)
         found = check_model(model, seed)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -85,17 +85,10 @@ def _rank_lines(engine: Engine, lines: Iterable[bytes], sink: TextIO) -> list[_L
 
 
 def _parse(engine: Engine, number: int, text: bytes) -> _Line:
-    known = {field.name: field for field in fields(RankRequest)}
+    from helmrec.traffic.request_lines import request_of
+
     try:
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise RequestError("line", values, "a JSON object is needed")
-        if unknown := values.keys() - known.keys():
-            raise RequestError("line", sorted(unknown)[0], f"fields are {', '.join(sorted(known))}")
-        needed = {name for name, field in known.items() if field.default is field.default_factory is MISSING}
-        if missing := needed - values.keys():
-            raise RequestError("line", sorted(values), f"{', '.join(sorted(missing))} missing")
-        request = RankRequest(**values)
+        request = request_of(json.loads(text))
         engine.validate(request)
     except RequestError as error:
         return _Line(number, None, str(error))

@@ -10,7 +10,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, GraphLimits
-from helmrec.engine.precision import KV_DTYPES
+from helmrec.engine.precision import KV_DTYPES, choose_kv_dtype
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
@@ -59,6 +59,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
 
     config, device_reason = choose_device(config)
     _check_device(config)
+    config, kv_reasons = choose_kv_dtype(config, model)
     shape = model.config
     chosen = config
     if not shape.is_append_stable:
@@ -83,7 +84,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense.warm_up(follow)
     start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    kernels, choices = row_kernels(_kernels(config)), (device_reason, pool_reason, *_slower_path(shape, config))
+    kernels = row_kernels(_kernels(config))
+    choices = (device_reason, pool_reason, *kv_reasons, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
 
 
@@ -187,4 +189,4 @@ def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) ->
 
 def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
     """Return the page geometry of this model's pool."""
-    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device], config.kv_dtype)
+    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device], config.fixed_kv_dtype)

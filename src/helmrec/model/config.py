@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from helmrec.config import Frozen, KVDtype
+from helmrec.config import FixedKVDtype, Frozen
 from helmrec.memory.geometry import PageGeometry
 from helmrec.types import AttentionWindow
 
@@ -215,7 +215,7 @@ class ModelConfig(Frozen):
         """The factor of q.k."""
         return self.qk_dim**-0.5 if self.qk_scale is None else self.qk_scale
 
-    def page_geometry(self, page_tokens: int, kv_dtype: KVDtype = "model") -> PageGeometry:
+    def page_geometry(self, page_tokens: int, kv_dtype: FixedKVDtype = "model") -> PageGeometry:
         """Pages of a pool for this model."""
         is_rounded = kv_dtype != "model"
         return PageGeometry(

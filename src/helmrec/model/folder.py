@@ -1,7 +1,8 @@
 """Model folders: config.json, dense weights and tables in safetensors. Never pickle: a model must not run code.
 
 Layout: config.json (the model's shape, and size and checksum of every file), dense.safetensors,
-tables/NAME.safetensors with one tensor `rows` each. This module reads and checks files without torch.
+tables/NAME.safetensors with one tensor `rows` each, perhaps precision.json (`precision.py`). This module reads and
+checks files without torch.
 """
 
 import hashlib

@@ -29,6 +29,7 @@ from helmrec.model.folder import (
     table_file,
 )
 from helmrec.model.hstu import dense_shapes
+from helmrec.model.precision import PrecisionVerdicts, read_verdicts
 from helmrec.model.shared_tables import SharedTables
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class LoadedModel:
     dense: dict[str, Tensor]
     tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
     shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
+    precision: PrecisionVerdicts | None = None  # of these weights
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
@@ -142,7 +144,8 @@ def load_dense(folder: Path, shared: SharedTables) -> LoadedModel:
     manifest = read_manifest(folder)
     check_file(folder / DENSE, manifest.files[DENSE], verify=True, progress=lambda _: None)
     dense = _read_dense(folder, manifest.model)
-    return LoadedModel(manifest.model, manifest.version, dense, shared.master.tables, shared)
+    verdicts = read_verdicts(folder, manifest.version)
+    return LoadedModel(manifest.model, manifest.version, dense, shared.master.tables, shared, verdicts)
 
 
 def _read_dense(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -171,7 +174,7 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     for name, rows in tables.items():
         if verify or manifest.files[table_file(name)].bytes <= VERIFY_BYTES:
             _check_finite(str(folder / table_file(name)), rows)
-    return LoadedModel(config, manifest.version, dense, tables)
+    return LoadedModel(config, manifest.version, dense, tables, precision=read_verdicts(folder, manifest.version))
 
 
 def _make_empty(folder: Path) -> None:

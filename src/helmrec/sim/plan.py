@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ByteSize, Field
 
-from helmrec.config import EngineConfig, Frozen, KVDtype
+from helmrec.config import EngineConfig, FixedKVDtype, Frozen
 from helmrec.control.static import Static, StaticSettings
 from helmrec.costs.calibrated import CostModel
 from helmrec.costs.routing import RouterCost
@@ -41,7 +41,7 @@ class PlanConfig(Frozen):
     rate: float = Field(gt=0, description="requests per second, in total")
     slo_ms: float = Field(80.0, gt=0, description="limit of the P99 latency")
     pool_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(80 * 10**9), description="of each node")
-    kv_dtype: KVDtype = Field("model", description="of K/V, as in the engine's settings")
+    kv_dtype: FixedKVDtype = Field("model", description="of K/V, as in the engine's settings")
     profile: str = Field("dlrmv3", description="model shape")
     preset: str = Field("dlrmv3", description="data set whose items and candidates are used")
     history: float = Field(6_700.0, gt=0, description="median events of a user")

@@ -30,7 +30,7 @@ class NodeConfig(Frozen):
 
     @property
     def geometry(self) -> PageGeometry:
-        return self.model.page_geometry(self.engine.page_tokens or _PAGE_TOKENS, self.engine.kv_dtype)
+        return self.model.page_geometry(self.engine.page_tokens or _PAGE_TOKENS, self.engine.fixed_kv_dtype)
 
     @property
     def num_pages(self) -> int:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from helmrec.config import EngineConfig
+from helmrec.config import EngineConfig, FixedKVDtype
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import GraphedDense
 from helmrec.engine.probe import EngineProbe
@@ -79,7 +79,7 @@ ROWS = [
 ]
 
 
-def make_engine(name: str) -> Engine:
+def make_engine(name: str, kv_dtype: FixedKVDtype = "model") -> Engine:
     """A profile's dense shape without context tables (the published timings have none), over small random tables.
 
     After "-16k", the longest history is that long; after a stroke, a token sees so many before it.
@@ -92,7 +92,8 @@ def make_engine(name: str) -> Engine:
     tables = {t.name: torch.randn((t.num_rows, config.row_dim), generator=generator).to(dtype) for t in config.tables}
     model = LoadedModel(config, 1, random_dense(config, generator), tables)
     settings: dict[str, Any] = {"pool_bytes": "16GiB", "alpha": 0.1, "device": "cuda", "kv_admission": "always"}
-    return Engine(model, EngineConfig(**settings, max_batch_tokens=70_016, max_batch_requests=8, max_forks=1))
+    settings |= {"kv_dtype": kv_dtype, "max_batch_tokens": 70_016, "max_batch_requests": 8, "max_forks": 1}
+    return Engine(model, EngineConfig(**settings))
 
 
 class KernelUsers:
