@@ -52,9 +52,8 @@ def _find_kernel(rows, slot_of, heat, control, sources, is_missed, absent_entrie
         tl.store(absent_entries + at, entries, mask=absent)
 
 
-@triton.jit
-def _enter_kernel(rows, absent_entries, absent_cells, absent_count, keys, ranks, CELLS: tl.constexpr,
-                  BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["last_cell"])
+def _enter_kernel(rows, absent_entries, absent_cells, absent_count, keys, ranks, last_cell, BLOCK: tl.constexpr):
     """Find the cell of each absent row, and leave the rank of its first entry there."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_absent = tl.load(absent_count)
@@ -63,13 +62,13 @@ def _enter_kernel(rows, absent_entries, absent_cells, absent_count, keys, ranks,
     is_used = i < num_absent
     entry = tl.load(absent_entries + i, mask=is_used, other=0)
     row = tl.load(rows + entry, mask=is_used, other=0)
-    cell = (mixed(row.to(tl.uint32)) & (CELLS - 1)).to(tl.int32)
+    cell = mixed(row.to(tl.uint32)).to(tl.int32) & last_cell
     pending = is_used
     while tl.max(pending.to(tl.int32), axis=0) > 0:
         # An entry that has its cell compares with a value that no cell holds, so that it changes nothing.
         found = tl.atomic_cas(keys + cell, tl.where(pending, _FREE, _NEVER), row)
         pending = pending & (found != _FREE) & (found != row)
-        cell = tl.where(pending, (cell + 1) & (CELLS - 1), cell)
+        cell = tl.where(pending, (cell + 1) & last_cell, cell)
     tl.atomic_max(ranks + cell, entry ^ _BITS, mask=is_used, sem="relaxed")
     tl.store(absent_cells + i, cell, mask=is_used)
 
@@ -151,7 +150,7 @@ def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None
         BLOCK=_BLOCK,
     )
     wanted = (rows, absent.entries, absent.cells, absent.count)
-    _enter_kernel[few](*wanted, keys, ranks, CELLS=keys.numel(), BLOCK=_FEW)
+    _enter_kernel[few](*wanted, keys, ranks, keys.numel() - 1, BLOCK=_FEW)
     again = (repeats.sources, repeats.places, repeats.count)
     _own_kernel[few](*wanted, ranks, *again, is_missed, lookup.counters, SHIFT=shift, BLOCK=_FEW)
     _begin_buckets_kernel[(1,)](lookup.counters, missed.count, BUCKETS=BUCKETS, num_warps=8)
