@@ -127,6 +127,12 @@ class EngineConfig(Frozen):
         description="memory shared by both caches; auto: on cuda what model, graphs and 5% of the card leave; "
         "on cpu 256MiB",
     )
+    card_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of a card's memory that this engine may take, if others run on the same card",
+    )
     alpha: float = Field(0.4, ge=0, le=1, description="embedding share of the pool's pages at start")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="device of the pool and the model; auto: cuda if there is a card, else cpu"

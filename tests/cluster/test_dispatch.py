@@ -5,6 +5,11 @@ from typing import Any
 
 from helmrec.cluster.dispatch import Dispatch, node_of
 from helmrec.cluster.hint import Hint
+from helmrec.costs.learned import StageCosts
+from helmrec.costs.routing import RouterCost
+from helmrec.router.policy import EmbKVAware
+from helmrec.router.settings import StateSettings
+from helmrec.router.state import ClusterState
 from tests.cluster.cases import hint_of, make_dispatch, report_of, spread
 
 NAMES = ["a", "b", "c"]
@@ -18,6 +23,7 @@ WRONG: list[dict[str, Any]] = [
     {"threshold": -5},
     {"fill": math.nan},
     {"users": [(-1, 5)]},
+    {"costs": StageCosts(*[math.nan] * len(StageCosts._fields))},
 ]
 
 
@@ -49,6 +55,32 @@ def test_a_user_returns_to_its_replica_and_many_are_spread() -> None:
     assert all(send(dispatch, f"again {user}", hint_of(user)) == first[user] for user in range(5))
     assert min(spread(list(first.values())).values()) > 50
     dispatch.state.check()
+
+
+def test_the_router_predicts_with_what_replicas_have_learned() -> None:
+    now_s, policy = [100.0], EmbKVAware(RouterCost.unknown())
+    dispatch = Dispatch(policy, ClusterState(StateSettings()), lambda: now_s[0])
+    costs = StageCosts(**dict.fromkeys(StageCosts._fields, 0.0) | {"token_ms": 0.5})
+
+    def expected_ms() -> float:
+        request = hint_of(7).route_request()
+        choice = policy.choose(request, dispatch.state.look(request.user, now_s[0]), now_s[0])
+        assert choice is not None
+        return choice.expected_ms
+
+    dispatch.meet({"a": report_of(now_s[0]), "b": report_of(now_s[0])})
+    dispatch.choose("1", hint_of(7))
+    assert expected_ms() < 1e-3, "no device is assumed"
+    dispatch.meet({"a": report_of(now_s[0], costs=costs), "b": report_of(now_s[0])})
+    assert expected_ms() > 0.5, "half a millisecond a token"
+    fixed = EmbKVAware(RouterCost.unknown())
+    other = Dispatch(fixed, ClusterState(StateSettings()), lambda: now_s[0], learns=False)
+    other.choose("1", hint_of(7))
+    other.meet({"a": report_of(now_s[0], costs=costs)})
+    request = hint_of(7).route_request()
+    found = fixed.choose(request, other.state.look(request.user, now_s[0]), now_s[0])
+    assert found is not None
+    assert found.expected_ms < 1e-3, "a calibration that was given is kept"
 
 
 def test_asking_twice_changes_nothing() -> None:
@@ -89,7 +121,7 @@ def test_reports_that_make_no_sense_or_are_missing_are_done_without() -> None:
     dispatch = make_dispatch([100.0])
     odd = [report_of(1.0, **wrong) for wrong in WRONG]
     dispatch.meet(
-        {"a": b"nonsense", "b": None, "c": 5, "d": report_of(1e9), **dict(zip("efghijklm", odd, strict=True))}
+        {"a": b"nonsense", "b": None, "c": 5, "d": report_of(1e9), **dict(zip("efghijklmn", odd, strict=True))}
     )
     assert dispatch.choose("1", hint_of(1)) is not None
     assert dispatch.state.look(0, 100.0).is_fresh.sum() == 1

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from helmrec.cluster.engines import EnginesPort, make_engines
+from helmrec.costs.calibrated import default_cost
+from helmrec.costs.routing import RouterCost
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ConfigError, EngineClosed, RequestError
 from helmrec.model.weights import save_model
@@ -96,6 +98,29 @@ def test_a_user_who_returns_finds_the_engine_with_the_history(host: Host) -> Non
     assert host.caller.post("/v1/rank", body).status == 200
     after = sum(stats.pool.reused_tokens for stats in host.stats_by_engine().values())
     assert after > before
+
+
+def test_requests_are_routed_by_costs_that_these_engines_have_learned(host: Host) -> None:
+    def learned() -> bool:
+        host.run(lambda: host.port.submit(rank_requests(8)))
+        return len(host.port._costs) == 2
+
+    wait_for(learned)
+    for costs in host.port._costs.values():
+        assert costs.token_ms + costs.compute_step_ms + costs.host_step_ms > 0
+    learned_cost = RouterCost.learned(list(host.port._costs.values()), len(host.port.model.features))
+    figures = host.port._policy._figures[-len(learned_cost) :]
+    h200 = RouterCost.from_calibration(default_cost().terms(), len(host.port.model.features), 64)
+    assert not np.allclose(figures, h200)
+    assert figures[0] + figures[2] > 0
+    assert host.run(host.port.stats).costs is not None
+
+
+def test_every_engine_has_metrics_of_its_own(host: Host) -> None:
+    text = host.caller.get("/metrics").body.decode()
+    for name in ("engine 0", "engine 1"):
+        assert f'helmrec_pool_alpha{{replica="{name}"}}' in text
+        assert f'helmrec_served_total{{replica="{name}"}}' in text
 
 
 def test_what_is_wrong_is_refused_as_by_one_engine(host: Host) -> None:

@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from helmrec.costs.calibrated import ComputeWork, compute_ms, default_cost, host_ms
+from helmrec.costs.learned import StageCosts
 from helmrec.costs.routing import (
     RequestWork,
     RouterCost,
@@ -51,3 +52,29 @@ def test_a_calibration_gives_the_costs_of_the_simulator() -> None:
     assert ours.compute_ms == pytest.approx(step_ms + theirs.intake_ms)
     rows_ms = missed * 1_024 / (theirs.alone_gb_per_s * 1e6)
     assert ours.bus_ms == pytest.approx(rows_ms)
+
+
+def stage_costs(**terms: float) -> StageCosts:
+    return StageCosts(**dict.fromkeys(StageCosts._fields, 0.0) | terms)
+
+
+def test_learned_costs_are_the_sum_of_what_steps_took() -> None:
+    slow = stage_costs(host_step_ms=1.0, rows_step_ms=0.5, compute_step_ms=2.5, host_request_ms=0.25, overlap=1.0)
+    fast = stage_costs(token_ms=2e-3, host_token_ms=4e-3, read_row_ms=1e-3, pair_ms=1e-6, missed_row_ms=6e-3)
+    fast = fast._replace(host_missed_row_ms=2e-3)
+    cost = RouterCost.learned([slow, fast], rows_per_token=3)
+    assert cost.floor_ms == pytest.approx(2.0), "of two engines, the mean"
+    assert cost.request_ms == pytest.approx(0.125)
+    assert cost.token_us == pytest.approx((2 + 4 + 3) / 2)
+    assert cost.pair_ns == pytest.approx(0.5)
+    assert cost.row_us == cost.sorted_row_us == pytest.approx(4.0)
+    assert stages_of(cost, RequestWork(0, 0, 0, 1_000_000)).bus_ms == pytest.approx(4_000.0), "never in another order"
+
+
+def test_before_anything_is_learned_no_device_is_assumed() -> None:
+    cost = RouterCost.learned([], rows_per_token=3)
+    assert cost == RouterCost.unknown()
+    large = RequestWork(resident_tokens=0, new_tokens=14_000, num_candidates=2_048, absent_rows=400_000)
+    stages = stages_of(cost, large)
+    assert expected_ms(cost, stages, 0.0) < 1e-3, "any queue counts more"
+    assert stages.compute_ms > stages_of(cost, large._replace(resident_tokens=7_000, new_tokens=7_000)).compute_ms > 0

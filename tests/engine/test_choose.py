@@ -85,3 +85,17 @@ def test_a_card_that_is_not_there_stays_an_error(monkeypatch: pytest.MonkeyPatch
 def test_a_simulation_needs_a_size() -> None:
     with pytest.raises(ConfigError, match="pool_bytes must be a size here, got 'auto'"):
         _ = EngineConfig().sized_pool_bytes
+
+
+def test_engines_that_share_a_card_take_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = profile("dlrmv3"), EngineConfig(device="cuda")
+    for free_gib, own_gib, left in ((130, 2, "68.00"), (60, 2, "60.00")):  # the first engine, and one after others
+        memory = CardMemory(free_gib * GIB, 140 * GIB, own_gib * GIB)
+        monkeypatch.setattr(choose, "card_memory", lambda memory=memory: memory)
+        config = EngineConfig(device="cuda", card_share=0.5)
+        chosen = choose_pool(config, model, page_geometry(model, config))
+        assert f"of {left} GiB that the model leaves on 50% of the card" in chosen.reason
+        assert "3.50 margin (5% of 50% of the card)" in chosen.reason
+        assert chosen.config.sized_pool_bytes < 70 * GIB
+        alone = choose_pool(whole, model, page_geometry(model, whole)).config.sized_pool_bytes
+        assert chosen.config.sized_pool_bytes < alone or free_gib == 60

@@ -14,14 +14,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from helmrec.cluster.config import ClusterConfig, check_protocols
+from helmrec.cluster.config import ClusterConfig, check_cards, check_protocols, with_card_share
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.fleet import RayFleet
 from helmrec.cluster.port import ClusterPort
 from helmrec.cluster.replica import EngineReplica, ReplicaSettings
 from helmrec.cluster.request_router import REPORT, HelmRequestRouter, make_policy
 from helmrec.collector import PROCESS
-from helmrec.costs.calibrated import default_cost, load_cost
+from helmrec.costs.calibrated import load_cost
 from helmrec.costs.routing import RouterCost
 from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
@@ -62,7 +62,7 @@ class _Ingress:
         given, chosen = _settings(settings), ClusterConfig(**cluster)
         log_to_stderr(given.serve.log_level, given.secrets)
         shape = read_manifest(Path(model)).model
-        policy = make_policy(chosen.router, router_cost(chosen, given, shape)._asdict(), chosen.routing.model_dump())
+        policy = make_policy(chosen.router, router_cost(chosen, shape), chosen.routing.model_dump())
         warm_up(policy, chosen.memory)  # Ray constructs the router itself, in this process
         self._port = ClusterPort(RayFleet(engines), shape, given.engine.max_history, chosen.patience_s)
         path = given.serve.history_path
@@ -90,8 +90,9 @@ def application(model: Path, settings: Settings, cluster: ClusterConfig) -> Appl
     shape = read_manifest(model).model
     Steering.of(settings.serve)
     _check_histories(settings.serve.history_path)
+    check_cards(cluster, settings.engine)
     check_protocols(settings.serve)
-    begin = Begin(str(model), revealed(settings.engine), for_engine(settings.serve))
+    begin = Begin(str(model), revealed(with_card_share(cluster, settings.engine)), for_engine(settings.serve))
     keeps_all = settings.engine.kv_admission == "always"
     replica = ReplicaSettings(cluster.memory.sketch_bits, 1 if keeps_all else cluster.memory.kept_from_visit)
     engines = serve.deployment(_Engines, name=ENGINES).options(**_engine_options(cluster, settings, shape))
@@ -115,7 +116,7 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
         request_router_class=HelmRequestRouter,
         request_router_kwargs={
             "router": cluster.router,
-            "cost": router_cost(cluster, settings, model)._asdict(),
+            "cost": router_cost(cluster, model),
             "routing": cluster.routing.model_dump(),
             "memory": cluster.memory.model_dump(),
         },
@@ -143,10 +144,12 @@ def _engine_options(cluster: ClusterConfig, settings: Settings, model: ModelConf
     return options | {"autoscaling_config": scaling}
 
 
-def router_cost(cluster: ClusterConfig, settings: Settings, model: ModelConfig) -> RouterCost:
-    """Return the costs that the router predicts with, for the served model."""
-    cost = default_cost() if cluster.calibration is None else load_cost(Path(cluster.calibration))
-    return RouterCost.from_calibration(cost.terms(), len(model.features), model.row_stride)
+def router_cost(cluster: ClusterConfig, model: ModelConfig) -> dict[str, Any] | None:
+    """Return the costs of the calibration that the router predicts with; None: those that replicas learn."""
+    if cluster.calibration is None:
+        return None
+    terms = load_cost(Path(cluster.calibration)).terms()
+    return RouterCost.from_calibration(terms, len(model.features), model.row_stride)._asdict()
 
 
 def _check_histories(path: str | None) -> None:

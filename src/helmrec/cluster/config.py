@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from helmrec.config import Frozen
+from helmrec.config import EngineConfig, Frozen
 from helmrec.errors import ConfigError
 from helmrec.extensions import ROUTERS, extensions
 from helmrec.router.settings import RouterSettings, StateSettings
@@ -47,7 +47,13 @@ class ClusterConfig(Frozen):
         None, description="bounds between which the number of replicas follows the load, instead of replicas"
     )
     cpus_per_replica: float = Field(1.0, ge=0, description="cores that Ray reserves for a replica")
-    gpus_per_replica: float = Field(0.0, ge=0, description='GPUs that Ray reserves; set device = "cuda" with them')
+    gpus_per_replica: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of a GPU that Ray reserves for a replica: 1, or a fraction if several share a card, which "
+        'then also bounds pool_bytes = "auto"; 0: replicas run on the CPU',
+    )
     ingresses: int = Field(1, ge=1, description="HTTP fronts; each routes by its own state and the reports of replicas")
     cpus_per_ingress: float = Field(0.5, ge=0, description="cores that Ray reserves for an HTTP front")
     max_waiting: int = Field(256, ge=1, description="requests a replica accepts at once; its engine queues and refuses")
@@ -55,7 +61,9 @@ class ClusterConfig(Frozen):
     routing: RouterSettings = Field(RouterSettings(), description="how the router weighs caches and queues")
     memory: StateSettings = Field(StateSettings(sketch_bits=1 << 15), description="bounds of a router's state")
     calibration: str | None = Field(
-        None, min_length=1, description="file of device costs that the router predicts with; unset: those of an H200"
+        None,
+        min_length=1,
+        description="file of device costs that the router predicts with; unset: what replicas learn from their steps",
     )
     report_every_s: float = Field(0.5, gt=0, description="time between two reports of a replica")
     health_every_s: float = Field(1.0, gt=0, description="time between two health checks of a replica")
@@ -72,6 +80,21 @@ class ClusterConfig(Frozen):
         if self.router != OURS and self.router not in (added := extensions(ROUTERS)):
             raise ValueError(f"router must be one of {', '.join((OURS, *added))}")
         return self
+
+
+def check_cards(cluster: ClusterConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError if replicas run elsewhere than on what Ray reserves for them."""
+    if engine.device == "cuda" and not cluster.gpus_per_replica:
+        raise ConfigError('gpus_per_replica must be more than 0 with device "cuda", got 0')
+    if engine.device == "cpu" and cluster.gpus_per_replica:
+        raise ConfigError(f'gpus_per_replica must be 0 with device "cpu", got {cluster.gpus_per_replica:g}')
+
+
+def with_card_share(cluster: ClusterConfig, engine: EngineConfig) -> EngineConfig:
+    """Return the settings of a replica that has a part of a card only, if it does."""
+    if not 0 < cluster.gpus_per_replica < 1:
+        return engine
+    return engine.model_copy(update={"card_share": cluster.gpus_per_replica})
 
 
 def check_protocols(serve: ServeConfig) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 from helmrec.cluster.hint import Hint
 from helmrec.cluster.remote_clock import RemoteClock
 from helmrec.cluster.report import ReplicaReport, unpack_report
-from helmrec.router.policy import RoutingPolicy
+from helmrec.costs.learned import StageCosts
+from helmrec.costs.routing import RouterCost
+from helmrec.router.policy import LearnsCosts, RoutingPolicy
 from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import build_sketch, sample_rows
 from helmrec.router.state import ClusterState, NodeReport, Sent
@@ -60,8 +62,14 @@ class _Inbox:
 class Dispatch:
     """Chooses replicas by name and tracks the requests sent to them."""
 
-    def __init__(self, policy: RoutingPolicy, state: ClusterState, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, policy: RoutingPolicy, state: ClusterState, clock: Callable[[], float], *, learns: bool = True
+    ) -> None:
+        """`learns`: predict with what replicas have learned of their own costs, if the policy does."""
         self.state = state
+        self._learner = policy if learns and isinstance(policy, LearnsCosts) else None
+        self._costs: dict[str, StageCosts] = {}  # by replica
+        self._rows_per_token = 0
         self._policy, self._clock = policy, clock
         self._node: dict[str, int] = {}
         self._inboxes: dict[str, _Inbox] = {}
@@ -95,11 +103,19 @@ class Dispatch:
         if inbox.is_restart(report):
             self.state.join(node)  # its caches are empty
         self.state.report(inbox.node_report(report, node, now_s), now_s)
+        if report.costs is not None:
+            self._costs[replica] = report.costs
+            self._learn()
+
+    def _learn(self) -> None:
+        if self._learner is not None and self._rows_per_token and self._costs:
+            self._learner.learn(RouterCost.learned(list(self._costs.values()), self._rows_per_token))
 
     def lose(self, replica: str) -> None:
         """Remove a replica. Unknown ones are ignored."""
         node = self._node.pop(replica, None)
         self._inboxes.pop(replica, None)
+        self._costs.pop(replica, None)
         if node is not None:
             del self._name[node]
             self.state.leave(node)
@@ -107,6 +123,9 @@ class Dispatch:
     def choose(self, request_id: str, hint: Hint) -> str | None:
         """Choose the replica for a request; None if there is none. May be called again for the same request."""
         now_s, request = self._clock(), hint.route_request()
+        if request.rows_per_token != self._rows_per_token:
+            self._rows_per_token = request.rows_per_token
+            self._learn()
         nodes = self.state.look(request.user, now_s)
         avoided = self._node.get(hint.avoid)
         if avoided is not None and len(self._node) > 1:

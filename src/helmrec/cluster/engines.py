@@ -27,7 +27,7 @@ from helmrec.cluster.port import rank_by_user
 from helmrec.cluster.report import ServiceTime
 from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Mode
-from helmrec.costs.calibrated import default_cost
+from helmrec.costs.learned import StageCosts
 from helmrec.costs.routing import RouterCost
 from helmrec.engine.choose import choose_device
 from helmrec.engine.engine import EngineStats
@@ -106,8 +106,8 @@ class EnginesPort:
         self._intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
         self._describer = Describer(model)
         self._settings = settings
-        cost = RouterCost.from_calibration(default_cost().terms(), len(model.features), model.row_stride)
-        self._policy = EmbKVAware(cost)
+        self._policy = EmbKVAware(RouterCost.unknown())
+        self._costs: dict[int, StageCosts] = {}  # of engines, learned from their own steps; kept over a restart
         self._state = ClusterState(settings)
         self._seen = [_Seen() for _ in ports]
         self._is_closed = self._has_started = False
@@ -192,6 +192,9 @@ class EnginesPort:
         if not seen.num_reports:
             self._state.join(node)
         seen.num_reports += 1
+        if stats.costs is not None:
+            self._costs[node] = stats.costs
+            self._policy.learn(RouterCost.learned(list(self._costs.values()), len(self.model.features)))
         pool = stats.pool
         report = NodeReport(
             node=node,
@@ -295,6 +298,7 @@ class EnginesPort:
             await self._swap_shared(model, self._make_keeper)
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
+        self._costs = {}  # of the model before
 
     async def _swap_shared(self, model: str, make: Callable[[Path], RowKeeper]) -> None:
         """Swap with new tables. Both are in memory until the last engine has swapped, or some engine refuses to."""

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+from helmrec.costs.learned import StageCosts
 from helmrec.engine.engine import EngineStats
 from helmrec.memory.stats import PoolStats
 from helmrec.pauses import PauseStats
@@ -65,6 +66,8 @@ def _of_some(name: str, values: Sequence[Any], num_pages: Sequence[int]) -> Any:
 
 def _collected(name: str, values: Sequence[Any]) -> Any:
     """Merge dictionaries by key and tuples by index."""
+    if isinstance(values[0], StageCosts):
+        return StageCosts(*(sum(terms) / len(values) for terms in zip(*values, strict=True)))
     if isinstance(values[0], tuple):
         return tuple(map(sum, zip(*values, strict=True)))
     found = {key: [value[key] for value in values if key in value] for key in dict.fromkeys(chain(*values))}

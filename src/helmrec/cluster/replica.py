@@ -171,6 +171,7 @@ class EngineReplica:
                 words=b"" if sketch is None else sketch.words.tobytes(),
                 incarnation=self._incarnation,
                 sequence=self._num_reports,
+                costs=stats.costs,
             )
         )
 

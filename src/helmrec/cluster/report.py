@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from helmrec.costs.learned import StageCosts
 from helmrec.engine.engine import EngineStats
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import NodeReport, UserTokens
@@ -34,6 +35,7 @@ class ReplicaReport(Struct, frozen=True, array_like=True):
     words: bytes = b""
     incarnation: int = 0  # random number, drawn when the replica starts
     sequence: int = 1  # 1, 2, ... within an incarnation
+    costs: StageCosts | None = None  # learned from the replica's own steps; None: from too few
 
     def node_report(self, node: int, as_of_s: float) -> NodeReport:
         """Convert to the router's type. `as_of_s` is the time of the report by the router's clock."""
@@ -80,6 +82,7 @@ def _is_sound(report: ReplicaReport) -> bool:
         and math.isfinite(report.fill)
         and 0 <= report.threshold < 1 << 64
         and len(report.words) % 8 == 0
+        and (report.costs is None or all(math.isfinite(each) for each in report.costs))
         and all(0 <= user < 1 << 63 and 0 <= tokens < 1 << 63 for user, tokens in report.users)
     )
 

@@ -38,11 +38,14 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """
 
     def initialize_state(
-        self, router: str, cost: dict[str, Any], routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
+        self, router: str, cost: dict[str, Any] | None, routing: dict[str, Any], memory: dict[str, Any], seed: int = 0
     ) -> None:
-        """Construct policy and state from the settings of `ClusterConfig`, as plain values."""
-        policy = make_policy(router, cost, routing, seed)
-        self._dispatch = Dispatch(policy, ClusterState(StateSettings(**memory)), time.monotonic)
+        """Construct policy and state from the settings of `ClusterConfig`, as plain values.
+
+        `cost`: that of a calibration; None: what replicas learn from their own steps.
+        """
+        policy, state = make_policy(router, cost, routing, seed), ClusterState(StateSettings(**memory))
+        self._dispatch = Dispatch(policy, state, time.monotonic, learns=cost is None)
         self._lock = threading.Lock()  # Ray reports answers from another thread than the one that chooses
         self._failures = FailureLog(log)
 
@@ -86,8 +89,8 @@ class HelmRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         super().on_replica_actor_died(replica_id)
 
 
-def make_policy(router: str, cost: dict[str, Any], routing: dict[str, Any], seed: int = 0) -> RoutingPolicy:
-    made = RouterCost(**cost)
+def make_policy(router: str, cost: dict[str, Any] | None, routing: dict[str, Any], seed: int = 0) -> RoutingPolicy:
+    made = RouterCost.unknown() if cost is None else RouterCost(**cost)
     if router == OURS:
         return EmbKVAware(made, RouterSettings(**routing))
     added: RoutingPolicy = extensions(ROUTERS)[router].load()(router, made, np.random.default_rng(seed))

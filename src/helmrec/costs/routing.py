@@ -4,11 +4,16 @@ Compute time grows with new tokens and with the token pairs of attention; bus ti
 Knows formulas and cost terms, not nodes or reports.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numba
 
 from helmrec.costs.calibrated import CostTerms
+from helmrec.costs.learned import StageCosts
+
+_TIE_BREAK_US = 1e-6  # of a token or row while nothing is known: less work wins if all else is equal
 
 
 class RouterCost(NamedTuple):
@@ -35,6 +40,28 @@ class RouterCost(NamedTuple):
             row_us=row_bytes / (terms.alone_gb_per_s * 1e3),
             sorted_row_us=row_bytes / (terms.sorted_alone_gb_per_s * 1e3),
             sorted_from_rows=terms.sorted_from_rows,
+        )
+
+    @classmethod
+    def unknown(cls) -> Self:
+        """Costs before anything was learned: queues decide, and less work among equal queues."""
+        return cls(0.0, 0.0, _TIE_BREAK_US, 0.0, _TIE_BREAK_US, _TIE_BREAK_US, math.inf)
+
+    @classmethod
+    def learned(cls, costs: Sequence[StageCosts], rows_per_token: int) -> Self:
+        """Sum what engines have learned from their own steps, each term as the mean of all; `unknown` without any."""
+        if not costs:
+            return cls.unknown()
+        mean = StageCosts(*(sum(terms) / len(costs) for terms in zip(*costs, strict=True)))
+        row_us = (mean.missed_row_ms + mean.host_missed_row_ms) * 1e3
+        return cls(
+            floor_ms=mean.host_step_ms + mean.rows_step_ms + mean.compute_step_ms,
+            request_ms=mean.host_request_ms,
+            token_us=(mean.host_token_ms + mean.token_ms + mean.read_row_ms * rows_per_token) * 1e3,
+            pair_ns=mean.pair_ms * 1e6,
+            row_us=row_us,
+            sorted_row_us=row_us,
+            sorted_from_rows=math.inf,
         )
 
 

@@ -22,6 +22,7 @@ _GIB = 1 << 30
 class CardMemory(NamedTuple):
     free_bytes: int
     total_bytes: int
+    own_bytes: int = 0  # that this process has taken
 
 
 class Chosen(NamedTuple):
@@ -44,7 +45,7 @@ def has_card() -> bool:
 
 
 def card_memory() -> CardMemory:
-    return CardMemory(*torch.cuda.mem_get_info())
+    return CardMemory(*torch.cuda.mem_get_info(), torch.cuda.memory_reserved())
 
 
 def choose_device(config: EngineConfig) -> Chosen:
@@ -63,12 +64,19 @@ def choose_pool(config: EngineConfig, shape: ModelConfig, geometry: PageGeometry
         num_bytes, why = CPU_POOL_BYTES, "the default on a CPU"
     else:
         memory = card_memory()
-        step_bytes, margin_bytes = _step_bytes(config, shape, geometry), int(MARGIN * memory.total_bytes)
-        why = (
-            f"of {memory.free_bytes / _GIB:.2f} GiB that the model leaves on the card, less {step_bytes / _GIB:.2f} "
-            f"for graphs and {margin_bytes / _GIB:.2f} margin ({MARGIN:.0%} of the card)"
+        share, part = (
+            config.card_share,
+            "the card" if config.card_share == 1 else f"{config.card_share:.0%} of the card",
         )
-        num_bytes = memory.free_bytes - step_bytes - margin_bytes
+        step_bytes, margin_bytes = _step_bytes(config, shape, geometry), int(MARGIN * share * memory.total_bytes)
+        left_bytes = memory.free_bytes
+        if share < 1:
+            left_bytes = min(left_bytes, int(share * memory.total_bytes) - memory.own_bytes)
+        why = (
+            f"of {left_bytes / _GIB:.2f} GiB that the model leaves on {part}, less {step_bytes / _GIB:.2f} "
+            f"for graphs and {margin_bytes / _GIB:.2f} margin ({MARGIN:.0%} of {part})"
+        )
+        num_bytes = left_bytes - step_bytes - margin_bytes
         if num_bytes <= 0:
             raise PoolTooSmall(f"pool_bytes: nothing is left {why}, got 'auto'")
         num_bytes = min(num_bytes, _MAX_ROWS // geometry.rows_per_page * geometry.page_bytes)

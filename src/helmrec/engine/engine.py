@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.collector import PROCESS, CollectorStats
 from helmrec.config import EngineConfig
+from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.engine.audit import Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
@@ -68,6 +69,7 @@ class EngineStats:
     controller_failures: int = 0  # set by a server whose controller moves the boundary
     unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
     row_stream: RowStreamStats | None = None  # set by a server that follows a stream of row deltas
+    costs: StageCosts | None = None  # learned from the steps that were taken; None: from too few
 
 
 class Engine:
@@ -110,6 +112,7 @@ class Engine:
             self._runner, self._scheduler, self._clock, self._gaps, overlaps=_overlaps(config, self._dense)
         )
         self._failures = FailureLog(log, self._clock)
+        self._costs = Estimator()
         for line in str(self.report()).splitlines():
             log.info("%s", line.strip())
 
@@ -405,6 +408,7 @@ class Engine:
                 pauses=self._gaps.stats(self._clock.now()),
                 collector=PROCESS.stats(),
                 unknown_ids=dict(self._pipeline.unknown_ids),
+                costs=self._costs.costs,
             )
 
     def reset_pauses(self) -> None:
@@ -436,7 +440,14 @@ class Engine:
     def take_steps(self) -> Steps:
         """Return the steps that ended since the last call, with the times of their stages."""
         with self._lock:
-            return self._pipeline.steps.take()
+            steps = self._pipeline.steps.take()
+            self._costs.update(steps)
+            return steps
+
+    def drop_steps(self) -> None:
+        """Learn nothing from the steps that ended since the last call of `take_steps`."""
+        with self._lock:
+            self._pipeline.steps.take()
 
     def report(self) -> EngineReport:
         """Return the sizes of the pool and its parts, and the free memory of the card."""

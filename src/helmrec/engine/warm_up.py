@@ -66,7 +66,7 @@ def warm_up(engine: Engine) -> None:
         engine.rank([made_up_request(engine.model_config, num_events)])
     engine.start_up.end()
     engine.reset_pauses()
-    engine.take_steps()  # discard: slower than the steps of traffic
+    engine.drop_steps()  # slower than the steps of traffic
 
 
 def made_up_request(model: ModelConfig, num_events: int) -> RankRequest:

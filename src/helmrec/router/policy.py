@@ -4,7 +4,7 @@ Pure: a choice is a function of the request, the nodes and the clock. It fails f
 """
 
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numba
 import numpy as np
@@ -32,6 +32,13 @@ class RoutingPolicy(Protocol):
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
         """Return a node that is alive; None only if there is none."""
+
+
+@runtime_checkable
+class LearnsCosts(Protocol):
+    """A policy that takes what nodes have learned of their own costs."""
+
+    def learn(self, cost: RouterCost) -> None: ...
 
 
 class Prices(NamedTuple):
@@ -93,6 +100,10 @@ class EmbKVAware:
         self.settings = settings or RouterSettings()
         limits = [getattr(self.settings, name) for name in _LoadLimits._fields]
         self._figures = np.array([*limits, self.settings.sketch_weight, self.settings.hit_rate, *cost])
+
+    def learn(self, cost: RouterCost) -> None:
+        """Predict with these costs from now on."""
+        self._figures[-len(cost) :] = cost
 
     def choose(self, request: RouteRequest, nodes: Nodes, now_s: float) -> Choice | None:
         place, expected_ms, service_ms = _decide(self._figures, request, nodes)

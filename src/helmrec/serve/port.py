@@ -232,6 +232,8 @@ class InProcessPort:
 
     def _stats(self) -> EngineStats:
         """Return the engine's counters, with the failures of controller and snapshots."""
+        if self._controller is None:  # else it takes the steps
+            self.engine.take_steps()
         stats, background = self.engine.stats(), self._failures.count("miss curves")
         if self._snapshots is not None:
             background += self._snapshots.failures.count()
