@@ -1,7 +1,5 @@
 """A trainer in a process of its own, to be killed: pushes rows that follow from their sequence number, without end."""
 
-import sys
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +21,7 @@ def push_next(producer: DeltaProducer) -> int:
     return producer.push("item", ids_of(sequence), values_of(sequence), step=sequence)
 
 
-if __name__ == "__main__":
-    with DeltaProducer(sys.argv[1]) as made:
+def push_without_end(place: str) -> None:
+    with DeltaProducer(place) as producer:
         while True:
-            push_next(made)
+            push_next(producer)

@@ -4,9 +4,8 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.deltas.following import follow
 from tests.deltas.places import KINDS, place
-from tests.deltas.producing import ids_of, push_next, values_of
+from tests.deltas.producing import ids_of, push_next, push_without_end, values_of
 from tests.helpers import tiny_engine, tiny_model
 from tests.history.places import redis_process
 from tests.serve.asgi import Caller, wait_for
@@ -38,6 +37,13 @@ from tests.serve.test_process_port import engine_config
 def few_or(many: int) -> list[Any]:
     """The slow tests kill 205 times in all."""
     return [pytest.param(2, id="a few times"), pytest.param(many, id="many times", marks=pytest.mark.slow)]
+
+
+def processes() -> ForkServerContext:
+    """Processes that start at once, since everything is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.deltas.following", "tests.deltas.producing"])
+    return context
 
 
 def rows_at(sequence: int) -> torch.Tensor:
@@ -76,19 +82,21 @@ def answers(url: str) -> bool:
 @pytest.mark.parametrize("num_kills", few_or(35))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_producer_is_killed(kind: str, num_kills: int, tmp_path: Path) -> None:
+    context = processes()
     with place(kind, tmp_path) as url:
         with DeltaProducer(url) as first:
             push_next(first)
         for kill in range(num_kills):
             before = check_stream(url)
-            command = [sys.executable, "-m", "tests.deltas.producing", url]
-            process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+            process = context.Process(target=push_without_end, args=(url,))
+            process.start()
             source = open_source(url)
             wait_for(lambda source=source, before=before: source.newest() > before)
             source.close()
             time.sleep(random.Random(kill).uniform(0, 0.1))
-            process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.kill()
+            process.join(30)
+            assert process.exitcode == -signal.SIGKILL
             assert check_stream(url) > before
 
 
@@ -129,8 +137,7 @@ def test_a_consumer_is_killed_while_rows_come(num_kills: int, tmp_path: Path) ->
     """At any moment: while it starts from a snapshot, while it replays, while a delta is half visible."""
     made, rng = tiny_model(), random.Random(num_kills)
     save_model(tmp_path / "tiny", made.config, made.dense, made.tables)
-    context = multiprocessing.get_context("forkserver")  # where everything is imported once
-    context.set_forkserver_preload(["tests.deltas.following"])
+    context = processes()
     plan = SnapshotPlan(model=tmp_path / "tiny", deltas=str(tmp_path / "deltas"), folder=tmp_path / "snapshots")
     plan.folder.mkdir()
     with DeltaProducer(plan.deltas) as producer:

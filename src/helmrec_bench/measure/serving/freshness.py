@@ -58,7 +58,9 @@ class FreshnessPlan:
 
 
 PLANS = {
-    "cpu": FreshnessPlan(Crowd.around(40, 300, 64), 20, 64, 160, 800, (0.0, 100.0, 1e3, 1e4), (0.0, 1.0, 10.0, 60.0)),
+    "cpu": FreshnessPlan(
+        Crowd.around(40, 300, 64), 20, 64, 160, 800, (0.0, 1.0, 10.0, 100.0, 1e3, 1e4), (0.0, 1.0, 10.0, 60.0)
+    ),
     "cuda": FreshnessPlan(
         card_crowd(200), 40, 1_000, 1_500, 6_000, (0.0, 1e3, 1e4, 5e4, 2e5), (0.0, 10.0, 60.0, 300.0)
     ),
