@@ -11,16 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
+from helmrec.cli import serving
 from helmrec.cli.main import app
 from helmrec.model.profiles import profile
 from helmrec.model.weights import init_model
 from helmrec.serve.client import Client
+from helmrec.serve.settings import resolve
 from tests.serve.asgi import wait_for
 from tests.serve.cases import as_request, rank_body, tensors_of
 
@@ -146,6 +149,36 @@ def test_a_cluster_refuses_a_port_for_grpc_before_ray_is_started(folder: Path) -
     done = CliRunner().invoke(app, ["serve", str(folder), "--cluster", "--grpc-port", "8001"])
     assert done.exit_code == 2
     assert "grpc_port: a cluster serves HTTP only; leave it unset, got 8001" in done.output.replace("\n", " ")
+
+
+def test_a_signal_ends_a_cluster_that_has_not_started_yet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for Ray: the signal comes while replicas start, and Ray is left in order."""
+    module = pytest.importorskip("helmrec.cluster.deploy", reason="helmrec[cluster] is not installed")
+    told: list[str] = []
+
+    @contextmanager
+    def ray_of(_: object) -> Iterator[bool]:
+        try:
+            yield True
+        finally:
+            told.append("Ray was shut down")
+
+    def deploy(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        told.append("the start went on")
+
+    monkeypatch.setattr(serving, "prepare_environment", lambda _: None)
+    monkeypatch.setattr(module, "ray_of", ray_of)
+    monkeypatch.setattr(module, "deploy", deploy)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            serving.serve_cluster(folder, resolve({}, {}, None), None, {})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (ended.value.code, told) == (0, ["Ray was shut down"])
 
 
 def test_print_config_shows_where_each_value_came_from(folder: Path, tmp_path: Path) -> None:
