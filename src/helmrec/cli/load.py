@@ -122,7 +122,9 @@ def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDA
 def _conclude(end: LoadSnapshot, results: Path | None) -> None:
     out.print(_table(end))
     if end.lag_p99_ms > _SLOW_DRIVER_MS:
-        err.print(f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or use these figures with care")
+        err.print(
+            f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or use these figures with care"
+        )
     if results is not None:
         results.write_text(json.dumps(asdict(end), indent=2) + "\n")
     if end.failures:
