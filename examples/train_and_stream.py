@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from examples.histories import Histories, batches, read_histories
-from examples.train_hstu import BATCH, NUM_NEGATIVES, Judged, as_batch, model_config, place_of, requests_of, train
+from examples.served import Judged, place_of, requests_of
+from examples.train_hstu import BATCH, NUM_NEGATIVES, as_batch, model_config, train
 from helmrec import Client, DeltaProducer, RankRequest
 from helmrec.model import HstuRanker, save_model
 from helmrec.model.config import ITEM

@@ -36,8 +36,7 @@ def test_a_trained_model_ranks_the_same_with_and_without_caches_and_above_popula
     assert result["ranks_that_differ"] == 0
     assert (cached["hr_at_10"], cached["ndcg_at_10"]) == (plain["hr_at_10"], plain["ndcg_at_10"])
     assert cached["reused_tokens"] > 0 == plain["reused_tokens"]
-    assert cached["row_hit_rate"] > 0.5
-    assert plain["row_hit_rate"] == 0
+    assert plain["row_hit_rate"] < 0.5 < cached["row_hit_rate"]  # without caches: repeats within a request
     over_http = result["over HTTP"]
     assert (over_http["hr_at_10"], over_http["ndcg_at_10"]) == (plain["hr_at_10"], plain["ndcg_at_10"])
     assert over_http["reused_tokens"] > 0
