@@ -134,6 +134,10 @@ class Claims:
         self.count.zero_()
         self.heat.fill_(EMPTY)
 
+    def first(self, num: int) -> "Claims":
+        """Return claims of at most `num` rows in the same memory."""
+        return Claims(self.rows[:num], self.entries[:num], self.count, self.heat[:num])
+
     def hottest_first(self) -> "Claims":
         heat, order = self.heat.sort(descending=True, stable=True)
         return Claims(self.rows[order], self.entries[order], self.count, heat)

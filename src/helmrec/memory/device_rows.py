@@ -150,10 +150,10 @@ class DeviceRows:
 
     def assign(self, missed: Missed) -> None:
         """Give slots to missed rows that are admitted; `keep` must put their values there before the next `find`."""
-        self._claims.clear()
-        by_heat = self._policy.admission == Admission.FREQUENCY
-        self._kernels.claim(self.table, missed, self._claims, admission=self._policy.admission)
-        claims = self._claims.hottest_first() if by_heat else self._claims
+        claims, by_heat = self._claims.first(len(missed.sources)), self._policy.admission == Admission.FREQUENCY
+        claims.clear()
+        self._kernels.claim(self.table, missed, claims, admission=self._policy.admission)
+        claims = claims.hottest_first() if by_heat else claims
         victims = self._coldest()
         self._kernels.publish(self.table, claims, victims, self._copies, by_heat=by_heat)
         self._assigned.copy_(victims.slots)

@@ -1,0 +1,49 @@
+"""The row kernels compile for a card, here without one: Triton's interpreter takes more than its compiler does."""
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+CHECK = dedent("""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from helmrec.kernels import triton_row_lookup as lookup, triton_row_table as table
+
+    TYPES = {
+        "heat": "*fp32", "claim_heat": "*fp32", "victim_heat": "*fp32", "control": "*fp64", "is_missed": "*i8",
+        "touches": "*u8", "tally": "*i64", "victims": "*i64", "missed_places": "*i64", "repeat_places": "*i64",
+        "num_entries": "i32", "last_cell": "i32", "num_ghosts": "i32",
+    }
+    VALUES = {"BLOCK": 256, "BUCKETS": 8192, "SHIFT": 10, "MOST": 15, "LIMIT": 4096, "SIZE": 65536, "WORDS": 1024}
+
+    def build(kernel, **flags):
+        values = {name: VALUES.get(name, flags.get(name)) for name in kernel.arg_names if name.isupper()}
+        types = {name: "constexpr" if name in values else TYPES.get(name, "*i32") for name in kernel.arg_names}
+        constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+    for flag in (True, False):
+        build(lookup._find_kernel, IS_LRU=flag)
+        build(table._claim_kernel, IS_FILTERED=flag)
+        build(table._publish_kernel, BY_HEAT=flag)
+    for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._begin_buckets_kernel, lookup._place_kernel):
+        build(kernel)
+    build(table._claim_by_frequency_kernel)
+    print("compiled")
+""")
+
+
+def test_every_kernel_of_the_row_table_compiles_for_a_card() -> None:
+    """In a process of its own: this one may have imported the kernels for the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CHECK]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert found.stdout.strip() == "compiled", found.stderr[-2_000:]
