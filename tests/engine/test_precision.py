@@ -10,6 +10,7 @@ from helmrec.config import EngineConfig, FixedKVDtype
 from helmrec.engine import setup
 from helmrec.engine.intake import Intake
 from helmrec.engine.precision import audit_tolerance, cache_version
+from helmrec.errors import ConfigError
 from helmrec.memory.prefix_hash import HashKey
 from helmrec.model.profiles import profile
 from helmrec.sim.node.config import NodeConfig
@@ -84,3 +85,11 @@ def test_a_card_says_that_the_portable_kernel_reads_codes() -> None:
     assert not setup._slower_path(shape, EngineConfig(device="cpu", kv_dtype="int8"))
     (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="int8"))
     assert line == "attention: the portable kernel, since it alone reads K/V of kv_dtype int8"
+
+
+def test_wide_heads_in_codes_are_refused_before_hopper() -> None:
+    wide, config = tiny_config(v_dim=256), EngineConfig(device="cuda", kv_dtype="int8")
+    setup.check_card_reads_codes(wide, config, 9)
+    setup.check_card_reads_codes(tiny_config(v_dim=128), config, 8)
+    with pytest.raises(ConfigError, match=r"heads of 256 values need 'model' on a card before .* 9\.0, got 'int8'"):
+        setup.check_card_reads_codes(wide, config, 8)

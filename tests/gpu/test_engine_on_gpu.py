@@ -7,6 +7,8 @@ import pytest
 import torch
 from tests.helpers import OPTIONS, random_request, tiny_engine, tiny_model
 
+from helmrec.config import FixedKVDtype
+from helmrec.engine.precision import audit_tolerance
 from helmrec.model.config import ITEM, TableConfig
 
 pytestmark = [
@@ -32,7 +34,16 @@ def test_every_option_scores_as_it_would_without_caches(option: str, dtype: str)
     compare_with_uncached(dtype, "gated", 64, 128, OPTIONS[option])
 
 
-def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_codes_score_as_they_would_without_caches(kv_dtype: FixedKVDtype, dtype: str, head_dim: int) -> None:
+    compare_with_uncached(dtype, "concat", head_dim, 64, {}, kv_dtype)
+
+
+def compare_with_uncached(
+    dtype: str, form: str, head_dim: int, page_tokens: int, options: dict[str, Any], kv_dtype: FixedKVDtype = "model"
+) -> None:
     model = tiny_model(
         **options,
         dtype=dtype,
@@ -52,7 +63,8 @@ def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int
         model,
         device="cuda",
         page_tokens=page_tokens,
-        pool_bytes="8MiB" if head_dim == 64 else "2MiB",
+        pool_bytes=(8 if head_dim == 64 else 2) * (1 << 20) // (1 if kv_dtype == "model" else 2),
+        kv_dtype=kv_dtype,
         kv_admission="always",
         max_batch_requests=2,  # so that steps overlap
         **host,
@@ -94,4 +106,4 @@ def compare_with_uncached(dtype: str, form: str, head_dim: int, page_tokens: int
     assert stats.row_refills > 0
     assert engine.stats().background_failures == 0
     print(f"{stats.total_tokens} tokens, {stats.reused_tokens} reused; worst difference {worst:.1e}")  # noqa: T201 - kept with the run
-    assert worst <= TOLERANCE[dtype], worst
+    assert worst <= audit_tolerance(dtype, engine.config), worst

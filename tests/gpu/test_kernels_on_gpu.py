@@ -8,7 +8,19 @@ if not torch.cuda.is_available():
     # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.kernels.ragged_cases import Case, Heads, Lengths, cast, in_window, on, random_case, relative_error, with_bias
+from tests.kernels.ragged_cases import (
+    Case,
+    Heads,
+    Lengths,
+    cast,
+    coded,
+    in_double,
+    in_window,
+    on,
+    random_case,
+    relative_error,
+    with_bias,
+)
 from tests.kernels.ragged_cases import layout as ragged_layout
 
 from helmrec.kernels import hopper_attention, layer, triton_append, triton_attention, triton_layer
@@ -94,6 +106,43 @@ def test_append_copies_kept_tokens_bit_for_bit(fresh: np.random.Generator) -> No
 def test_resident_tokens_give_what_new_ones_would(fresh: np.random.Generator) -> None:
     whole = random_case(fresh, [Lengths(0, 1000, 77)], Heads(4, 128, 128), 128, torch.bfloat16, device="cuda")
     whole.append()
+    batch = on("cuda", ragged_layout([Lengths(968, 32, 77)], 128, 0, 0, fresh))
+    batch.page_table.copy_(whole.batch.page_table)
+    own = slice(968, whole.num_live)
+    rest = Case(whole.q[own], whole.k[own], whole.v[own], whole.k_pages, whole.v_pages, batch)
+    uncached = triton_attention.attend(*whole, scale=0.1, normaliser=1000.0)[own]
+    cached = triton_attention.attend(*rest, scale=0.1, normaliser=1000.0)
+    assert relative_error(cached, uncached.double()) < BOUND
+
+
+CODES = [torch.float8_e4m3fn, torch.int8]
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize(
+    "heads", [Heads(4, 128, 128), Heads(4, 256, 256), Heads(2, 64, 64), Heads(2, 64, 192), Heads(2, 8, 24)]
+)
+def test_attention_over_codes_matches_float64(
+    heads: Heads, page_tokens: int, dtype: torch.dtype, codes: torch.dtype, fresh: np.random.Generator
+) -> None:
+    case = coded(random_case(fresh, MIXED, heads, page_tokens, dtype, num_context=3, device="cuda"), codes)
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("k", "v", "k_pages", "v_pages")})
+    twin.append()
+    triton_append.append_kv(*case[1:])
+    for one, other in zip(case[1:3], twin[1:3], strict=True):
+        assert torch.equal(one[: case.num_live], other[: case.num_live]), "rounded in place"
+    for one, other in zip(case[3:5], twin[3:5], strict=True):
+        assert torch.equal(in_double(one).nan_to_num(9.0), in_double(other).nan_to_num(9.0)), "kept"
+    check(case, heads.qk**-0.5)
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_resident_codes_give_what_new_tokens_would(codes: torch.dtype, fresh: np.random.Generator) -> None:
+    plain = random_case(fresh, [Lengths(0, 1000, 77)], Heads(4, 128, 128), 128, torch.bfloat16, device="cuda")
+    whole = coded(plain, codes)
+    triton_append.append_kv(*whole[1:])
     batch = on("cuda", ragged_layout([Lengths(968, 32, 77)], 128, 0, 0, fresh))
     batch.page_table.copy_(whole.batch.page_table)
     own = slice(968, whole.num_live)

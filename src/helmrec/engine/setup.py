@@ -28,6 +28,7 @@ from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
 
 _ADMISSIONS = {"always": Admission.ALWAYS, "second-touch": Admission.SECOND_TOUCH, "frequency": Admission.FREQUENCY}
+_WIDE, _WIDE_CODES_FROM = 128, 9  # values of a head in codes that every card reads; who reads more
 _PAGE_TOKENS = {"cpu": 32, "cuda": 128}  # on a card, a key tile is one page
 
 
@@ -61,6 +62,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     _check_device(config)
     config, kv_reasons = choose_kv_dtype(config, model)
     shape = model.config
+    if config.device == "cuda" and config.kv_dtype != "model":
+        check_card_reads_codes(shape, config, torch.cuda.get_device_capability()[0])
     chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
@@ -87,6 +90,16 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     kernels = row_kernels(_kernels(config))
     choices = (device_reason, pool_reason, *kv_reasons, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
+
+
+def check_card_reads_codes(shape: ModelConfig, config: EngineConfig, generation: int) -> None:
+    """Raise ConfigError if decoded blocks of keys do not fit a card of this major compute capability."""
+    widest = max(shape.qk_dim, shape.v_dim)
+    if generation < _WIDE_CODES_FROM and widest > _WIDE:
+        raise ConfigError(
+            f"kv_dtype: heads of {widest} values need 'model' on a card before compute capability "
+            f"{_WIDE_CODES_FROM}.0, got {config.kv_dtype!r}"
+        )
 
 
 def _without_kept_kv(config: EngineConfig) -> EngineConfig:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels import hopper_attention
-from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, LaunchShape, padded, plan_for
+from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan, padded, plan_for
 from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
@@ -339,17 +339,9 @@ def _launch(
         USE_TMA=use_tma,
         FORMAT=kept.format,
         num_warps=launch.num_warps,
-        num_stages=_num_stages(sources, kept, bias, launch),
+        # A bias and decoded blocks take shared memory too.
+        num_stages=launch.num_stages if bias is None and not kept.format else min(2, launch.num_stages),
     )
-
-
-def _num_stages(sources: AttentionInputs, kept: KeptPages, bias: RelativeBias | None, launch: LaunchShape) -> int:
-    """The blocks in flight, fewer where a bias or decoded blocks take shared memory too."""
-    if bias is None and not kept.format:
-        return launch.num_stages
-    q, widest = sources.q, max(sources.q.shape[2], sources.v.shape[2])
-    is_tight = kept.format and padded(widest) > 128 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9
-    return 1 if is_tight else min(2, launch.num_stages)
 
 
 def _constants(

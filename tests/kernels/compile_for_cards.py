@@ -1,0 +1,76 @@
+"""Compiles the attention and append kernels for a card that is not here.
+
+python -m tests.kernels.compile_for_cards 90
+
+Prints a line for each kernel with the shared memory it needs. Nothing is run.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from helmrec.kernels import triton_append, triton_attention
+from tests.kernels.ragged_cases import Heads, Lengths, coded, random_case
+
+CODES = (None, torch.float8_e4m3fn, torch.int8)
+
+
+class AbsentCard:
+    """What the compiler asks a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class CompileOnly:
+    """Stands in for a kernel: a launch compiles it."""
+
+    def __init__(self, kernel: Any, label: str) -> None:
+        self._kernel, self._label = kernel, label
+
+    def __getitem__(self, grid: Any) -> Any:
+        def compile_it(*args: Any, **constants: Any) -> None:
+            compiled = self._kernel.warmup(*args, grid=(1,), **constants)
+            text = compiled.asm["ptx"]
+            uses = ", ".join(name for name in ("wgmma", "mma.sync", "cp.async.bulk") if name in text)
+            print(  # noqa: T201 - the test reads it
+                f"{self._label} {self._kernel.__name__}: {compiled.metadata.shared} bytes; {uses}", flush=True
+            )
+
+        return compile_it
+
+
+def main(capability: int) -> None:
+    driver.set_active(AbsentCard(capability))
+    places = [(triton_append, "_append_kernel"), (triton_append, "_append_codes_kernel")]
+    places.append((triton_attention, "_attention_kernel"))
+    kernels = [(module, name, getattr(module, name)) for module, name in places]
+    widths = (128, 256) if capability >= 90 else (128,)  # wider codes are refused before Hopper
+    for heads in (Heads(4, width, width) for width in widths):
+        for codes in CODES:
+            case = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], heads, 128, torch.bfloat16)
+            case = case if codes is None else coded(case, codes)
+            for module, name, kernel in kernels:
+                setattr(module, name, CompileOnly(kernel, f"{heads.qk} {codes or 'as they are'}"))
+            triton_append.append_kv(*case[1:])
+            triton_attention.attend(*case, scale=0.1, normaliser=10.0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,28 @@
+"""Kernels compile for cards that are not here, and fit their shared memory."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = {90: 232_448, 80: 166_912}  # that a program may use: Hopper, Ampere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "products"), [(90, "wgmma"), (80, "mma.sync")])
+def test_kernels_compile_for(capability: int, products: str) -> None:
+    """In a process of its own: others interpret the kernels."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_for_cards", str(capability)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-2_000:]
+    lines = [line for line in done.stdout.splitlines() if "bytes" in line]
+    assert len(lines) == (2 if capability >= 90 else 1) * (2 + 2 + 2), done.stdout
+    for line in lines:
+        found = re.search(r": (\d+) bytes", line)
+        assert found is not None
+        assert int(found[1]) <= SHARED_BYTES[capability], line
+        assert products in line or "append" in line, line
