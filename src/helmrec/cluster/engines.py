@@ -125,6 +125,16 @@ class EnginesPort:
             port.tables = self._keepers[port] = keeper
 
     @property
+    def engines(self) -> Sequence[ProcessPort]:
+        """The ports of all engines, for those who watch them."""
+        return self._ports
+
+    @property
+    def num_routed(self) -> int:
+        """Number of engines that requests are sent to."""
+        return sum(seen.num_reports > 0 for seen in self._seen)
+
+    @property
     def keepers(self) -> list[RowKeeper]:
         """The keepers of the tables in use: one, and during a swap two."""
         return list(dict.fromkeys(self._keepers.values()))

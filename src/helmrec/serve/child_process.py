@@ -118,6 +118,11 @@ class ChildProcess:
 
     # Life.
 
+    @property
+    def pid(self) -> int | None:
+        """Of the current process, or the last one."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 

@@ -47,7 +47,7 @@ class RowKeeper(ChildProcess):
         self._begin = KeeperBegin(str(model), serve.log_level, limits.hold_s, limits.cut_off_s)
         self._limits = limits
         self._config = read_manifest(model).model
-        self._files = TableFiles.create(self._config)
+        self.files = TableFiles.create(self._config)
         self._name = secrets.token_hex(8)  # of the tables: a model may be loaded twice
         self._engines: dict[ProcessPort, socket.socket] = {}  # with the doors of their processes
         self._names: dict[str, ProcessPort] = {}  # of the engines that this keeper knows
@@ -91,7 +91,7 @@ class RowKeeper(ChildProcess):
                 raise EngineClosed(f"the keeper is gone ({error.strerror})") from None
             await self._call_by(link, "join", None, engine=name)
             try:
-                files = [self._files.rows, self._files.journal, theirs.fileno()]
+                files = [self.files.rows, self.files.journal, theirs.fileno()]
                 socket.send_fds(door, [f"{self._name} {self.model}".encode()], files)
             except OSError:
                 log.debug("an engine ended while it was given its tables")
@@ -129,7 +129,7 @@ class RowKeeper(ChildProcess):
 
     async def close(self) -> None:
         await super().close()
-        self._files.close()
+        self.files.close()
 
     # Life.
 
@@ -141,7 +141,7 @@ class RowKeeper(ChildProcess):
 
     def _starting(self) -> Sequence[int]:
         self._door, self._their_door = socket.socketpair()
-        return (self._their_door.fileno(), *self._files)
+        return (self._their_door.fileno(), *self.files)
 
     def _started(self) -> None:
         if self._their_door is not None:
