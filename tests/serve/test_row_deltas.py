@@ -167,14 +167,14 @@ def test_a_model_in_the_stream_is_swapped_in_where_it_stands(
     with serving(model, engine_process=apart) as caller:
         caller.wait_until_ready()
         producer.push_model(model.parent / "second", step=3)
+        answers = [caller.post("/v1/rank", rank_body()).json]  # at once: the swap takes longer
         after = push(producer, 2)
+        while answers[-1]["row_position"]["sequence"] < 5:
+            answers.append(caller.post("/v1/rank", rank_body()).json)
         expected |= {3 + num: scores_after(tiny_model(1), after[:num]) for num in range(3)}
-        positions: list[int] = []
-        while not positions or positions[-1] < 5:
-            answer = caller.post("/v1/rank", rank_body()).json
-            at = answer["row_position"]["sequence"]
+        positions = [answer["row_position"]["sequence"] for answer in answers]
+        for at, answer in zip(positions, answers, strict=True):
             np.testing.assert_allclose(answer["scores"], expected[at], atol=1e-5)
-            positions.append(at)
         assert positions == sorted(positions)
         assert positions[0] == 2, "the old model serves until the new one is ready"
         push(producer, 1)
