@@ -59,6 +59,16 @@ def test_the_rule_goes_back_to_the_middle_when_nothing_is_lost_there() -> None:
     assert chosen(FLAT, window(0.52)) == 0.52
 
 
+def test_in_a_burst_the_rule_moves_for_a_gain_only() -> None:
+    for latency, expected in (
+        (FLAT, 0.9),
+        (10 + 200 * (ALPHAS - 0.3) ** 2, chosen(200 * (ALPHAS - 0.3) ** 2, window(0.9))),
+    ):
+        at = window(0.9)
+        view = View(at, prediction(latency), idle_s=60.0, is_burst=True)
+        assert Rule().choose(latency, view) == pytest.approx(expected, abs=0.06)
+
+
 def test_the_rule_stays_within_the_pool() -> None:
     slope = 20 - 10 * ALPHAS
     inside = chosen(slope, replace(window(0.4), alpha_min=0.3, alpha_max=0.45))

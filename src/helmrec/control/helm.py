@@ -86,7 +86,7 @@ class Helm:
         self.prediction = newest = self.model.predict(bias)
         mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), num, dt_s)
         idle_s = traffic.end_s - self.moves.idle_since_s
-        view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share)
+        view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share, self.bursts.is_burst)
         proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:
             mean_ms = self._corrected.add(newest.mean_ms, num, dt_s)

@@ -1,8 +1,7 @@
 """The layers of the controller. Each looks at a window and proposes a split, or has nothing to say.
 
 *Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
-what was measured at the present split. *Burst recovery* answers a burst at once, by what its own requests need, and
-then stands where calm and the bursts of the last minutes together cost least.
+what was measured. *Burst recovery* answers a burst at once; later it stands where calm and recent bursts cost least.
 """
 
 import math
@@ -45,6 +44,7 @@ class View:
     idle_s: float  # since the last move
     predicted_ms: float | None = None  # latency of this window, as it was predicted a window ago
     realised: float | None = None  # over predicted gain of late moves; None: none is known
+    is_burst: bool = False
 
 
 class Chooser(Protocol):
@@ -57,12 +57,14 @@ class Chooser(Protocol):
 class Rule:
     """Of the splits that are equals of the one with the least latency, the one nearest the middle of the pool.
 
-    Traffic that changes may want either cache next, and the middle is never far from what it wants.
+    Traffic that changes may want either cache next; the middle is never far from that. In a burst, only a gain counts.
     """
 
     def choose(self, mean_ms: FloatArray, view: View) -> float:
         window = view.window
-        return nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
+        alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
+        is_gain = value_at(mean_ms, alpha) < value_at(mean_ms, window.alpha_target)
+        return alpha if is_gain or not view.is_burst else window.alpha_target
 
 
 @numba.njit(cache=True)

@@ -1,8 +1,7 @@
 """The one that acts: at every tick it shows a policy the window that ended and aims the boundary where it says.
 
 A tick comes early if requests come much faster than they did: a burst is not left to itself for a whole window. This is
-the one control loop, of engines and of simulated nodes. Knows a pool that can be looked at and moved, never tensors or
-requests. Time comes in from outside.
+the one control loop, of engines and simulated nodes. It knows a pool, never tensors; time comes in from outside.
 """
 
 import logging

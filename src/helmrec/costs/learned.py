@@ -18,11 +18,10 @@ _FEWEST_STEPS = 30  # that tell a slope from noise
 _RIDGE = 1e-6  # of the moments: terms that steps do not tell apart share what they explain
 _LEAST_MS = 1e-3  # below which clocks say nothing
 
-_NO_WORK = -1
 _WORK_OF = {  # columns that each stage's time is linear in, beside a fixed part
     Step.HOST_MS: (Step.REQUESTS, Step.TOKENS, Step.ROWS_MISSED),  # a host that keeps the index admits missed rows
     Step.ROWS_MS: (Step.ROWS_READ, Step.ROWS_MISSED, Step.PAGES_RELOADED),
-    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS, _NO_WORK),
+    Step.COMPUTE_MS: (Step.TOKENS, Step.PAIRS, -1),  # -1: none
 }
 _STAGES = tuple(int(stage) for stage in _WORK_OF)
 _COLUMNS = np.array([[int(column) for column in columns] for columns in _WORK_OF.values()])
@@ -119,6 +118,6 @@ def add_steps(
         ended_s = steps[at, _END_S]
         for place, stage in enumerate(_STAGES):
             for term, column in enumerate(_COLUMNS[place]):
-                work[1 + term] = steps[at, column] if column != _NO_WORK else 0.0
+                work[1 + term] = steps[at, column] if column >= 0 else 0.0
             add_one(moments[place], targets[place], work, steps[at, stage], _LEAST_MS)
     return float(num), num_overlapped, keep

@@ -24,6 +24,7 @@ from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.pauses import PauseStats
 from helmrec.policies import make_policy
+from helmrec.serve.control import Steering
 from helmrec.types import RankResult, UserId
 from helmrec_bench.measure.cards.traffic import hit_rates
 
@@ -177,6 +178,7 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
         limited = make_policy(policy)
         assert isinstance(limited, Limited) and isinstance(limited.policy, Helm)
         adaptive = limited.policy
+        Steering(policy, SLO_MS).warm_up()  # as a server does before it is ready
         rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, adaptive))
     PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
     run.before = engine.stats().pool
