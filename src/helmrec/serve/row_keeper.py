@@ -76,7 +76,7 @@ class RowKeeper(ChildProcess):
         try:
             await self._introduce(engine, link)
         except EngineClosed:
-            log.debug("a keeper ended while an engine came")  # the next one is told of all engines
+            log.debug("a keeper ended while an engine attached")  # the next one gets the list of all engines
 
     async def _introduce(self, engine: ProcessPort, link: Link) -> None:
         """Connect an engine and the keeper. The keeper knows it before it can read a row."""
@@ -153,7 +153,7 @@ class RowKeeper(ChildProcess):
             self._door = None
 
     async def _resume(self, link: Link) -> None:
-        """Tell a new keeper of all engines that read the tables, before it may write."""
+        """Send a new keeper the list of all engines that read the tables, before it may write."""
         self._names = {}
         try:
             while missing := self._engines.keys() - set(self._names.values()):
@@ -161,7 +161,7 @@ class RowKeeper(ChildProcess):
         except EngineClosed:
             return  # the supervisor logs why
         except Exception as error:
-            log.exception("a keeper could not be told of the engines")
-            self.end(f"it could not be told of the engines ({type(error).__name__}: {error})")
+            log.exception("the list of engines could not be sent to a keeper")
+            self.end(f"the list of engines could not be sent to it ({type(error).__name__}: {error})")
             return
         self._serve(link)
