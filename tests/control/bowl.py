@@ -70,6 +70,8 @@ class Bowl:
             alpha_min=0.0,
             alpha_max=1.0,
             pool_bytes=1 << 30,
+            num_pages=1 << 16,
+            page_tokens=16,
             kv_token_hit_rate=1 - computed / TOKENS,
             emb_hit_rate=1 - missed / ROWS,
             new_tokens_per_request=computed,

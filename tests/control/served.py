@@ -39,8 +39,9 @@ class _Launched(NamedTuple):
 class PlainEngine:
     """Serves requests in steps, one event at a time: the plain twin of `helmrec.control.latency.play`."""
 
-    def __init__(self, engine: EngineModel) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineModel, room: int = 1 << 30) -> None:
+        """room: requests whose KV fits the pool at once."""
+        self._engine, self._room = engine, room
         self._host_ms = self._bus_ms = self._device_ms = 0.0  # when each is free
 
     def latencies_ms(self, asked: list[Asked]) -> list[float]:
@@ -51,20 +52,21 @@ class PlainEngine:
         while waiting or running is not None:
             if running is None:
                 self._host_ms = max(self._host_ms, waiting[0].arrived_ms)
-                running = self._launch(waiting)
+                running = self._launch(waiting, self._room)
                 self._host_ms = running.host_ms
                 continue
             somebody_waits = bool(waiting) and waiting[0].arrived_ms <= self._host_ms
-            following = self._launch(waiting) if somebody_waits and self._engine.overlaps else None
+            room = self._room - len(running.requests)
+            following = self._launch(waiting, room) if somebody_waits and self._engine.overlaps and room > 0 else None
             free_ms = self._host_ms if following is None else following.host_ms
             self._host_ms = max(free_ms, running.done_ms)
             yield from (self._host_ms - one.arrived_ms for one in running.requests)
             running = following
 
-    def _launch(self, waiting: deque[Asked]) -> _Launched:
-        """All that wait, as many as a step holds."""
+    def _launch(self, waiting: deque[Asked], room: int) -> _Launched:
+        """All that wait, as many as a step holds and there is room for."""
         engine, requests = self._engine, list[Asked]()
-        while waiting and waiting[0].arrived_ms <= self._host_ms and len(requests) < engine.most:
+        while waiting and waiting[0].arrived_ms <= self._host_ms and len(requests) < min(engine.most, room):
             requests.append(waiting.popleft())
         host_ms = self._host_ms + engine.host_ms + sum(one.host_ms for one in requests)
         self._bus_ms = max(self._bus_ms, host_ms) + engine.rows_ms + sum(one.rows_ms for one in requests)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
-from helmrec.control.layers import MIN_GAIN, SETTLED, Bursts, Residual, Rule, View, propose
+from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Net, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step
@@ -327,3 +327,45 @@ def test_only_the_last_moves_are_kept() -> None:
         log.begin(step_window(0.5, 60.0 * number, 8.0), 0.6, "base", prediction(FLAT, FALLING))
     assert len(log.records) < 50
     assert log.records[-1].time_s == 60.0 * 99 + 1
+
+
+def netted(net: Net, alpha: float, second: float, late: float = 1.0, *, is_burst: bool = False) -> float | None:
+    """Where the net goes, at a window that took `late` times as long as predicted."""
+    view = View(window(alpha, second, mean_ms=10.0 * late), prediction(FLAT), 60.0, 10.0, None, is_burst)
+    proposal = net.propose(view)
+    return None if proposal is None else proposal.alpha
+
+
+def test_the_net_goes_back_to_the_split_that_served_as_predicted() -> None:
+    net = Net()
+    assert netted(net, 0.7, 0.0) is None
+    assert netted(net, 0.9, 1.0, late=5.0) is None, "one window may be chance"
+    assert netted(net, 0.9, 2.0, late=5.0) == 0.7
+
+
+def test_the_net_stays_there_for_a_while_and_then_lets_others_move() -> None:
+    net = Net()
+    for second, (alpha, late) in enumerate(((0.7, 1.0), (0.9, 5.0), (0.9, 5.0))):
+        netted(net, alpha, float(second), late)
+    assert netted(net, 0.7, JUDGED_S) == 0.7
+    assert netted(net, 0.7, 3.0 + JUDGED_S) is None
+
+
+def test_the_net_acts_once_while_requests_stay_late() -> None:
+    net = Net()
+    netted(net, 0.7, 0.0)
+    found = [netted(net, 0.9, float(second), late=5.0) for second in range(1, 60)]
+    assert found.count(0.7) == JUDGED_S
+    netted(net, 0.6, 60.0)
+    assert [netted(net, 0.9, second, late=5.0) for second in (61.0, 62.0)] == [None, 0.6]
+
+
+def test_the_net_says_nothing_where_requests_are_late_at_the_split_that_was_sound() -> None:
+    net = Net()
+    assert [netted(net, 0.7, float(second), late=1.0 if second == 0 else 5.0) for second in range(9)] == [None] * 9
+
+
+def test_the_net_leaves_bursts_to_others() -> None:
+    net = Net()
+    netted(net, 0.5, 0.0)
+    assert [netted(net, 0.9, float(second), late=5.0, is_burst=True) for second in range(1, 9)] == [None] * 8

@@ -35,8 +35,9 @@ def stream_of(num: int, rng: np.random.Generator) -> FloatArray:
     return np.stack((rng.exponential(1.0, num), rng.random(num)))
 
 
-def played(stream: FloatArray, gap_ms: float, engine: EngineModel, new_users: float = 0.25) -> float:
-    return float(play(stream, gap_ms, np.array([new_users]), np.ascontiguousarray(WORK_MS[:, :, None]), engine)[0])
+def played(stream: FloatArray, gap_ms: float, engine: EngineModel, room: int = 1 << 30) -> float:
+    work_ms = np.ascontiguousarray(WORK_MS[:, :, None])
+    return float(play(stream, gap_ms, np.array([0.25]), work_ms, engine, np.array([room]))[0])
 
 
 def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> LatencyModel:
@@ -56,11 +57,12 @@ def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most:
     stream, engine = stream_of(200, rng), EngineModel(0.4, 0.1, 0.5, most, overlaps)
     work_ms = rng.uniform(0.1, 3.0, (3, 2, new_users.size))
     arrived_ms = np.cumsum(stream[0]) * gap_ms
-    found = play(stream, gap_ms, new_users, work_ms, engine)
+    room = np.array([1, most + 1, 2 * most])
+    found = play(stream, gap_ms, new_users, work_ms, engine, room)
     for split, share in enumerate(new_users):
         kinds = np.where(stream[1] < share, 1, 0)
         asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
-        assert found[split] == pytest.approx(np.mean(PlainEngine(engine).latencies_ms(asked)), rel=1e-9)
+        assert found[split] == pytest.approx(np.mean(PlainEngine(engine, int(room[split])).latencies_ms(asked)), rel=1e-9)
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
@@ -89,6 +91,25 @@ def test_a_step_that_holds_more_bears_more() -> None:
     stream = stream_of(500, np.random.default_rng(3))
     few, many = (played(stream, 3.0, EngineModel(2.0, 0.1, 0.5, most, overlaps=False)) for most in (1, 16))
     assert many < few
+
+
+def test_a_share_that_holds_the_kv_of_few_requests_bears_less() -> None:
+    stream, engine = stream_of(500, np.random.default_rng(4)), EngineModel(0.4, 0.1, 0.5, 8, overlaps=True)
+    two_steps, one_and_a_bit, half = (played(stream, 2.2, engine, room) for room in (16, 9, 4))
+    assert two_steps < 0.9 * one_and_a_bit < 0.9 * half
+
+
+def test_a_split_without_room_for_two_steps_is_predicted_to_be_slow() -> None:
+    """Of ten pages, requests of 4,000 tokens: the last splits hold one request at a time, the first ones nine."""
+    served = Served(Bowl(rate=250.0))
+    ample, tight = LatencyModel(), LatencyModel()
+    for second in range(10):
+        window = served.window(0.5, float(second))
+        ample.update(window)
+        tight.update(replace(window, num_pages=10, page_tokens=TOKENS))
+    longer = tight.predict(Bias()).mean_ms / ample.predict(Bias()).mean_ms
+    assert longer[0] == pytest.approx(1.0, abs=0.02)
+    assert longer[-1] > 1.1
 
 
 @pytest.mark.parametrize("rate", [20.0, 120.0])

@@ -1,4 +1,4 @@
-"""The controller: three layers over a model of latency that is learned from the node's own steps."""
+"""The controller: three layers and a net over a model of latency that is learned from the node's own steps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.control.explain import Explanation
 from helmrec.control.latency import Bias, Fading, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, Bursts, Chooser, Proposal, Residual, Rule, View, propose
+from helmrec.control.layers import JUDGED_S, Bursts, Chooser, Net, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import Move, WindowStats
 
@@ -18,6 +18,7 @@ class HelmSettings(Frozen):
 
     has_residual: bool = Field(True, description="correct predictions by what was measured at the present split")
     has_bursts: bool = Field(True, description="weigh bursts of the last minutes in calm")
+    has_net: bool = Field(True, description="go back when requests take much longer than predicted")
 
 
 class _Asked(NamedTuple):
@@ -39,7 +40,7 @@ class Helm:
 
     def reset(self) -> None:
         self.model = LatencyModel()
-        self.residual, self.bursts = Residual(), Bursts()
+        self.residual, self.bursts, self.net = Residual(), Bursts(), Net()
         self.moves = MoveLog()
         self.prediction: Prediction | None = None  # of the window after the last one
         self.explanation: Explanation | None = None
@@ -95,6 +96,8 @@ class Helm:
             mixed_ms = self.bursts.mix(window, newest, mean_ms)
             if mixed_ms is not mean_ms:
                 proposals.append(propose("burst recovery", self._chooser, mixed_ms, view))
+        if settings.has_net and (back := self.net.propose(view)) is not None:
+            proposals.append(back)
         return proposals
 
     @property

@@ -16,7 +16,7 @@ from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.memory.curve_shape import between
 from helmrec.memory.miss_curves import GRID, JointCurves
 from helmrec.steps import MS_PER_S, sum_steps
-from helmrec.types import FloatArray
+from helmrec.types import FloatArray, IntArray
 
 ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
 _EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
@@ -125,6 +125,7 @@ class LatencyModel:
     _turn: int = 0
     _history: float = 0.0  # as of `Requests`
     _others: float = 0.0
+    _room: IntArray = field(default_factory=lambda: np.ones(_PLAYED.size, np.int64))  # as of `play`
     _plain_ms: FloatArray | None = None  # (1, splits that are played): without corrections
 
     def update(self, window: WindowStats) -> bool:
@@ -140,6 +141,9 @@ class LatencyModel:
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
         self._others = max(0.0, steps.tokens / steps.requests - window.new_tokens_per_request)
         self._most = max(self._most, int(steps.most_requests))
+        kv_pages = window.num_pages * (1 - _PLAYED)
+        request_pages = self._history / window.page_tokens + 1 / 2  # the last one is half full on average
+        self._room = np.maximum(1, kv_pages / request_pages).astype(np.int64)
         self._turn = (self._turn + 1) % _NUM_STREAMS
         return True
 
@@ -192,7 +196,7 @@ class LatencyModel:
         assert costs is not None and work is not None
         there = Work(*(one[_EVERY * part :: _EVERY * num_parts] for one in work))
         requests = Requests(MS_PER_S / self.rate, self._history, self._others, self._most)
-        return predict_at(_streams()[self._turn], there, costs, requests, bias)
+        return predict_at(_streams()[self._turn], there, costs, requests, bias, self._room[part::num_parts])
 
 
 @numba.njit(cache=True)
@@ -221,7 +225,9 @@ def _streams() -> FloatArray:
 
 
 @numba.njit(cache=True, nogil=True)
-def predict_at(stream: FloatArray, work: Work, costs: StageCosts, requests: Requests, bias: Bias) -> FloatArray:
+def predict_at(
+    stream: FloatArray, work: Work, costs: StageCosts, requests: Requests, bias: Bias, room: IntArray
+) -> FloatArray:
     """(2, splits of `work`): stage time of a lone request, without the pace, and mean latency of a stream of them."""
     gap_ms, history, others, most = requests
     pair_ms = costs.pair_ms * history / 2  # a history token sees half of its history, a candidate all
@@ -239,18 +245,19 @@ def predict_at(stream: FloatArray, work: Work, costs: StageCosts, requests: Requ
     host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms  # whatever a step holds
     stages_ms = host_ms + bus_ms + device_ms + known_ms + new * (new_ms - known_ms)
     engine = EngineModel(bias.pace * host_ms, bias.pace * bus_ms, bias.pace * device_ms, most, costs.overlap > 0)
-    return np.stack((stages_ms, play(stream, gap_ms, new, bias.pace * work_ms, engine)))
+    return np.stack((stages_ms, play(stream, gap_ms, new, bias.pace * work_ms, engine, room)))
 
 
 @numba.njit(cache=True, nogil=True)
 def play(
-    stream: FloatArray, gap_ms: float, new_users: FloatArray, work_ms: FloatArray, engine: EngineModel
+    stream: FloatArray, gap_ms: float, new_users: FloatArray, work_ms: FloatArray, engine: EngineModel, room: IntArray
 ) -> FloatArray:
     """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
 
     A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is
     computed. While a step computes, the host launches the next one if anybody waits; then it waits for the step.
-    `work_ms` is (stages, known or new user, splits) per request.
+    `work_ms` is (stages, known or new user, splits) per request; `room` (splits,) is the number of requests whose KV
+    fits the pool at once: those of both steps, since pages of a running step cannot be evicted.
     """
     num, mean_ms = stream.shape[1], np.empty(new_users.size)
     arrived_ms, num_new = np.cumsum(stream[0]) * gap_ms, np.zeros(num + 1)
@@ -260,12 +267,13 @@ def play(
         host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free; when requests were answered, in sum
         num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
         while at < num or num_running:
-            if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps):
+            room_left = room[split] - num_running
+            if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps or room_left <= 0):
                 host_ms = max(host_ms, device_ms)
                 total_ms += num_running * host_ms
                 num_running = 0
                 continue
-            host_ms, first, end = max(host_ms, arrived_ms[at]), at, min(num, at + engine.most)
+            host_ms, first, end = max(host_ms, arrived_ms[at]), at, min(num, at + min(engine.most, room_left))
             while at < end and arrived_ms[at] <= host_ms:
                 at += 1
             of_new = num_new[at] - num_new[first]

@@ -2,6 +2,7 @@
 
 *Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
 what was measured. *Burst recovery* answers a burst at once; later it stands where calm and recent bursts cost least.
+The *net* goes back to the last split that served as predicted, when requests take much longer than that.
 """
 
 import math
@@ -200,3 +201,30 @@ class Bursts:
         if learned:
             self._num_calm, self._past.weight, self._calm.weight, *curves = learned
             self._past.value, self._calm.value = np.array(curves).reshape(2, ALPHAS.size)
+
+
+class Net:
+    """Goes back to the split that last served as predicted, when requests have taken much longer in two windows.
+
+    Predictions may leave out what limits an engine. It acts once, until requests are served as predicted again: in an
+    overload, or in a burst, they are late at any split.
+    """
+
+    def __init__(self) -> None:
+        self._sound: float | None = None  # the last split that served as predicted; None: not since it acted
+        self._num_late = 0  # windows in a row
+        self._held = 0.0  # the split it went back to, and
+        self._until_s = -math.inf  # stays at for so long
+
+    def propose(self, view: View) -> Proposal | None:
+        """None: nothing is wrong, or going back would not help."""
+        traffic, sound = view.window.traffic, self._sound
+        late = traffic.mean_ms / view.predicted_ms if view.predicted_ms else 1.0
+        self._num_late = self._num_late + 1 if late > _MOST_BIAS and not view.is_burst else 0
+        if traffic.end_s >= self._until_s:
+            if self._num_late == 0:
+                self._sound = view.window.alpha
+            if self._num_late < 2 or sound is None or abs(sound - view.window.alpha_target) <= SETTLED:
+                return None
+            self._held, self._sound, self._until_s = sound, None, traffic.end_s + JUDGED_S
+        return Proposal("net", self._held, f"requests took {late:.1f} times as long as predicted", 0.0)

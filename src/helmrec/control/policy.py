@@ -3,7 +3,6 @@
 Pure: time comes with the window, nothing here moves a page. Knows neither the engine nor the simulator.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
@@ -50,6 +49,8 @@ class WindowStats:
     alpha_min: float  # of the pool
     alpha_max: float
     pool_bytes: int
+    num_pages: int  # of the pool
+    page_tokens: int  # of KV in a page
     kv_token_hit_rate: float  # in this window, as all below
     emb_hit_rate: float
     new_tokens_per_request: float  # history tokens computed
@@ -75,6 +76,8 @@ class WindowStats:
             alpha_min=after.alpha_min,
             alpha_max=after.alpha_max,
             pool_bytes=after.num_pages * after.page_bytes,
+            num_pages=after.num_pages,
+            page_tokens=after.page_tokens,
             kv_token_hit_rate=reused / max(1, total),
             emb_hit_rate=hits / max(1, hits + misses),
             new_tokens_per_request=(total - reused) / served,
@@ -110,16 +113,14 @@ class Policy(Protocol):
 
 
 _EDGE = 0.02  # share of the pool that neither cache is ever left without
-_TRAVEL_S = 60.0  # over which travel is limited
 
 
 class Limits(Frozen):
-    """What no policy may exceed. Travel is the sum of |change of alpha_target|."""
+    """What no policy may exceed."""
 
     min_alpha: float = Field(_EDGE, ge=0, le=1, description="lowest EMB share asked for")
     max_alpha: float = Field(1 - _EDGE, ge=0, le=1, description="highest EMB share asked for")
     max_step: float = Field(0.10, gt=0, le=1, description="largest change of alpha in one window")
-    travel_per_minute: float = Field(1.0, gt=0, description="largest travel within any 60 s")
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
@@ -128,18 +129,12 @@ class Limits(Frozen):
         return self
 
 
-class _Step(NamedTuple):
-    time_s: float
-    size: float
-
-
 class Limited:
     """A policy held to limits. An alpha that starts outside them is led back inside at the same pace."""
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy = policy
         self.limits = limits
-        self._steps: deque[_Step] = deque()  # of the last minute
 
     def decide(self, stats: WindowStats) -> Move | None:
         asked, start = self.policy.decide(stats), stats.alpha_target
@@ -148,11 +143,10 @@ class Limited:
         if asked is None and low <= start <= high:
             return None
         inside = min(max(start if asked is None else asked.alpha, low), high)
-        reach = min(self.limits.max_step, self._travel_left(stats.traffic.end_s))
+        reach = self.limits.max_step
         allowed = min(max(inside, start - reach), start + reach)
         if allowed == start:
             return None
-        self._steps.append(_Step(stats.traffic.end_s, abs(allowed - start)))
         if asked is None:
             return Move(allowed, f"back inside {low:.2f}..{high:.2f}")
         if allowed == asked.alpha:
@@ -161,9 +155,3 @@ class Limited:
 
     def reset(self) -> None:
         self.policy.reset()
-        self._steps.clear()
-
-    def _travel_left(self, now_s: float) -> float:
-        while self._steps and self._steps[0].time_s <= now_s - _TRAVEL_S:
-            self._steps.popleft()
-        return max(0.0, self.limits.travel_per_minute - sum(step.size for step in self._steps))

@@ -141,8 +141,9 @@ def _serve(rng: np.random.Generator, node: Any, mix: FloatArray, rate: float) ->
 
 @numba.njit(cache=True)
 def _play(stream: FloatArray, rate: float, new: FloatArray, work_ms: FloatArray, engine: EngineModel) -> FloatArray:
-    """Mean latency at splits, of `work_ms` (stages, known or new user, splits)."""
-    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, new.size)), engine)
+    """Mean latency at splits, of `work_ms` (stages, known or new user, splits). KV of two steps fits everywhere."""
+    room = np.full(new.size, 2 * engine.most)
+    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, new.size)), engine, room)
 
 
 @numba.njit(cache=True)

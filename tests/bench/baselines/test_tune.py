@@ -76,15 +76,13 @@ FAMILIES = {f.name: f for f in (*simple_baselines(COST), *solver_baselines(COST)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_rival_runs_with_any_settings_of_its_space_and_keeps_its_limits(name: str) -> None:
     family, rng = FAMILIES[name], np.random.default_rng(7)
-    limits = Limits(min_alpha=0.2, max_alpha=0.8, max_step=0.07, travel_per_minute=0.4)
+    limits = Limits(min_alpha=0.2, max_alpha=0.8, max_step=0.07)
     for number in range(2):
         settings = {key: range_.draw(rng) for key, range_ in family.space.items()}
         path = follow(Limited(family.build(settings), limits), bowls(number)[:40])
         assert path.min() >= 0.2
         assert path.max() <= 0.8
-        steps = np.abs(np.diff(path))
-        assert steps.max() <= 0.07 + 1e-12
-        assert steps.sum() <= 0.4 + 1e-9
+        assert np.abs(np.diff(path)).max() <= 0.07 + 1e-12
 
 
 @pytest.mark.parametrize("name", FAMILIES)
