@@ -77,8 +77,6 @@ class Bowl:
             new_tokens_per_request=computed,
             resident_tokens_per_request=TOKENS - computed,
             missed_rows_per_request=missed,
-            demand_miss_bytes=int(missed) * 1_024,
-            refill_bytes=0,
             curves=self.curves(),
         )
         mean_ms = self.latency_ms(alpha) * float(blur[2])

@@ -62,7 +62,9 @@ def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most:
     for split, share in enumerate(new_users):
         kinds = np.where(stream[1] < share, 1, 0)
         asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
-        assert found[split] == pytest.approx(np.mean(PlainEngine(engine, int(room[split])).latencies_ms(asked)), rel=1e-9)
+        assert found[split] == pytest.approx(
+            np.mean(PlainEngine(engine, int(room[split])).latencies_ms(asked)), rel=1e-9
+        )
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:

@@ -56,8 +56,6 @@ class WindowStats:
     new_tokens_per_request: float  # history tokens computed
     resident_tokens_per_request: float  # history tokens reused
     missed_rows_per_request: float
-    demand_miss_bytes: int
-    refill_bytes: int
     curves: JointCurves | None = None  # None while too little is known
     steps: Steps = field(default_factory=no_steps)  # those that ended in this window
 
@@ -83,15 +81,9 @@ class WindowStats:
             new_tokens_per_request=(total - reused) / served,
             resident_tokens_per_request=reused / served,
             missed_rows_per_request=misses / served,
-            demand_miss_bytes=_grown(before, after, "row-miss"),
-            refill_bytes=_grown(before, after, "row-refill"),
             curves=curves,
             steps=steps,
         )
-
-
-def _grown(before: PoolStats, after: PoolStats, cause: str) -> int:
-    return after.bytes_by_cause.get(cause, 0) - before.bytes_by_cause.get(cause, 0)
 
 
 class Move(NamedTuple):
