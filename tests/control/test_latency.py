@@ -108,7 +108,7 @@ def test_a_split_without_room_for_two_steps_is_predicted_to_be_slow() -> None:
     for second in range(10):
         window = served.window(0.5, float(second))
         ample.update(window)
-        tight.update(replace(window, num_pages=10, page_tokens=TOKENS))
+        tight.update(replace(window, num_pages=10, page_tokens=int(TOKENS)))
     longer = tight.predict(Bias()).mean_ms / ample.predict(Bias()).mean_ms
     assert longer[0] == pytest.approx(1.0, abs=0.02)
     assert longer[-1] > 1.1
