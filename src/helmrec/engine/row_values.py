@@ -1,23 +1,76 @@
-"""New values of rows as a master keeps them."""
+"""New values of rows as a master keeps them, and as a card receives them.
 
+All of it runs in the calling thread alone. The parallel operations of torch would leave its threads spinning on other
+cores after every call, beside the thread that steps the engine.
+"""
+
+import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from helmrec.engine.intake import RowUpdate
 from helmrec.errors import RequestError
 from helmrec.memory.row_master import RowMaster, first_non_finite
+from helmrec.types import IntArray
+
+_ALIGN = 256  # of the rows behind the values of a block
+_ROW_BYTES = 8  # of a row id
 
 
-def new_values(master: RowMaster, update: RowUpdate) -> torch.Tensor:  # (rows, row_dim)
+def new_values(master: RowMaster, update: RowUpdate) -> Tensor:  # (rows, row_dim)
     """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
-    values = update.values if update.values.flags.writeable else update.values.copy()
-    new = torch.from_numpy(values)
-    if update.is_added is not None:
-        if not master.dtype.is_floating_point:
-            raise RequestError("values", "differences", f"rows of {master.dtype} take new values only")
-        added = torch.from_numpy(np.flatnonzero(update.is_added))
-        new = new.float().index_add(0, added, master.gather(update.rows[update.is_added]).float())
-    converted = new.to(master.dtype)
-    if update.is_added is not None and (at := first_non_finite(converted)) is not None:
+    if update.is_added is None:
+        return converted(update.values, master.dtype)
+    if not master.dtype.is_floating_point:
+        raise RequestError("values", "differences", f"rows of {master.dtype} take new values only")
+    new = update.values.astype(np.float32)
+    new[update.is_added] += master.gather(update.rows[update.is_added]).float().numpy()
+    sums = converted(new, master.dtype)
+    if (at := first_non_finite(sums)) is not None:
         raise RequestError("values", f"a difference to row {update.rows[at]}", "the sum must be finite")
-    return converted
+    return sums
+
+
+def converted(values: NDArray[np.float32] | NDArray[np.float16], dtype: torch.dtype) -> Tensor:
+    """Return values as a tensor of this type, rounded to the nearest; in the same memory if it is their type."""
+    if dtype == torch.bfloat16:
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        return torch.from_numpy(_rounded_to_bfloat16(flat.view(np.uint32))).view(torch.bfloat16).view(values.shape)
+    kinds = {torch.float16: np.float16, torch.float32: np.float32}
+    if dtype not in kinds:
+        return torch.from_numpy(values).to(dtype)
+    with np.errstate(over="ignore"):  # a sum of differences may be too large, which the caller looks for
+        same = values.astype(kinds[dtype], copy=not values.flags.writeable)
+    return torch.from_numpy(same)
+
+
+@numba.njit(cache=True, nogil=True)
+def _rounded_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.int16]:
+    """Return the upper halves of finite float32, rounded to the nearest, ties to even."""
+    upper = np.empty(bits.size, np.int16)
+    for i in range(bits.size):
+        is_odd = (bits[i] >> np.uint32(16)) & np.uint32(1)
+        upper[i] = np.int16(np.uint16((bits[i] + np.uint32(0x7FFF) + is_odd) >> np.uint32(16)))
+    return upper
+
+
+def pinned_block(rows: IntArray, values: Tensor) -> Tensor:  # (bytes,)
+    """Return values and then rows in one pinned block, which one copy brings to a card."""
+    start = _rows_start(values)
+    block = torch.empty(start + _ROW_BYTES * rows.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    flat = block.numpy()
+    np.copyto(flat[: values.nbytes], values.contiguous().view(torch.uint8).view(-1).numpy())
+    np.copyto(flat[start:].view(np.int64), rows)
+    return block
+
+
+def split_block(block: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows and values of a block that was made of values of this shape and type."""
+    rows = block[_rows_start(values) :].view(torch.int64)
+    return rows, block[: values.nbytes].view(values.dtype).view(values.shape)
+
+
+def _rows_start(values: Tensor) -> int:
+    return -(-values.nbytes // _ALIGN) * _ALIGN

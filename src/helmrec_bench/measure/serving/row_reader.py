@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from helmrec.deltas.checks import check_delta
 from helmrec.deltas.checksum import xxh64
-from helmrec.deltas.consumer import check_delta
 from helmrec.deltas.delta import Delta, TablePart, decode, encode
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.engine.row_values import new_values
