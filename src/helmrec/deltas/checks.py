@@ -1,19 +1,22 @@
 """Checks deltas against a model before they are staged."""
 
 import numpy as np
+import torch
 
 from helmrec.deltas.delta import Delta, TablePart, decode, encode
 from helmrec.engine.id_checks import has_infinite
 from helmrec.engine.intake import RowUpdate, prepare_rows
+from helmrec.engine.row_values import converted
 from helmrec.model.config import ModelConfig
 
 
 def compile_checks() -> None:
-    """Compile what checks deltas before the first one comes, since compiling holds the interpreter lock."""
+    """Compile what checks and converts deltas before the first one, since compiling holds the interpreter lock."""
     for dtype in (np.float16, np.float32):
         part = TablePart("any", np.zeros(1, np.int64), np.zeros((1, 1), dtype))
         (read,) = decode(encode(Delta("any", 1, 0, 0.0, (part,))), "a delta").parts
         has_infinite(read.values, np.inf)
+        converted(read.values, torch.bfloat16)
 
 
 def check_delta(model: ModelConfig, delta: Delta) -> RowUpdate:

@@ -20,7 +20,7 @@ from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words
 
 
 @triton.jit(do_not_specialize=["first", "num"])  # else another slice may recompile it
-def _write_kernel(values, rows, slot_of, arena, master, first, num, VALUES_STRIDE: tl.constexpr,
+def _write_kernel(values, row_ids, slot_of, arena, master, first, num, VALUES_STRIDE: tl.constexpr,
                   ARENA_STRIDE: tl.constexpr, MASTER_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                   ROWS: tl.constexpr, HAS_MASTER: tl.constexpr):
     """Strides are constants so that the compiler sees their alignment and moves 16 bytes at a time."""
@@ -29,7 +29,7 @@ def _write_kernel(values, rows, slot_of, arena, master, first, num, VALUES_STRID
         entries = start + tl.arange(0, ROWS)
         is_row = entries < num
         place = (first + entries).to(tl.int64)
-        row = tl.load(rows + place, mask=is_row, other=0)
+        row = tl.load(row_ids + place, mask=is_row, other=0)
         slot = tl.load(slot_of + row, mask=is_row, other=-1).to(tl.int64)
         live = is_row[:, None] & (columns < WIDTH)[None, :]
         new = tl.load(values + place[:, None] * VALUES_STRIDE + columns[None, :], mask=live)
