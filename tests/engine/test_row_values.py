@@ -23,6 +23,10 @@ def many_float32() -> np.ndarray:
     bits[::3] &= np.uint32(0xFFFF8000)
     bits[::5] &= np.uint32(0xFFFFF000)
     bits[:4] = [0, 1, 0x80000000, 0x7F7FFFFF]
+    of_half_size = np.arange(31_744, dtype=np.uint16).view(np.float16).astype(np.float32)
+    between = (of_half_size[:-1] + of_half_size[1:]) / 2
+    bits[4 : 4 + between.size] = between.view(np.uint32)
+    bits[4 : 4 + between.size : 7] += np.uint32(1)
     every = bits.view(np.float32)
     return np.where(np.isfinite(every), every, 0.0).astype(np.float32).reshape(-1, 64)
 

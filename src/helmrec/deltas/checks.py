@@ -16,7 +16,8 @@ def compile_checks() -> None:
         part = TablePart("any", np.zeros(1, np.int64), np.zeros((1, 1), dtype))
         (read,) = decode(encode(Delta("any", 1, 0, 0.0, (part,))), "a delta").parts
         has_infinite(read.values, np.inf)
-        converted(read.values, torch.bfloat16)
+        for kind in (torch.bfloat16, torch.float16):
+            converted(read.values, kind)
 
 
 def check_delta(model: ModelConfig, delta: Delta) -> RowUpdate:

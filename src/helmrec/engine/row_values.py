@@ -18,6 +18,8 @@ from helmrec.types import IntArray
 _ALIGN = 256  # of the rows behind the values of a block
 _ROW_BYTES = 8  # of a row id
 _BIAS = np.float32(2.0**112)  # between the exponents of float16 and float32
+_HALF = np.float32(0.5)  # its last bit is the smallest float16
+_HALF_BITS = np.uint32(126 << 23)
 
 
 def new_values(master: RowMaster, update: RowUpdate) -> Tensor:  # (rows, row_dim)
@@ -37,9 +39,11 @@ def new_values(master: RowMaster, update: RowUpdate) -> Tensor:  # (rows, row_di
 
 def converted(values: NDArray[np.float32] | NDArray[np.float16], dtype: torch.dtype) -> Tensor:
     """Return finite values as a tensor of this type, rounded to the nearest; in the same memory if it is their type."""
+    if dtype == torch.float16 and values.dtype == np.float32:
+        flat = np.ascontiguousarray(values).reshape(-1)
+        return torch.from_numpy(_rounded_to_float16(flat.view(np.uint32))).view(dtype).view(values.shape)
     if dtype == torch.float16:
-        with np.errstate(over="ignore"):
-            return torch.from_numpy(values.astype(np.float16, copy=not values.flags.writeable))
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
     wide = _widened(np.ascontiguousarray(values).view(np.uint16)) if values.dtype == np.float16 else values
     if dtype == torch.bfloat16:
         flat = np.ascontiguousarray(wide).reshape(-1)
@@ -74,6 +78,25 @@ def _rounded_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.int16]:
         is_odd = (bits[i] >> np.uint32(16)) & np.uint32(1)
         upper[i] = np.int16(np.uint16((bits[i] + np.uint32(0x7FFF) + is_odd) >> np.uint32(16)))
     return upper
+
+
+@numba.njit(cache=True, nogil=True)
+def _rounded_to_float16(bits: NDArray[np.uint32]) -> NDArray[np.int16]:
+    """Return float32 as bits of float16, rounded to the nearest, ties to even; infinite where they are too large."""
+    half, tiny = np.empty(bits.size, np.int16), np.empty(bits.size, np.uint32)
+    numbers = tiny.view(np.float32)
+    for i in range(bits.size):
+        tiny[i] = bits[i] & np.uint32(0x7FFFFFFF)
+    for i in range(bits.size):
+        numbers[i] += _HALF  # so that the addition rounds a number that is subnormal in float16
+    for i in range(bits.size):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        is_odd = (size >> np.uint32(13)) & np.uint32(1)
+        found = (size - np.uint32(112 << 23) + np.uint32(0xFFF) + is_odd) >> np.uint32(13)
+        found = tiny[i] - _HALF_BITS if size < np.uint32(113 << 23) else found
+        found = np.uint32(0x7C00) if size >= np.uint32(143 << 23) else found
+        half[i] = np.int16(np.uint16(found | ((bits[i] >> np.uint32(16)) & np.uint32(0x8000))))
+    return half
 
 
 def pinned_block(rows: IntArray, values: Tensor) -> Tensor:  # (bytes,)
