@@ -59,10 +59,16 @@ def test_a_slice_is_written_by_one_launch_that_was_compiled_before() -> None:
     """Whatever the size of a delta and of its slices."""
     with tiny_engine(tiny_model(row_dtype="float16", **SHAPE), **ON_CARD) as engine:
         engine.rank([random_request(np.random.default_rng(0), engine.model_config)])
-        rng, before = np.random.default_rng(1), num_compiled()
-        for num, slices in ((1, [1]), (37, [16, 16, 5]), (300, [299, 1])):
-            values = rng.standard_normal((num, 16)).astype(np.float16)
-            update = prepare_rows(engine.model_config, "item", rng.permutation(300)[:num], values)
+        rng = np.random.default_rng(1)
+        cases = [
+            (rng.standard_normal((sum(each), 16)).astype(np.float16), each) for each in ([1], [16, 16, 5], [299, 1])
+        ]
+        updates = [
+            prepare_rows(engine.model_config, "item", rng.permutation(300)[: len(values)], values)
+            for values, _ in cases
+        ]
+        before = num_compiled()
+        for update, (values, slices) in zip(updates, cases, strict=True):
             staged = engine.stage_rows(update)
             torch.cuda.synchronize()
             ends = np.cumsum(slices).tolist()
