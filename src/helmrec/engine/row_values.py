@@ -20,6 +20,7 @@ _ROW_BYTES = 8  # of a row id
 _BIAS = np.float32(2.0**112)  # between the exponents of float16 and float32
 _HALF = np.float32(0.5)  # its last bit is the smallest float16
 _HALF_BITS = np.uint32(126 << 23)
+_BLOCK = 4_096  # numbers that stay in the nearest cache
 
 
 def new_values(master: RowMaster, update: RowUpdate) -> Tensor:  # (rows, row_dim)
@@ -83,19 +84,21 @@ def _rounded_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.int16]:
 @numba.njit(cache=True, nogil=True)
 def _rounded_to_float16(bits: NDArray[np.uint32]) -> NDArray[np.int16]:
     """Return float32 as bits of float16, rounded to the nearest, ties to even; infinite where they are too large."""
-    half, tiny = np.empty(bits.size, np.int16), np.empty(bits.size, np.uint32)
+    half, tiny = np.empty(bits.size, np.int16), np.empty(_BLOCK, np.uint32)
     numbers = tiny.view(np.float32)
-    for i in range(bits.size):
-        tiny[i] = bits[i] & np.uint32(0x7FFFFFFF)
-    for i in range(bits.size):
-        numbers[i] += _HALF  # so that the addition rounds a number that is subnormal in float16
-    for i in range(bits.size):
-        size = bits[i] & np.uint32(0x7FFFFFFF)
-        is_odd = (size >> np.uint32(13)) & np.uint32(1)
-        found = (size - np.uint32(112 << 23) + np.uint32(0xFFF) + is_odd) >> np.uint32(13)
-        found = tiny[i] - _HALF_BITS if size < np.uint32(113 << 23) else found
-        found = np.uint32(0x7C00) if size >= np.uint32(143 << 23) else found
-        half[i] = np.int16(np.uint16(found | ((bits[i] >> np.uint32(16)) & np.uint32(0x8000))))
+    for start in range(0, bits.size, _BLOCK):
+        part, found_part = bits[start : start + _BLOCK], half[start : start + _BLOCK]
+        for i in range(part.size):
+            tiny[i] = part[i] & np.uint32(0x7FFFFFFF)
+        for i in range(part.size):
+            numbers[i] += _HALF  # so that the addition rounds a number that is subnormal in float16
+        for i in range(part.size):
+            size = part[i] & np.uint32(0x7FFFFFFF)
+            is_odd = (size >> np.uint32(13)) & np.uint32(1)
+            found = (size - np.uint32(112 << 23) + np.uint32(0xFFF) + is_odd) >> np.uint32(13)
+            found = tiny[i] - _HALF_BITS if size < np.uint32(113 << 23) else found
+            found = np.uint32(0x7C00) if size >= np.uint32(143 << 23) else found
+            found_part[i] = np.int16(np.uint16(found | ((part[i] >> np.uint32(16)) & np.uint32(0x8000))))
     return half
 
 
