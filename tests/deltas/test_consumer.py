@@ -171,6 +171,7 @@ def test_a_fault_becomes_a_lag_alarm_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(consumer_module, "_LAG_ALARM_S", 0.2)
+    monkeypatch.setattr(consumer_module, "_LOOK_EVERY_S", 0.05)
     consumer = follow(Listed(numbered(1), *FAULTS[named]))
     with caplog.at_level(logging.WARNING, "helmrec.deltas"):
         assert stops(consumer).startswith(named)

@@ -21,7 +21,8 @@ from helmrec.deltas.consumer import ConsumerLimits, RowConsumer
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Runner, Running
-from helmrec.memory.device_rows import DeviceRows
+from helmrec.kernels import row_write
+from helmrec.kernels.row_write import RowTargets
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import EpochRun, KVPlan
 from helmrec.model.weights import LoadedModel
@@ -243,8 +244,15 @@ def admit_old_rows(self: Runner, running: Running) -> None:
     running.launched.admit()
 
 
-def keep_old_copies(self: DeviceRows, rows: Any, values: Any) -> None:
+def keep_old_copies(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
     """An update that reaches the master only."""
+    assert targets.master is not None
+    targets.master[rows[first : first + num]] = values[first : first + num]
+
+
+def write_the_first_slice_again(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
+    """Every slice of a delta writes the values of its first one."""
+    WRITE(values, rows, 0, num, targets)
 
 
 def name_the_position_of_the_end(self: Runner, running: Running) -> Any:
@@ -254,11 +262,12 @@ def name_the_position_of_the_end(self: Runner, running: Running) -> Any:
     return output
 
 
-COMMIT, FINISH = KVCache.commit, Runner.finish
+COMMIT, FINISH, WRITE = KVCache.commit, Runner.finish, row_write.write_rows
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (KVCache, "commit", stamp_with_the_newest_epoch),
     (Runner, "admit", admit_old_rows),
-    (DeviceRows, "write", keep_old_copies),
+    (row_write, "write_rows", keep_old_copies),
+    (row_write, "write_rows", write_the_first_slice_again),
     (Runner, "finish", name_the_position_of_the_end),
 ]
 

@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock
 from helmrec.config import KVDtype, RelayConfig
-from helmrec.deltas.consumer import check_delta
+from helmrec.deltas.checks import check_delta
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine import engine as engine_module
 from helmrec.engine import intake
 from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
-from helmrec.engine.runner import Runner
 from helmrec.errors import NonFiniteScores
 from helmrec.kernels import attention, kv_rounding
 from helmrec.kernels.kv_rounding import Codes, Pages, decode
+from helmrec.kernels.row_write import RowTargets
 from helmrec.memory.arena import Arena
-from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.embedding_cache import Repeats, repeats_of
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan, Match, Prefix
 from helmrec.memory.prefix_hash import History, RowEpochs
+from helmrec.memory.row_master import RowMaster
 from helmrec.model.hstu import HstuModel
 from helmrec.types import PrefillRequest, RankRequest, RankResult, RowPosition
 from tests.helpers import OPTIONS, tiny_engine, tiny_geometry, tiny_model
@@ -587,8 +587,10 @@ def move_rows_without_their_data(self: Arena, source: Any, target: Any) -> None:
     """A shrink that moves index entries only."""
 
 
-def keep_old_copies_of_rows(self: DeviceRows, rows: Any, values: Any) -> None:
+def keep_old_copies_of_rows(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
     """An update that reaches the master only."""
+    assert targets.master is not None
+    targets.master[rows[first : first + num]] = values[first : first + num]
 
 
 def copy_a_repeated_row_from_the_first_entry(slots: Any) -> Repeats:
@@ -623,14 +625,14 @@ def compute_again_what_did_not_stay(self: Relay, job: Any) -> bool:
     return self._leases.is_held(job.lease) and resident < self._num_ahead(job.whole)
 
 
-def take_differences_for_values(self: Runner, update: RowUpdate) -> torch.Tensor:
+def take_differences_for_values(master: RowMaster, update: RowUpdate) -> torch.Tensor:
     """Rows become what was to be added to them."""
-    return torch.from_numpy(update.values).to(self._master.dtype)
+    return torch.from_numpy(update.values).to(master.dtype)
 
 
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (RowEpochs, "mark", forget_row_updates),
-    (Runner, "new_values", take_differences_for_values),
+    ("helmrec.engine.runner", "new_values", take_differences_for_values),
     (intake, "window_anchor", slide_the_anchor),
     (Intake, "_history", hash_without_the_time_of_the_next_event),
     (KVCache, "_fork", write_into_the_shared_tail),
@@ -639,7 +641,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [
     (Arena, "copy_rows", move_rows_without_their_data),
     (RowEpochs, "fresh_tokens", reload_without_looking_at_updates),
     (HostPages, "start_loading", reload_nothing),
-    (DeviceRows, "write", keep_old_copies_of_rows),
+    ("helmrec.kernels.row_write", "write_rows", keep_old_copies_of_rows),
     ("helmrec.engine.row_stage", "repeats_of", copy_a_repeated_row_from_the_first_entry),
     (KVCache, "_settle", settle_tokens_that_were_cut_off),
     (attention, "isolate_non_finite", let_masked_values_through),

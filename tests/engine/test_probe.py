@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from helmrec.clock import ManualClock
 from helmrec.config import RelayConfig
 from helmrec.engine.probe import EngineProbe
 from helmrec.types import PrefillRequest
@@ -72,3 +73,16 @@ def test_limits_and_parts_are_switched() -> None:
         assert engine.curves() is None
         engine.rank([random_request(RNG, engine.model_config, 1, 12)])
         engine.check()
+
+
+def test_ages_of_prefixes_are_spread_over_the_lag_before_now() -> None:
+    clock = ManualClock()
+    with tiny_engine(clock=clock, kv_admission="always") as engine:
+        probe = EngineProbe(engine)
+        engine.rank([random_request(RNG, engine.model_config, user, 12) for user in range(3)])
+        clock.advance(1_000.0)
+        probe.spread_checks(RNG, 300.0)
+        ages = [clock.now() - prefix.verified_s for prefix in probe.pool.kv._order.values()]
+        assert len(ages) == 3
+        assert all(0.0 <= age <= 300.0 for age in ages)
+        assert len(set(ages)) == 3

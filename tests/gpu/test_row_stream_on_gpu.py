@@ -11,6 +11,7 @@ from tests.helpers import random_request, tiny_engine, tiny_model
 
 from helmrec.deltas import consumer
 from helmrec.engine.intake import prepare_rows
+from helmrec.kernels.compiling import num_compiled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,3 +53,31 @@ def test_a_write_waits_neither_for_layers_nor_for_row_reads() -> None:
         assert took_s < 0.05
         engine._dense.rows.finish_writes()
         assert bool((engine._master.gather(update.rows) == 1.0).all())
+
+
+def test_a_slice_is_written_by_one_launch_that_was_compiled_before() -> None:
+    """Whatever the size of a delta and of its slices."""
+    with tiny_engine(tiny_model(row_dtype="float16", **SHAPE), **ON_CARD) as engine:
+        engine.rank([random_request(np.random.default_rng(0), engine.model_config)])
+        rng = np.random.default_rng(1)
+        cases = [
+            (rng.standard_normal((sum(each), 16)).astype(np.float16), each) for each in ([1], [16, 16, 5], [299, 1])
+        ]
+        updates = [
+            prepare_rows(engine.model_config, "item", rng.permutation(300)[: len(values)], values)
+            for values, _ in cases
+        ]
+        before = num_compiled()
+        for update, (values, slices) in zip(updates, cases, strict=True):
+            staged = engine.stage_rows(update)
+            torch.cuda.synchronize()
+            ends = np.cumsum(slices).tolist()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for start, end in zip([0, *ends[:-1]], ends, strict=True):
+                    engine.apply_rows(staged.part(start, end))
+                torch.cuda.synchronize()
+            on_card = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
+            assert on_card == ["_write_kernel"] * len(slices)
+            engine._dense.rows.finish_writes()
+            assert torch.equal(engine._master.gather(update.rows), torch.from_numpy(values))
+        assert num_compiled() == before, "a write was compiled while the engine served"

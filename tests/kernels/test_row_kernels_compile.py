@@ -14,12 +14,12 @@ CHECK = dedent("""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from helmrec.kernels import triton_row_lookup as lookup, triton_row_table as table
+    from helmrec.kernels import triton_row_lookup as lookup, triton_row_table as table, triton_row_write as write
 
     TYPES = {
         "heat": "*fp32", "claim_heat": "*fp32", "victim_heat": "*fp32", "control": "*fp64", "is_missed": "*i8",
         "touches": "*u8", "tally": "*i64", "victims": "*i64", "missed_places": "*i64", "repeat_places": "*i64",
-        "num_entries": "i32", "last_cell": "i32", "num_ghosts": "i32",
+        "row_ids": "*i64", "first": "i32", "num": "i32", "num_entries": "i32", "last_cell": "i32", "num_ghosts": "i32",
     }
     VALUES = {"BLOCK": 256, "BUCKETS": 8192, "SHIFT": 10, "MOST": 15, "LIMIT": 4096, "SIZE": 65536, "WORDS": 1024}
 
@@ -34,6 +34,8 @@ CHECK = dedent("""
         build(lookup._find_kernel, IS_LRU=flag)
         build(table._claim_kernel, IS_FILTERED=flag)
         build(table._publish_kernel, BY_HEAT=flag)
+        sizes = {"VALUES_STRIDE": 256, "ARENA_STRIDE": 256, "MASTER_STRIDE": 256, "WIDTH": 256, "PADDED": 256}
+        build(write._write_kernel, **sizes, ROWS=64, HAS_MASTER=flag)
     for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._begin_buckets_kernel, lookup._place_kernel):
         build(kernel)
     build(table._claim_by_frequency_kernel)

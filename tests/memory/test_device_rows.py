@@ -205,17 +205,6 @@ def test_refill_evicts_nobody_and_what_it_brings_goes_first() -> None:
     assert kept <= driven.resident()
 
 
-def test_new_values_reach_resident_rows_only() -> None:
-    driven = Driven(2)
-    driven.read(np.arange(10))
-    before = driven.arena.clone()
-    driven.rows.write(np.array([3, 900]), torch.full((2, DIM), 5.5))
-    slot = int(driven.rows.table.slot_of[3])
-    assert (driven.arena[slot] == 5.5).all()
-    driven.arena[slot] = before[slot]
-    assert torch.equal(driven.arena, before)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """The consumer: follows a stream of deltas and applies it to an engine between steps.
 
-A thread reads and checks deltas ahead, cuts them into slices and stages these, on a card in its own memory. The thread
-that steps the engine only makes slices visible. After a fault of the stream no further delta is applied, while requests
+A thread reads, checks and stages deltas ahead, on a card in its own memory, and cuts them into slices. The thread that
+steps the engine only makes slices visible. After a fault of the stream no further delta is applied, while requests
 are served on. The consumer reads the delta again until it is repaired or skipped.
 """
 
@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 from helmrec.config import Frozen
-from helmrec.deltas.delta import Delta, NamedModel, TablePart, decode, encode
+from helmrec.deltas.checks import check_delta, compile_checks
+from helmrec.deltas.delta import Delta, NamedModel
 from helmrec.deltas.source import DeltaSource, in_order
-from helmrec.engine.id_checks import has_infinite
-from helmrec.engine.intake import RowUpdate, prepare_rows
+from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.runner import StagedRows
 from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError
@@ -33,9 +31,11 @@ _POLL_S = 0.05
 _STOPPED_POLL_S = 0.5
 _LAG_ALARM_S = 10.0
 _ALARM_EVERY_S = 60.0
+_LOOK_EVERY_S = 1.0  # at the lag, to see whether it is one to warn of
 _JOIN_S = 15.0
 _EVEN_S = 0.05  # with a budget of rows per second, a slice has at most those of this time
 _MOST_SLICES = 16  # of small deltas, between two steps
+_AHEAD_BLOCKS = 4  # of the rows staged ahead, how many parts are staged at once
 _ASK_AGAIN_S = 5.0  # for a model that could not be swapped in
 
 
@@ -71,13 +71,23 @@ class ConsumerLimits(Frozen):
     ahead_rows: int = 65_536  # rows that are staged ahead; at least one slice
 
 
+class _Head(NamedTuple):
+    """A delta without its rows, whose memory the reading thread frees once they are staged."""
+
+    stream: str
+    sequence: int
+    made_s: float
+    model: NamedModel | None
+    is_skip: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slice:
     """Rows of a delta that become visible together."""
 
     staged: StagedRows
     after: RowPosition  # once they are visible
-    delta: Delta
+    delta: _Head
 
     @property
     def sequence(self) -> int:
@@ -85,7 +95,7 @@ class _Slice:
 
     @property
     def num_rows(self) -> int:
-        return self.staged.update.rows.size
+        return self.staged.rows.size
 
 
 class RowConsumer:
@@ -115,11 +125,12 @@ class RowConsumer:
         rate = self._limits.rows_per_s
         self._slice_rows = min(self._limits.slice_rows, math.ceil(rate * _EVEN_S)) if rate else self._limits.slice_rows
         self._allowance, self._allowed_s = float(self._slice_rows), time.monotonic()
-        self._alarmed_s = -_ALARM_EVERY_S
+        self._block_rows = self._slice_rows * max(1, self._limits.ahead_rows // _AHEAD_BLOCKS // self._slice_rows)
+        self._look_s = -math.inf  # when to look at the lag again
         self._swap: SwapModel | None = None
         self._asked_s = -math.inf  # when it was last asked to
         self._turn = 0  # counts rejections, so that the reader sees one that came while it waited
-        self._has_looked = self._is_over = False
+        self._has_looked, self._over = False, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="helmrec-row-deltas", daemon=True)
         engine.start_at(self._position)
 
@@ -139,15 +150,15 @@ class RowConsumer:
 
     def start(self) -> None:
         log.info("following row deltas", extra={"source": self._source.name, "after": self._position.sequence})
-        _compile_checks()
+        compile_checks()
         self._thread.start()
 
     def catch_up(self) -> None:
         """Apply what the source holds now, before the engine serves; return early if something stops it."""
         started_s, first, target = time.monotonic(), self._position.sequence, None
-        while not self._is_over:
+        while not self._over.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._ahead or self._has_looked or self._is_over, _POLL_S)
+                self._changed.wait_for(lambda: self._ahead or self._has_looked or self._over.is_set(), _POLL_S)
                 target = self._newest if target is None and self._newest > first else target
                 is_stopped = self._has_looked and self._stop is not None and not self._ahead
                 is_stopped |= bool(self._ahead) and self._ahead[0].delta.model is not None  # swapped in while it serves
@@ -162,6 +173,8 @@ class RowConsumer:
     def apply(self, now: float) -> bool:
         """Apply up to a slice of rows, of small deltas several; True if another slice is due at once."""
         self._alarm(now)
+        if not self._ahead:  # between most steps
+            return False
         self._ask_for_model(now)
         earned = math.inf if self._limits.rows_per_s is None else (now - self._allowed_s) * self._limits.rows_per_s
         self._allowance, self._allowed_s = min(float(self._slice_rows), self._allowance + earned), now
@@ -210,7 +223,7 @@ class RowConsumer:
     def close(self) -> None:
         """Stop following. What was read ahead and not applied is read again by whoever follows next."""
         with self._changed:
-            self._is_over = True
+            self._over.set()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -260,7 +273,7 @@ class RowConsumer:
 
     def _follow(self) -> None:
         """Read ahead until closed."""
-        while not self._is_over:
+        while not self._over.is_set():
             try:
                 self._read()
             except DeltaError as error:
@@ -272,7 +285,7 @@ class RowConsumer:
             with self._changed:
                 self._has_looked = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_over, _POLL_S if self._stop is None else _STOPPED_POLL_S)
+            self._over.wait(_POLL_S if self._stop is None else _STOPPED_POLL_S)
 
     def _read(self) -> None:
         newest = self._source.newest()
@@ -286,7 +299,7 @@ class RowConsumer:
                 after,
             )
         for delta in in_order(self._source.read(after), after, self._stream):
-            if self._is_over:
+            if self._over.is_set():
                 return
             if delta.sequence <= after:
                 self._count_duplicate(delta)
@@ -310,20 +323,31 @@ class RowConsumer:
             raise DeltaError(f"delta {delta.sequence} does not fit the model: {error}", delta.sequence) from None
         num_rows = update.rows.size
         first = self._first_row(delta)
-        for start in range(first, max(first + 1, num_rows), self._slice_rows):
-            end = min(num_rows, start + self._slice_rows)
+        for start in range(first, max(first + 1, num_rows), self._block_rows):
+            end = min(num_rows, start + self._block_rows)
             if not self._wait_for_room(end - start, turn):
                 return False
-            after = RowPosition(delta.sequence) if end == num_rows else RowPosition(delta.sequence - 1, end)
-            staged = self._engine.stage_rows(_part(update, start, end))
+            slices = self._stage(delta, update, start, end)
             with self._changed:
                 if self._turn != turn:
                     return False
-                self._ahead.append(_Slice(staged, after, delta))
-                if not after.offset:
+                self._ahead.extend(slices)
+                if end == num_rows:
                     self._read_to, self._stream = delta.sequence, delta.stream
                 self._changed.notify_all()
         return True
+
+    def _stage(self, delta: Delta, update: RowUpdate, start: int, end: int) -> list[_Slice]:
+        """Stage rows [start, end) of a delta together, and cut them into slices; one without rows is one slice."""
+        staged = self._engine.stage_rows(update.part(start, end))
+        head = _Head(delta.stream, delta.sequence, delta.made_s, delta.model, delta.is_skip)
+        slices: list[_Slice] = []
+        for at in range(start, max(start + 1, end), self._slice_rows):
+            to = min(end, at + self._slice_rows)
+            is_last = to == update.rows.size
+            after = RowPosition(delta.sequence) if is_last else RowPosition(delta.sequence - 1, to)
+            slices.append(_Slice(staged.part(at - start, to - start), after, head))
+        return slices
 
     def _first_row(self, delta: Delta) -> int:
         """Return the row of a delta to go on from: not the first if it was applied in part before it was read again."""
@@ -336,8 +360,8 @@ class RowConsumer:
     def _wait_for_room(self, num_rows: int, turn: int) -> bool:
         """Wait until so many rows may be staged; False if it is over, or the engine has rejected an earlier one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._turn != turn or self._has_room(num_rows))
-            return not self._is_over and self._turn == turn
+            self._changed.wait_for(lambda: self._over.is_set() or self._turn != turn or self._has_room(num_rows))
+            return not self._over.is_set() and self._turn == turn
 
     def _has_room(self, num_rows: int) -> bool:
         return not self._ahead or num_rows + sum(each.num_rows for each in self._ahead) <= self._limits.ahead_rows
@@ -363,37 +387,10 @@ class RowConsumer:
 
     def _alarm(self, now: float) -> None:
         """Log a lag at most once a minute."""
-        if now - self._alarmed_s < _ALARM_EVERY_S:
+        if now < self._look_s:
             return
-        stats = self.stats()
+        self._look_s, stats = now + _LOOK_EVERY_S, self.stats()
         if stats.lag_s > _LAG_ALARM_S:
-            self._alarmed_s = now
+            self._look_s = now + _ALARM_EVERY_S
             fields = {"lag_s": round(stats.lag_s, 1), "lag_deltas": stats.lag_deltas, "reason": stats.stop or "rate"}
             log.warning("rows lag behind training", extra=fields)
-
-
-def _compile_checks() -> None:
-    """Compile what checks deltas before the first one comes, since compiling holds the interpreter lock."""
-    for dtype in (np.float16, np.float32):
-        part = TablePart("any", np.zeros(1, np.int64), np.zeros((1, 1), dtype))
-        (read,) = decode(encode(Delta("any", 1, 0, 0.0, (part,))), "a delta").parts
-        has_infinite(read.values, np.inf)
-
-
-def _part(update: RowUpdate, start: int, end: int) -> RowUpdate:
-    added = None if update.is_added is None else update.is_added[start:end]
-    return RowUpdate(update.rows[start:end], update.values[start:end], added)
-
-
-def check_delta(model: ModelConfig, delta: Delta) -> RowUpdate:
-    """Check a whole delta against a model; RequestError names what does not fit."""
-    updates = [prepare_rows(model, part.table, part.ids, part.values) for part in delta.parts]
-    if not updates:
-        return RowUpdate(np.zeros(0, np.int64), np.zeros((0, model.row_dim), np.float32))
-    first, *others = updates
-    rows = np.concatenate([each.rows for each in updates]) if others else first.rows
-    values = np.concatenate([each.values for each in updates]) if others else first.values
-    added = None
-    if any(part.is_difference for part in delta.parts):
-        added = np.concatenate([np.full(part.ids.size, part.is_difference) for part in delta.parts])
-    return RowUpdate(rows, values, added)

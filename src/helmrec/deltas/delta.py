@@ -46,11 +46,12 @@ class TablePart:
             raise RequestError("values", self.values.shape, f"one row for each of {self.ids.size} ids is needed")
         if self.values.dtype not in (np.float32, np.float16):
             raise RequestError("values", str(self.values.dtype), "float32 or float16 is needed")
-        if self.ids.size and int(self.ids.min()) < 0:
-            raise RequestError("ids", int(self.ids.min()), "row ids start at 0")
         ordered = np.sort(self.ids)
-        if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
-            raise RequestError("ids", int(ordered[twice[0]]), "each id may be given once")
+        if ordered.size and ordered[0] < 0:
+            raise RequestError("ids", int(ordered[0]), "row ids start at 0")
+        is_twice = ordered[1:] == ordered[:-1]
+        if is_twice.any():
+            raise RequestError("ids", int(ordered[is_twice.argmax()]), "each id may be given once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,14 @@ def encode(delta: Delta) -> bytes:
     return body + _checksum(body)
 
 
-def decode(data: bytes | bytearray, place: str, expected: int | None = None) -> Delta:
+def decode(data: bytes | bytearray | memoryview, place: str, expected: int | None = None) -> Delta:
     """Read a delta. `place` names it in errors; `expected` is the sequence number of that place.
 
-    The arrays of the delta are views of a `bytearray`; other bytes are copied, since arrays must be writable to become
-    tensors. Raises DeltaCorrupt, which says what is wrong and where.
+    The arrays of the delta are views of `data` if it is writable; else it is copied, since arrays must be writable to
+    become tensors. Raises DeltaCorrupt, which says what is wrong and where.
     """
-    fields = _Fields(data if isinstance(data, bytearray) else bytearray(data), place, expected)
+    view = memoryview(data)
+    fields = _Fields(np.frombuffer(data, np.uint8).copy().data if view.readonly else view, place, expected)
     metadata = fields.metadata()
     sequence = fields.whole(metadata, "sequence")
     if expected is not None and sequence != expected:
@@ -171,26 +173,26 @@ def _checksum(body: bytes | memoryview) -> bytes:
 class _Fields:
     """The checked parts of an encoded delta."""
 
-    def __init__(self, data: bytearray, place: str, sequence: int | None) -> None:
+    def __init__(self, data: memoryview, place: str, sequence: int | None) -> None:
         self._place, self._sequence = place, sequence
         if len(data) < 8 + _CHECKSUM_BYTES:
             self.fail(f"it has {len(data)} bytes, too few for a delta")
         if len(data) > MAX_DELTA_BYTES:
             self.fail(f"it has {len(data)} bytes, more than the {MAX_DELTA_BYTES} of a delta")
-        found, expected = bytes(data[-_CHECKSUM_BYTES:]), _checksum(memoryview(data)[:-_CHECKSUM_BYTES])
+        found, expected = bytes(data[-_CHECKSUM_BYTES:]), _checksum(data[:-_CHECKSUM_BYTES])
         if found != expected:
             self.fail(f"checksum {expected.hex()} expected, got {found.hex()}")
         (num_bytes,) = struct.unpack_from("<Q", data)
         if num_bytes > min(_MAX_HEADER_BYTES, len(data) - 8 - _CHECKSUM_BYTES):
             self.fail(f"its header cannot have {num_bytes} bytes")
         try:
-            header = json.loads(data[8 : 8 + num_bytes])
+            header = json.loads(bytes(data[8 : 8 + num_bytes]))
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             self.fail(f"its header is no JSON ({error})")
         if not isinstance(header, dict):
             self.fail("its header is no JSON object")
         self._header: dict[str, Any] = header
-        self._data = memoryview(data)[8 + num_bytes :]
+        self._data = data[8 + num_bytes :]
         self._at = 0  # bytes of the data that tensors read so far take
 
     def fail(self, problem: str) -> NoReturn:

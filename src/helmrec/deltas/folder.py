@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from helmrec.deltas.delta import MAX_DELTA_BYTES, Delta, decode, encode
 from helmrec.errors import ConfigError, DeltaCorrupt, DeltaOutOfOrder, DeltaUnavailable
 
@@ -41,10 +43,11 @@ class DeltaFolder:
 
     def read(self, after: int) -> Iterator[Delta]:
         for sequence in range(after + 1, self.newest() + 1):
-            if not self._has(sequence):
+            data = self._bytes_of(sequence)
+            if data is None:
                 yield from (self._read(later) for later in self._sequences() if later >= sequence)
                 return
-            yield self._read(sequence)
+            yield decode(data, self._prefix + self._file(sequence), sequence)
 
     def newest(self) -> int:
         at = self._newest
@@ -101,16 +104,25 @@ class DeltaFolder:
         return f"{sequence:0{_DIGITS}d}{_SUFFIX}"
 
     def _read(self, sequence: int) -> Delta:
-        path = self._folder / self._file(sequence)
+        path, data = self._prefix + self._file(sequence), self._bytes_of(sequence)
+        if data is None:  # perhaps trimmed since it was listed
+            raise DeltaUnavailable(f"{path} cannot be read: it is gone", sequence)
+        return decode(data, path, sequence)
+
+    def _bytes_of(self, sequence: int) -> memoryview | None:
+        """Read a file; None if there is none. A `bytearray` would be filled with zeros under the interpreter lock."""
+        path = self._prefix + self._file(sequence)
         try:
-            with path.open("rb", buffering=0) as file:
-                data = bytearray(min(os.fstat(file.fileno()).st_size, MAX_DELTA_BYTES + 1))
-                view, at = memoryview(data), 0
-                while num := file.readinto(view[at:]):
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - opened often
+                data = np.empty(min(os.fstat(file.fileno()).st_size, MAX_DELTA_BYTES + 1), np.uint8)
+                view, at = data.data, 0
+                while at < data.size and (num := file.readinto(view[at:])):
                     at += num
-        except OSError as error:  # perhaps trimmed since it was listed
+        except FileNotFoundError:
+            return None
+        except OSError as error:
             raise DeltaUnavailable(f"{path} cannot be read: {error.strerror}", sequence) from None
-        return decode(data, str(path), sequence)
+        return view[:at]
 
     def _put(self, name: str, data: bytes, *, is_first: bool, sequence: int | None = None) -> None:
         """Write a file whole or not at all. `is_first`: fail if it is there; else keep what is there."""

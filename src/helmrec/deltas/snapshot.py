@@ -11,7 +11,8 @@ from pathlib import Path
 from pydantic import Field
 
 from helmrec.config import Frozen
-from helmrec.deltas.consumer import StreamStart, check_delta
+from helmrec.deltas.checks import check_delta
+from helmrec.deltas.consumer import StreamStart
 from helmrec.deltas.delta import NamedModel
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate

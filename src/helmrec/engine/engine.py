@@ -324,7 +324,7 @@ class Engine:
         self._end_audited_step()
         with self._lock:
             self._now()
-            if staged.update.rows.size:
+            if staged.rows.size:
                 self._write_rows(staged)
             if position is not None:
                 self._runner.row_position = position
@@ -355,9 +355,10 @@ class Engine:
             self._may_step.set()
 
     def _write_rows(self, staged: StagedRows) -> None:
-        sent = staged.sent or self._runner.add_rows(staged.update)
-        rows = staged.update.rows
-        self._marks.mark(rows, self._clock.now())  # first, so that no KV of these rows is reused if a write fails
+        sent = staged.sent or self._runner.add_rows(staged)
+        self._marks.mark(
+            staged.rows, self._clock.now()
+        )  # first, so that no KV of these rows is reused if a write fails
         self._runner.write_rows(sent)
 
     @property

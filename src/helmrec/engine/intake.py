@@ -260,18 +260,29 @@ class RowUpdate(NamedTuple):
     values: NDArray[np.float32] | NDArray[np.float16]  # (rows, row_dim)
     is_added: NDArray[np.bool_] | None = None  # rows whose values are added to the old ones; None: no row
 
+    def part(self, start: int, end: int) -> "RowUpdate":
+        """Return rows [start, end) of these, in the same memory."""
+        added = None if self.is_added is None else self.is_added[start:end]
+        return RowUpdate(self.rows[start:end], self.values[start:end], added)
 
-def prepare_rows(config: ModelConfig, table: str, ids: Ids, values: ArrayLike) -> RowUpdate:
-    """Check and convert a row update; raise RequestError that names field and value."""
+
+def prepare_rows(
+    config: ModelConfig, table: str, ids: Ids, values: ArrayLike, *, are_distinct: bool = False
+) -> RowUpdate:
+    """Check and convert a row update; raise RequestError that names field and value.
+
+    are_distinct: the caller has checked that no id is given twice.
+    """
     num_rows = {t.name: t.num_rows for t in config.tables}
     if table not in num_rows:
         raise RequestError("table", table, f"the model has no such table, only {', '.join(num_rows)}")
     offset = config.offsets[table]
     lines = IdLines(("ids",), np.array([num_rows[table]]), np.array([offset]), (table,), np.array([REFUSE]))
     (rows,) = take_rows(lines, [ids], {})
-    ordered = np.sort(rows)
-    if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
-        raise RequestError("ids", int(ordered[twice[0]]) - offset, "each id may be given once")
+    if not are_distinct:
+        ordered = np.sort(rows)
+        if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
+            raise RequestError("ids", int(ordered[twice[0]]) - offset, "each id may be given once")
     return RowUpdate(rows, _row_values(values, (rows.size, config.row_dim), config.row_dtype))
 
 

@@ -83,9 +83,10 @@ class EngineProbe:
         self.pool.kv.limits = replace(self.pool.kv.limits, lag_s=lag_s)
 
     def spread_checks(self, rng: np.random.Generator, lag_s: float) -> None:
-        """Spread the times since prefixes were last compared with row updates evenly over the lag."""
+        """Spread the times since prefixes were last compared with row updates evenly over the lag before now."""
+        now = self.engine._now()
         for prefix in self.pool.kv._order.values():
-            prefix.verified_s -= lag_s * rng.random()
+            prefix.verified_s = now - lag_s * rng.random()
 
     def set_curves(self, *, is_on: bool) -> None:
         """Start new miss curves, or none."""

@@ -39,6 +39,9 @@ class RowMarks:
 
     def mark(self, rows: IntArray, now: float) -> None:
         """Count these rows as changed: those of lagging tables after their lag, all others at once."""
+        if not self._tables:
+            self._epochs.mark(rows)
+            return
         at_once = np.ones(rows.size, np.bool_)
         for lag, first, end in self._tables:
             of_table = (rows >= first) & (rows < end)

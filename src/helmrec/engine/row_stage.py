@@ -1,7 +1,7 @@
 """The row stage: reads the rows of a step through a cache indexed on the host or the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
+from helmrec.engine.row_values import pinned_block, split_block
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_write import RowTargets
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache, repeats_of
@@ -35,12 +37,17 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentRows:
-    """New rows where a stage writes them from."""
+    """New rows where a stage writes them from: all that were sent together, or a part of them."""
 
-    rows: IntArray
-    values: Tensor  # (rows, row_dim) as the master keeps them
-    places: Tensor | None = None  # `rows` on the device, for an index there
+    rows: IntArray  # of this part
+    values: Tensor  # (rows sent, row_dim) as the master keeps them
+    places: Tensor | None = None  # (rows sent,) all rows on the device, for an index there
     sent: torch.cuda.Event | None = None  # after the copy to a card
+    first: int = 0  # where this part begins in `values` and `places`
+
+    def part(self, start: int, end: int) -> "SentRows":
+        """Return rows [start, end) of these, in the same memory."""
+        return replace(self, rows=self.rows[start:end], first=self.first + start)
 
 
 class RowStage(Protocol):
@@ -138,11 +145,12 @@ class HostRowStage:
 
     def write(self, new: SentRows) -> None:
         """A launched step has its own copy of the rows it reads, so the master may be written at once."""
+        values = new.values[new.first : new.first + new.rows.size]
         if not self._master.is_shared:
-            self._master.update(new.rows, new.values)
+            self._master.update(new.rows, values)
         slots = self._cache.peek(new.rows)
         resident = slots != ABSENT
-        self._arena.write_rows(slots[resident], new.values[torch.from_numpy(resident)])
+        self._arena.write_rows(slots[resident], values[torch.from_numpy(resident)])
 
     def finish_reads(self) -> None:
         """A launched step has read its rows."""
@@ -179,7 +187,7 @@ class DeviceRowStage:
         self.arena_rows = arena.rows
         self._row_bytes = arena.row_bytes
         self._master_rows = master.rows
-        self._writes_master = not master.is_shared
+        self._targets = RowTargets(cache.table.slot_of, arena.rows, None if master.is_shared else master.rows)
         self._kernels = kernels
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
@@ -235,15 +243,13 @@ class DeviceRowStage:
     def send(self, rows: IntArray, values: Tensor) -> SentRows:
         if self._copies is None or self.stream is None:
             return SentRows(rows, values, torch.from_numpy(rows))
-        device, sent = self.arena_rows.device, torch.cuda.Event()
+        block, sent = pinned_block(rows, values), torch.cuda.Event()
         with InStream(self._copies):
-            places, there = (
-                host.pin_memory().to(device, non_blocking=True) for host in (torch.from_numpy(rows), values)
-            )
+            there = block.to(self.arena_rows.device, non_blocking=True)
             sent.record(self._copies)
-        for copied in (places, there):
-            copied.record_stream(self.stream)  # it is freed once `write` has read it
-        return SentRows(rows, there, places, sent)
+        there.record_stream(self.stream)  # it is freed once `write` has read it
+        places, new = split_block(there, values)
+        return SentRows(rows, new, places, sent)
 
     def write(self, new: SentRows) -> None:
         """The card itself writes the master, in the stream that reads rows: the host waits for nothing."""
@@ -251,10 +257,7 @@ class DeviceRowStage:
         with InStream(self.stream):
             if self.stream is not None and new.sent is not None:
                 self.stream.wait_event(new.sent)
-            self.cache.write(new.places, new.values)
-            if self._writes_master:
-                every = torch.arange(len(new.values), dtype=torch.int32, device=new.values.device)
-                self._kernels.gather_few(new.values, new.values, every, self._master_rows, places=new.places)
+            self._kernels.write_rows(new.values, new.places, new.first, new.rows.size, self._targets)
         if self._written is not None:
             self._written.record(self.stream)
 

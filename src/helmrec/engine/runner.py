@@ -57,10 +57,17 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRows:
-    """An update of rows, ready to be written between two steps."""
+    """Rows that are ready to be written between two steps."""
 
-    update: RowUpdate
-    sent: SentRows | None  # None: differences, which are added when they are written
+    rows: IntArray
+    sent: SentRows | None  # None: no rows, or differences
+    differences: RowUpdate | None = None  # an update with some, which are added when it is written
+
+    def part(self, start: int, end: int) -> "StagedRows":
+        """Return rows [start, end) of these, in the same memory."""
+        sent = None if self.sent is None else self.sent.part(start, end)
+        added = None if self.differences is None else self.differences.part(start, end)
+        return StagedRows(self.rows[start:end], sent, added)
 
 
 class Runner:
@@ -170,18 +177,16 @@ class Runner:
         for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)
 
-    def new_values(self, update: RowUpdate) -> torch.Tensor:  # (rows, row_dim) as the master keeps them
-        """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
-        return new_values(self._master, update)
-
     def stage_rows(self, update: RowUpdate) -> StagedRows:
         """Bring an update to where it can be written at once, beside running steps. Any thread may call it.
 
         Differences wait for `write_rows`, since they are added to rows that earlier updates may still change.
         """
-        if update.is_added is not None or not update.rows.size:
-            return StagedRows(update, sent=None)
-        return StagedRows(update, self._dense.rows.send(update.rows, new_values(self._master, update)))
+        if not update.rows.size:
+            return StagedRows(update.rows, sent=None)
+        if update.is_added is not None:
+            return StagedRows(update.rows, sent=None, differences=update)
+        return StagedRows(update.rows, self._dense.rows.send(update.rows, new_values(self._master, update)))
 
     def finish_reads(self) -> None:
         """Wait until launched steps have read their rows."""
@@ -191,10 +196,12 @@ class Runner:
         """Replace rows in the master and in the pool between the row reads of two steps; layers run on meanwhile."""
         self._dense.rows.write(sent)
 
-    def add_rows(self, update: RowUpdate) -> SentRows:
+    def add_rows(self, staged: StagedRows) -> SentRows:
         """Add differences to rows; RequestError if a sum is not finite. Waits for row reads, not for layers."""
+        update = staged.differences
+        assert update is not None, "only differences are not sent ahead"
         self._dense.rows.finish_writes()
-        return self._dense.rows.send(update.rows, self.new_values(update))
+        return self._dense.rows.send(update.rows, new_values(self._master, update))
 
     def score_without_caches(self, request: Prepared) -> NDArray[np.float32]:
         """Score a request without caches: rows from the master, the whole history computed, in private pages."""

@@ -87,7 +87,7 @@ def gather_rows(
     Rows move 16 bytes at a time where their size is a multiple of 16, and as far as their size allows elsewhere. Of
     128k rows of 1 KiB spread over 16 GiB, 50 GB/s cross the bus if they come in order of address, 30 if not.
     """
-    arena_rows, master, out = _as_words(arena_rows, master, out)
+    arena_rows, master, out = as_words(arena_rows, master, out)
     num_entries, width = sources.numel(), out.shape[1]
     if not num_entries:
         return
@@ -116,7 +116,7 @@ def gather_rows(
     )
 
 
-def _as_words(*tensors: Tensor) -> list[Tensor]:
+def as_words(*tensors: Tensor) -> list[Tensor]:
     """View rows in the widest words that divide all row sizes and strides."""
     row_bytes = [t.shape[1] * t.element_size() for t in tensors]
     sizes = (*row_bytes, *(_row_stride(t) for t in tensors))

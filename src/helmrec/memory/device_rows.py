@@ -314,13 +314,6 @@ class DeviceRows:
         self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # the push counted them as evicted
         self._tally = self.table.tally.cpu().numpy().copy()
 
-    @_in_stream
-    def write(self, rows: Tensor, values: Tensor) -> None:
-        """Write new values, (rows, row_dim), of the resident ones among these rows; both are on the device."""
-        slots = self.table.slot_of[rows]
-        sources = torch.where(slots >= 0, self._count(len(rows)), SKIP).int()
-        self._kernels.gather_rows(values, values, sources, self._arena_rows, places=slots.clamp_min(0).long())
-
     def _evict(self, slots: Tensor) -> None:
         """Empty these slots. slots: coldest first; some may be empty already."""
         table, rows = self.table, self.table.row_of[slots]

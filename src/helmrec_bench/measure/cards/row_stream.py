@@ -85,10 +85,11 @@ class StreamStand:
         probe.clear(ALPHA)
         probe.set_freshness(0.0 if kind == EXACT else lag_s)
         serve_all(engine, course.warm_up)
-        probe.spread_checks(np.random.default_rng(4), 0.0 if kind == EXACT else lag_s)
         run = LiveRun(np.full(len(course.requests), np.nan))
         PROCESS.settle()
         with self._stream(kind) as follower:
+            # Only now: a trainer takes seconds to start, in which ages would grow and the first ones expire at once.
+            probe.spread_checks(np.random.default_rng(4), 0.0 if kind == EXACT else lag_s)
             before = engine.stats().pool
             engine.reset_pauses()
             Driver(engine, course, follower, run).go()
@@ -98,6 +99,7 @@ class StreamStand:
         return {
             **figures(run.latency_ms),
             **hit_rates(before, after),
+            "stale_cuts": after.stale_cuts - before.stale_cuts,
             "stale_tokens": after.stale_tokens - before.stale_tokens,
             "longest_gap_ms": round(engine.stats().pauses.longest_ms, 2),
             "stream": stream,

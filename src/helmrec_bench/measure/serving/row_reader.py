@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from helmrec.deltas.checks import check_delta
 from helmrec.deltas.checksum import xxh64
-from helmrec.deltas.consumer import check_delta
 from helmrec.deltas.delta import Delta, TablePart, decode, encode
 from helmrec.deltas.folder import DeltaFolder
-from helmrec.engine.row_values import new_values
+from helmrec.engine.row_values import new_values, pinned_block
 from helmrec.memory.row_master import RowMaster
 from helmrec.model.config import ITEM
 from helmrec_bench.lab.provenance import write_measurement
@@ -58,7 +58,7 @@ def measure(folder: Path, num_rows: int, dtype: type[np.floating]) -> dict[str, 
         "decode": lambda: decode(data, "a delta"),
         "checksum": lambda: xxh64(data),
         "check": lambda: check_delta(config, delta),
-        "convert_and_copy": lambda: new_values(master, update).clone(),
+        "convert_and_copy": lambda: pinned_block(update.rows, new_values(master, update)),
         "blake2b": lambda: hashlib.blake2b(data, digest_size=16).digest(),
     }
     times_s = {name: cpu_s(work) for name, work in parts.items()}
