@@ -9,8 +9,6 @@ are powers of two, so the scores are those of the decoded keys and queries.
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,8 +33,9 @@ from helmrec.kernels.hopper_tiles import (
     store_rows,
     take,
 )
-from helmrec.kernels.kv_rounding import Codes, ScaledPages
+from helmrec.kernels.kv_rounding import ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.triton_encode import CodedTokens
 from helmrec.kernels.work_list import FIELDS, Tiling
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
@@ -348,14 +347,6 @@ def _attention_kernel(
 
 
 # fmt: on
-
-
-class CodedTokens(NamedTuple):
-    """Queries, keys and values of a step's own tokens in eight-bit floats; exponents are (heads, tokens)."""
-
-    q: Codes  # codes (tokens, heads, dim), biased exponents (heads, tokens)
-    k: Codes
-    v: Codes
 
 
 def supports(q: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPages, tiling: Tiling) -> bool:
