@@ -63,13 +63,16 @@ def _run_coded_layer(
     k_pages, v_pages = pages
     plan = plan_for(q, v, batch) if batch.plan is None else batch.plan
     has_plain_scores = weights.relative_bias is None and batch.window is None
-    if isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages) and has_plain_scores:
-        if hopper_fp8_attention.supports(q, v, k_pages, v_pages, plan.tiling):
-            o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
-            scores = shape.scale, shape.normaliser
-            hopper_fp8_attention.launch(tokens, (k_pages, v_pages), batch, o, plan, scores)
-            return triton_fp8_layer.gate_output(u, o.flatten(1), weights, shape.form)
+    if (
+        has_plain_scores
+        and isinstance(k_pages, ScaledPages)
+        and isinstance(v_pages, ScaledPages)
+        and hopper_fp8_attention.supports(q, v, k_pages, v_pages, plan.tiling)
+    ):
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
+        hopper_fp8_attention.launch(tokens, (k_pages, v_pages), batch, o, plan, (shape.scale, shape.normaliser))
+        return triton_fp8_layer.gate_output(u, o.flatten(1), weights, shape.form)
     if holds_fp8(k_pages):
         round_in_place(q, torch.float8_e4m3fn)
     append_kv(k, v, k_pages, v_pages, batch)

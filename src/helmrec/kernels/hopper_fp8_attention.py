@@ -227,10 +227,7 @@ def _step(acc, weights, query, q_scale, k_pipe, k_scales, k_slot, k_phase, value
     scores = hopper.warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     h = _scaled(scores, q_scale, k_scale)
-    if MASKED:
-        active = activate_masked(h, layout, shared, block, first_row, BLOCK_N, SCORES)
-    else:
-        active = activate(h)
+    active = activate_masked(h, layout, shared, block, first_row, BLOCK_N, SCORES) if MASKED else activate(h)
     following = gl.convert_layout(active.to(weights.dtype), WEIGHTS)
     acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(values_empty.index(slot), count=1)

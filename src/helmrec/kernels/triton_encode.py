@@ -1,4 +1,4 @@
-"""Codes of a step's queries, keys and values in one pass: what attention on eight-bit floats reads, and what pages keep.
+"""Codes of a step's queries, keys and values in one pass: what attention on eight-bit floats reads and pages keep.
 
 The twin is `round_in_place` of the queries followed by `append_kv` in `attention.py`: the values that codes and scales
 stand for are the ones it leaves in q, k and v.
@@ -117,7 +117,7 @@ class CodedTokens(NamedTuple):
     v: Codes
 
 
-def encode_tokens(  # noqa: PLR0917 - the arguments of `append_kv`, and q
+def encode_tokens(
     q: Tensor, k: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPages, batch: RaggedBatch
 ) -> CodedTokens:
     """Round q, k and v, (tokens, heads, dim) of one dim, to codes, and write K/V of kept tokens to their pages.

@@ -114,7 +114,7 @@ def project(
     delta, (tokens, dim), is added to x in place first.
     """
     assert weights.coded is not None, "weights have no codes"
-    rows = CodedRows.empty(*x.shape, x.device)
+    rows = CodedRows.empty(x.shape[0], x.shape[1], x.device)
     norm = weights.input_norm_weight, weights.input_norm_bias
     added = x if delta is None else delta
     constants = {"EPS": weights.norm_eps, "ADD": delta is not None, "NATIVE": is_native(x)}
@@ -141,7 +141,7 @@ def multiply(rows: CodedRows, weight: CodedWeight, bias: Tensor) -> Tensor:  # (
     """Products of codes, times both scales, plus bias (out,) in the bias's dtype."""
     codes = rows.codes.view(torch.float8_e4m3fn)
     if can_multiply_codes(bias, *weight.codes.shape):
-        return torch._scaled_mm(  # noqa: SLF001 - torch has no public name for it
+        return torch._scaled_mm(
             codes, weight.codes.T, rows.scale, weight.scale, bias=bias, out_dtype=bias.dtype, use_fast_accum=True
         )
     decoded = (codes.float() * rows.scale).to(bias.dtype)

@@ -54,11 +54,7 @@ def encode_scaled(scaled, FORMAT: tl.constexpr):
 @triton.jit
 def encode_finite(scaled, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """As `encode_scaled`; NATIVE: by the card's own conversion, which gives the same codes of eight-bit floats."""
-    if NATIVE:
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        codes = encode_scaled(scaled, FORMAT)
-    return codes
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode_scaled(scaled, FORMAT)
 
 
 @triton.jit
