@@ -129,31 +129,30 @@ def _widen(codes):
 
 
 @gluon.jit
-def _decode_values(codes, exponents, scales, layout, length, block, out, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
-    """Values of a block in bfloat16; rows that are unused or of another sequence are zero: zero times NaN is NaN."""
-    is_resident, token = locate(block, layout, BLOCK_N)
-    live = gl.where(is_resident, layout[0], length) - token
+def _decode_values(codes, exponents, scales, out, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """Values of a block in bfloat16.
+
+    Rows that are unused or of another sequence have a scale of 1, and any byte stands for a finite number here: a
+    weight of zero times such a value is zero.
+    """
     scales.store(_power_of_two(exponents) * 1152921504606846976.0)  # 2**60
     threads: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 32, gl.SliceLayout(1, threads))
     for i in gl.static_range(BLOCK_N // 32):
         scale = scales.slice(i * 32, 32).load(gl.SliceLayout(1, threads)).to(gl.bfloat16)
         values = _widen(codes.slice(i * 32, 32).load(threads).to(gl.uint8, bitcast=True)) * scale[:, None]
-        if live < (i + 1) * 32:
-            values = gl.where((rows + i * 32 < live)[:, None], values, 0.0).to(gl.bfloat16)
         out.slice(i * 32, 32).store(values)
     hopper.fence_async_shared()
 
 
 @gluon.jit
-def _decode_block(exponents, layout, length, block, v_pipe, slot, phase, value_pipe, value_slot, value_phase, scales,
-                  BLOCK_N: gl.constexpr, DIM: gl.constexpr, V_SLOTS: gl.constexpr, VALUE_SLOTS: gl.constexpr):
+def _decode_block(exponents, v_pipe, slot, phase, value_pipe, value_slot, value_phase, scales, BLOCK_N: gl.constexpr,
+                  DIM: gl.constexpr, V_SLOTS: gl.constexpr, VALUE_SLOTS: gl.constexpr):
     """Decode the next block of V, once it is there and its place is free; returns the next positions."""
     ring, full, empty = v_pipe
     values, values_full, values_empty = value_pipe
     mbarrier.wait(full.index(slot), phase)
     mbarrier.wait(values_empty.index(value_slot), value_phase ^ 1)
-    _decode_values(ring.index(slot), exponents, scales, layout, length, block, values.index(value_slot), BLOCK_N, DIM)
+    _decode_values(ring.index(slot), exponents, scales, values.index(value_slot), BLOCK_N, DIM)
     mbarrier.arrive(values_full.index(value_slot), count=1)
     mbarrier.arrive(empty.index(slot), count=1)
     slot, phase = next_slot(slot, phase, V_SLOTS)
@@ -195,12 +194,12 @@ def _decoder(inputs, exponents, k_pipe, k_scales, v_pipe, value_pipe, v_scales, 
                                           head, PAGE_TOKENS, BLOCK_N)
             if block > lo:
                 slot, phase, value_slot, value_phase = _decode_block(
-                    of_values, layout, length, block - 1, v_pipe, slot, phase, value_pipe, value_slot, value_phase,
-                    v_scales, BLOCK_N, DIM, V_SLOTS, VALUE_SLOTS)
+                    of_values, v_pipe, slot, phase, value_pipe, value_slot, value_phase, v_scales, BLOCK_N, DIM,
+                    V_SLOTS, VALUE_SLOTS)
             of_values = next_values
         slot, phase, value_slot, value_phase = _decode_block(
-            of_values, layout, length, hi - 1, v_pipe, slot, phase, value_pipe, value_slot, value_phase, v_scales,
-            BLOCK_N, DIM, V_SLOTS, VALUE_SLOTS)
+            of_values, v_pipe, slot, phase, value_pipe, value_slot, value_phase, v_scales, BLOCK_N, DIM, V_SLOTS,
+            VALUE_SLOTS)
         number += 1
         ticket = take(number, tickets, ticket_full, ticket_empty)
 
