@@ -155,7 +155,7 @@ def test_products_of_codes_match_float64() -> None:
     weight = LayerWeights(*(torch.randn((512, 256), device="cuda").to(torch.bfloat16),) * 7).in_fp8()
     bias = torch.randn(256, device="cuda").to(torch.bfloat16)
     assert weight.coded is not None
-    assert triton_fp8_layer.can_multiply_codes(bias, 256, 512)
+    assert triton_fp8_layer.can_multiply_codes(weight.coded.uvqk.codes, torch.bfloat16)
     values = rows.codes.view(FP8).double() * rows.scale.double()
     exact = values @ weight.uvqk_weight.double() + bias.double()
-    assert relative_error(triton_fp8_layer.multiply(rows, weight.coded.uvqk, bias), exact) < BOUND
+    assert relative_error(triton_fp8_layer.multiply(rows, weight.coded.uvqk, bias, torch.bfloat16), exact) < BOUND

@@ -119,7 +119,7 @@ def project(
     added = x if delta is None else delta
     constants = {"EPS": weights.norm_eps, "ADD": delta is not None, "NATIVE": is_native(x)}
     launch_rows(_norm_kernel, x.shape, x, added, *norm, *rows, x.stride(0), **constants)
-    uvqk = multiply(rows, weights.coded.uvqk, weights.uvqk_beta)
+    uvqk = multiply(rows, weights.coded.uvqk, weights.uvqk_beta, x.dtype)
     width = weights.output_norm_weight.shape[0]  # heads * v
     if form == "gated":
         silu_in_place(uvqk[:, width:])
@@ -133,26 +133,27 @@ def gate_output(u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tens
     norm = weights.output_norm_weight, weights.output_norm_bias
     constants = {"EPS": weights.norm_eps, "CONCAT": form == "concat", "NATIVE": is_native(u)}
     launch_rows(_gate_kernel, u.shape, u, o, *norm, *rows, u.stride(0), o.stride(0), **constants)
-    bias = weights.output_bias
-    return multiply(rows, weights.coded.output, torch.zeros_like(weights.input_norm_bias) if bias is None else bias)
+    return multiply(rows, weights.coded.output, weights.output_bias, u.dtype)
 
 
-def multiply(rows: CodedRows, weight: CodedWeight, bias: Tensor) -> Tensor:  # (tokens, out)
-    """Products of codes, times both scales, plus bias (out,) in the bias's dtype."""
+def multiply(
+    rows: CodedRows, weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # (tokens, out) of dtype
+    """Products of codes, times both scales, plus bias, (out,)."""
     codes = rows.codes.view(torch.float8_e4m3fn)
-    if can_multiply_codes(bias, *weight.codes.shape):
+    if can_multiply_codes(weight.codes, dtype):
         return torch._scaled_mm(
-            codes, weight.codes.T, rows.scale, weight.scale, bias=bias, out_dtype=bias.dtype, use_fast_accum=True
+            codes, weight.codes.T, rows.scale, weight.scale, bias=bias, out_dtype=dtype, use_fast_accum=True
         )
-    decoded = (codes.float() * rows.scale).to(bias.dtype)
-    return torch.addmm(bias, decoded, weight.decoded(bias.dtype))
+    decoded, right = (codes.float() * rows.scale).to(dtype), weight.decoded(dtype)
+    return decoded @ right if bias is None else torch.addmm(bias, decoded, right)
 
 
-def can_multiply_codes(like: Tensor, num_out: int, num_in: int) -> bool:
-    """Whether products of codes run on the matrix units of the device of a tensor, in its dtype."""
-    if not is_native(like) or torch.cuda.get_device_capability(like.device)[0] < _EIGHT_BIT_UNITS:
+def can_multiply_codes(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the device of a weight, (out, in), has matrix units for products of codes with results of dtype."""
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < _EIGHT_BIT_UNITS:
         return False
-    return like.dtype == torch.bfloat16 and num_out % 16 == 0 and num_in % 16 == 0
+    return dtype == torch.bfloat16 and all(size % 16 == 0 for size in weight.shape)
 
 
 def is_native(like: Tensor) -> bool:
