@@ -39,6 +39,7 @@ AutoBytes = Annotated[
 RoundedKV = Literal["fp8_e4m3", "int8"]
 FixedKVDtype = Literal["model"] | RoundedKV
 KVDtype = FixedKVDtype | Literal["auto"]
+ComputeDtype = Literal["model", "fp8_e4m3"]
 Freshness = Literal["exact"] | Annotated[float, Field(gt=0)]
 
 
@@ -169,6 +170,11 @@ class EngineConfig(Frozen):
         "model",
         description="model: K/V have the model's dtype; fp8_e4m3 or int8: eight bits, and a scale per token and head; "
         "auto: eight bits where `helmrec model check --precision` has found that this model's scores allow it",
+    )
+    compute_dtype: ComputeDtype = Field(
+        "model",
+        description="model: products of the layers take the model's dtype; fp8_e4m3: eight-bit floats with a scale per "
+        "token and per output, and q.k too where K/V are kept as fp8_e4m3; a Hopper card computes both faster",
     )
     kv_admission: Literal["always", "second-visit", "benefit"] = Field(
         "second-visit",

@@ -12,6 +12,7 @@ from helmrec.engine.intake import Intake
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.errors import ConfigError
 from helmrec.memory.prefix_hash import HashKey
+from helmrec.model.precision import LOW_PRECISIONS, Precision
 from helmrec.model.profiles import profile
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.plan import PlanConfig
@@ -21,14 +22,14 @@ KV_DTYPES: list[FixedKVDtype] = ["model", "fp8_e4m3", "int8"]
 CODES = KV_DTYPES[1:]
 
 
-@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.parametrize("precision", LOW_PRECISIONS.values())
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_scores_are_the_same_alone_in_a_batch_and_with_a_resident_history(
-    kv_dtype: FixedKVDtype, dtype: str, rng: np.random.Generator
+    precision: Precision, dtype: str, rng: np.random.Generator
 ) -> None:
     model = tiny_model(dtype=dtype)
     requests = [random_request(rng, model.config, user, 14, 4) for user in range(6)]
-    settings: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_admission": "always", "alpha": 0.1, "audit_every": 1}
+    settings: dict[str, Any] = {**precision._asdict(), "kv_admission": "always", "alpha": 0.1, "audit_every": 1}
     with tiny_engine(model, **settings) as engine, tiny_engine(model, **settings) as lone:
         first = engine.rank(requests)
         again = engine.rank(requests)
@@ -37,17 +38,17 @@ def test_scores_are_the_same_alone_in_a_batch_and_with_a_resident_history(
     assert any(result.reused_tokens for result in again)
     assert stats.audits == 12
     assert stats.audit_mismatches == 0
-    tolerance = audit_tolerance(dtype, EngineConfig(kv_dtype=kv_dtype))
+    tolerance = audit_tolerance(dtype, EngineConfig(**precision._asdict()))
     for results in (again, alone):
         for one, other in zip(first, results, strict=True):
             assert np.abs(one.scores - other.scores).max() <= tolerance
 
 
-@pytest.mark.parametrize("kv_dtype", CODES)
-def test_rounding_changes_scores_a_little(kv_dtype: FixedKVDtype, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("precision", LOW_PRECISIONS.values())
+def test_rounding_changes_scores_a_little(precision: Precision, rng: np.random.Generator) -> None:
     model = tiny_model()
     request = random_request(rng, model.config, 0, 14, 8)
-    with tiny_engine(model) as engine, tiny_engine(model, kv_dtype=kv_dtype) as coarse:
+    with tiny_engine(model) as engine, tiny_engine(model, **precision._asdict()) as coarse:
         difference = np.abs(engine.rank([request])[0].scores - coarse.rank([request])[0].scores).max()
     assert 1e-6 < difference < 0.1
 
@@ -57,6 +58,7 @@ def test_a_history_has_other_hashes_in_another_precision(rng: np.random.Generato
     config, key = tiny_config(), HashKey.random()
     request = random_request(rng, config, 0, 9)
     versions = [cache_version(7, EngineConfig(kv_dtype=kv_dtype)) for kv_dtype in KV_DTYPES]
+    versions += [cache_version(7, EngineConfig(kv_dtype=kv, compute_dtype="fp8_e4m3")) for kv in KV_DTYPES]
     versions.append(cache_version(8, EngineConfig()))
     states = [Intake(config, version, 100, key).prepare(request).history.states for version in versions]
     for one, other in itertools.combinations(states, 2):
@@ -85,6 +87,12 @@ def test_a_card_says_that_the_portable_kernel_reads_codes() -> None:
     assert not setup._slower_path(shape, EngineConfig(device="cpu", kv_dtype="int8"))
     (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="int8"))
     assert line == "attention: the portable kernel, since it alone reads K/V of kv_dtype int8"
+    (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="fp8_e4m3"))
+    assert line.endswith("kv_dtype fp8_e4m3 with compute_dtype model")
+    both = EngineConfig(device="cuda", kv_dtype="fp8_e4m3", compute_dtype="fp8_e4m3")
+    (line,) = setup._slower_path(shape, both)
+    assert line.endswith("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values")
+    assert not setup._slower_path(profile("dlrmv3", 1_000), both)
 
 
 def test_wide_heads_in_codes_are_refused_before_hopper() -> None:

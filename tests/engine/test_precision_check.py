@@ -15,7 +15,15 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.precision_check import check_precision, random_requests
 from helmrec.errors import ConfigError, ModelError
 from helmrec.memory.geometry import PageGeometry
-from helmrec.model.precision import PrecisionFigures, PrecisionVerdicts, Thresholds, read_verdicts, write_verdicts
+from helmrec.model.precision import (
+    LOW_PRECISIONS,
+    Precision,
+    PrecisionFigures,
+    PrecisionVerdicts,
+    Thresholds,
+    read_verdicts,
+    write_verdicts,
+)
 from helmrec.model.weights import LoadedModel, load_model, save_model
 from helmrec.sim.node.config import NodeConfig
 from helmrec.types import LabelledRequest
@@ -43,15 +51,15 @@ def verdicts_of(model: LoadedModel, **differences: float) -> PrecisionVerdicts:
     found = PrecisionVerdicts(version=f"{model.version:016x}")
     for name, difference in differences.items():
         kv_dtype: RoundedKV = "int8" if name == "int8" else "fp8_e4m3"
-        found = found.with_verdict(kv_dtype, PrecisionFigures(**GOOD | {"mean_difference": difference}))
+        found = found.with_verdict(Precision(kv_dtype), PrecisionFigures(**GOOD | {"mean_difference": difference}))
     return found
 
 
 def test_int8_is_closer_than_fp8_and_both_are_close() -> None:
     model = tiny_model()
     fp8, int8 = (
-        check_precision(model, kv_dtype, random_requests(model.config, 20, 0), "random")
-        for kv_dtype in ("fp8_e4m3", "int8")
+        check_precision(model, LOW_PRECISIONS[name], random_requests(model.config, 20, 0), "random")
+        for name in ("fp8", "int8")
     )
     assert 0 < int8.mean_difference < fp8.mean_difference < 0.02 * fp8.spread
     assert int8.kendall_tau >= fp8.kendall_tau > 0.9
@@ -60,10 +68,22 @@ def test_int8_is_closer_than_fp8_and_both_are_close() -> None:
     assert int8.auc is None
 
 
+def test_every_precision_is_close_and_has_a_verdict_of_its_own() -> None:
+    model, verdicts = tiny_model(), PrecisionVerdicts(version="0")
+    for name, precision in LOW_PRECISIONS.items():
+        figures = check_precision(model, precision, random_requests(model.config, 5, 0), name)
+        assert 0 < figures.mean_difference < 0.05 * figures.spread
+        verdicts = verdicts.with_verdict(precision, figures)
+    for name, precision in LOW_PRECISIONS.items():
+        assert verdicts.verdict_about(precision).figures.source == name
+    assert set(verdicts.kv_dtype) == {"fp8_e4m3", "int8"}
+    assert set(verdicts.fp8_products) == {"model", "fp8_e4m3"}
+
+
 def test_labels_give_quality_in_both_precisions(rng: np.random.Generator) -> None:
     model = tiny_model()
     asked = [LabelledRequest(random_request(rng, model.config, user, 12, 8), np.eye(8)[user % 8]) for user in range(10)]
-    found = check_precision(model, "fp8_e4m3", asked, "made up")
+    found = check_precision(model, Precision("fp8_e4m3"), asked, "made up")
     assert found.labelled == 10
     assert found.full_auc is not None
     assert found.auc == pytest.approx(found.full_auc, abs=0.1)
@@ -72,7 +92,10 @@ def test_labels_give_quality_in_both_precisions(rng: np.random.Generator) -> Non
 
 def test_models_with_a_query_frame_are_checked_too() -> None:
     model = tiny_model(**QUERY_FRAMES["neither"])
-    assert check_precision(model, "int8", random_requests(model.config, 3, 0), "random").largest_difference < 0.1
+    assert (
+        check_precision(model, Precision("int8"), random_requests(model.config, 3, 0), "random").largest_difference
+        < 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +123,9 @@ def test_auto_takes_the_closest_of_those_allowed_and_says_why() -> None:
         (verdicts_of(model, fp8_e4m3=0.1, int8=0.01), "int8", "the model's check allows it"),
         (verdicts_of(model, fp8_e4m3=0.1), "fp8_e4m3", "the model's check allows it"),
         (
-            PrecisionVerdicts(version="0").with_verdict("int8", PrecisionFigures(**GOOD | {"kendall_tau": 0.5})),
+            PrecisionVerdicts(version="0").with_verdict(
+                Precision("int8"), PrecisionFigures(**GOOD | {"kendall_tau": 0.5})
+            ),
             "model",
             "int8: kendall_tau 0.5000 is below 0.99",
         ),
@@ -163,4 +188,4 @@ def test_the_command_writes_the_verdict_and_its_status_says_it(folder: Path, tmp
     assert result.exit_code != 0
     assert "line 1" in result.output
     result = run(app, ["model", "check", str(folder), "--precision", "fp4"])
-    assert "--precision must be fp8 or int8, got 'fp4'" in result.output
+    assert "--precision must be fp8, int8, fp8-products or fp8-all, got 'fp4'" in result.output

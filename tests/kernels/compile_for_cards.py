@@ -13,9 +13,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from helmrec.kernels import triton_append, triton_attention
+from helmrec.kernels import hopper_attention, hopper_fp8_attention, triton_append, triton_attention, triton_encode
+from helmrec.kernels.attention_plan import AttentionInputs, plan_for
 from tests.kernels.ragged_cases import Heads, Lengths, coded, random_case
 
+HOPPER = 90
 CODES = (None, torch.float8_e4m3fn, torch.int8)
 
 
@@ -56,6 +58,22 @@ class CompileOnly:
         return compile_it
 
 
+def compile_for_hopper(width: int) -> None:
+    """The kernels that only Hopper runs."""
+    plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], Heads(4, width, width), 128, torch.bfloat16)
+    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+    for module, name in (
+        (hopper_attention, "_attention_kernel"),
+        (hopper_fp8_attention, "_attention_kernel"),
+        (triton_encode, "_encode_kernel"),
+    ):
+        if not isinstance(getattr(module, name), CompileOnly):
+            setattr(module, name, CompileOnly(getattr(module, name), f"hopper {width}"))
+    hopper_attention.launch(AttentionInputs(*plain[:5]), plain.batch, out, plan, 0.1, 10.0)
+    tokens = triton_encode.encode_tokens(*case)
+    hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
+
+
 def main(capability: int) -> None:
     driver.set_active(AbsentCard(capability))
     places = [(triton_append, "_append_kernel"), (triton_append, "_append_codes_kernel")]
@@ -70,6 +88,9 @@ def main(capability: int) -> None:
                 setattr(module, name, CompileOnly(kernel, f"{heads.qk} {codes or 'as they are'}"))
             triton_append.append_kv(*case[1:])
             triton_attention.attend(*case, scale=0.1, normaliser=10.0)
+    if capability == HOPPER:
+        for width in widths:
+            compile_for_hopper(width)
 
 
 if __name__ == "__main__":

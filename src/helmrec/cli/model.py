@@ -60,7 +60,8 @@ def check(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Compare K/V of eight bits with the model's dtype instead: fp8 or int8.", show_default="none"
+            help="Compare eight bits with the model's dtype instead: fp8 or int8 (K/V), fp8-products or fp8-all.",
+            show_default="none",
         ),
     ] = None,
     requests: Annotated[

@@ -9,37 +9,36 @@ from helmrec.cli.console import out, pairs_table
 from helmrec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from helmrec.config import RoundedKV
-    from helmrec.model.precision import PrecisionVerdict
-
-_NAMES: dict[str, RoundedKV] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8"}
+    from helmrec.model.precision import Precision, PrecisionVerdict
 
 
 def check_precision_of(folder: Path, name: str, requests: Path | None, seed: int, device: str) -> bool:
     """Check a model folder, write its precision.json, print the figures; return whether the precision is allowed."""
     from helmrec.engine.precision_check import NUM_RANDOM, check_precision, random_requests
-    from helmrec.model.precision import PrecisionVerdicts, write_verdicts
+    from helmrec.model.precision import LOW_PRECISIONS, PrecisionVerdicts, write_verdicts
     from helmrec.model.weights import load_model
     from helmrec.traffic.request_lines import read_held_out
 
-    if name not in _NAMES:
-        raise ConfigError(f"--precision must be fp8 or int8, got {name!r}")
+    names = {**LOW_PRECISIONS, "fp8_e4m3": LOW_PRECISIONS["fp8"]}
+    if name not in names:
+        raise ConfigError(f"--precision must be {', '.join(list(LOW_PRECISIONS)[:-1])} or fp8-all, got {name!r}")
     if device not in {"cpu", "cuda"}:
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
-    kv_dtype, model = _NAMES[name], load_model(folder)
+    precision, model = names[name], load_model(folder)
     if requests is None:
         asked, source = random_requests(model.config, NUM_RANDOM, seed), f"random, seed {seed}"
     else:
         asked, source = read_held_out(requests, model.config), requests.name
-    figures = check_precision(model, kv_dtype, asked, source, device)
+    figures = check_precision(model, precision, asked, source, device)
     verdicts = model.precision or PrecisionVerdicts(version=f"{model.version:016x}")
-    verdicts = verdicts.with_verdict(kv_dtype, figures)
+    verdicts = verdicts.with_verdict(precision, figures)
     write_verdicts(folder, verdicts)
-    _show(folder, kv_dtype, verdicts.kv_dtype[kv_dtype])
-    return verdicts.kv_dtype[kv_dtype].is_allowed
+    verdict = verdicts.verdict_about(precision)
+    _show(folder, precision, verdict)
+    return verdict.is_allowed
 
 
-def _show(folder: Path, kv_dtype: str, verdict: PrecisionVerdict) -> None:
+def _show(folder: Path, precision: Precision, verdict: PrecisionVerdict) -> None:
     found = verdict.figures
     rows = [
         ("requests", f"{found.requests:,} ({found.source}), {found.labelled:,} with labels"),
@@ -52,4 +51,4 @@ def _show(folder: Path, kv_dtype: str, verdict: PrecisionVerdict) -> None:
         if low is not None and full is not None:
             rows.append((name, f"{low:.5f}, in full precision {full:.5f} ({low / full:.3%})" if full else f"{low:.5f}"))
     rows.append(("verdict", "allowed" if verdict.is_allowed else "not allowed: " + "; ".join(verdict.objections)))
-    out.print(pairs_table(f"kv_dtype {kv_dtype} of {folder}", rows))
+    out.print(pairs_table(f"{precision} of {folder}", rows))

@@ -17,6 +17,7 @@ KV_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "int8": to
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # A key that differs in its last bit may be rounded to the next code.
 _CODE_TOLERANCE = {"fp8_e4m3": 5e-2, "int8": 1e-2}
+_PRODUCTS_TOLERANCE = 5e-2  # the same of the inputs of products
 
 
 class ChosenKV(NamedTuple):
@@ -46,7 +47,10 @@ def choose_kv_dtype(config: EngineConfig, model: LoadedModel) -> ChosenKV:
 
 def cache_version(version: int, config: EngineConfig) -> int:
     """Return the version under which K/V are kept: of the model's weights, and of the precision that computed them."""
-    digest = hashlib.blake2b(f"{version} {config.fixed_kv_dtype}".encode(), digest_size=8).digest()
+    precision: str = config.fixed_kv_dtype
+    if config.compute_dtype != "model":
+        precision += f" {config.compute_dtype}"
+    digest = hashlib.blake2b(f"{version} {precision}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -54,4 +58,5 @@ def audit_tolerance(dtype: str, config: EngineConfig) -> float:
     """Return the largest difference of scores that an audit accepts. dtype: of the model."""
     if config.audit_tolerance is not None:
         return config.audit_tolerance
-    return max(TOLERANCE[dtype], _CODE_TOLERANCE.get(config.kv_dtype, 0.0))
+    products = 0.0 if config.compute_dtype == "model" else _PRODUCTS_TOLERANCE
+    return max(TOLERANCE[dtype], _CODE_TOLERANCE.get(config.kv_dtype, 0.0), products)

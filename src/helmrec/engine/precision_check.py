@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from pydantic import ByteSize
 
-from helmrec.config import EngineConfig, FixedKVDtype, RoundedKV
+from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.ranking_quality import Values, auc, kendall_tau, ndcg, top_overlap
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
-from helmrec.model.precision import PrecisionFigures
+from helmrec.model.precision import FULL_PRECISION, Precision, PrecisionFigures
 from helmrec.model.weights import LoadedModel
 from helmrec.types import LabelledRequest
 
@@ -72,11 +72,11 @@ class _Sums:
 
 
 def check_precision(
-    model: LoadedModel, kv_dtype: RoundedKV, requests: Iterable[LabelledRequest], source: str, device: str = "cpu"
+    model: LoadedModel, precision: Precision, requests: Iterable[LabelledRequest], source: str, device: str = "cpu"
 ) -> PrecisionFigures:
-    """Rank every request with K/V of the model's dtype and of `kv_dtype`, one after the other, caches on."""
+    """Rank every request in full precision and in this one, one after the other, caches on."""
     sums = _Sums()
-    full_config, low_config = (_engine_config(model.config, kept_as, device) for kept_as in ("model", kv_dtype))
+    full_config, low_config = (_engine_config(model.config, each, device) for each in (FULL_PRECISION, precision))
     with Engine(model, full_config) as full, Engine(model, low_config) as low:
         for each in requests:
             scores = [engine.rank([each.request])[0].scores.astype(np.float64) for engine in (full, low)]
@@ -84,8 +84,9 @@ def check_precision(
     return sums.figures(source)
 
 
-def _engine_config(model: ModelConfig, kv_dtype: FixedKVDtype, device: str) -> EngineConfig:
-    config = EngineConfig(device=device, pool_bytes=ByteSize(1), alpha=0.2, kv_admission="always", kv_dtype=kv_dtype)
+def _engine_config(model: ModelConfig, precision: Precision, device: str) -> EngineConfig:
+    settings = {"alpha": 0.2, "kv_admission": "always", **precision._asdict()}
+    config = EngineConfig(device=device, pool_bytes=ByteSize(1), **settings)
     geometry = page_geometry(model, config)
     num_pages = 2 * _POOL_REQUESTS * (1 + geometry.pages_for(model.max_prefix_tokens))
     return config.model_copy(update={"pool_bytes": ByteSize(num_pages * geometry.page_bytes)})

@@ -69,7 +69,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
         config = _without_kept_kv(config)
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
-    hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)))
+    in_fp8 = config.compute_dtype == "fp8_e4m3"
+    hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)), in_fp8=in_fp8)
     start_up.begin("tables")
     master = _master(model, config, follow)
     start_up.begin("pool")
@@ -111,10 +112,14 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
 
 def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
     """Say so if an engine cannot use the fastest attention of a card."""
+    is_fp8, is_wide = config.kv_dtype == "fp8_e4m3", config.compute_dtype == "model"
+    fits = shape.dtype == "bfloat16" and shape.qk_dim == shape.v_dim and shape.qk_dim in {64, 128, 256}
     reasons = (
         ("this model has an attention bias", shape.attention_bias is not None),
         ("this model has local attention (max_attn_len)", shape.max_attn_len is not None),
-        (f"it alone reads K/V of kv_dtype {config.kv_dtype}", config.kv_dtype != "model"),
+        ("it alone reads K/V of kv_dtype int8", config.kv_dtype == "int8"),
+        ("it alone reads K/V of kv_dtype fp8_e4m3 with compute_dtype model", is_fp8 and is_wide),
+        ("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values", is_fp8 and not fits),
     )
     found = [reason for reason, is_given in reasons if is_given]
     if config.device != "cuda" or not found:

@@ -9,95 +9,37 @@ here (`supports` says what); everything else is left to the portable kernel.
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from helmrec.kernels.attention_plan import AttentionInputs, AttentionPlan
+from helmrec.kernels.hopper_tiles import (
+    activate,
+    activate_masked,
+    fetch,
+    load_tile,
+    locate,
+    make_barriers,
+    next_slot,
+    pages_descriptor,
+    publish,
+    read_tile,
+    rows_descriptor,
+    store_part,
+    store_rows,
+    take,
+)
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS, Tiling
 
 _SHARED_BYTES = 224 * 1024  # for the query tile and the ring; the barriers need a little more
 
-# Gluon's names changed between Triton 3.6 and 3.9; both are served.
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
 # One argument a line would bury the kernels.
 # fmt: off
-
-
-@gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    """The ring position after this one; the phase flips at every turn."""
-    wraps = slot == SLOTS - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def _read_tile(item, batch, num_context, table_stride, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What producer and consumers must agree on: the sequence's bounds, and how the tile numbers its key blocks.
-
-    Whole resident blocks come first, then own ones every row sees whole, then the masked ones: the page the
-    resident tokens end in, own blocks up to the diagonal, the diagonal of the candidates.
-    """
-    cu_tokens, num_resident, num_new, page_table = batch
-    sequence = gl.load(item)
-    row = gl.load(item + 1)
-    start = gl.load(cu_tokens + sequence)
-    end = gl.load(cu_tokens + sequence + 1)
-    resident = gl.load(num_resident + sequence)
-    shared = gl.load(num_new + sequence) + num_context  # own rows that later rows see
-    whole = gl.minimum(row + 1, shared) // BLOCK_N
-    seen = (gl.minimum(row + BLOCK_M, shared) + BLOCK_N - 1) // BLOCK_N
-    skipped = gl.maximum(row // BLOCK_N - seen, 0)  # other candidates' blocks, between history and the diagonal
-    table = page_table + sequence.to(gl.int64) * table_stride
-    return row, start, end, shared, table, (resident, whole, seen, skipped)
-
-
-@gluon.jit
-def _locate(block, layout, BLOCK_N: gl.constexpr):
-    """Whether a block is resident, and the first token it holds: of the history, or of the sequence's own rows."""
-    resident, whole, seen, skipped = layout
-    paged = resident // BLOCK_N
-    partial = gl.where(resident % BLOCK_N > 0, 1, 0)
-    after = block - paged - whole
-    is_resident = (block < paged) | ((after == 0) & (partial == 1))
-    own = block - paged - gl.where(after >= 0, partial, 0)
-    own += gl.where(own >= seen, skipped, 0)
-    return is_resident, gl.where(is_resident, gl.where(block < paged, block, paged), own) * BLOCK_N
-
-
-@gluon.jit
-def _fetch(flat, pages, start, table, layout, block, head, pipe, slot, phase, PAGE_TOKENS: gl.constexpr,
-           PAGE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, SLOTS: gl.constexpr):
-    """Send one K or V block on its way into a ring slot, once the slot is free; returns the next position."""
-    ring, full, empty = pipe
-    is_resident, token = _locate(block, layout, BLOCK_N)
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), BLOCK_N * DIM * 2)
-    if is_resident:
-        at = gl.load(table + token // PAGE_TOKENS) * PAGE_ROWS + token % PAGE_TOKENS
-        _load_tile(pages, [at, head * DIM], full.index(slot), ring.index(slot))
-    else:
-        _load_tile(flat, [start + token, head * DIM], full.index(slot), ring.index(slot))
-    return _next(slot, phase, SLOTS)
-
-
-@gluon.jit
-def _publish(ticket, number, tickets, ticket_full, ticket_empty):
-    """Hand a ticket to both consumers; a slot is reused every other time."""
-    slot = number & 1
-    mbarrier.wait(ticket_empty.index(slot), ((number >> 1) & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tickets.index(slot).store(gl.full([1], ticket, gl.int32, layout))
-    mbarrier.arrive(ticket_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -111,51 +53,30 @@ def _producer(inputs, sources, state, queries, pipe, tickets, barriers, FIELDS: 
     num_tickets = gl.load(work) * NUM_HEADS
     number, slot, phase = 0, 0, 0
     ticket = gl.atomic_add(state, 1, sem="relaxed")
-    _publish(ticket, number, tickets, ticket_full, ticket_empty)
+    publish(ticket, number, tickets, ticket_full, ticket_empty)
     while ticket < num_tickets:
         item = work + FIELDS * (1 + ticket // NUM_HEADS)
         head = ticket % NUM_HEADS
-        row, start, _, _, table, layout = _read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
+        row, start, _, _, table, layout = read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
         lo, hi = gl.load(item + 2), gl.load(item + 3)
         mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for group in gl.static_range(2):
-            _load_tile(q_flat, [start + row + group * 64, head * DIM], q_full.index(0), queries.index(group))
+            load_tile(q_flat, [start + row + group * 64, head * DIM], q_full.index(0), queries.index(group))
         for block in range(lo, hi):
-            slot, phase = _fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, PAGE_TOKENS,
-                                 PAGE_ROWS, BLOCK_N, DIM, SLOTS)
+            slot, phase = fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, PAGE_TOKENS,
+                                PAGE_ROWS, BLOCK_N, DIM, SLOTS)
             if block > lo:
-                slot, phase = _fetch(v_flat, v_pages, start, table, layout, block - 1, head, pipe, slot, phase,
-                                     PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, SLOTS)
-        slot, phase = _fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, PAGE_TOKENS,
-                             PAGE_ROWS, BLOCK_N, DIM, SLOTS)
+                slot, phase = fetch(v_flat, v_pages, start, table, layout, block - 1, head, pipe, slot, phase,
+                                    PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, SLOTS)
+        slot, phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, PAGE_TOKENS,
+                            PAGE_ROWS, BLOCK_N, DIM, SLOTS)
         ticket = gl.atomic_add(state, 1, sem="relaxed")
         number += 1
-        _publish(ticket, number, tickets, ticket_full, ticket_empty)
+        publish(ticket, number, tickets, ticket_full, ticket_empty)
     if gl.atomic_add(state + 1, 1) == gl.num_programs(0) - 1:  # the last program to leave rewinds the counters
         gl.store(state, 0)
         gl.store(state + 1, 0)
-
-
-@gluon.jit
-def _activate(scores, half_scale):
-    """silu(x) = h + h * tanh(h) with h = x / 2: one special-function instruction, no exponential, no division."""
-    h = scores * half_scale
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=gl.float32, is_pure=True, pack=1)
-    return h + h * t
-
-
-@gluon.jit
-def _activate_masked(scores, half_scale, layout, shared, block, first_row, BLOCK_N: gl.constexpr,
-                     LAYOUT: gl.constexpr):
-    """As `_activate`, zero where the query does not see the key."""
-    is_resident, token = _locate(block, layout, BLOCK_N)
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    columns = token + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    last = gl.where(is_resident, layout[0] - 1, gl.minimum(rows, shared - 1))
-    itself = gl.where(is_resident, -1, rows)
-    visible = (columns[None, :] <= last[:, None]) | (columns[None, :] == itself[:, None])
-    return gl.where(visible, _activate(scores, half_scale), 0.0)
 
 
 @gluon.jit
@@ -164,7 +85,7 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr):
 
     Both warpgroups do this to the same block; they write the same bytes.
     """
-    is_resident, token = _locate(block, layout, BLOCK_N)
+    is_resident, token = locate(block, layout, BLOCK_N)
     live = gl.where(is_resident, layout[0], length) - token
     if live < BLOCK_N:
         threads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -178,52 +99,12 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(out, strides, values, row, row_end, head, first_dim, inv_normaliser, WIDTH: gl.constexpr,
-                LAYOUT: gl.constexpr):
-    """64 finished rows of one head, dims first_dim to first_dim + WIDTH; rows from row_end on are not stored."""
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    dims = first_dim + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    at = rows.to(gl.int64)[:, None] * strides[0] + head * strides[1] + dims[None, :]
-    gl.store(out + at, (values * inv_normaliser).to(out.dtype.element_ty), mask=(rows < row_end)[:, None])
-
-
-@gluon.jit
-def _sum_parts(base, parts, head, out, out_strides, row, row_end, inv_normaliser, DIM: gl.constexpr):
-    """Add up all parts of 64 rows in slices of 64 dims: few enough registers to keep a slice's loads in flight."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    for first in range(0, DIM, 64):
-        total = gl.zeros([64, 64], gl.float32, layout)
-        for i in range(parts):
-            at = base + i * 64 * DIM + first + rows[:, None] * DIM + dims[None, :]
-            total += gl.load(at, cache_modifier=".cg")  # L1 does not see other programs' stores
-        _store_rows(out, out_strides, total, row, row_end, head, first, inv_normaliser, 64, layout)
-
-
-@gluon.jit
-def _store_part(acc, item, head, out, out_strides, row, row_end, partials, arrivals, inv_normaliser,
-                GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Publish these rows of a part of a split tile; the last part to arrive adds all parts in order and stores them."""
-    part, parts, slot = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
-    size: gl.constexpr = 64 * DIM
-    base = partials + ((slot * NUM_HEADS + head * parts) * 2 + GROUP * parts).to(gl.int64) * size
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] * DIM
-    gl.store(base + part * size + rows + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :], acc)
-    _barrier()  # every thread's stores come before the arrival that publishes them
-    counter = arrivals + (slot * NUM_HEADS + head) * 2 + GROUP
-    if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-        gl.store(counter, 0)  # for the next launch
-        _sum_parts(base, parts, head, out, out_strides, row, row_end, inv_normaliser, DIM)
-
-
-@gluon.jit
 def _step(acc, weights, query, pipe, slot, phase, layout, shared, length, block, first_row, half_scale,
           MASKED: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, SCORES: gl.constexpr,
           WEIGHTS: gl.constexpr):
     """Scores of this block and the values of the one before, in flight together; returns the sum and new weights."""
     ring, full, empty = pipe
-    v_slot, v_phase = _next(slot, phase, SLOTS)
+    v_slot, v_phase = next_slot(slot, phase, SLOTS)
     if MASKED:
         mbarrier.wait(full.index(v_slot), v_phase)
         _clear_dead_values(ring.index(v_slot), layout, length, block - 1, BLOCK_N)
@@ -236,24 +117,14 @@ def _step(acc, weights, query, pipe, slot, phase, layout, shared, length, block,
     scores = hopper.warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(empty.index(slot), count=1)
     if MASKED:
-        active = _activate_masked(scores, half_scale, layout, shared, block, first_row, BLOCK_N, SCORES)
+        active = activate_masked(scores * half_scale, layout, shared, block, first_row, BLOCK_N, SCORES)
     else:
-        active = _activate(scores, half_scale)
+        active = activate(scores * half_scale)
     following = gl.convert_layout(active.to(weights.dtype), WEIGHTS)
     acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(empty.index(v_slot), count=1)
-    slot, phase = _next(v_slot, v_phase, SLOTS)
+    slot, phase = next_slot(v_slot, v_phase, SLOTS)
     return acc, following, slot, phase
-
-
-@gluon.jit
-def _take(number, tickets, ticket_full, ticket_empty):
-    slot = number & 1
-    mbarrier.wait(ticket_full.index(slot), (number >> 1) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ticket = gl.sum(tickets.index(slot).load(layout), axis=0)
-    mbarrier.arrive(ticket_empty.index(slot), count=1)
-    return ticket
 
 
 @gluon.jit
@@ -271,10 +142,10 @@ def _consumer(inputs, outputs, queries, pipe, tickets, barriers, half_scale, inv
     num_tickets = gl.load(work) * NUM_HEADS
     query = queries.index(GROUP)
     number, slot, phase = 0, 0, 0
-    ticket = _take(number, tickets, ticket_full, ticket_empty)
+    ticket = take(number, tickets, ticket_full, ticket_empty)
     while ticket < num_tickets:
         item = work + FIELDS * (1 + ticket // NUM_HEADS)
-        row, start, end, shared, _, layout = _read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
+        row, start, end, shared, _, layout = read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
         lo, hi = gl.load(item + 2), gl.load(item + 3)
         first_row = row + GROUP * 64
         masked_from = gl.maximum(gl.minimum(layout[0] // BLOCK_N + layout[1], hi), lo + 1)
@@ -284,8 +155,8 @@ def _consumer(inputs, outputs, queries, pipe, tickets, barriers, half_scale, inv
         scores = hopper.warpgroup_mma(query, ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next(slot, phase, SLOTS)
-        active = _activate_masked(scores, half_scale, layout, shared, lo, first_row, BLOCK_N, scores_layout)
+        slot, phase = next_slot(slot, phase, SLOTS)
+        active = activate_masked(scores * half_scale, layout, shared, lo, first_row, BLOCK_N, scores_layout)
         weights = gl.convert_layout(active.to(ring.dtype), weights_layout)
         acc = gl.zeros([64, DIM], gl.float32, acc_layout)
         for block in range(lo + 1, masked_from):
@@ -302,23 +173,15 @@ def _consumer(inputs, outputs, queries, pipe, tickets, barriers, half_scale, inv
         acc = hopper.warpgroup_mma(weights, ring.index(slot), acc, is_async=True)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next(slot, phase, SLOTS)
+        slot, phase = next_slot(slot, phase, SLOTS)
         head = ticket % NUM_HEADS
         if gl.load(item + 5) > 1:
-            _store_part(acc, item, head, out, out_strides, start + first_row, end, partials, arrivals, inv_normaliser,
+            store_part(acc, item, head, out, out_strides, start + first_row, end, partials, arrivals, inv_normaliser,
                         GROUP, NUM_HEADS, DIM, acc_layout)
         else:
-            _store_rows(out, out_strides, acc, start + first_row, end, head, 0, inv_normaliser, DIM, acc_layout)
+            store_rows(out, out_strides, acc, start + first_row, end, head, 0, inv_normaliser, DIM, acc_layout)
         number += 1
-        ticket = _take(number, tickets, ticket_full, ticket_empty)
-
-
-@gluon.jit
-def _make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
+        ticket = take(number, tickets, ticket_full, ticket_empty)
 
 
 @gluon.jit
@@ -332,8 +195,8 @@ def _attention_kernel(
     ring = gl.allocate_shared_memory(k_flat.dtype, [SLOTS, BLOCK_N, DIM], k_flat.layout)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # What one producer fills is full at one arrival, and free again when both consumers have arrived.
-    pipe = (ring, _make_barriers(SLOTS, 1), _make_barriers(SLOTS, 2))
-    barriers = (_make_barriers(1, 1), _make_barriers(1, 2), _make_barriers(2, 1), _make_barriers(2, 2))
+    pipe = (ring, make_barriers(SLOTS, 1), make_barriers(SLOTS, 2))
+    barriers = (make_barriers(1, 1), make_barriers(1, 2), make_barriers(2, 1), make_barriers(2, 2))
     sources = (q_flat, k_flat, v_flat, k_pages, v_pages)
     inputs = (work, (cu_tokens, num_resident, num_new, page_table), num_context, table_stride)
     outputs = (out, out_strides, partials, arrivals)
@@ -377,24 +240,12 @@ def launch(
     slots = (_SHARED_BYTES - tiling.block_m * dim * 2) // (tiling.block_n * dim * 2)
     page_rows = k_pages.stride(0) // k_pages.stride(1)
     _attention_kernel[(tiling.num_programs,)](
-        _descriptor(q, q.shape[0], q.stride(0), tiling.block_m // 2),
-        *(_descriptor(t, t.shape[0], t.stride(0), tiling.block_n) for t in (k, v)),
-        *(_pages_descriptor(t, tiling.block_n) for t in (k_pages, v_pages)),
+        rows_descriptor(q, q.shape[0], q.stride(0), tiling.block_m // 2),
+        *(rows_descriptor(t, t.shape[0], t.stride(0), tiling.block_n) for t in (k, v)),
+        *(pages_descriptor(t, tiling.block_n) for t in (k_pages, v_pages)),
         *(out, out.stride()[:2], plan.work, plan.state, batch.cu_tokens, batch.num_resident, batch.num_new),
         *(batch.page_table, batch.page_table.stride(0), plan.partials, plan.arrivals, batch.num_context),
         *(scale / 2, 1 / normaliser, FIELDS, tiling.num_heads, dim, batch.page_tokens, page_rows),
         *(tiling.block_m, tiling.block_n, min(slots, 12)),
         num_warps=4,
     )
-
-
-def _pages_descriptor(pages: Tensor, rows: int) -> Any:
-    """Pages as one run of token rows: a page starts every stride(0) // stride(1) rows, the rows between are others'."""
-    num_rows = (pages.shape[0] - 1) * (pages.stride(0) // pages.stride(1)) + pages.shape[1]
-    return _descriptor(pages, num_rows, pages.stride(1), rows)
-
-
-def _descriptor(t: Tensor, num_rows: int, row_stride: int, rows: int) -> Any:
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, t.shape[-1]], dtype)
-    return TensorDescriptor(t, [num_rows, t.shape[-2] * t.shape[-1]], [row_stride, 1], [rows, t.shape[-1]], layout)

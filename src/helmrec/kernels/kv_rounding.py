@@ -61,6 +61,10 @@ class ScaledPages:
 Pages = Tensor | ScaledPages  # of the model's dtype, or of codes
 
 
+def holds_fp8(pages: Pages) -> bool:
+    return isinstance(pages, ScaledPages) and pages.dtype == torch.float8_e4m3fn
+
+
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pages:
     """Pages of a shape (..., pages, page_tokens, heads, dim) that holds no tokens yet."""
     pages = torch.empty(shape, dtype=dtype, device=device)

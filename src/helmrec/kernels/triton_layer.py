@@ -93,7 +93,7 @@ def project(x: Tensor, weights: LayerWeights, form: Form, num_heads: int) -> Pro
     uvqk = torch.addmm(weights.uvqk_beta, _norm(x, weights), weights.uvqk_weight)
     width = weights.output_norm_weight.shape[0]  # heads * v
     if form == "gated":
-        _silu_in_place(uvqk[:, width:])
+        silu_in_place(uvqk[:, width:])
     return split_projection(uvqk, width, num_heads)
 
 
@@ -137,7 +137,8 @@ def _norm(x: Tensor, weights: LayerWeights) -> Tensor:
     return out
 
 
-def _silu_in_place(x: Tensor) -> None:
+def silu_in_place(x: Tensor) -> None:
+    """x: (rows, columns), any row stride."""
     rows, columns = 16, 256
     _silu_kernel[triton.cdiv(x.shape[0], rows), triton.cdiv(x.shape[1], columns)](
         x, x.stride(0), x.shape[0], WIDTH=x.shape[1], PADDED=columns, ROWS=rows

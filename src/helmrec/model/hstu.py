@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helmrec.kernels import ModelKernels
 from helmrec.kernels.embed import NORM_EPS, Lookups
-from helmrec.kernels.kv_rounding import Pages, by_layer
+from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead, StateHead
@@ -179,12 +179,16 @@ def state_logits(head: StateHead, states: Tensor, weights: Mapping[str, Tensor])
 class HstuModel:
     """Dense weights on one device, and the arithmetic over them: embed, layers, head."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: ModelKernels) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: ModelKernels, *, in_fp8: bool = False
+    ) -> None:
+        """in_fp8: the products of the layers take eight-bit floats."""
         self.config = config
         self._kernels = kernels
         self._weights = dict(weights)
         edges = bias_edges(config, self.device)
-        self._layers = [layer_weights(config, weights, i, edges) for i in range(config.num_layers)]
+        layers = (layer_weights(config, weights, i, edges) for i in range(config.num_layers))
+        self._layers = [layer.in_fp8() if in_fp8 else layer for layer in layers]
         self._shape = LayerShape(config.form, config.num_heads, config.score_scale, float(config.normaliser))
         place = {table.name: i for i, table in enumerate(config.features)}
         self.head_features = [place[table] for table in config.candidate_encoder.tables]  # whose rows `head` is given
@@ -235,9 +239,7 @@ class HstuModel:
 
         k_pages, v_pages: (layers, pages, page_tokens, heads, dim).
         """
-        for weights, k, v in zip(self._layers, by_layer(k_pages), by_layer(v_pages), strict=True):
-            x = self._kernels.run_layer(x, weights, self._shape, k, v, batch)
-        return x
+        return self._kernels.run_layers(x, self._layers, self._shape, k_pages, v_pages, batch)
 
     def head(self, x: Tensor, rows: Tensor, query: QueryTerms | None = None) -> Tensor:  # (candidates, tasks) float32
         """Compute logits from the candidates' tokens and their rows, (head_features, candidates, row_dim).

@@ -7,14 +7,33 @@ figures were measured.
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from helmrec.config import Frozen, RoundedKV
+from helmrec.config import ComputeDtype, FixedKVDtype, Frozen, RoundedKV
 from helmrec.errors import ConfigError, ModelError
 
 FILE = "precision.json"
+
+
+class Precision(NamedTuple):
+    """What an engine rounds: K/V, and the inputs of products."""
+
+    kv_dtype: FixedKVDtype = "model"
+    compute_dtype: ComputeDtype = "model"
+
+    def __str__(self) -> str:
+        return f"kv_dtype {self.kv_dtype}, compute_dtype {self.compute_dtype}"
+
+
+FULL_PRECISION = Precision()
+LOW_PRECISIONS = {  # by the names of `helmrec model check --precision`: each alone, and all together
+    "fp8": Precision("fp8_e4m3"),
+    "int8": Precision("int8"),
+    "fp8-products": Precision(compute_dtype="fp8_e4m3"),
+    "fp8-all": Precision("fp8_e4m3", "fp8_e4m3"),
+}
 
 
 class Thresholds(Frozen):
@@ -74,15 +93,26 @@ class PrecisionVerdicts(Frozen):
     version: str = Field(description="of the weights that were checked")
     thresholds: Thresholds = Thresholds()
     kv_dtype: dict[RoundedKV, PrecisionVerdict] = Field(default_factory=dict)
+    fp8_products: dict[FixedKVDtype, PrecisionVerdict] = Field(
+        default_factory=dict, description="with compute_dtype fp8_e4m3, by kv_dtype"
+    )
 
     def best_kv_dtype(self) -> RoundedKV | None:
         """Return the allowed dtype of K/V whose scores are closest to full precision."""
         allowed = {name: verdict for name, verdict in self.kv_dtype.items() if verdict.is_allowed}
         return min(allowed, key=lambda name: allowed[name].figures.mean_difference, default=None)
 
-    def with_verdict(self, kv_dtype: RoundedKV, figures: PrecisionFigures) -> "PrecisionVerdicts":
+    def with_verdict(self, precision: Precision, figures: PrecisionFigures) -> "PrecisionVerdicts":
         verdict = PrecisionVerdict(figures=figures, objections=tuple(figures.objections(self.thresholds)))
-        return self.model_copy(update={"kv_dtype": {**self.kv_dtype, kv_dtype: verdict}})
+        field = "kv_dtype" if precision.compute_dtype == "model" else "fp8_products"
+        return self.model_copy(update={field: {**getattr(self, field), precision.kv_dtype: verdict}})
+
+    def verdict_about(self, precision: Precision) -> PrecisionVerdict:
+        """Return the verdict about a precision that was checked."""
+        if precision.compute_dtype != "model":
+            return self.fp8_products[precision.kv_dtype]
+        assert precision.kv_dtype != "model", "full precision needs no verdict"
+        return self.kv_dtype[precision.kv_dtype]
 
 
 def read_verdicts(folder: Path, version: int) -> PrecisionVerdicts | None:

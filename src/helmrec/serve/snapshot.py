@@ -192,5 +192,6 @@ def _learned_on(engine: Engine) -> dict[str, str | int]:
         "model": hashlib.sha256(shape).hexdigest(),
         "pool_bytes": config.sized_pool_bytes,
         "kv_dtype": config.kv_dtype,
+        "compute_dtype": config.compute_dtype,
         "device": device_name(config.device),
     }

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from helmrec.config import EngineConfig, FixedKVDtype
+from helmrec.config import ComputeDtype, EngineConfig, FixedKVDtype
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import GraphedDense
 from helmrec.engine.probe import EngineProbe
@@ -79,7 +79,7 @@ ROWS = [
 ]
 
 
-def make_engine(name: str, kv_dtype: FixedKVDtype = "model") -> Engine:
+def make_engine(name: str, kv_dtype: FixedKVDtype = "model", compute_dtype: ComputeDtype = "model") -> Engine:
     """A profile's dense shape without context tables (the published timings have none), over small random tables.
 
     After "-16k", the longest history is that long; after a stroke, a token sees so many before it.
@@ -92,7 +92,8 @@ def make_engine(name: str, kv_dtype: FixedKVDtype = "model") -> Engine:
     tables = {t.name: torch.randn((t.num_rows, config.row_dim), generator=generator).to(dtype) for t in config.tables}
     model = LoadedModel(config, 1, random_dense(config, generator), tables)
     settings: dict[str, Any] = {"pool_bytes": "16GiB", "alpha": 0.1, "device": "cuda", "kv_admission": "always"}
-    settings |= {"kv_dtype": kv_dtype, "max_batch_tokens": 70_016, "max_batch_requests": 8, "max_forks": 1}
+    settings |= {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype}
+    settings |= {"max_batch_tokens": 70_016, "max_batch_requests": 8, "max_forks": 1}
     return Engine(model, EngineConfig(**settings))
 
 
@@ -134,6 +135,17 @@ def gemm_ceiling() -> float:
     """TFLOP/s of a large bf16 product, the yardstick of this run."""
     a, b = (torch.randn((8_192, 8_192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8_192**3 / statistics.median(times_ms(lambda: a @ b)) / 1e9
+
+
+def fp8_gemm_ceiling() -> float:
+    """TFLOP/s of a large product of eight-bit floats with one scale per row and column."""
+    a, b = (torch.randn((8_192, 8_192), device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    ones = torch.ones((8_192, 1), device="cuda")
+
+    def multiply() -> object:
+        return torch._scaled_mm(a, b.T, ones, ones.T, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return 2 * 8_192**3 / statistics.median(times_ms(multiply)) / 1e9
 
 
 def measure(engine: Engine, users: KernelUsers, row: KernelRow, ceiling: float) -> dict[str, Any]:

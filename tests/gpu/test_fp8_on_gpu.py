@@ -1,0 +1,161 @@
+"""Products and attention on eight-bit floats against their twins in float64 on a card: fresh inputs each run."""
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.kernels.ragged_cases import Case, Heads, Lengths, cast, coded, in_double, on, random_case, relative_error
+from tests.kernels.ragged_cases import layout as ragged_layout
+
+from helmrec.kernels import fused, hopper_fp8_attention, plain, triton_fp8_layer
+from helmrec.kernels.attention_plan import plan_for
+from helmrec.kernels.kv_rounding import decode, empty_pages, round_in_place
+from helmrec.kernels.layer import Form, LayerShape, LayerWeights
+from helmrec.kernels.triton_encode import encode_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for Hopper"),
+]
+
+FP8, BOUND = torch.float8_e4m3fn, 1e-2
+MIXED = [Lengths(513, 300, 5), Lengths(0, 0, 0), Lengths(3000, 7, 400), Lengths(128, 128, 0), Lengths(0, 1, 2)]
+
+
+@pytest.fixture
+def fresh() -> np.random.Generator:
+    """New numbers every run; the seed is printed with a failure."""
+    seed = np.random.SeedSequence().entropy
+    print(f"seed {seed}")  # noqa: T201
+    return np.random.default_rng(seed)
+
+
+def attend(case: Case, repeats: int = 1) -> torch.Tensor:
+    """Encode and attend, with one plan for all repeats, so that counters left behind would show."""
+    plan = plan_for(case.q, case.v, case.batch)
+    assert hopper_fp8_attention.supports(case.q, case.v, case.k_pages, case.v_pages, plan.tiling)
+    tokens = encode_tokens(*case)
+    for _ in range(repeats):
+        out = torch.full(case.v.shape, torch.nan, dtype=case.v.dtype, device="cuda")
+        scores = case.q.shape[2] ** -0.5, 1000.0
+        hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, scores)
+    return out[: case.num_live]
+
+
+def expected(case: Case) -> torch.Tensor:
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
+    round_in_place(twin.q, FP8)
+    twin.append()
+    return twin.reference(case.q.shape[2] ** -0.5, 1000.0)
+
+
+@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize("heads", [Heads(4, 128, 128), Heads(4, 256, 256), Heads(2, 64, 64)])
+def test_attention_matches_float64(heads: Heads, page_tokens: int, fresh: np.random.Generator) -> None:
+    lengths = [*MIXED, Lengths(int(fresh.integers(0, 2000)), int(fresh.integers(0, 2000)), int(fresh.integers(0, 500)))]
+    plain_case = random_case(fresh, lengths, heads, page_tokens, torch.bfloat16, num_context=3, device="cuda")
+    case = coded(plain_case, FP8)
+    reference = expected(case)
+    assert relative_error(attend(case, 2), reference) < BOUND
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_long_histories_match_float64(dim: int, fresh: np.random.Generator) -> None:
+    lengths = [Lengths(0, 14_000, 100), Lengths(13_968, 32, 256), Lengths(0, 200, 16)]
+    case = coded(random_case(fresh, lengths, Heads(2, dim, dim), 128, torch.bfloat16, device="cuda"), FP8)
+    reference = expected(case)
+    assert relative_error(attend(case), reference) < BOUND
+
+
+def test_scales_of_any_size_are_applied(fresh: np.random.Generator) -> None:
+    """Tokens whose sizes differ by 2**20: a scale that is left out or of another token would show."""
+    case = coded(random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    for each in (case.q, case.k, case.v):
+        each.mul_(2.0 ** torch.randint(-10, 3, (len(each), each.shape[1], 1), device="cuda"))
+    reference = expected(case)
+    assert relative_error(attend(case), reference) < BOUND
+
+
+def test_codes_are_those_of_the_twin(fresh: np.random.Generator) -> None:
+    case = coded(random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    case.k[5, 1, 3], case.v[40, 0, 0], case.q[7, 2, 2] = torch.inf, torch.nan, torch.inf
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
+    round_in_place(twin.q, FP8)
+    twin.append()
+    for ours, theirs in zip(encode_tokens(*case), twin[:3], strict=True):
+        values = decode(ours.codes, ours.exponents.T, torch.bfloat16)[: case.num_live]
+        assert torch.equal(values.nan_to_num(9.0), theirs[: case.num_live].nan_to_num(9.0))
+    for one, other in zip(case[3:5], twin[3:5], strict=True):
+        assert torch.equal(in_double(one).nan_to_num(9.0), in_double(other).nan_to_num(9.0))
+
+
+def test_a_token_that_is_not_finite_harms_only_rows_that_see_it(fresh: np.random.Generator) -> None:
+    lengths = [Lengths(0, 300, 40), Lengths(0, 300, 40)]
+    case = coded(random_case(fresh, lengths, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    case.k[150, 1, 3] = torch.inf
+    out = attend(case)
+    assert out[:150].isfinite().all()
+    assert out[150:340, 1].isnan().all()
+    assert out[340:].isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, fresh: np.random.Generator) -> None:
+    whole = coded(
+        random_case(fresh, [Lengths(0, 1000, 77)], Heads(4, dim, dim), 128, torch.bfloat16, device="cuda"), FP8
+    )
+    uncached = attend(whole)
+    batch = on("cuda", ragged_layout([Lengths(968, 32, 77), Lengths(0, 500, 9)], 128, 0, 0, fresh))
+    batch.page_table[:1] = 0
+    batch.page_table[:1, : whole.batch.page_table.shape[1]] = whole.batch.page_table
+    batch.write_slots.fill_(-1)  # these pages hold it already, and the mate keeps nothing
+    own = slice(968, whole.num_live)
+    mates = [torch.randn((509, 4, dim), device="cuda").to(torch.bfloat16) for _ in range(3)]
+    q, k, v = (torch.cat([each[own], mate]) for each, mate in zip(whole[:3], mates, strict=True))
+    cached = attend(Case(q, k, v, whole.k_pages, whole.v_pages, batch))[:109]
+    assert relative_error(cached, uncached[own].double()) < 5e-3  # partial sums in another order, in bfloat16
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("form", ["gated", "concat"])
+@pytest.mark.parametrize(("dim", "heads"), [(512, Heads(4, 128, 128)), (1024, Heads(4, 256, 256))])
+def test_layers_match_the_twin(dim: int, heads: Heads, form: Form, kv_dtype: torch.dtype) -> None:
+    def noise(*shape: int) -> torch.Tensor:
+        return (0.05 * torch.randn(shape, device="cuda")).to(torch.bfloat16)
+
+    width = heads.num * heads.v
+    layers = [
+        LayerWeights(
+            noise(dim, 4 * width), noise(4 * width), 1 + noise(dim), noise(dim),
+            noise(width * (3 if form == "concat" else 1), dim), 1 + noise(width), noise(width),
+        ).in_fp8()
+        for _ in range(2)
+    ]  # fmt: skip
+    batch = on("cuda", ragged_layout([Lengths(0, 700, 30), Lengths(0, 129, 5)], 128, 0, 0, np.random.default_rng(0)))
+    x = torch.randn((int(batch.cu_tokens[-1]), dim), device="cuda").to(torch.bfloat16)
+    shape = LayerShape(form, heads.num, heads.qk**-0.5, 1000.0)
+    outs = []
+    for run_layers, dtype in ((fused.run_layers, torch.bfloat16), (plain.run_layers, torch.float64)):
+        pages = [empty_pages((2, 9, 128, heads.num, heads.qk), dtype if kv_dtype != FP8 else FP8, x.device)
+                 for _ in range(2)]  # fmt: skip
+        used = [cast(each, dtype) for each in layers]
+        outs.append(run_layers(x.to(dtype), used, shape, pages[0], pages[1], batch).double())
+    # A value at the edge of two codes may go to either side, as bfloat16 rounds it first.
+    assert relative_error(outs[0] - x.double(), outs[1] - x.double()) < 0.05
+
+
+def test_products_of_codes_match_float64() -> None:
+    rows = triton_fp8_layer.CodedRows(
+        torch.randn((1001, 512), device="cuda").to(FP8).view(torch.uint8), 2.0 ** torch.randn((1001, 1), device="cuda")
+    )
+    weight = LayerWeights(*(torch.randn((512, 256), device="cuda").to(torch.bfloat16),) * 7).in_fp8()
+    bias = torch.randn(256, device="cuda").to(torch.bfloat16)
+    assert weight.coded is not None
+    assert triton_fp8_layer.can_multiply_codes(weight.coded.uvqk.codes, torch.bfloat16)
+    values = rows.codes.view(FP8).double() * rows.scale.double()
+    exact = values @ weight.uvqk_weight.double() + bias.double()
+    assert relative_error(triton_fp8_layer.multiply(rows, weight.coded.uvqk, bias, torch.bfloat16), exact) < BOUND

@@ -1,0 +1,95 @@
+"""Layers with products of eight-bit floats against their plain twins, in the interpreter."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU, tests/gpu runs the same kernels compiled", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is imported, so before that
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from helmrec.kernels import fused, plain
+from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, round_in_place
+from helmrec.kernels.layer import Form, LayerShape, LayerWeights
+from helmrec.kernels.triton_encode import encode_tokens
+from helmrec.kernels.triton_fp8_layer import CodedRows, multiply
+from tests.kernels.ragged_cases import Heads, Lengths, coded, in_double, layout, random_case, spoil
+
+HEADS, DIM_HEAD, DIM, PAGE = 2, 16, 32, 16
+LENGTHS = [Lengths(0, 20, 3), Lengths(0, 5, 2), Lengths(0, 0, 4)]
+FP8 = torch.float8_e4m3fn
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return 0.3 * torch.randn(shape)
+
+
+def weights_of(form: Form) -> LayerWeights:
+    width = HEADS * DIM_HEAD
+    return LayerWeights(
+        noise(DIM, 4 * width),
+        noise(4 * width),
+        1 + noise(DIM),
+        noise(DIM),
+        noise((3 if form == "concat" else 1) * width, DIM),
+        1 + noise(width),
+        noise(width),
+        noise(DIM),
+    ).in_fp8()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("form", ["gated", "concat"])
+def test_coded_layers_match_the_twin(form: Form, kv_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers = [weights_of(form) for _ in range(2)]
+    batch = layout(LENGTHS, PAGE, 0, 0, np.random.default_rng(0))
+    x, shape = torch.randn(int(batch.cu_tokens[-1]), DIM), LayerShape(form, HEADS, DIM_HEAD**-0.5, 16.0)
+    outs = []
+    for run_layers in (fused.run_layers, plain.run_layers):
+        pages = [empty_pages((2, 8, PAGE, HEADS, DIM_HEAD), kv_dtype, x.device) for _ in range(2)]
+        outs.append(run_layers(x.clone(), layers, shape, pages[0], pages[1], batch))
+    # A value at the edge between two codes may go to either side; a wrong scale would change everything.
+    difference = (outs[0] - outs[1]).norm() / (outs[1] - x).norm()
+    assert difference < 0.01
+
+
+def test_products_of_codes_are_those_of_rounded_values() -> None:
+    torch.manual_seed(0)
+    weights = weights_of("gated")
+    assert weights.coded is not None
+    values, bias = torch.randn(5, DIM), noise(4 * HEADS * DIM_HEAD)
+    round_in_place(values, FP8)
+    rows = CodedRows((values * 64).to(FP8).view(torch.uint8), torch.full((5, 1), 1 / 64))
+    expected = values.double() @ weights.uvqk_weight.double() + bias.double()
+    assert float((multiply(rows, weights.coded.uvqk, bias, torch.float32) - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("wrong", ["none", "key", "value"])
+def test_codes_of_tokens_stand_for_what_the_twin_rounds(wrong: str, is_scaled: bool) -> None:
+    rng = np.random.default_rng(3)
+    case = coded(random_case(rng, [Lengths(9, 20, 3), Lengths(0, 5, 2)], Heads(3, 24, 24), PAGE, torch.bfloat16), FP8)
+    if wrong != "none":
+        spoil(case, wrong, [0])
+    case.q[4, 1, 0] = torch.inf
+    batch = case.batch
+    if is_scaled:
+        powers = 2.0 ** torch.randint(-4, 2, (len(case.v), 1, 1))  # exact: the interpreter cuts bfloat16 off
+        batch = replace(batch, v_scale=powers.to(torch.bfloat16))
+    twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
+    tokens = encode_tokens(*case[:5], batch)
+    round_in_place(twin.q, FP8)
+    if batch.v_scale is not None:
+        twin.v.mul_(batch.v_scale)
+    twin.append()
+    for mine, theirs in zip(tokens, twin[:3], strict=True):
+        values = decode(mine.codes, mine.exponents.T, torch.bfloat16)
+        assert torch.equal(values[: case.num_live].nan_to_num(9.0), theirs[: case.num_live].nan_to_num(9.0))
+    for ours, theirs in zip(case[3:5], twin[3:5], strict=True):
+        assert isinstance(ours, ScaledPages)
+        assert torch.equal(in_double(ours).nan_to_num(9.0), in_double(theirs).nan_to_num(9.0))
