@@ -85,7 +85,7 @@ def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ..
         0 if batch.is_ahead else len(batch.members),
         work.tokens,
         work.pairs,
-        running.step.rows.size,
+        sum(running.step.num_rows),
         output.num_missed,
         running.num_loads,
         *output.times,

@@ -4,6 +4,7 @@ Only this module, the row stage, `dense.py` and `graphs.py` touch tensors in the
 scheduler has planned the pages, and the row cache decides which rows it admits.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.clock import Clock
-from helmrec.engine.assemble import Assembly, assemble
+from helmrec.engine.assemble import Outline, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
 from helmrec.engine.intake import Prepared, RowUpdate
 from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
-from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
+from helmrec.engine.timeline import TIMELINES, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
@@ -32,12 +33,12 @@ from helmrec.types import IntArray, RowPosition
 class Running:
     """A launched step."""
 
-    step: Assembly
+    step: Outline
     launched: Launched
     row_epoch: int  # of the row values that it reads
     row_position: RowPosition  # of the same values, in the stream of deltas
     num_loads: int  # pages loaded from the host
-    timeline: Timeline  # valid until the step after the next is launched
+    timeline: Timeline  # valid until three more steps are launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +76,8 @@ class Runner:
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
         self.row_position = RowPosition()  # of the rows that the next step reads
-        timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
-        self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
+        timeline = DeviceTimeline if parts.arena.rows.is_cuda or parts.dense.stream is not None else Timeline
+        self._timelines = deque(timeline(clock) for _ in range(TIMELINES))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -86,7 +87,7 @@ class Runner:
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens are in the planned pages before a later step reads them."""
         timeline = self._timelines[0]
-        self._timelines.reverse()
+        self._timelines.rotate()
         timeline.begin(batch.started_s)
         plans = [member.plan for member in batch.members]
         if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
@@ -96,7 +97,7 @@ class Runner:
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
         page_tokens = self._pool.geometry.page_tokens
-        step = assemble(members, self._model.config, page_tokens)
+        step = Outline(members, self._model.config)
         written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
             self.host.finish_saves_of(written, self._dense.stream)
@@ -121,7 +122,7 @@ class Runner:
         return StepOutput(
             scores=scores,
             non_finite=_non_finite(scored.logits, scores),
-            row_hits=step.num_rows - scored.row_misses,
+            row_hits=np.array(step.num_rows) - scored.row_misses,
             row_misses=scored.row_misses,
             num_missed=num_missed,
             missed_bytes=num_missed * self._pool.geometry.row_stride,
