@@ -173,7 +173,6 @@ class GraphedDense:
             progress(self.num_graphs, total)
         torch.cuda.synchronize()
 
-    @torch.inference_mode()
     def launch(self, outline: Outline, wait_for_pages: WaitForPages, timeline: Timeline) -> GraphLaunch:
         """As `EagerDense.launch`; returns before the step has ended.
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from helmrec.clock import Clock
 from helmrec.engine.assemble import Outline, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
+from helmrec.engine.id_checks import has_infinite
 from helmrec.engine.intake import Prepared, RowUpdate
 from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
@@ -47,8 +49,8 @@ class StepOutput:
 
     scores: list[NDArray[np.float32]]
     non_finite: frozenset[int]  # indices of requests whose scores are not finite
-    row_hits: NDArray[np.int64]
-    row_misses: NDArray[np.int64]
+    row_hits: list[int]
+    row_misses: list[int]
     num_missed: int  # rows of all requests
     missed_bytes: int  # of rows that crossed the bus
     ended_ago_s: float  # time between the end on the device and the wait of the host
@@ -117,13 +119,15 @@ class Runner:
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step and return its output. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
-        num_missed = int(scored.row_misses.sum())
-        scores = np.split(scored.logits, np.cumsum(step.num_candidates[:-1]))
+        row_misses: list[int] = scored.row_misses.tolist()
+        num_missed = sum(row_misses)
+        ends = list(accumulate(step.num_candidates, initial=0))
+        scores = [scored.logits[start:end] for start, end in pairwise(ends)]
         return StepOutput(
             scores=scores,
             non_finite=_non_finite(scored.logits, scores),
-            row_hits=np.array(step.num_rows) - scored.row_misses,
-            row_misses=scored.row_misses,
+            row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
+            row_misses=row_misses,
             num_missed=num_missed,
             missed_bytes=num_missed * self._pool.geometry.row_stride,
             ended_ago_s=scored.ended_ago_s,
@@ -215,9 +219,12 @@ class Runner:
         return scores
 
 
+_ALL_FINITE: frozenset[int] = frozenset()
+
+
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
-    if np.isfinite(logits).all():  # the common case, in one pass
-        return frozenset()
+    if not has_infinite(logits, np.inf):  # the common case, in one pass
+        return _ALL_FINITE
     return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 
 

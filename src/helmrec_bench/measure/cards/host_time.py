@@ -173,16 +173,17 @@ def turn(flags: Namespace) -> dict[str, Any]:
         tokens = {"max_batch_tokens": case.max_batch_tokens, "max_batch_requests": BATCH, "max_forks": 1}
         model = make_model(case.profile, is_quick=flags.quick)
         engine = serving_engine(model, device=device, **sizes, **tokens)
-        results[case.profile] = found = {
+        found: dict[str, Any] = {
             name: host_time(engine, visit, 4 if flags.quick else 20) for name, visit in case.visits.items()
         }
+        results[case.profile] = found
         traffic = PreparedTraffic(EngineProbe(engine), case.crowd)
         saturated(traffic, case.num_requests)  # brings the hot users in
         runs = [saturated(traffic, case.num_requests) for _ in range(1 if flags.quick else 3)]
-        found["saturated"] = best = max(runs, key=lambda run: run["requests_per_s"])  # type: ignore[assignment]
+        found["saturated"] = best = max(runs, key=lambda run: run["requests_per_s"])
         if flags.loadgen and case.profile == "dlrmv3":
             limit = best["requests_per_s"]
-            found["loadgen_qps"] = {  # type: ignore[assignment]
+            found["loadgen_qps"] = {
                 name: judge(traffic, limit, 4.0, is_prepared=is_prepared)
                 for name, is_prepared in (("prepared", True), ("with intake", False))
             }
