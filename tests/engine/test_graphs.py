@@ -74,7 +74,9 @@ def capture(maker: GraphMaker, work: Callable[[], None]) -> Replayed:
 def graphed(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Any, config: EngineConfig) -> Dense:
     assert isinstance(rows, DeviceRowStage)
     rows.cache.stream = rows.stream = Stream()  # type: ignore[assignment]
-    return GraphedDense(hstu, Memory(arena.k_pages, arena.v_pages), rows, setup._limits(hstu.config, geometry, config))
+    return GraphedDense(
+        hstu, Memory(arena.k_pages, arena.v_pages), rows, setup.graph_limits(hstu.config, geometry, config)
+    )
 
 
 @pytest.fixture

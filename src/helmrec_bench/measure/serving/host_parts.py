@@ -101,7 +101,8 @@ class _Graph:
 
 def _graphed(hstu: Any, arena: Any, geometry: Any, rows: Any, config: EngineConfig) -> GraphedDense:
     rows.cache.stream = rows.stream = _Stream()
-    limits = setup._limits(hstu.config, geometry, config)
+    graph_limits = vars(setup).get("graph_limits") or vars(setup)["_limits"]  # its name in earlier trees
+    limits = graph_limits(hstu.config, geometry, config)
     return GraphedDense(hstu, Memory(arena.k_pages, arena.v_pages), rows, limits)
 
 
