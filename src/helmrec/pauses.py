@@ -7,6 +7,7 @@ engines, devices or requests. Times are arguments.
 
 import gc
 import logging
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -37,6 +38,7 @@ _STOPS_EVERY_THREAD: frozenset[Cause] = frozenset({"collector", "compile"})
 _KEPT_OPERATIONS = 256
 _RECENT_S = 10.0
 _LOG_EVERY_S = 1.0
+NOTED_S = 2e-4  # shorter operations are not recorded
 
 
 class Operation(NamedTuple):
@@ -112,6 +114,7 @@ class GapMonitor:
         self._log_over_ms = log_over_ms
         self._cpu_time = cpu_time
         self._operations: deque[Operation] = deque(maxlen=_KEPT_OPERATIONS)
+        self._last_end_s = -math.inf  # of all operations
         self._idle_since_s: float | None = None  # when the device ended its last step; None: it runs one, or ran none
         self._cpu = CpuTime(0.0, 0.0)  # when the last step ended
         self._logged_s, self._num_unlogged = -_LOG_EVERY_S, 0
@@ -128,6 +131,12 @@ class GapMonitor:
     def note(self, operation: Operation) -> None:
         """Record an operation that has ended."""
         self._operations.append(operation)
+        self._last_end_s = max(self._last_end_s, operation.end_s)
+
+    def note_work(self, cause: Cause, start_s: float, end_s: float) -> None:
+        """Record work that has ended as an operation, unless it was too short to matter."""
+        if end_s - start_s > NOTED_S:
+            self.note(Operation(cause, start_s, end_s))
 
     @contextmanager
     def operation(self, cause: Cause, now: Callable[[], float]) -> Iterator[None]:
@@ -136,7 +145,7 @@ class GapMonitor:
         try:
             yield
         finally:
-            self.note(Operation(cause, start_s, now()))
+            self.note_work(cause, start_s, now())
 
     def starting(self, start_s: float, waiting_since_s: float) -> StepStart:
         """Record that the device runs a step from `start_s` on."""
@@ -173,6 +182,8 @@ class GapMonitor:
     def _blocked_by(self, start_s: float, end_s: float) -> dict[Cause, float]:
         """Return the seconds of each cause between two times. Time in which all threads stop counts once."""
         by_cause: dict[Cause, float] = {}
+        if self._last_end_s <= start_s:
+            return by_cause
         inside = [each for each in tuple(self._operations) if each.overlap_s(start_s, end_s) > 0]
         stops = [each for each in inside if each.cause in _STOPS_EVERY_THREAD]
         for each in inside:
@@ -226,7 +237,6 @@ class GapMonitor:
 
 
 _MONITORS: "WeakSet[GapMonitor]" = WeakSet()
-_NOTED_S = 2e-4  # shorter collections are not recorded
 _collecting_since_s = 0.0
 
 
@@ -249,5 +259,5 @@ def _follow_collections(phase: str, info: dict[str, int]) -> None:
     now_s = time.monotonic()
     if phase == "start":
         _collecting_since_s = now_s
-    elif now_s - _collecting_since_s > _NOTED_S:
+    elif now_s - _collecting_since_s > NOTED_S:
         note_process(Operation("collector", _collecting_since_s, now_s))

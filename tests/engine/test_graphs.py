@@ -3,6 +3,7 @@
 What is not shown without a card: that the work can be captured at all, and the order of streams.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,14 +16,15 @@ from helmrec.engine import setup
 from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Dense, Memory
 from helmrec.engine.engine import Engine
-from helmrec.engine.graphs import GraphedDense
+from helmrec.engine.graphs import DeviceClock, GraphedDense, GraphLaunch
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.engine.staging import BlockPart
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
 from helmrec.model.hstu import HstuModel
 from tests.helpers import OPTIONS, QUERY_FRAMES, random_request, tiny_engine, tiny_model
 
+COPIES_TO_CARD = 2  # of a step
 FRAMES: dict[str, dict[str, Any]] = {"no option": {}, **QUERY_FRAMES}
 
 
@@ -72,7 +74,9 @@ def capture(maker: GraphMaker, work: Callable[[], None]) -> Replayed:
 def graphed(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Any, config: EngineConfig) -> Dense:
     assert isinstance(rows, DeviceRowStage)
     rows.cache.stream = rows.stream = Stream()  # type: ignore[assignment]
-    return GraphedDense(hstu, Memory(arena.k_pages, arena.v_pages), rows, setup._limits(hstu.config, geometry, config))
+    return GraphedDense(
+        hstu, Memory(arena.k_pages, arena.v_pages), rows, setup.graph_limits(hstu.config, geometry, config)
+    )
 
 
 @pytest.fixture
@@ -82,7 +86,6 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("synchronize", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(GraphMaker, "capture", capture)
-    monkeypatch.setattr(AttentionPlan, "load", lambda *_: None)  # plain attention has no plan
     monkeypatch.setattr(setup, "_make_dense", graphed)
     yield
 
@@ -123,3 +126,41 @@ def test_steps_as_graphs_score_every_option_as_single_operations_do(option: str)
             assert np.abs(result.scores - plain).max() < 1e-5
         engine.check()
     assert (engine.stats().pool.reused_tokens > 0) == model.is_append_stable
+
+
+@pytest.mark.usefixtures("_no_card")
+def test_what_a_step_sends_stays_in_its_block_until_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of a step may run late: the next step must be laid out elsewhere."""
+    send, wait, sent, waits = BlockPart.send, GraphLaunch.wait, deque[tuple[torch.Tensor, torch.Tensor]](), list[int]()
+
+    def noted_send(part: BlockPart, turn: int) -> None:
+        sent.append((part.hosts[turn], part.hosts[turn].clone()))
+        send(part, turn)
+
+    def checked_wait(launch: GraphLaunch) -> Any:
+        waits.append(len(sent))
+        for _ in range(COPIES_TO_CARD):
+            block, before = sent.popleft()
+            assert torch.equal(block, before), "the block of a running step was overwritten"
+        return wait(launch)
+
+    engine, rng = engine_of({}), np.random.default_rng(0)
+    monkeypatch.setattr(BlockPart, "send", noted_send)
+    monkeypatch.setattr(GraphLaunch, "wait", checked_wait)
+    futures = [engine.submit(random_request(rng, engine.model_config, user, 9 + user)) for user in range(12)]
+    while engine.step():
+        pass
+    for future in futures:
+        future.result(timeout=0)
+    assert not sent, "a step made another number of copies"
+    assert max(waits) == 2 * COPIES_TO_CARD, "two steps were meant to be in flight"
+
+
+def test_an_event_that_is_recorded_again_dates_no_other() -> None:
+    clock, events = DeviceClock(), [Event(), Event()]
+    assert clock.wait(events[0]) == 0.0, "nothing is known of the past yet"  # type: ignore[arg-type]
+    assert clock.wait(events[1]) > 0.0, "it happened when the first one did"  # type: ignore[arg-type]
+    clock.forget(events[0])  # type: ignore[arg-type]
+    assert clock.wait(events[0]) > 0.0, "another event was dated since"  # type: ignore[arg-type]
+    clock.forget(events[0])  # type: ignore[arg-type]
+    assert clock.wait(events[1]) == 0.0  # type: ignore[arg-type]

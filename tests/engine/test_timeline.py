@@ -14,10 +14,6 @@ class FakeEvent:
 
     at_ms = nan
     is_over = True
-    waits_s = 0.0
-
-    def __init__(self, clock: ManualClock | None = None) -> None:
-        self._clock = clock
 
     def record(self, stream: Any) -> None:
         """The stream stands for the time at which the card comes to the event."""
@@ -30,10 +26,6 @@ class FakeEvent:
         assert self.is_over
         assert last.is_over, "a card refuses to compare events that have not happened"
         return last.at_ms - self.at_ms
-
-    def synchronize(self) -> None:
-        assert self._clock is not None
-        self._clock.advance(self.waits_s)
 
 
 def on_a_card(times_ms: dict[Mark, float], clock: ManualClock | None = None) -> DeviceTimeline:
@@ -132,7 +124,8 @@ def test_an_event_that_has_not_come_yet_is_not_waited_for() -> None:
     timeline = on_a_card(PLAIN)
     timeline._events[Mark.ENDED].is_over = False  # type: ignore[attr-defined]
     stages = timeline.stages(has_loads=False)
-    assert stages.rows_ms == 4
+    assert stages.host_ms == 0
+    assert isnan(stages.rows_ms)
     assert isnan(stages.compute_ms)
 
 
@@ -142,17 +135,3 @@ def test_events_of_the_step_before_are_not_those_of_this_one() -> None:
     timeline.begin(0.0)
     assert isnan(timeline.stages(has_loads=False).rows_ms)
     assert timeline._events == events, "the same events serve step after step"
-
-
-def test_a_wait_for_the_step_before_is_no_work_of_the_host() -> None:
-    clock = ManualClock(5.0)
-    timeline = DeviceTimeline(clock, make_event=FakeEvent)  # type: ignore[arg-type]
-    sent = FakeEvent(clock)
-    timeline.begin(clock.now())
-    clock.advance(1e-3)
-    sent.waits_s = 7e-3
-    timeline.wait_for(sent)  # type: ignore[arg-type]
-    clock.advance(2e-3)
-    timeline.leave_host()
-    clock.advance(1.0)
-    assert timeline.stages(has_loads=False).host_ms == pytest.approx(3)

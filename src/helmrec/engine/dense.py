@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from helmrec.engine.assemble import Assembly
+from helmrec.engine.assemble import Assembly, Outline, StepForm, assemble_outline
 from helmrec.engine.row_stage import Reading, RowStage
 from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.kv_rounding import Pages
@@ -57,7 +57,7 @@ class Dense(Protocol):
     def buffer_bytes(self) -> int:
         """Device memory of its own buffers."""
 
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> Launched:
+    def launch(self, outline: Outline, wait_for_pages: WaitForPages, timeline: Timeline) -> Launched:
         """Start a step; K/V of new tokens are in their pages before a later step reads them.
 
         `wait_for_pages` is called after the embedding stage was launched, so that pages load at the same time.
@@ -100,13 +100,15 @@ class EagerDense:
     def __init__(self, model: HstuModel, memory: Memory, rows: RowStage) -> None:
         self._model = model
         self._memory = memory
+        self._form = StepForm(model.config, memory.k_pages.shape[2])
         self.rows = rows
 
     def warm_up(self, progress: Progress) -> None:
         """Do nothing: kernels compile at their first call."""
 
     @torch.inference_mode()
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> EagerLaunch:
+    def launch(self, outline: Outline, wait_for_pages: WaitForPages, timeline: Timeline) -> EagerLaunch:
+        step = assemble_outline(outline, self._form)
         timeline.leave_host()  # on a card, the following calls only enqueue work
         timeline.mark(Mark.READING, self.rows.stream)
         reading = self.rows.read(step)
@@ -150,27 +152,27 @@ class EagerDense:
                 page_tokens=self._memory.k_pages.shape[2],
                 v_scale=self._v_scale(step),
                 window=self._model.config.attention_window,
-                num_full=None if step.num_full is None else self._put(step.num_full),
-                times=None if step.times is None else self._put(step.times),
-                cu_times=None if step.cu_times is None else self._put(step.cu_times),
+                num_full=None if step.terms.num_full is None else self._put(step.terms.num_full),
+                times=None if step.terms.times is None else self._put(step.terms.times),
+                cu_times=None if step.terms.cu_times is None else self._put(step.terms.cu_times),
             ),
             query=self._query_terms(step),
         )
 
     def _v_scale(self, step: Assembly) -> Tensor | None:
         """Return the factors of values: with a query frame, attention is divided by the length of the request."""
-        if step.query is None:
+        if step.terms.query is None:
             return None
-        scale = np.repeat(1 / step.query.lengths, np.diff(step.cu_tokens))
+        scale = np.repeat(1 / step.terms.query.lengths, np.diff(step.cu_tokens))
         return self._put(scale.astype(np.float32)[:, None, None])
 
     def _query_terms(self, step: Assembly) -> QueryTerms | None:
-        if step.query is None:
+        if step.terms.query is None:
             return None
         return QueryTerms(
-            context_gaps=self._put(step.query.context_gaps[step.context_owner]),
-            context_kept=self._put(step.query.context_kept[step.context_owner, step.context_table][:, None]),
-            clocks=self._put(np.repeat(step.query.clocks, step.num_candidates, axis=0)),
+            context_gaps=self._put(step.terms.query.context_gaps[step.context_owner]),
+            context_kept=self._put(step.terms.query.context_kept[step.context_owner, step.context_table][:, None]),
+            clocks=self._put(np.repeat(step.terms.query.clocks, step.num_candidates, axis=0)),
         )
 
     def _put(self, array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:

@@ -250,11 +250,13 @@ class Engine:
 
     def _try(self, cause: Cause, work: Callable[..., None], *args: Any) -> None:
         """Do background work; log and count its failure."""
+        start_s = self._clock.now()
         try:
-            with self.operation(cause):
-                work(*args)
+            work(*args)
         except Exception as error:
             self._failures.note(getattr(work, "__qualname__", repr(work)), error)
+        finally:
+            self._gaps.note_work(cause, start_s, self._clock.now())
 
     def _move_boundary(self) -> None:
         """Move pages between owners. A page that leaves EMB is free once a step that was launched later has ended."""

@@ -8,25 +8,24 @@ step are read at the same time, as soon as this step has embedded its own.
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from helmrec.engine.assemble import Assembly
+from helmrec.engine.assemble import ModelTerms, Outline, StepForm
 from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
 from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
-from helmrec.engine.padding import EMPTY, NOWHERE, StepArrays, context_places, pad_candidates, pad_tokens
-from helmrec.engine.request_terms import RequestTerms
-from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape, StepBefore
+from helmrec.engine.layout import StepArrays
+from helmrec.engine.request_terms import RequestTerms, term_fields
+from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
-from helmrec.engine.timeline import Mark, Timeline
+from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, Staging, block_bytes
+from helmrec.engine.timeline import DeviceTimeline, Mark, Timeline
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel
-from helmrec.types import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +54,34 @@ class CapturedStep:
 class CapturedHead:
     """The graphs of one number of candidates."""
 
+    size: int
     staging: Staging
     pick: torch.cuda.CUDAGraph  # copies the candidates' rows, before the next step overwrites them
     score: torch.cuda.CUDAGraph
+    received: BlockPart  # misses and scores
+
+
+class _Staged(NamedTuple):
+    """Where a step of one number of events and of candidates is laid out, and what is sent of it."""
+
+    arrays: StepArrays
+    sent: BlockPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphLaunch:
     """A step whose scores arrive in pinned memory."""
 
-    reading: GraphReading
+    dense: "GraphedDense"
+    step: Outline
     ended: torch.cuda.Event
-    logits: NDArray[np.float32]  # valid after `ended`, until the step after the next
-    clock: "DeviceClock"
+    received: HostArrays  # valid after `ended`, until the step after the next
 
     def wait(self) -> Scored:
-        ended_ago_s = self.clock.wait(self.ended)
-        return Scored(self.logits.copy(), self.reading.count_misses(), ended_ago_s)
+        ended_ago_s = self.dense.clock.wait(self.ended)
+        num_requests, num_rows = len(self.step.members), sum(self.step.num_rows)
+        misses = self.dense.row_graphs.count_misses(self.received["found"], num_requests, num_rows)
+        return Scored(self.received["scores"][: sum(self.step.num_candidates)].copy(), misses, ended_ago_s)
 
     def admit(self) -> None:
         """Do nothing: the device has admitted the missed rows right after it read them."""
@@ -81,22 +91,32 @@ class DeviceClock:
     """Dates events of a device on the host's clock, without additional waits for the device."""
 
     def __init__(self) -> None:
-        self._seen: tuple[torch.cuda.Event, float] | None = None  # an event the host waited for, and its time
+        self._last: tuple[torch.cuda.Event, float] | None = None  # the event that was dated last, and its time
+
+    def forget(self, event: torch.cuda.Event) -> None:
+        """Count from this event no longer: it is recorded again."""
+        if self._last is not None and self._last[0] is event:
+            self._last = None
 
     def wait(self, event: torch.cuda.Event) -> float:
         """Wait for an event that records its time; return how many seconds ago it happened."""
         was_over = event.query()
-        event.synchronize()
-        now_s = time.monotonic()
-        if not was_over or self._seen is None:
-            self._seen = (event, now_s)
-            return 0.0
-        before, before_s = self._seen
-        return max(0.0, now_s - before_s - before.elapsed_time(event) / 1e3)
+        if not was_over:
+            event.synchronize()
+        now_s = at_s = time.monotonic()
+        if was_over and self._last is not None:
+            before, before_s = self._last
+            at_s = min(now_s, before_s + before.elapsed_time(event) / 1e3)
+        self._last = (event, at_s)
+        return now_s - at_s
 
 
 class GraphedDense:
-    """Runs the dense stage as graphs: rows, embed and layers by number of events, head by number of candidates."""
+    """Runs the dense stage as graphs: rows, embed and layers by number of events, head by number of candidates.
+
+    What a step sends lies in one block, so that it is one copy: arrays of the head end at a fixed place, what every
+    step has follows, then the arrays by event.
+    """
 
     def __init__(self, model: HstuModel, memory: Memory, rows: DeviceRowStage, limits: GraphLimits) -> None:
         config, device = model.config, model.device
@@ -106,45 +126,46 @@ class GraphedDense:
         self._head_sizes = bucket_sizes(limits.num_candidates)
         self._head_features = np.array(model.head_features)
         largest, most = self._event_sizes[-1], self._head_sizes[-1]
-        num_tables = len(config.user_context) + len(config.request_context)
-        self._row_shape = RowShape(len(config.features), num_tables, limits.num_sequences, largest)
-        self._row_graphs = RowGraphs(rows, self._row_shape)
-        self._blocks = Blocks.allocate(block_bytes(self._step_fields(largest)), device)
-        self._head_blocks = Blocks.allocate(block_bytes(self._head_fields(most)), device)
-        self._head_rows = self._row_graphs.values.new_zeros((len(model.head_features), most, config.row_dim))
+        self._form = StepForm(config, memory.k_pages.shape[2], limits.num_sequences)
+        self._row_shape = RowShape(len(config.features), self._form.num_tables, limits.num_sequences, largest)
+        self.row_graphs = RowGraphs(rows, self._row_shape)
+        self._head_rows = self.row_graphs.values.new_zeros((len(model.head_features), most, config.row_dim))
         self._x = torch.zeros((self._num_tokens(largest), config.dim), dtype=model.dtype, device=device)
-        self._scores = torch.zeros((most, config.num_tasks), dtype=torch.float32, device=device)
-        is_card = device.type == "cuda"
-        self._scores_host = torch.zeros((2, *self._scores.shape), dtype=torch.float32, pin_memory=is_card)
-        self._terms = RequestTerms(config, limits.num_sequences, device)
         self._plan = self._make_plan()
+        parts = [self._head_fields(most), self._common_fields(), self._step_fields(largest)]
+        self._blocks = Blocks.allocate(sum(block_bytes(fields) for fields in parts), device)
+        self._common = Staging(parts[1], self._blocks, block_bytes(parts[0]))
+        self._plan.work = self._common.device["work"]
+        self._terms = RequestTerms(limits.num_sequences, self._common)
+        self._received_blocks = Blocks.allocate(block_bytes(self._received_fields(most)), device)
+        self._received = Staging(self._received_fields(most), self._received_blocks)
         self._maker = GraphMaker()
         self._steps: dict[int, CapturedStep] = {}
         self._heads: dict[int, CapturedHead] = {}
+        self._staged: dict[tuple[int, int, int], _Staged] = {}  # by number of events, of candidates, and turn
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._sent = torch.cuda.Event()  # of the latest step, as is the next
         self._before = StepBefore(torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
-        self._clock = DeviceClock()
+        self.clock = DeviceClock()
         self.last_step: CapturedStep  # graphs of the latest step, for measurements
         self.last_head: CapturedHead
 
     @property
     def num_graphs(self) -> int:
-        return self._row_graphs.num_graphs + 2 * (len(self._steps) + len(self._heads))
+        return self.row_graphs.num_graphs + 2 * (len(self._steps) + len(self._heads))
 
     @property
     def buffer_bytes(self) -> int:
         """Device memory of the static buffers, without the memory pools of the graphs."""
-        buffers = (self._blocks.device, self._head_blocks.device, self._head_rows, self._x, self._scores)
-        return self._row_graphs.buffer_bytes + sum(buffer.nbytes for buffer in buffers)
+        buffers = (self._blocks.device, self._received_blocks.device, self._head_rows, self._x)
+        return self.row_graphs.buffer_bytes + sum(buffer.nbytes for buffer in buffers)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
-        self._row_graphs.capture_background(self._limits.pages_per_move, self._limits.refill_bytes)
+        self.row_graphs.capture_background(self._limits.pages_per_move, self._limits.refill_bytes)
         total = 5 * len(self._event_sizes) + 2 * len(self._head_sizes)
         for size in reversed(self._event_sizes):
-            self._row_graphs.capture(size)
+            self.row_graphs.capture(size)
             self._steps[size] = self._capture_step(size)
             progress(self.num_graphs, total)
         for size in reversed(self._head_sizes):
@@ -152,53 +173,73 @@ class GraphedDense:
             progress(self.num_graphs, total)
         torch.cuda.synchronize()
 
-    @torch.inference_mode()
-    def launch(self, step: Assembly, wait_for_pages: WaitForPages, timeline: Timeline) -> GraphLaunch:
-        """As `EagerDense.launch`; returns before the step has ended."""
-        assert self._is_within_limits(step), "the scheduler made a step that no graph holds"
-        captured = self._steps[fitting(self._event_sizes, step.event_at.size)]
-        head = self._heads[fitting(self._head_sizes, step.candidates.size)]
+    def launch(self, outline: Outline, wait_for_pages: WaitForPages, timeline: Timeline) -> GraphLaunch:
+        """As `EagerDense.launch`; returns before the step has ended.
+
+        At most two steps run at once. So the host blocks of this one are free: they were used two steps ago.
+        """
+        assert isinstance(timeline, DeviceTimeline), "a step of graphs is timed by events"
+        assert self._is_within_limits(outline), "the scheduler made a step that no graph holds"
+        captured = self._steps[fitting(self._event_sizes, outline.num_events)]
+        head = self._heads[fitting(self._head_sizes, sum(outline.num_candidates))]
         self.last_step, self.last_head = captured, head
-        timeline.wait_for(self._sent)  # the step before has been copied out of the blocks that this one fills
-        context_at = context_places(step, self._limits.num_sequences)
-        reading = self._row_graphs.read(step, captured.size, context_at, self._before, timeline)
-        self._load(captured, head, step, context_at)
-        self.stream.wait_event(reading.gathered)
-        timeline.mark(Mark.COMPUTING, self.stream)
+        self._turn ^= 1
+        turn, stream = self._turn, self.stream
+        staged = self._stage(captured, head)
+        terms = self._form.fill(outline, staged.arrays)
+        self.row_graphs.read(captured.size, turn, sum(outline.num_rows), self._before, timeline)
+        self._load(self._common.hosts[turn], staged.arrays, terms, captured.size, len(outline.members))
+        staged.sent.send(turn)
+        stream.wait_event(timeline.event(Mark.READ))
+        timeline.mark(Mark.COMPUTING, stream)
         captured.embed.replay()
         head.pick.replay()
-        embedded = torch.cuda.Event()
-        embedded.record(self.stream)
+        timeline.mark(Mark.EMBEDDED, stream)
         wait_for_pages()
         captured.layers.replay()
         head.score.replay()
-        self._turn ^= 1
-        logits = self._scores_host[self._turn, : step.candidates.size]
-        logits.copy_(self._scores[: step.candidates.size], non_blocking=True)
-        timeline.mark(Mark.ENDED, self.stream)
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record(self.stream)
-        self._before = StepBefore(embedded, ended)
+        head.received.receive(turn)
+        ended = timeline.event(Mark.ENDED)
+        self.clock.forget(ended)
+        timeline.mark(Mark.ENDED, stream)
+        self._before = StepBefore(timeline.event(Mark.EMBEDDED), ended)
         timeline.leave_host()
-        return GraphLaunch(reading, ended, logits.numpy(), self._clock)
+        return GraphLaunch(self, outline, ended, self._received.hosts[turn])
 
-    def _is_within_limits(self, step: Assembly) -> bool:
+    def _is_within_limits(self, step: Outline) -> bool:
         return (
-            step.event_at.size <= self._event_sizes[-1]
-            and step.candidates.size <= self._head_sizes[-1]
-            and len(step.num_new) <= self._limits.num_sequences
+            step.num_events <= self._event_sizes[-1]
+            and sum(step.num_candidates) <= self._head_sizes[-1]
+            and len(step.members) <= self._limits.num_sequences
         )
 
-    def _load(self, captured: CapturedStep, head: CapturedHead, step: Assembly, context_at: IntArray) -> None:
-        """Fill the blocks and start their copies."""
-        pad_tokens(StepArrays.staged(captured.staging.host), StepArrays.of(step), context_at)
-        host = head.staging.host
-        pad_candidates(host["at"], host["rows"], step.candidates, step.head_at, self._head_features * captured.size)
-        captured.staging.send()
-        head.staging.send()
-        self._terms.load(step)
-        self._plan.load(step.cu_tokens, step.num_resident, step.num_new, len(self._model.config.request_context))
-        self._sent.record(self.stream)
+    def _load(self, common: HostArrays, arrays: StepArrays, terms: ModelTerms, size: int, num_requests: int) -> None:
+        """Fill in what every step sends."""
+        common["starts"][:] = self._head_features * size
+        self._terms.load(common, terms, arrays.cu_tokens[: num_requests + 1])
+        lengths = (arrays.cu_tokens, arrays.num_resident, arrays.num_new)
+        self._plan.fill(common["work"], *lengths, self._form.shape.num_request)
+
+    def _stage(self, captured: CapturedStep, head: CapturedHead) -> _Staged:
+        """Return where the step of this turn is laid out."""
+        key = (captured.size, head.size, self._turn)
+        if (staged := self._staged.get(key)) is None:
+            staged = self._staged[key] = self._make_staged(captured, head)
+        return staged
+
+    def _make_staged(self, captured: CapturedStep, head: CapturedHead) -> _Staged:
+        tokens, heads = captured.staging.hosts[self._turn], head.staging.hosts[self._turn]
+        rows = self.row_graphs.host(captured.size, self._turn)
+        split = self._form.num_features * captured.size
+        arrays = StepArrays(
+            event_rows=rows["rows"][:split].reshape(self._form.num_features, captured.size),
+            context_rows=rows["rows"][split:],
+            cu_events=rows["cu_events"],
+            candidates=heads["candidates"],
+            head_at=heads["at"],
+            **tokens,
+        )
+        return _Staged(arrays, self._blocks.part(head.staging.start, captured.staging.end))
 
     # Layout.
 
@@ -220,9 +261,20 @@ class GraphedDense:
         ]
 
     def _head_fields(self, size: int) -> list[StagedField]:
+        return [StagedField("at", (size,), torch.int64), StagedField("candidates", (size,), torch.int64)]
+
+    def _common_fields(self) -> list[StagedField]:
+        """Arrays that every step sends, of whatever size. "starts": of the rows of each feature of the head."""
         return [
-            StagedField("at", (size,), torch.int64),
-            StagedField("rows", (len(self._model.head_features), size), torch.int64),
+            StagedField("starts", self._head_features.shape, torch.int64),
+            StagedField("work", tuple(self._plan.work.shape), torch.int32),
+            *term_fields(self._model.config, self._limits.num_sequences),
+        ]
+
+    def _received_fields(self, num_candidates: int) -> list[StagedField]:
+        return [
+            StagedField("found", tuple(self.row_graphs.found.shape), torch.int64),
+            StagedField("scores", (num_candidates, self._model.config.num_tasks), torch.float32),
         ]
 
     def _make_plan(self) -> AttentionPlan:
@@ -234,21 +286,32 @@ class GraphedDense:
     # Capture.
 
     def _capture_step(self, size: int) -> CapturedStep:
-        staging = Staging(self._step_fields(size), self._blocks)
+        staging = Staging(self._step_fields(size), self._blocks, self._common.end)
         tokens = self._static_input(staging, size)
         x = self._x[: self._num_tokens(size)]
-        pad_tokens(StepArrays.staged(staging.host), EMPTY, NOWHERE)  # no sequences: safe to run while capturing
-        staging.send()
-        self._plan.load(EMPTY.cu_tokens, EMPTY.num_resident, EMPTY.num_new, 0)
-        embed = self._maker.capture(partial(self._model.embed, tokens, x))
+        host = staging.hosts[0]  # no sequences: safe to run while capturing
+        for array in (*self._common.hosts[0].values(), *host.values()):
+            array.fill(0)
+        for name, nowhere in (("event_at", len(x) - 1), ("context_at", len(x) - 1), ("write_slots", -1)):
+            host[name].fill(nowhere)
+        self._blocks.part(self._common.start, staging.end).send(0)
+        embed = self._maker.capture(partial(self._embed, tokens, x))
         return CapturedStep(size, staging, embed, self._maker.capture(partial(self._run_layers, x, tokens.ragged)))
 
     def _capture_head(self, size: int) -> CapturedHead:
-        staging = Staging(self._head_fields(size), self._head_blocks)
-        pad_candidates(staging.host["at"], staging.host["rows"], NOWHERE, NOWHERE, self._head_features)
-        staging.send()
-        pick = self._maker.capture(partial(self._pick_rows, staging.device["rows"], size))
-        return CapturedHead(staging, pick, self._maker.capture(partial(self._run_head, staging.device["at"], size)))
+        fields = self._head_fields(size)
+        staging = Staging(fields, self._blocks, self._common.start - block_bytes(fields))
+        for array in staging.hosts[0].values():
+            array.fill(0)
+        self._blocks.part(staging.start, staging.end).send(0)
+        pick = self._maker.capture(partial(self._pick_rows, staging.device["candidates"]))
+        score = self._maker.capture(partial(self._run_head, staging.device["at"], size))
+        received = self._received_blocks.part(0, block_bytes(self._received_fields(size)))
+        return CapturedHead(size, staging, pick, score, received)
+
+    def _embed(self, tokens: DenseInput, x: Tensor) -> None:
+        self._model.embed(tokens, x)
+        self._received.device["found"].copy_(self.row_graphs.found)  # before the next step overwrites it
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
         batch = replace(batch, v_scale=self._terms.v_scale(x.shape[0]))
@@ -256,17 +319,18 @@ class GraphedDense:
         if y.data_ptr() != x.data_ptr():
             x.copy_(y)
 
-    def _pick_rows(self, where: Tensor, size: int) -> None:
+    def _pick_rows(self, candidates: Tensor) -> None:
+        where = self._common.device["starts"][:, None] + candidates
         for rows, index in zip(self._head_rows, where, strict=True):
-            torch.index_select(self._row_graphs.values, 0, index, out=rows[:size])
+            torch.index_select(self.row_graphs.values, 0, index, out=rows[: len(candidates)])
 
     def _run_head(self, at: Tensor, size: int) -> None:
         states, query = self._x.index_select(0, at), self._terms.of_candidates(at)
-        self._scores[:size].copy_(self._model.head(states, self._head_rows[:, :size], query))
+        self._received.device["scores"][:size].copy_(self._model.head(states, self._head_rows[:, :size], query))
 
     def _static_input(self, staging: Staging, size: int) -> DenseInput:
         config, device = self._model.config, staging.device
-        rows, split = self._row_graphs.values_of(size), len(config.features) * size
+        rows, split = self.row_graphs.values_of(size), len(config.features) * size
         ragged = {name: device[name] for name in ("cu_tokens", "num_resident", "num_new", "page_table", "write_slots")}
         return DenseInput(
             event_rows=rows[:split].unflatten(0, (len(config.features), size)),

@@ -47,8 +47,8 @@ class Ended:
             scores=output.scores[i],
             reused_tokens=member.plan.num_resident,
             computed_tokens=member.num_tokens,
-            row_hits=int(output.row_hits[i]),
-            row_misses=int(output.row_misses[i]),
+            row_hits=output.row_hits[i],
+            row_misses=output.row_misses[i],
             window_start=member.request.window_start,
             truncated_events=member.request.truncated_events,
             timing=Timing(
@@ -85,7 +85,7 @@ def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ..
         0 if batch.is_ahead else len(batch.members),
         work.tokens,
         work.pairs,
-        running.step.rows.size,
+        sum(running.step.num_rows),
         output.num_missed,
         running.num_loads,
         *output.times,
@@ -140,7 +140,7 @@ class Pipeline:
     def _started(self, batch: Batch, planned_s: float) -> StepStart:
         """Record the start of a step. No request waits for a step that computes ahead, so no gap precedes it."""
         start_s = self._clock.now() if self._runner.is_asynchronous else planned_s
-        oldest_s = start_s if batch.is_ahead else min(member.waiting.arrived_s for member in batch.members)
+        oldest_s = start_s if batch.is_ahead else min([member.waiting.arrived_s for member in batch.members])
         return self._gaps.starting(start_s, oldest_s)
 
     def flush(self) -> list[Ended]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helmrec.engine.assemble import Assembly
-from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
+from helmrec.engine.assemble import ModelTerms
+from helmrec.engine.layout import Lengths
+from helmrec.engine.staging import HostArrays, StagedField, Staging
 from helmrec.model.config import ModelConfig
 from helmrec.model.hstu import QueryTerms
 
@@ -20,11 +21,10 @@ class RequestTerms:
     Context tokens have one place per context table and sequence, those of a table together.
     """
 
-    def __init__(self, config: ModelConfig, num_sequences: int, device: torch.device) -> None:
+    def __init__(self, num_sequences: int, staging: Staging) -> None:
+        """staging: has the arrays of `term_fields`, possibly among others."""
         self._num_sequences = num_sequences
-        fields = _fields(config, num_sequences)
-        self._staging = Staging(fields, Blocks.allocate(block_bytes(fields), device)) if fields else None
-        found = {} if self._staging is None else self._staging.device
+        found = staging.device
         self.ragged: dict[str, Any] = {name: found.get(name) for name in ("num_full", "times", "cu_times")}
         self._query = {name: found[name] for name in ("gaps", "kept", "clocks", "scale", "ends") if name in found}
 
@@ -46,26 +46,23 @@ class RequestTerms:
         at = torch.arange(num_tokens, device=self._query["ends"].device)
         return self._query["scale"][self._owners(at)][:, None, None]
 
-    def load(self, step: Assembly) -> None:
-        """Fill in a step and start the copy. Other places keep values of an earlier step, which nothing uses."""
-        if self._staging is None:
-            return
-        host, num = self._staging.host, len(step.num_new)
-        if (query := step.query) is not None:
+    def load(self, host: HostArrays, terms: ModelTerms, cu_tokens: Lengths) -> None:
+        """Fill in a step. Other places keep values of an earlier step, which nothing uses."""
+        num = len(cu_tokens) - 1
+        if (query := terms.query) is not None:
             by_table = (-1, self._num_sequences)
             host["gaps"].reshape(by_table)[:, :num] = query.context_gaps
             host["kept"].reshape(by_table)[:, :num] = query.context_kept.T
             host["clocks"][:num] = query.clocks
             host["scale"][:num] = 1 / query.lengths
-            host["ends"][:num] = step.cu_tokens[1:]
-            host["ends"][num:] = step.cu_tokens[-1]
-        if step.num_full is not None:
-            host["num_full"][:num] = step.num_full
-        if step.times is not None and step.cu_times is not None:
-            host["times"][: step.times.size] = step.times
-            host["cu_times"][: num + 1] = step.cu_times
-            host["cu_times"][num + 1 :] = step.cu_times[-1]
-        self._staging.send()
+            host["ends"][:num] = cu_tokens[1:]
+            host["ends"][num:] = cu_tokens[-1]
+        if terms.num_full is not None:
+            host["num_full"][:num] = terms.num_full
+        if terms.times is not None and terms.cu_times is not None:
+            host["times"][: terms.times.size] = terms.times
+            host["cu_times"][: num + 1] = terms.cu_times
+            host["cu_times"][num + 1 :] = terms.cu_times[-1]
 
     def _owners(self, at: Tensor) -> Tensor:
         """Return the sequence of each flat position; positions after the last token belong to the last sequence."""
@@ -73,7 +70,8 @@ class RequestTerms:
         return owners.clamp_(max=self._num_sequences - 1)
 
 
-def _fields(config: ModelConfig, num_sequences: int) -> list[StagedField]:
+def term_fields(config: ModelConfig, num_sequences: int) -> list[StagedField]:
+    """Arrays that requests of this model need."""
     fields: list[StagedField] = []
     if (frame := config.query_frame) is not None:
         num_context = len(config.user_context) * num_sequences

@@ -7,18 +7,15 @@ more programs if no other step computes.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from helmrec.engine.assemble import Assembly
 from helmrec.engine.capture import GraphMaker
-from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
-from helmrec.engine.timeline import Mark, Timeline
+from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, Staging, block_bytes
+from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import ABSENT, Control, RowTally
 from helmrec.memory.streams import InStream
@@ -45,34 +42,21 @@ class RowShape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class CapturedRows:
+    """The graphs of one number of events, over their own view of the shared block."""
+
     staging: Staging
+    sent: BlockPart
     alone: torch.cuda.CUDAGraph  # these two read rows
     beside_compute: torch.cuda.CUDAGraph
     admit: torch.cuda.CUDAGraph
 
 
-@dataclass(frozen=True, slots=True)
-class StepBefore:
+class StepBefore(NamedTuple):
     """What the step before has yet to do."""
 
     embedded: torch.cuda.Event  # it no longer reads the rows in `RowGraphs.values`
     ended: torch.cuda.Event
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphReading:
-    """A launched read of rows into `RowGraphs.values`."""
-
-    graphs: "RowGraphs"
-    step: Assembly
-    gathered: torch.cuda.Event
-    found: NDArray[np.int64]  # (sequences + tally,) complete before `gathered`
-
-    def count_misses(self) -> IntArray:  # (requests,)
-        misses = self.found[: len(self.step.num_rows)].copy()
-        self.graphs.observe(self.step.rows.size, int(misses.sum()), self.found[-len(RowTally) :].copy())
-        return misses
 
 
 class RowGraphs:
@@ -85,13 +69,11 @@ class RowGraphs:
         device, most = arena_rows.device, shape.num_rows(shape.largest)
         self.values = arena_rows.new_zeros((most, arena_rows.shape[1]))  # rows of the latest step
         self._lookup = Lookup.allocate(most, device)
-        self._found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
-        self._found_host = torch.zeros((2, self._found.numel()), dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Misses of each sequence of the latest step, then the tally; complete once its rows have been read.
+        self.found = torch.zeros(shape.num_sequences + len(RowTally), dtype=torch.int64, device=device)
         self._blocks = Blocks.allocate(block_bytes(self._fields(shape.largest)), device)
         self._maker = GraphMaker()
-        self._captured: dict[int, _Captured] = {}
-        self._sent = torch.cuda.Event()
-        self._turn = 0
+        self._captured: dict[int, CapturedRows] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -105,35 +87,30 @@ class RowGraphs:
         """Return the rows of a step of this size: (features * size + context, row_dim)."""
         return self.values[: self._shape.num_rows(size)]
 
-    def read(
-        self, step: Assembly, size: int, context_at: IntArray, before: StepBefore, timeline: Timeline
-    ) -> GraphReading:
-        """Start reading the rows of a step into `values`."""
+    def host(self, size: int, turn: int) -> HostArrays:
+        """Return the arrays that a step of this size fills before `read`: "rows" and "cu_events"."""
+        return self._captured[size].staging.hosts[turn]
+
+    def read(self, size: int, turn: int, num_rows: int, before: StepBefore, timeline: DeviceTimeline) -> None:
+        """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked."""
         captured, stream = self._captured[size], self._cache.stream
         assert stream is not None
-        timeline.wait_for(self._sent)  # the step before has been copied out of the block that this one fills
-        host, shape = captured.staging.host, self._shape
-        pad_rows(host["rows"], step.rows, RowLayout(shape.num_features, step.event_at.size, size, context_at), ABSENT)
-        host["control"][:] = self._cache.next_control(step.rows.size)
-        host["cu_events"][: len(step.cu_events)] = step.cu_events
-        host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
+        captured.staging.hosts[turn]["control"][:] = self._cache.next_control(num_rows)
         gather = captured.alone if before.ended.query() else captured.beside_compute
-        self._turn ^= 1
-        found, gathered = self._found_host[self._turn], torch.cuda.Event()
         with InStream(stream):
-            captured.staging.send()
-            self._sent.record(stream)
+            captured.sent.send(turn)
             stream.wait_event(before.embedded)
             timeline.mark(Mark.READING, stream)
             gather.replay()
-            found.copy_(self._found, non_blocking=True)
             timeline.mark(Mark.READ, stream)
-            gathered.record(stream)
             captured.admit.replay()
-        return GraphReading(self, step, gathered, found.numpy())
 
-    def observe(self, num_rows: int, num_missed: int, tally: NDArray[np.int64]) -> None:
-        self._cache.observe(num_rows - num_missed, num_missed, tally)
+    def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> IntArray:  # (requests,)
+        """Count the misses of a step that has ended. found: its value of `self.found`."""
+        misses = found[:num_requests].copy()
+        num_missed = int(misses.sum())
+        self._cache.observe(num_rows - num_missed, num_missed, found[-len(RowTally) :].copy())
+        return misses
 
     # Capture.
 
@@ -145,17 +122,17 @@ class RowGraphs:
 
     def capture(self, size: int) -> None:
         staging = Staging(self._fields(size), self._blocks)
-        pad_rows(
-            staging.host["rows"], np.empty(0, np.int64), RowLayout(self._shape.num_features, 0, size, NOWHERE), ABSENT
-        )
-        staging.host["control"][:] = 0
-        staging.host["cu_events"][:] = 0
-        staging.send()
+        sent = self._blocks.part(staging.start, staging.end)
+        host = staging.hosts[0]
+        host["rows"][:] = ABSENT
+        host["control"][:] = 0
+        host["cu_events"][:] = 0
+        sent.send(0)
         alone, beside = (
             self._maker.capture(partial(self._gather, staging, size, is_alone=way)) for way in (True, False)
         )
         admit = self._maker.capture(partial(self._admit, size))
-        self._captured[size] = _Captured(staging, alone, beside, admit)
+        self._captured[size] = CapturedRows(staging, sent, alone, beside, admit)
 
     def _fields(self, size: int) -> list[StagedField]:
         return [
@@ -192,5 +169,5 @@ class RowGraphs:
         of_events, of_context = missed.split([len(missed) - shape.num_context, shape.num_context])
         running = torch.nn.functional.pad(of_events.view(shape.num_features, -1).sum(0).cumsum(0), (1, 0))
         counts = running[cu_events].diff() + of_context.view(shape.num_tables, shape.num_sequences).sum(0)
-        self._found[: shape.num_sequences].copy_(counts)
-        self._found[shape.num_sequences :].copy_(self._cache.table.tally)
+        self.found[: shape.num_sequences].copy_(counts)
+        self.found[shape.num_sequences :].copy_(self._cache.table.tally)

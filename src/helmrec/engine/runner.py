@@ -4,23 +4,26 @@ Only this module, the row stage, `dense.py` and `graphs.py` touch tensors in the
 scheduler has planned the pages, and the row cache decides which rows it admits.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from helmrec.clock import Clock
-from helmrec.engine.assemble import Assembly, assemble
+from helmrec.engine.assemble import Outline, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
+from helmrec.engine.id_checks import has_infinite
 from helmrec.engine.intake import Prepared, RowUpdate
 from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
 from helmrec.engine.scheduler import Batch
 from helmrec.engine.setup import Parts
-from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, StageTimes, Timeline
+from helmrec.engine.timeline import TIMELINES, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
@@ -32,12 +35,12 @@ from helmrec.types import IntArray, RowPosition
 class Running:
     """A launched step."""
 
-    step: Assembly
+    step: Outline
     launched: Launched
     row_epoch: int  # of the row values that it reads
     row_position: RowPosition  # of the same values, in the stream of deltas
     num_loads: int  # pages loaded from the host
-    timeline: Timeline  # valid until the step after the next is launched
+    timeline: Timeline  # valid until three more steps are launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +49,8 @@ class StepOutput:
 
     scores: list[NDArray[np.float32]]
     non_finite: frozenset[int]  # indices of requests whose scores are not finite
-    row_hits: NDArray[np.int64]
-    row_misses: NDArray[np.int64]
+    row_hits: list[int]
+    row_misses: list[int]
     num_missed: int  # rows of all requests
     missed_bytes: int  # of rows that crossed the bus
     ended_ago_s: float  # time between the end on the device and the wait of the host
@@ -82,8 +85,8 @@ class Runner:
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
         self.row_position = RowPosition()  # of the rows that the next step reads
-        timeline = DeviceTimeline if parts.arena.rows.is_cuda else Timeline
-        self._timelines = [timeline(clock) for _ in range(STEPS_IN_FLIGHT)]
+        timeline = DeviceTimeline if parts.arena.rows.is_cuda or parts.dense.stream is not None else Timeline
+        self._timelines = deque(timeline(clock) for _ in range(TIMELINES))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -93,7 +96,7 @@ class Runner:
     def launch(self, batch: Batch) -> Running:
         """Start a planned batch; K/V of new tokens are in the planned pages before a later step reads them."""
         timeline = self._timelines[0]
-        self._timelines.reverse()
+        self._timelines.rotate()
         timeline.begin(batch.started_s)
         plans = [member.plan for member in batch.members]
         if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
@@ -103,7 +106,7 @@ class Runner:
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         members = [(member.request, member.plan) for member in batch.members]
         page_tokens = self._pool.geometry.page_tokens
-        step = assemble(members, self._model.config, page_tokens)
+        step = Outline(members, self._model.config)
         written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
             self.host.finish_saves_of(written, self._dense.stream)
@@ -123,13 +126,15 @@ class Runner:
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step and return its output. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
-        num_missed = int(scored.row_misses.sum())
-        scores = np.split(scored.logits, np.cumsum(step.num_candidates[:-1]))
+        row_misses: list[int] = scored.row_misses.tolist()
+        num_missed = sum(row_misses)
+        ends = list(accumulate(step.num_candidates, initial=0))
+        scores = [scored.logits[start:end] for start, end in pairwise(ends)]
         return StepOutput(
             scores=scores,
             non_finite=_non_finite(scored.logits, scores),
-            row_hits=step.num_rows - scored.row_misses,
-            row_misses=scored.row_misses,
+            row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
+            row_misses=row_misses,
             num_missed=num_missed,
             missed_bytes=num_missed * self._pool.geometry.row_stride,
             ended_ago_s=scored.ended_ago_s,
@@ -221,9 +226,12 @@ class Runner:
         return scores
 
 
+_ALL_FINITE: frozenset[int] = frozenset()
+
+
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
-    if np.isfinite(logits).all():  # the common case, in one pass
-        return frozenset()
+    if not has_infinite(logits, np.inf):  # the common case, in one pass
+        return _ALL_FINITE
     return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 
 

@@ -143,7 +143,7 @@ def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: in
 def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: RowStage, config: EngineConfig) -> Dense:
     memory = Memory(arena.k, arena.v)
     if config.device == "cuda" and config.cuda_graphs and isinstance(rows, DeviceRowStage):
-        return GraphedDense(hstu, memory, rows, _limits(hstu.config, geometry, config))
+        return GraphedDense(hstu, memory, rows, graph_limits(hstu.config, geometry, config))
     return EagerDense(hstu, memory, rows)
 
 
@@ -192,7 +192,7 @@ def _kernels(config: EngineConfig) -> str:
     return config.kernels if config.kernels != "auto" else "triton" if config.device == "cuda" else "torch"
 
 
-def _limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> GraphLimits:
+def graph_limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfig) -> GraphLimits:
     """Return the largest step to capture. One request may exceed the token budget of a batch, so limits cover it."""
     most_candidates = min(config.max_batch_requests * shape.max_candidates, config.max_batch_tokens)
     return GraphLimits(

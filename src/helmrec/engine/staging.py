@@ -1,6 +1,7 @@
 """Staging memory: the small arrays of a step in one pinned block, sent to the device in one copy.
 
-It knows names, shapes and types of the arrays, not their meaning.
+It knows names, shapes and types of the arrays, not their meaning. Host blocks are used in turn, so that a step is laid
+out while the step before may still be on its way.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helmrec.engine.timeline import STEPS_IN_FLIGHT
+
 _ALIGN = 256
+HostArrays = dict[str, NDArray[Any]]
 
 
 class StagedField(NamedTuple):
@@ -33,32 +37,46 @@ def block_bytes(fields: Sequence[StagedField]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Host and device memory shared by layouts of many sizes; one step at a time uses it."""
+    """Memory shared by layouts of many sizes: on the device for one step, on the host for each step in flight."""
 
-    host: Tensor  # (bytes,) pinned where the device is a card
+    hosts: tuple[Tensor, ...]  # (bytes,) each, pinned where the device is a card
     device: Tensor
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> "Blocks":
-        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        return cls(host, torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        is_card = device.type == "cuda"
+        hosts = tuple(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_card) for _ in range(STEPS_IN_FLIGHT))
+        return cls(hosts, torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+
+    def part(self, start: int, end: int) -> "BlockPart":
+        return BlockPart(tuple(host[start:end] for host in self.hosts), self.device[start:end])
+
+
+class BlockPart(NamedTuple):
+    """Bytes of the blocks that are copied at once."""
+
+    hosts: tuple[Tensor, ...]
+    device: Tensor
+
+    def send(self, turn: int) -> None:
+        """Start the copy; the host block may be written again once it has ended."""
+        self.device.copy_(self.hosts[turn], non_blocking=True)
+
+    def receive(self, turn: int) -> None:
+        """Start the copy from the device."""
+        self.hosts[turn].copy_(self.device, non_blocking=True)
 
 
 class Staging:
-    """One layout over shared blocks: write the `host` arrays, `send`, read the `device` tensors at fixed addresses."""
+    """Arrays over shared blocks from byte `start` on: in each host block, and on the device at fixed addresses."""
 
-    def __init__(self, fields: Sequence[StagedField], blocks: Blocks) -> None:
-        num_bytes = block_bytes(fields)
-        self._source, self._target = blocks.host[:num_bytes], blocks.device[:num_bytes]
-        self.host: dict[str, NDArray[Any]] = {}
+    def __init__(self, fields: Sequence[StagedField], blocks: Blocks, start: int = 0) -> None:
+        self.start, self.end = start, start + block_bytes(fields)
+        self.hosts: tuple[HostArrays, ...] = tuple({} for _ in blocks.hosts)
         self.device: dict[str, Tensor] = {}
-        start = 0
         for field in fields:
             part = slice(start, start + field.nbytes)
-            self.host[field.name] = blocks.host[part].view(field.dtype).view(field.shape).numpy()
+            for arrays, host in zip(self.hosts, blocks.hosts, strict=True):
+                arrays[field.name] = host[part].view(field.dtype).view(field.shape).numpy()
             self.device[field.name] = blocks.device[part].view(field.dtype).view(field.shape)
             start += -(-field.nbytes // _ALIGN) * _ALIGN
-
-    def send(self) -> None:
-        """Start the copy; the host block may be written again once it has ended."""
-        self._target.copy_(self._source, non_blocking=True)

@@ -12,7 +12,8 @@ import torch
 
 from helmrec.clock import Clock
 
-STEPS_IN_FLIGHT = 2  # number of timelines, used in turn
+STEPS_IN_FLIGHT = 2  # steps that run at once, at most
+TIMELINES = STEPS_IN_FLIGHT + 1  # used in turn; that of the step that ended last is read until the next one has ended
 
 
 class Mark(IntEnum):
@@ -23,15 +24,16 @@ class Mark(IntEnum):
     READING = 2  # reads of rows begin
     READ = 3
     COMPUTING = 4  # the rows have been read
-    WAITING = 5  # for pages from the host
-    RESUMED = 6
-    ENDED = 7
+    EMBEDDED = 5  # rows are needed no longer
+    WAITING = 6  # for pages from the host
+    RESUMED = 7
+    ENDED = 8
 
 
 class StageTimes(NamedTuple):
     """Milliseconds of the stages of a step; NaN where a stage was not timed."""
 
-    host_ms: float  # planning, layout and launch, without waits for earlier steps
+    host_ms: float  # planning, layout and launch
     rows_ms: float  # reading rows and pages; time in which both are read counts once
     compute_ms: float  # after its rows were read, without the wait for its pages
 
@@ -43,22 +45,15 @@ class Timeline:
         self._clock = clock
         self._at_s = [nan] * len(Mark)
         self._began_s = self._left_s = nan
-        self._waited_s = 0.0
 
     def begin(self, began_s: float) -> None:
         """Start a new step, on which the host has worked since `began_s`."""
-        self._began_s, self._left_s, self._waited_s = began_s, nan, 0.0
+        self._began_s, self._left_s = began_s, nan
         self._at_s = [nan] * len(Mark)
 
     def leave_host(self) -> None:
         """Mark the end of the host's work on the step."""
         self._left_s = self._clock.now()
-
-    def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event of another step; the wait does not count as work on this one."""
-        start_s = self._clock.now()
-        event.synchronize()
-        self._waited_s += self._clock.now() - start_s
 
     def mark(self, mark: Mark, stream: torch.cuda.Stream | None = None) -> None:
         """Mark a point in a stream, after the work enqueued so far; None is the current stream."""
@@ -78,7 +73,7 @@ class Timeline:
 
     def _host_ms(self, load_ms: float) -> float:
         """Return the time of the host, without the loads of pages, which it did itself."""
-        return (self._left_s - self._began_s - self._waited_s) * 1e3 - load_ms
+        return (self._left_s - self._began_s) * 1e3 - load_ms
 
     def _ms(self, begin: Mark, end: Mark) -> float:
         return (self._at_s[end] - self._at_s[begin]) * 1e3
@@ -101,16 +96,24 @@ class DeviceTimeline(Timeline):
         self._events[mark].record(stream)
         self._marked.add(mark)
 
+    def event(self, mark: Mark) -> torch.cuda.Event:
+        """Return the event of a mark, for streams to wait for; it is recorded again by a later step."""
+        return self._events[mark]
+
+    def stages(self, *, has_loads: bool) -> StageTimes:
+        if not self._events[Mark.ENDED].query():  # all other marks lie before the last one
+            return StageTimes(self._host_ms(0.0), nan, nan)
+        return super().stages(has_loads=has_loads)
+
     def _host_ms(self, load_ms: float) -> float:
         """Return the time of the host, which only launched the loads."""
-        return (self._left_s - self._began_s - self._waited_s) * 1e3
+        return (self._left_s - self._began_s) * 1e3
 
     def _ms(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks; NaN if one was not marked or has not happened yet."""
+        """Return the time between two marks of a step that has ended; NaN if one was not marked."""
         if begin not in self._marked or end not in self._marked:
             return nan
-        first, last = self._events[begin], self._events[end]
-        return first.elapsed_time(last) if first.query() and last.query() else nan
+        return self._events[begin].elapsed_time(self._events[end])
 
 
 def _make_event() -> torch.cuda.Event:

@@ -7,21 +7,18 @@ that were compiled before are loaded from the compilers' caches.
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import ByteSize
 
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
-from helmrec.engine.padding import EMPTY, NOWHERE, RowLayout, StepArrays, pad_candidates, pad_rows, pad_tokens
+from helmrec.engine.layout import NO_CONTEXT, NO_LINES, NO_PAGES, NO_REQUESTS, LayoutShape, StepArrays, lay_out
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.start_up import COMPILED
 from helmrec.kernels.attention_plan import AttentionPlan
-from helmrec.kernels.row_table import ABSENT
 from helmrec.model.config import ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, PrefillRequest, RankRequest
@@ -217,14 +214,10 @@ def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
 def _compile_loops_of_graphs() -> None:
     """Compile the functions that only steps on a card call: padding to graph sizes, and attention plans."""
     events, lengths = np.zeros(8, np.int64), np.zeros(2, np.int32)
-    staged: dict[str, NDArray[Any]] = {
-        **{name: events.copy() for name in ("event_at", "actions", "positions", "gaps", "context_at", "write_slots")},
-        **{name: lengths.copy() for name in ("num_resident", "num_new")},
-        "cu_tokens": np.zeros(3, np.int32),
-        "page_table": np.zeros((2, 4), np.int32),
-    }
-    pad_tokens(StepArrays.staged(staged), EMPTY, NOWHERE)
-    pad_rows(np.zeros(8, np.int32), NOWHERE, RowLayout(1, 0, 8, NOWHERE), ABSENT)
-    pad_candidates(events, np.zeros((1, 8), np.int64), NOWHERE, NOWHERE, np.zeros(1, np.int64))
+    rows, table = np.zeros((1, 8), np.int32), np.zeros((2, 4), np.int32)
+    of_events = [events.copy() for _ in range(9)]  # and of candidates, context tokens, tokens and requests
+    out = StepArrays(rows, rows[0], *of_events, np.zeros(3, np.int32), lengths, lengths, table)  # type: ignore[call-arg, arg-type]
+    shape = LayoutShape(0, 0, 0, 1, _SCRATCH_PAGE_TOKENS, context_places=2, is_retrieval=False)
+    lay_out(NO_REQUESTS, NO_LINES, NO_PAGES, NO_CONTEXT, shape, out)
     q = torch.zeros(16, 1, 4)
     AttentionPlan(q, q, _SCRATCH_PAGE_TOKENS, 2).load(np.array([0, 3], np.int32), lengths[:1], lengths[:1] + 2, 1)

@@ -60,8 +60,9 @@ class AttentionInputs(NamedTuple):
 class AttentionPlan:
     """The work list of one batch and the buffers its attention needs, for all layers of a step.
 
-    Addresses never change, so a captured graph may use them: `load` the next batch, then replay. One plan serves one
-    step at a time: the parts of a split tile are added up in its workspace.
+    Addresses never change once graphs are captured: before, `work` may be replaced by a tensor of its shape, which the
+    caller fills (`fill`) and copies itself. One plan serves one step at a time: the parts of a split tile are added up
+    in its workspace.
     """
 
     def __init__(
@@ -88,17 +89,22 @@ class AttentionPlan:
         self.partials = torch.empty(
             MAX_PARTS * num_heads * block_m * padded(v.shape[2]), dtype=torch.float32, device=q.device
         )
-        self._staging = torch.zeros(self.work.shape, dtype=torch.int32, pin_memory=q.is_cuda)
-        self._host = self._staging.numpy()  # the same memory
+
+    def fill(
+        self, work: Lengths, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int
+    ) -> None:
+        """Write the work list of a batch of these lengths to `work`, which has the shape of `self.work`."""
+        items = build_work(cu_tokens, num_resident, num_new, num_context, self.tiling)
+        count = len(items)
+        assert count < len(work), f"{count} items do not fit a plan of {len(work) - 1}"
+        work[0, 0] = count
+        work[1 : count + 1] = items
 
     def load(self, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int) -> None:
-        """Plan a batch from its lengths. The copy is asynchronous: wait for it before the next load."""
-        work = build_work(cu_tokens, num_resident, num_new, num_context, self.tiling)
-        count = len(work)
-        assert count < len(self._host), f"{count} items do not fit a plan of {len(self._host) - 1}"
-        self._host[0, 0] = count
-        self._host[1 : count + 1] = work
-        self.work.copy_(self._staging, non_blocking=True)  # all of it: slicing costs the host more than it saves
+        """Plan a batch from its lengths, and copy the work list to the device."""
+        work = np.zeros(self.work.shape, np.int32)
+        self.fill(work, cu_tokens, num_resident, num_new, num_context)
+        self.work.copy_(torch.from_numpy(work))
 
 
 def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:

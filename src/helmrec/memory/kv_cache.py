@@ -254,8 +254,10 @@ class KVCache:
 
     def _longest(self, history: History) -> Match | None:
         user_id, best, most = history.user_id, None, 0
-        running = [prefix for prefix in self._running.values() if prefix.user_id == user_id]
-        for prefix in (*self._users.get(user_id, ()), *running):
+        known = self._users.get(user_id, ())
+        if self._running:
+            known = (*known, *[prefix for prefix in self._running.values() if prefix.user_id == user_id])
+        for prefix in known:
             offered = prefix.sound if prefix.is_suspect else prefix.num_tokens
             shared = min(common_tokens(prefix.states, history.states), offered)
             if shared > most:

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from helmrec.clock import MonotonicClock
 from helmrec.engine.assemble import Assembly
-from helmrec.engine.padding import NOWHERE
-from helmrec.engine.row_graphs import GraphReading, RowGraphs, RowShape, StepBefore
+from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
-from helmrec.engine.timeline import Timeline
+from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import Admission
 from helmrec.memory.arena import Arena
@@ -114,11 +113,13 @@ class Ours:
         self._stage = DeviceRowStage(self._rows, arena, place.master, place.kernels)
         self._place = place
         self._graphs: RowGraphs | None = None
-        self._before: GraphReading | None = None
-        self._timeline = Timeline(MonotonicClock())
+        self._before: tuple[torch.cuda.Event, Tensor] | None = None  # the end of the step before, and what it found
+        self._turn = 0
         if place.is_card:
+            self._timelines = [DeviceTimeline(MonotonicClock()) for _ in range(2)]
             self._graphs = RowGraphs(self._stage, RowShape(1, 0, 1, profile.step_rows))
             self._graphs.capture(profile.step_rows)
+            self._found = torch.zeros((2, self._graphs.found.numel()), dtype=torch.int64, pin_memory=True)
             torch.cuda.synchronize()
         self._rows.add_pages(range(place.pages(share)))
 
@@ -135,16 +136,24 @@ class Ours:
         used = torch.cuda.Event()
         used.record()
         before = StepBefore(used, torch.cuda.Event())  # an event that was never recorded has passed: nothing computes
-        launched = self._graphs.read(step, self._place.profile.step_rows, NOWHERE, before, self._timeline)
-        torch.cuda.current_stream().wait_event(launched.gathered)
+        self._turn ^= 1
+        size, host = self._place.profile.step_rows, self._graphs.host(self._place.profile.step_rows, self._turn)
+        host["rows"][:], host["cu_events"][:] = rows, (0, rows.size)
+        timeline = self._timelines[self._turn]
+        self._graphs.read(size, self._turn, rows.size, before, timeline)
+        torch.cuda.current_stream().wait_event(timeline.event(Mark.READ))
+        found, ended = self._found[self._turn], torch.cuda.Event()
+        found.copy_(self._graphs.found, non_blocking=True)
+        ended.record()
         self.finish()  # of the step before: two are on their way, as in the engine
-        self._before = launched
+        self._before = (ended, found)
         return self._graphs.values_of(rows.size)
 
     def finish(self) -> None:
-        if self._before is not None:
-            self._before.gathered.synchronize()
-            self._before.count_misses()
+        if self._before is not None and self._graphs is not None:
+            ended, found = self._before
+            ended.synchronize()
+            self._graphs.count_misses(found.numpy(), 1, self._place.profile.step_rows)
             self._before = None
 
 

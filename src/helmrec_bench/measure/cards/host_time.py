@@ -1,0 +1,233 @@
+"""Host time of a step and of intake, and requests per second, of this tree and of an earlier one by turns.
+
+Each turn is a process of its own that imports one tree, so that both are measured in one run on one machine. A step is
+one of eight requests; waits for the card are left out of its host time. LoadGen judges this tree with requests that
+are prepared, and with requests as clients send them.
+
+    helmrec bench run host-time --before ../earlier     # on a card, against another checkout
+    helmrec bench run host-time --quick                 # anywhere, one small layer: does the measurement work
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+# What an earlier tree has too: a turn runs this file with the modules of that tree.
+from helmrec.engine.engine import Engine
+from helmrec.engine.probe import EngineProbe
+from helmrec.engine.warm_up import make_request
+from helmrec.model.config import ModelConfig
+from helmrec.model.profiles import profile
+from helmrec.steps import Step
+from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, largest_valid
+from helmrec_bench.measure.cards.traffic import PreparedTraffic, serving_engine
+from helmrec_bench.measure.requests import Crowd
+
+BATCH, HOT_SHARE = 8, 0.85
+
+
+class Visit(NamedTuple):
+    """A request: tokens of its history that are resident, new events and candidates."""
+
+    resident: int
+    new: int
+    candidates: int
+
+
+class HostCase(NamedTuple):
+    """A model shape, the crowd that saturates it, and single visits whose host time is measured."""
+
+    profile: str
+    crowd: Crowd
+    visits: dict[str, Visit]
+    max_batch_tokens: int
+    num_requests: int  # of each saturated run
+
+
+FULL = (
+    HostCase(
+        "dlrmv3",
+        Crowd(200, 2_000, 11_399, 2_048),
+        {"hits": Visit(6_668, 32, 2_048), "first visits": Visit(0, 1_024, 256)},
+        70_016,
+        960,
+    ),
+    HostCase(
+        "kuairand",
+        Crowd(400, 500, 2_500, 100),
+        {"hits": Visit(2_968, 16, 100), "first visits": Visit(0, 1_024, 100)},
+        33_600,
+        4_000,
+    ),
+)
+QUICK = (HostCase("kuairand", Crowd(4, 40, 60, 10), {"hits": Visit(40, 4, 10)}, 2_048, 24),)
+
+
+def make_model(name: str, *, is_quick: bool) -> ModelConfig:
+    changes: dict[str, Any] = {"user_context": ()}
+    if is_quick:
+        changes |= {"num_layers": 1, "window": 256, "normaliser": 256, "dtype": "float32", "row_dtype": "float32"}
+    return profile(name, 20_000 if is_quick else 1_000_000).model_copy(update=changes)
+
+
+@contextmanager
+def waits_s() -> Iterator[list[float]]:
+    """Collect the times that the host waits for the card, so that the rest is the host's own."""
+    waited: list[float] = []
+    plain = torch.cuda.Event.synchronize
+
+    def synchronize(event: torch.cuda.Event) -> None:
+        started = time.perf_counter()
+        plain(event)
+        waited.append(time.perf_counter() - started)
+
+    with patch.object(torch.cuda.Event, "synchronize", synchronize):
+        yield waited
+
+
+def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
+    """Milliseconds of eight requests: of intake, and of a step from the queue to the results."""
+    probe, model, rng = EngineProbe(engine), engine.model_config, np.random.default_rng(0)
+    num_items, steps, intakes = model.features[0].num_rows, [], []
+    user = 1 << 30
+    for _ in range(repeats):
+        timed = []
+        for _ in range(BATCH):
+            user += 1
+            items = rng.integers(0, num_items, visit.resident + visit.new)
+            if visit.resident:
+                engine.rank([make_request(model, user, items[: visit.resident], items[:1])])
+            timed.append(make_request(model, user, items, rng.integers(0, num_items, visit.candidates)))
+        engine.check()
+        with waits_s() as waited:
+            started = time.perf_counter()
+            prepared = [probe.prepare(request) for request in timed]
+            intake = time.perf_counter()
+            futures = [probe.submit(each) for each in prepared]
+            while engine.step():
+                pass
+            ended = time.perf_counter()
+        assert all(future.result(timeout=0).reused_tokens == visit.resident for future in futures)
+        steps.append((ended - intake - sum(waited)) * 1e3)
+        intakes.append((intake - started) * 1e3)
+    return {"step_ms": round(statistics.median(steps), 3), "intake_ms": round(statistics.median(intakes), 3)}
+
+
+def saturated(traffic: PreparedTraffic, num: int) -> dict[str, float]:
+    """Requests per second when all are queued at once, and what the step log says of host and compute."""
+    probe, engine = traffic.probe, traffic.probe.engine
+    requests = traffic.take(num, HOT_SHARE)
+    engine.take_steps()
+    started = time.perf_counter()
+    futures = [probe.submit(request) for request in requests]
+    while not futures[-1].done():
+        engine.step()
+    took_s = time.perf_counter() - started
+    log = engine.take_steps()
+    return {
+        "requests_per_s": round(num / took_s, 1),
+        "log_host_ms": round(float(np.nanmedian(log[:, Step.HOST_MS])), 3),
+        "log_compute_ms": round(float(np.nanmedian(log[:, Step.COMPUTE_MS])), 3),
+    }
+
+
+def judge(traffic: PreparedTraffic, limit: float, seconds: float, *, is_prepared: bool) -> float | None:
+    """The largest rate that LoadGen calls valid, of a few points below `limit`."""
+    engine, probe = traffic.probe.engine, traffic.probe
+
+    def verdict(qps: float) -> Any:
+        parts = [traffic.visitors.next_parts(HOT_SHARE) for _ in range(int(1.15 * qps * seconds) + 64)]
+        if is_prepared:
+            ready = iter(traffic.prepare(parts))
+            return ServerScenario(engine, lambda: probe.submit(next(ready)), config(qps)).run()
+        sent = iter([make_request(engine.model_config, *each) for each in parts])
+        return ServerScenario(engine, lambda: engine.submit(next(sent)), config(qps)).run()
+
+    def config(qps: float) -> LoadGenConfig:
+        return LoadGenConfig(target_qps=qps, seconds=seconds, latency_ms=80.0)
+
+    found = [each.target_qps for each in largest_valid(verdict, 0.8 * limit, 1.05 * limit, 3) if each.is_valid]
+    return round(max(found), 1) if found else None
+
+
+def turn(flags: Namespace) -> dict[str, Any]:
+    """Measure the tree that this process has imported."""
+    results: dict[str, Any] = {}
+    device = "cpu" if flags.quick else "cuda"
+    for case in QUICK if flags.quick else FULL:
+        sizes = {"pool_bytes": "64MiB" if flags.quick else "24GiB", "alpha": 0.2, "kv_admission": "always"}
+        tokens = {"max_batch_tokens": case.max_batch_tokens, "max_batch_requests": BATCH, "max_forks": 1}
+        model = make_model(case.profile, is_quick=flags.quick)
+        engine = serving_engine(model, device=device, **sizes, **tokens)
+        found: dict[str, Any] = {
+            name: host_time(engine, visit, 4 if flags.quick else 20) for name, visit in case.visits.items()
+        }
+        results[case.profile] = found
+        traffic = PreparedTraffic(EngineProbe(engine), case.crowd)
+        saturated(traffic, case.num_requests)  # brings the hot users in
+        runs = [saturated(traffic, case.num_requests) for _ in range(1 if flags.quick else 3)]
+        found["saturated"] = best = max(runs, key=lambda run: run["requests_per_s"])
+        if flags.loadgen and case.profile == "dlrmv3":
+            limit = best["requests_per_s"]
+            found["loadgen_qps"] = {
+                name: judge(traffic, limit, 4.0, is_prepared=is_prepared)
+                for name, is_prepared in (("prepared", True), ("with intake", False))
+            }
+        engine.close()
+        del engine, traffic
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(json.dumps({case.profile: results[case.profile]}), flush=True)
+    return results
+
+
+def run_turn(tree: Path, flags: Namespace, *, has_loadgen: bool) -> dict[str, Any]:
+    """Measure a tree in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "turn.json"
+        command = [sys.executable, "-P", __file__, "--turn", str(out), *(["--quick"] if flags.quick else [])]
+        command += ["--loadgen"] if has_loadgen else []
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(tree / "src")})
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit, measured by turns with this one")
+    parser.add_argument("--turns", type=int, default=1, help="turns of each tree")
+    parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
+
+
+def main(flags: Namespace) -> None:
+    here = Path(__file__).resolve().parents[4]
+    trees = {**({"before": flags.before} if flags.before else {}), "after": here}
+    results: dict[str, list[Any]] = {name: [] for name in trees}
+    for number in range(flags.turns):
+        for name, tree in trees.items():
+            is_last = name == "after" and number == flags.turns - 1
+            results[name].append(run_turn(tree.resolve(), flags, has_loadgen=is_last and not flags.quick))
+            print(name, json.dumps(results[name][-1]), flush=True)
+            write_measurement(flags.out, {"requests_a_step": BATCH, "hot_share": HOT_SHARE, **results})
+
+
+if __name__ == "__main__":
+    _parser = ArgumentParser()
+    _parser.add_argument("--turn", type=Path)
+    _parser.add_argument("--quick", action="store_true")
+    _parser.add_argument("--loadgen", action="store_true")
+    _flags = _parser.parse_args()
+    _flags.turn.write_text(json.dumps(turn(_flags)))
