@@ -271,4 +271,4 @@ class DeviceRowStage:
 
     def compile_write(self) -> None:
         """Compile what `write` runs, by writing the first row as it is."""
-        self.write(self.send(np.zeros(1, np.int64), self._master_rows[:1].contiguous()))
+        self.write(self.send(np.zeros(1, np.int64), self._master_rows[:1].clone()))
