@@ -24,7 +24,7 @@ MOST_USES = 3
 class FrameArrays(NamedTuple):
     """The state, for compiled loops."""
 
-    index: NDArray[np.int32]  # (rows,) frame; IN_FILE; or -2 - slot of the log
+    where: NDArray[np.int32]  # (rows,) frame; IN_FILE; or -2 - slot of the log
     row_of: IntArray  # (frames,)
     pins: NDArray[np.int32]  # (frames,)
     uses: NDArray[np.uint8]  # (frames,) reads since the hand passed, up to MOST_USES; the first read is not counted
@@ -52,7 +52,7 @@ class RowFrames:
     def __init__(self, num_rows: int, num_frames: int) -> None:
         assert num_frames >= 1
         self._arrays = FrameArrays(
-            index=np.full(num_rows, IN_FILE, np.int32),
+            where=np.full(num_rows, IN_FILE, np.int32),
             row_of=np.full(num_frames, NO_ROW, np.int64),
             pins=np.zeros(num_frames, np.int32),
             uses=np.zeros(num_frames, np.uint8),
@@ -131,13 +131,13 @@ class RowFrames:
 
     def frames_of(self, rows: IntArray) -> Frames:
         """Return the frames of rows that the caller has pinned."""
-        frames = self._arrays.index[rows]
+        frames = self._arrays.where[rows]
         assert not frames.size or frames.min() >= 0, "a step reads a row that is not in memory"
         return frames
 
     def slots_of(self, rows: IntArray) -> NDArray[np.int32]:
         """Return where in the log the latest value of each row is, or NO_SLOT."""
-        found = self._arrays.index[rows]
+        found = self._arrays.where[rows]
         in_memory = found >= 0
         of_frames = self._arrays.slot_of[np.where(in_memory, found, 0)]
         return np.where(in_memory, of_frames, np.where(found == IN_FILE, NO_SLOT, -2 - found)).astype(np.int32)
@@ -147,11 +147,21 @@ class RowFrames:
 
         Return their frames, -1 where a row is not in memory.
         """
-        found, arrays = self._arrays.index[rows], self._arrays
+        found, arrays = self._arrays.where[rows], self._arrays
         in_memory = found >= 0
         arrays.slot_of[found[in_memory]] = slots[in_memory]
-        arrays.index[rows[~in_memory]] = -2 - slots[~in_memory]
+        arrays.where[rows[~in_memory]] = -2 - slots[~in_memory]
         return np.where(in_memory, found, NO_ROW).astype(np.int32)
+
+    def forget_log(self) -> None:
+        """Drop all rows whose values are in the log, in memory too: rows are read from the files again."""
+        arrays = self._arrays
+        assert not self.num_pinned, "rows are in use"
+        logged = np.flatnonzero(arrays.slot_of != NO_SLOT)
+        arrays.where[arrays.row_of[logged]] = IN_FILE
+        arrays.row_of[logged], arrays.slot_of[logged] = NO_ROW, NO_SLOT
+        arrays.counts[_RESIDENT] -= logged.size
+        arrays.where[arrays.where < IN_FILE] = IN_FILE
 
     def are_filled(self, frames: Frames) -> NDArray[np.bool_]:
         """Whether frames are filled, and not being read."""
@@ -160,8 +170,8 @@ class RowFrames:
     def check(self) -> None:
         arrays = self._arrays
         used = np.flatnonzero(arrays.row_of != NO_ROW)
-        assert np.array_equal(arrays.index[arrays.row_of[used]], used), "the index does not match the frames"
-        assert np.count_nonzero(arrays.index >= 0) == used.size, "a row points to a frame that is not its own"
+        assert np.array_equal(arrays.where[arrays.row_of[used]], used), "the index does not match the frames"
+        assert np.count_nonzero(arrays.where >= 0) == used.size, "a row points to a frame that is not its own"
         assert used.size == self.num_resident
         assert (arrays.pins >= 0).all(), "a frame was released too often"
         assert np.count_nonzero(arrays.pins) == self.num_pinned
@@ -174,7 +184,7 @@ class RowFrames:
 def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_read: IntArray) -> int:
     """Fill in `frames` and `to_read`; return the number to read, or -1."""
     for i in range(rows.size):
-        frame = arrays.index[rows[i]]
+        frame = arrays.where[rows[i]]
         frames[i] = max(frame, -1)
         if frame >= 0:
             _pin(arrays, frame)
@@ -183,14 +193,14 @@ def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_
     for i in range(rows.size):
         if frames[i] >= 0:
             continue
-        frame = arrays.index[rows[i]]
+        frame = arrays.where[rows[i]]
         if frame < 0:
             if arrays.counts[_PINNED] == arrays.row_of.size:
                 _undo(arrays, rows, load, frames)
                 return -1
             frame = _take(arrays)
-            arrays.slot_of[frame] = NO_SLOT if arrays.index[rows[i]] == IN_FILE else -2 - arrays.index[rows[i]]
-            arrays.index[rows[i]] = frame
+            arrays.slot_of[frame] = NO_SLOT if arrays.where[rows[i]] == IN_FILE else -2 - arrays.where[rows[i]]
+            arrays.where[rows[i]] = frame
             arrays.row_of[frame] = rows[i]
             arrays.load_of[frame] = load
             arrays.uses[frame] = 0
@@ -236,7 +246,7 @@ def _take(arrays: FrameArrays) -> int:
 def _drop(arrays: FrameArrays, frame: int) -> None:
     """Take the row out of a frame."""
     slot = arrays.slot_of[frame]
-    arrays.index[arrays.row_of[frame]] = IN_FILE if slot == NO_SLOT else -2 - slot
+    arrays.where[arrays.row_of[frame]] = IN_FILE if slot == NO_SLOT else -2 - slot
     arrays.row_of[frame] = NO_ROW
     arrays.slot_of[frame] = NO_SLOT
     arrays.counts[_RESIDENT] -= 1
@@ -272,7 +282,7 @@ def _publish(arrays: FrameArrays, frames: Frames, is_read: NDArray[np.bool_]) ->
 @numba.njit(cache=True, nogil=True)
 def _pin_filled(arrays: FrameArrays, rows: IntArray, frames: Frames) -> None:
     for i in range(rows.size):
-        frame = arrays.index[rows[i]]
+        frame = arrays.where[rows[i]]
         is_filled = frame >= 0 and arrays.load_of[max(frame, 0)] == 0
         frames[i] = frame if is_filled else -1
         if is_filled:
