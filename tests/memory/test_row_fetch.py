@@ -65,6 +65,11 @@ class Setup:
         frames = self.fetcher.frames_of(ticket.rows)
         assert np.array_equal(self.memory[frames], self.values[ticket.rows])
 
+    def gather(self, *rows: int) -> np.ndarray:
+        out = np.empty((len(rows), ROW_BYTES), np.uint8)
+        self.fetcher.gather(np.array(rows), out)
+        return out
+
     def write(self, row: int, value: int) -> None:
         self.values[row] = value
         self.fetcher.write(np.array([row]), self.values[[row]])
@@ -172,17 +177,17 @@ def test_an_updated_row_comes_back_from_the_log(setup: Setup, tmp_path: Path) ->
         setup.until(ticket)
         setup.check(ticket)
         setup.fetcher.release(ticket)
-    assert np.array_equal(setup.fetcher.gather(np.array([33, 210, 5, 33])), setup.values[[33, 210, 5, 33]])
+    assert np.array_equal(setup.gather(33, 210, 5, 33), setup.values[[33, 210, 5, 33]])
     assert files == [(tmp_path / f"table{i}").read_bytes() for i in range(2)]
     setup.fetcher.discard_updates()
     old = np.frombuffer(files[0][START:], np.uint8).reshape(-1, ROW_BYTES)[33]
-    assert np.array_equal(setup.fetcher.gather(np.array([33]))[0], old)
+    assert np.array_equal(setup.gather(33)[0], old)
 
 
 def test_a_gather_that_fails_says_so_and_pins_nothing(setup: Setup) -> None:
     setup.reader.fault = lambda runs, found: np.full_like(found, -errno.EIO)
     with pytest.raises(RowsUnreadable, match="Input/output error"):
-        setup.fetcher.gather(np.array([3]))
+        setup.gather(3)
     assert setup.fetcher.stats().pinned_rows == 0
 
 

@@ -29,6 +29,7 @@ from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.row_marks import RowMarks
 from helmrec.engine.row_stream import RowStreamStats
+from helmrec.engine.row_waits import RowWaits
 from helmrec.engine.runner import Runner, StagedRows, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
@@ -37,7 +38,9 @@ from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
+from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
+from helmrec.memory.tiered_rows import TieredRows
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -45,6 +48,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequ
 
 log = logging.getLogger("helmrec.engine")
 _MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
+_ROWS_WAIT_S = 0.005  # for rows from disk, before the queue is looked at again
 _FIRST_STEPS = 256  # every engine learns the cost of these, so that the first prefill signal finds a fitted cost model
 
 
@@ -69,6 +73,7 @@ class EngineStats:
     controller_failures: int = 0  # set by a server whose controller moves the boundary
     unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
     row_stream: RowStreamStats | None = None  # set by a server that follows a stream of row deltas
+    row_tier: RowTierStats | None = None  # None: all rows are in host memory
     costs: StageCosts | None = None  # learned from the steps that were taken; None: from too few
 
 
@@ -97,7 +102,9 @@ class Engine:
         self.start_up = parts.start_up
         tolerance = audit_tolerance(model.config.dtype, config)
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
-        self._scheduler = Scheduler(config, self._pool.kv)
+        self._tier = parts.master.fetcher if isinstance(parts.master, TieredRows) else None
+        waits = None if self._tier is None else RowWaits(self._tier, 4 * config.max_batch_requests)
+        self._scheduler = Scheduler(config, self._pool.kv, waits)
         self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.host_tier.costs.steps)
         self._intake = Intake(model.config, cache_version(model.version, config), config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
@@ -193,6 +200,9 @@ class Engine:
             replies += self._scheduler.take_expired()
             ended = self._pipeline.push(batch)
         self._conclude(ended, replies)
+        if batch is None and not ended and self._scheduler.waits_for_rows:
+            self._scheduler.wait_for_rows(_ROWS_WAIT_S)
+            return True
         return batch is not None or bool(ended)
 
     def _next_batch(self, now: float) -> Batch | None:
@@ -370,6 +380,8 @@ class Engine:
         """Before the first delta: say which position the model's own rows have, as that of a snapshot."""
         with self._lock:
             self._runner.row_position = position
+            if self._tier is not None:
+                self._tier.discard_updates()  # the stream brings them again
 
     def forget(self, user_id: UserId) -> None:
         """Drop a user's KV, in the pool and on the host, and refuse its waiting requests. Rows belong to no user.
@@ -409,6 +421,7 @@ class Engine:
                 collector=PROCESS.stats(),
                 unknown_ids=dict(self._pipeline.unknown_ids),
                 costs=self._costs.costs,
+                row_tier=None if self._tier is None else self._tier.stats(),
             )
 
     def reset_pauses(self) -> None:
@@ -467,6 +480,8 @@ class Engine:
             self._pool.check()
             self._scheduler.check()
             self._relay.check()
+            if self._tier is not None:
+                self._tier.check()
             assert self._pool.kv.is_idle or not self._pipeline.is_empty, "a pin outlived its step"
 
     def close(self) -> None:

@@ -114,6 +114,9 @@ class RowGraphs:
         timeline.wait_for(self._sent)  # the step before has been copied out of the block that this one fills
         host, shape = captured.staging.host, self._shape
         pad_rows(host["rows"], step.rows, RowLayout(shape.num_features, step.event_at.size, size, context_at), ABSENT)
+        if (tier := self._stage.tier) is not None:
+            layout = RowLayout(shape.num_features, step.event_at.size, size, context_at)
+            pad_rows(host["frames"], tier.frames_of(step.rows), layout, 0)
         host["control"][:] = self._cache.next_control(step.rows.size)
         host["cu_events"][: len(step.cu_events)] = step.cu_events
         host["cu_events"][len(step.cu_events) :] = step.cu_events[-1]
@@ -148,6 +151,8 @@ class RowGraphs:
         pad_rows(
             staging.host["rows"], np.empty(0, np.int64), RowLayout(self._shape.num_features, 0, size, NOWHERE), ABSENT
         )
+        if self._stage.tier is not None:
+            staging.host["frames"][:] = 0
         staging.host["control"][:] = 0
         staging.host["cu_events"][:] = 0
         staging.send()
@@ -162,6 +167,7 @@ class RowGraphs:
             StagedField("rows", (self._shape.num_rows(size),), torch.int32),
             StagedField("control", (len(Control),), torch.float64),
             StagedField("cu_events", (self._shape.num_sequences + 1,), torch.int64),
+            *([] if self._stage.tier is None else [StagedField("frames", (self._shape.num_rows(size),), torch.int32)]),
         ]
 
     def _gather(self, staging: Staging, size: int, *, is_alone: bool) -> None:
@@ -173,7 +179,8 @@ class RowGraphs:
             if self._assigns_beside(size):
                 self._cache.assign(lookup.missed)
 
-        self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile)
+        frames = None if self._stage.tier is None else device["frames"]
+        self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile, frames=frames)
 
     def _admit(self, size: int) -> None:
         if not self._assigns_beside(size):

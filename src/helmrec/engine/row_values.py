@@ -5,10 +5,10 @@ import torch
 
 from helmrec.engine.intake import RowUpdate
 from helmrec.errors import RequestError
-from helmrec.memory.row_master import RowMaster, first_non_finite
+from helmrec.memory.row_master import HostRows, first_non_finite
 
 
-def new_values(master: RowMaster, update: RowUpdate) -> torch.Tensor:  # (rows, row_dim)
+def new_values(master: HostRows, update: RowUpdate) -> torch.Tensor:  # (rows, row_dim)
     """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
     values = update.values if update.values.flags.writeable else update.values.copy()
     new = torch.from_numpy(values)

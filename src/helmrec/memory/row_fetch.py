@@ -276,9 +276,8 @@ class RowFetcher:
         """Return the frames of rows that tickets hold."""
         return self._frames.frames_of(rows)
 
-    def gather(self, rows: IntArray) -> Bytes:  # (rows, row_bytes)
-        """Return the values of any rows; those that are not in memory are read and not kept. May wait for the disk."""
-        out = np.empty((rows.size, self._log.row_bytes), np.uint8)
+    def gather(self, rows: IntArray, out: Bytes) -> None:
+        """Copy the values of any rows to `out`, (rows, row_bytes). Those that are not in memory are read, not kept."""
         with self._lock:
             frames = self._frames.pin_filled(rows)
             absent = np.flatnonzero(frames < 0)
@@ -292,7 +291,6 @@ class RowFetcher:
             with self._lock:
                 self._frames.release(frames[held])
                 self._has_tickets.notify()
-        return out
 
     def _read_now(self, files: IntArray, offsets: IntArray, targets: IntArray, out: Bytes) -> None:
         ended, found = threading.Event(), list[ReadEnd]()

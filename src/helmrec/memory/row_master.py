@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,37 @@ _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
 _ALIGN_ROW = 16  # a card reads 16 bytes at a time
 _MAPPED = 2  # cudaHostRegisterMapped
+
+
+class HostRows(Protocol):
+    """Rows in host memory: all of them (`RowMaster`), or those that steps read, with the others on disk."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines read the same memory: then only its keeper may write it."""
+
+    @property
+    def rows(self) -> Tensor:
+        """What kernels read, (any, row_dim), by row or by frame."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+
+    @property
+    def row_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def gather(self, rows: NDArray[np.int64]) -> Tensor:
+        """Return the values of rows, (rows, row_dim)."""
+
+    def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
+        """Write new values of rows."""
+
+    def close(self) -> None:
+        """A card may not read the memory any more."""
 
 
 class LockedBuffer:
