@@ -63,6 +63,7 @@ class Streams(RuleBasedStateMachine):
     """A few users whose histories change in every way a client can think of."""
 
     kv_dtype: KVDtype = "model"
+    keeps_order = True  # whether no request runs before an earlier one
 
     @initialize(
         form=st.sampled_from(["concat", "gated"]),
@@ -203,8 +204,9 @@ class Streams(RuleBasedStateMachine):
         finally:
             HstuModel.head = head  # type: ignore[method-assign]
         failures = [isinstance(future.exception(timeout=0), Breakdown) for future in futures]
-        assert failures == sorted(failures), "one failed behind whom another did not"
-        assert failures[0] == (num_good == 0)
+        if self.keeps_order:
+            assert failures == sorted(failures), "one failed behind whom another did not"
+            assert failures[0] == (num_good == 0)
         for request, future, failed in zip(requests, futures, failures, strict=True):
             if not failed:
                 self._compare(request, future)

@@ -200,7 +200,7 @@ def test_the_disk_is_expected_to_take_as_long_as_before(setup: Setup) -> None:
         time.sleep(0.001)
     expected_s = setup.fetcher.expected_s(waits)
     assert expected_s is not None
-    assert np.isclose(expected_s, 2 / setup.fetcher.stats().disk_rows_per_s)
+    assert np.isclose(expected_s * setup.fetcher.stats().disk_rows_per_s, 2)
     setup.reader.gate.set()
     setup.until(waits)
     for each in (ticket, waits):

@@ -71,6 +71,8 @@ class RowWaits:
         ticket = asked.ticket
         if ticket.state is TicketState.FAILED:
             return RowsUnreadable(f"rows of the request cannot be read from disk: {ticket.problem}")
+        if left_s is not None and left_s < 0 and ticket.state is TicketState.READING:
+            return DiskTooSlow(f"the deadline passed while {ticket.num_read} rows were read from disk")
         expected_s = None if left_s is None else self._fetcher.expected_s(ticket)
         if left_s is None or expected_s is None or expected_s <= left_s:
             return None

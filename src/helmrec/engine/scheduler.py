@@ -207,8 +207,10 @@ class Scheduler:
         if not waiting.claim():
             return False
         step_s = needed_s(self._times, len(self._queue))
+        if self._is_stopped_by_disk(waiting, now + step_s):
+            return False
         if waiting.deadline_s is None or now + step_s <= waiting.deadline_s:
-            return not self._is_stopped_by_disk(waiting, now + step_s)
+            return True
         self.refused += 1
         waited = f"{(now - waiting.arrived_s) * 1e3:.1f} ms in the queue"
         is_past = now > waiting.deadline_s

@@ -117,7 +117,7 @@ class RowFetcher:
         self._late: dict[int, Bytes] = {}  # new values of rows that a read is bringing
         self._is_closed = False
         self._num_started = self._num_done = 0  # rows
-        self._rows_per_s = 0.0
+        self._row_s = 0.0  # time of a row, lately; 0: none was read
         self._ended_s = -np.inf
         self._disk_bytes = self._disk_errors = self._disk_waits = 0
         self._wait_s = self._longest_wait_s = 0.0
@@ -161,9 +161,9 @@ class RowFetcher:
     def expected_s(self, ticket: RowTicket) -> float | None:
         """Return the time until the rows of a ticket are expected; None: it is not known."""
         with self._lock:
-            if ticket.state is not TicketState.READING or not self._rows_per_s:
+            if ticket.state is not TicketState.READING or not self._row_s:
                 return None
-            return max(0, ticket.done_at - self._num_done) / self._rows_per_s
+            return max(0, ticket.done_at - self._num_done) * self._row_s
 
     def _look_up_all(self) -> None:
         while True:
@@ -247,8 +247,8 @@ class RowFetcher:
 
     def _count(self, load: _Load, end: ReadEnd, now: float) -> None:
         took_s = max(1e-6, now - max(load.started_s, self._ended_s))  # reads overlap
-        rate = load.rows.size / took_s
-        self._rows_per_s += (_SMOOTHING if self._rows_per_s else 1.0) * (rate - self._rows_per_s)
+        row_s = took_s / load.rows.size  # averaged instead of its inverse, so that a slow read counts at once
+        self._row_s += (_SMOOTHING if self._row_s else 1.0) * (row_s - self._row_s)
         self._ended_s = now
         self._num_done += load.rows.size
         self._disk_bytes += end.num_bytes
@@ -339,7 +339,7 @@ class RowFetcher:
                 disk_waits=self._disk_waits,
                 disk_wait_s=self._wait_s,
                 longest_disk_wait_s=self._longest_wait_s,
-                disk_rows_per_s=self._rows_per_s,
+                disk_rows_per_s=1 / self._row_s if self._row_s else 0.0,
                 log_rows=self._log.num_rows,
                 log_bytes=self._log.num_bytes,
             )

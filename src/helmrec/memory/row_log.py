@@ -120,8 +120,9 @@ class RowLog:
                 self.discard()
             self._write(self._end, record + body)
         except OSError as error:
-            with suppress(OSError):
-                self._write(self._end, b"")
+            if self._descriptor is not None:
+                with suppress(OSError):
+                    self._write(self._end, b"")
             raise RowLogError(f"{self.path} cannot be written: {error.strerror}; no row was changed") from error
         place = self._end + _RECORD.size + 8 * rows.size
         return self._note(rows.size, place, place + values.size)
