@@ -198,6 +198,11 @@ class EngineConfig(Frozen):
         description="with host_rows_bytes, file that row updates are written to and replayed from at start; unset: "
         "beside the model's folder, with its name and .rows.log",
     )
+    verify: Literal["start", "background", "never"] = Field(
+        "background",
+        description="when the checksums of model files over 256 MiB are checked: before the first request, beside "
+        "serving, or never; smaller files are always checked at start. A corrupt file ends serving",
+    )
     kv_reload: Literal["measured", "always", "never"] = Field(
         "measured", description="reload a page from the host if that is faster than computing it, always, or never"
     )

@@ -41,6 +41,7 @@ from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
 from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
 from helmrec.memory.tiered_rows import TieredRows
+from helmrec.model.file_check import FileCheck, FileCheckStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -73,6 +74,7 @@ class EngineStats:
     controller_failures: int = 0  # set by a server whose controller moves the boundary
     unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
     row_stream: RowStreamStats | None = None  # set by a server that follows a stream of row deltas
+    file_check: FileCheckStats | None = None  # None: files are not checked beside serving
     row_tier: RowTierStats | None = None  # None: all rows are in host memory
     costs: StageCosts | None = None  # learned from the steps that were taken; None: from too few
 
@@ -120,6 +122,7 @@ class Engine:
         )
         self._failures = FailureLog(log, self._clock)
         self._costs = Estimator()
+        self._file_check: FileCheck | None = None
         for line in str(self.report()).splitlines():
             log.info("%s", line.strip())
 
@@ -131,8 +134,14 @@ class Engine:
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "Engine":
-        """Load a model folder and start an engine on it."""
-        return cls(load_model(Path(folder)), config, clock, progress)
+        """Load a model folder and start an engine on it.
+
+        If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get its ModelError.
+        """
+        engine = cls(load_model(Path(folder), verify=config.verify == "start"), config, clock, progress)
+        if config.verify == "background":
+            engine._file_check = FileCheck(Path(folder), engine._scheduler.drain)
+        return engine
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests, driving the engine in this thread until they are done.
@@ -421,6 +430,7 @@ class Engine:
                 collector=PROCESS.stats(),
                 unknown_ids=dict(self._pipeline.unknown_ids),
                 costs=self._costs.costs,
+                file_check=None if self._file_check is None else self._file_check.stats(),
                 row_tier=None if self._tier is None else self._tier.stats(),
             )
 
@@ -486,6 +496,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish running steps, refuse waiting and later requests, and unlock the host memory."""
+        if self._file_check is not None:
+            self._file_check.close()
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             ended = self._pipeline.flush()

@@ -178,8 +178,10 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
             model.shared.master.lock()
         return model.shared.master
     if config.device == "cuda":
-        return RowMaster.locked(model.tables, progress)
-    return RowMaster.copied(model.tables, progress) if _row_index(config) == "device" else RowMaster(model.tables)
+        return RowMaster.locked(model.tables, progress, are_mapped=model.folder is not None)
+    if _row_index(config) == "device":
+        return RowMaster.copied(model.tables, progress, are_mapped=model.folder is not None)
+    return RowMaster(model.tables)
 
 
 def _make_rows(

@@ -24,6 +24,8 @@ _STATUS: dict[type[HelmRecError], int] = {
     errors.ConfigError: 400,  # caused by an admin call
     errors.QueueFull: 429,
     errors.DeadlineExceeded: 503,
+    errors.RowsUnreadable: 503,
+    errors.RowLogError: 507,
     errors.EngineClosed: 503,
     StaleVersion: 409,
     errors.Forgotten: 409,
