@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock, MonotonicClock
 from helmrec.engine.engine import Engine
+from helmrec.engine.warm_up import warm_up
 from helmrec.errors import ConfigError, DiskTooSlow, ModelError, RowLogError, RowsUnreadable
 from helmrec.memory.disk_reads import FileReader, Runs
 from helmrec.memory.row_frames import RowFrames
@@ -312,3 +313,10 @@ def test_rows_that_were_hot_are_in_memory_before_the_first_request(model: Loaded
         assert tier.resident_rows >= 60
         engine.rank([request])
         engine.check()
+
+
+def test_an_engine_with_rows_on_disk_warms_up_and_leaves_no_log(model: LoadedModel, tmp_path: Path) -> None:
+    with engine_of(model, tmp_path / "model", clock=MonotonicClock()) as engine:
+        warm_up(engine)
+        engine.check()
+    assert not (tmp_path / "model.rows.log").exists()
