@@ -114,13 +114,13 @@ class DiskStreams(Streams):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
+            self.engine.close()
             tier = self.engine.stats().row_tier
             assert tier is not None
-            assert tier.pinned_rows == 0 or self.engine.stats().queue_length
+            assert tier.pinned_rows == 0, "rows are held that no request needs"
             seen["disk reads"] += tier.memory_misses
             seen["evictions"] += tier.memory_evictions
             seen["logged"] += tier.log_rows
-            self.engine.close()
             self.folder.cleanup()
         super().teardown()
 

@@ -7,7 +7,7 @@ import pytest
 
 from helmrec.config import EngineConfig
 from helmrec.engine.engine import Engine
-from helmrec.errors import ModelError
+from helmrec.errors import EngineClosed, ModelError
 from helmrec.model.file_check import FileCheck
 from helmrec.model.folder import table_file
 from helmrec.model.weights import save_model
@@ -66,5 +66,5 @@ def test_an_engine_on_a_corrupt_file_serves_no_more(folder: Path, monkeypatch: p
     with Engine.from_model(folder, config) as engine:
         assert engine._file_check is not None
         engine._file_check.join()
-        with pytest.raises(ModelError, match=path.name):
+        with pytest.raises(EngineClosed, match=path.name):
             engine.rank([random_request(np.random.default_rng(0), engine.model_config)])

@@ -33,7 +33,7 @@ from helmrec.engine.row_waits import RowWaits
 from helmrec.engine.runner import Runner, StagedRows, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
-from helmrec.errors import EngineClosed
+from helmrec.errors import EngineClosed, ModelError
 from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
@@ -136,12 +136,16 @@ class Engine:
     ) -> "Engine":
         """Load a model folder and start an engine on it.
 
-        If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get its ModelError.
+        If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get EngineClosed.
         """
         engine = cls(load_model(Path(folder), verify=config.verify == "start"), config, clock, progress)
         if config.verify == "background":
-            engine._file_check = FileCheck(Path(folder), engine._scheduler.drain)
+            engine._file_check = FileCheck(Path(folder), engine._stop_serving)
         return engine
+
+    def _stop_serving(self, problem: ModelError) -> None:
+        """Refuse waiting and later requests, since a file of the model is corrupt."""
+        self._scheduler.drain(EngineClosed(f"serving has stopped: {problem}"))
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests, driving the engine in this thread until they are done.

@@ -4,6 +4,7 @@ Used by the scheduler, with its lock held. A request's rows are asked for while 
 resident then; if less is resident when it is planned, its rows are asked for again, for the whole history.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from helmrec.engine.intake import Prepared
 from helmrec.errors import DiskTooSlow, HelmRecError, RowsUnreadable
 from helmrec.memory.row_fetch import RowFetcher, RowTicket, TicketState
 from helmrec.types import UserId
+
+log = logging.getLogger("helmrec.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class RowWaits:
             return None
         ticket = asked.ticket
         if ticket.state is TicketState.FAILED:
+            log.error("rows cannot be read from disk: %s", ticket.problem)
             return RowsUnreadable(f"rows of the request cannot be read from disk: {ticket.problem}")
         if left_s is not None and left_s < 0 and ticket.state is TicketState.READING:
             return DiskTooSlow(f"the deadline passed while {ticket.num_read} rows were read from disk")

@@ -335,6 +335,8 @@ class Scheduler:
         with self._lock:
             self._ended_by = error
             waiting, self._queue = self._queue, deque()
+            if self._rows is not None:
+                self._rows.close()
         for reply in _refusals(waiting, error):
             reply.send()
 

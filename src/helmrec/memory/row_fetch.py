@@ -46,6 +46,7 @@ class RowTicket:
     rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     frames: Frames = field(default_factory=_NO_FRAMES.copy)
     num_awaited: int = 0  # reads that it waits for
+    is_shared: bool = False  # whether it waits for reads of others, which may fail
     num_read: int = 0  # rows that it reads itself
     done_at: int = 0  # its rows are there when so many rows have been read in all
     problem: str | None = None
@@ -198,6 +199,7 @@ class RowFetcher:
         for awaited in found.awaited.tolist():
             self._loads[awaited].waiting.append(ticket)
         ticket.num_awaited, ticket.num_read = found.awaited.size, found.to_read.size
+        ticket.is_shared = ticket.num_awaited > 0
         ticket.done_at = self._num_started + found.to_read.size
         if not found.to_read.size:
             self._end_if_there(ticket)
@@ -257,7 +259,7 @@ class RowFetcher:
         """Make a ticket ready that waits for no read; ask again if another's read has failed."""
         if ticket.num_awaited:
             return
-        if not self._frames.are_held(ticket.frames, ticket.rows):
+        if ticket.is_shared and not self._frames.are_held(ticket.frames, ticket.rows):
             self._let_go(ticket)
             ticket.state = TicketState.QUEUED
             self._queue.appendleft(ticket)

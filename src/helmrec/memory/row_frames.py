@@ -107,8 +107,8 @@ class RowFrames:
         self.misses += num
         self.hits += rows.size - num
         to_read = to_read[:num].copy()
-        loads = np.unique(self._arrays.load_of[frames])
-        return Acquired(frames, to_read, self._arrays.slot_of[frames[to_read]], loads[(loads != 0) & (loads != load)])
+        awaited = np.unique(_awaited(self._arrays.load_of, frames, load))
+        return Acquired(frames, to_read, self._arrays.slot_of[frames[to_read]], awaited)
 
     def release(self, frames: Frames) -> None:
         """Unpin frames that `acquire` or `pin_filled` has pinned, once for each entry."""
@@ -211,6 +211,17 @@ def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_
         frames[i] = frame
         _pin(arrays, frame)
     return num
+
+
+@numba.njit(cache=True, nogil=True)
+def _awaited(load_of: IntArray, frames: Frames, load: int) -> IntArray:
+    """Return the other reads that fill these frames, each as often as it fills one."""
+    found = np.empty(frames.size, np.int64)
+    num = 0
+    for i in range(frames.size):
+        found[num] = load_of[frames[i]]
+        num += found[num] != 0 and found[num] != load
+    return found[:num].copy()
 
 
 @numba.njit(cache=True, nogil=True)

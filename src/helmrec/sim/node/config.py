@@ -94,6 +94,8 @@ def _check(config: NodeConfig) -> None:
     assert engine.row_admission != "frequency", "it needs another order"
     if engine.kv_freshness != "exact":
         raise ConfigError(f"kv_freshness must be 'exact' in the simulator, got {engine.kv_freshness!r}")
+    if engine.host_rows_bytes is not None:
+        raise ConfigError(f"host_rows_bytes must be unset in the simulator, got {engine.host_rows_bytes}")
     if config.request_pages >= MAX_POSITIONS:
         raise ConfigError(f"a request must take fewer than {MAX_POSITIONS} pages, got {config.request_pages}")
 
