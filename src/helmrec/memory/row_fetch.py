@@ -23,6 +23,7 @@ from helmrec.memory.row_log import RowLog
 from helmrec.types import IntArray
 
 _SMOOTHING = 0.2
+_LAST_LOAD = 2**31 - 2
 _NO_FRAMES = np.empty(0, np.int32)
 
 
@@ -205,7 +206,7 @@ class RowFetcher:
             self._end_if_there(ticket)
             return None
         ticket.num_awaited += 1
-        self._next_load += 1
+        self._next_load = self._next_load % _LAST_LOAD + 1  # they are kept as int32, and few are under way
         self._num_started += found.to_read.size
         rows = ticket.rows[found.to_read]
         self._loads[load] = _Load(ticket, rows, found.frames[found.to_read], self._now())

@@ -22,17 +22,19 @@ MOST_USES = 3
 
 
 class FrameArrays(NamedTuple):
-    """The state, for compiled loops."""
+    """The state, for compiled loops. What a lookup needs of a frame lies together: memory is what it waits for."""
 
     where: NDArray[np.int32]  # (rows,) frame; IN_FILE; or -2 - slot of the log
     row_of: IntArray  # (frames,)
-    pins: NDArray[np.int32]  # (frames,)
-    uses: NDArray[np.uint8]  # (frames,) reads since the hand passed, up to MOST_USES; the first read is not counted
-    load_of: IntArray  # (frames,) number of the read that fills the frame; 0: it is filled
-    slot_of: NDArray[np.int32]  # (frames,) where in the log the row's value is, or NO_SLOT
+    state: NDArray[np.int32]  # (frames, 4) as `PINS` and so on
     counts: IntArray  # (4,) as `_PINNED` and so on
 
 
+# Columns of `FrameArrays.state`.
+PINS = 0
+USES = 1  # reads since the hand passed, up to MOST_USES; the first read is not counted
+LOAD = 2  # number of the read that fills the frame; 0: it is filled
+SLOT = 3  # where in the log the row's value is, or NO_SLOT
 _PINNED, _HAND, _EVICTED, _RESIDENT = range(4)
 
 
@@ -54,10 +56,7 @@ class RowFrames:
         self._arrays = FrameArrays(
             where=np.full(num_rows, IN_FILE, np.int32),
             row_of=np.full(num_frames, NO_ROW, np.int64),
-            pins=np.zeros(num_frames, np.int32),
-            uses=np.zeros(num_frames, np.uint8),
-            load_of=np.zeros(num_frames, np.int64),
-            slot_of=np.full(num_frames, NO_SLOT, np.int32),
+            state=np.tile(np.array([0, 0, 0, NO_SLOT], np.int32), (num_frames, 1)),
             counts=np.zeros(4, np.int64),
         )
         self.hits = 0  # lookups of rows in memory, or on their way
@@ -66,9 +65,7 @@ class RowFrames:
     @staticmethod
     def frames_for(num_bytes: int, num_rows: int, row_stride: int) -> int:
         """Return the frames that fit so many bytes together with the index of all rows; may be less than one."""
-        per_frame = row_stride + sum(
-            np.dtype(kind).itemsize for kind in (np.int64, np.int32, np.uint8, np.int64, np.int32)
-        )
+        per_frame = row_stride + 8 + 4 * 4
         return min(num_rows, (num_bytes - 4 * num_rows) // per_frame)
 
     @property
@@ -107,8 +104,8 @@ class RowFrames:
         self.misses += num
         self.hits += rows.size - num
         to_read = to_read[:num].copy()
-        awaited = np.unique(_awaited(self._arrays.load_of, frames, load))
-        return Acquired(frames, to_read, self._arrays.slot_of[frames[to_read]], awaited)
+        awaited = np.unique(_awaited(self._arrays.state[:, LOAD], frames, load))
+        return Acquired(frames, to_read, self._arrays.state[frames[to_read], SLOT], awaited)
 
     def release(self, frames: Frames) -> None:
         """Unpin frames that `acquire` or `pin_filled` has pinned, once for each entry."""
@@ -121,7 +118,7 @@ class RowFrames:
     def are_held(self, frames: Frames, rows: IntArray) -> bool:
         """Whether these frames still have these rows, all of them filled."""
         arrays = self._arrays
-        return bool((arrays.row_of[frames] == rows).all() and not arrays.load_of[frames].any())
+        return bool((arrays.row_of[frames] == rows).all() and not arrays.state[frames, LOAD].any())
 
     def pin_filled(self, rows: IntArray) -> Frames:
         """Pin the filled frames of these rows; -1 where there is none."""
@@ -139,7 +136,7 @@ class RowFrames:
         """Return where in the log the latest value of each row is, or NO_SLOT."""
         found = self._arrays.where[rows]
         in_memory = found >= 0
-        of_frames = self._arrays.slot_of[np.where(in_memory, found, 0)]
+        of_frames = self._arrays.state[np.where(in_memory, found, 0), SLOT]
         return np.where(in_memory, of_frames, np.where(found == IN_FILE, NO_SLOT, -2 - found)).astype(np.int32)
 
     def log(self, rows: IntArray, slots: IntArray) -> Frames:
@@ -149,7 +146,7 @@ class RowFrames:
         """
         found, arrays = self._arrays.where[rows], self._arrays
         in_memory = found >= 0
-        arrays.slot_of[found[in_memory]] = slots[in_memory]
+        arrays.state[found[in_memory], SLOT] = slots[in_memory]
         arrays.where[rows[~in_memory]] = -2 - slots[~in_memory]
         return np.where(in_memory, found, NO_ROW).astype(np.int32)
 
@@ -157,15 +154,15 @@ class RowFrames:
         """Drop all rows whose values are in the log, in memory too: rows are read from the files again."""
         arrays = self._arrays
         assert not self.num_pinned, "rows are in use"
-        logged = np.flatnonzero(arrays.slot_of != NO_SLOT)
+        logged = np.flatnonzero(arrays.state[:, SLOT] != NO_SLOT)
         arrays.where[arrays.row_of[logged]] = IN_FILE
-        arrays.row_of[logged], arrays.slot_of[logged] = NO_ROW, NO_SLOT
+        arrays.row_of[logged], arrays.state[logged, SLOT] = NO_ROW, NO_SLOT
         arrays.counts[_RESIDENT] -= logged.size
         arrays.where[arrays.where < IN_FILE] = IN_FILE
 
     def are_filled(self, frames: Frames) -> NDArray[np.bool_]:
         """Whether frames are filled, and not being read."""
-        return self._arrays.load_of[frames] == 0
+        return self._arrays.state[frames, LOAD] == 0
 
     def check(self) -> None:
         arrays = self._arrays
@@ -173,11 +170,11 @@ class RowFrames:
         assert np.array_equal(arrays.where[arrays.row_of[used]], used), "the index does not match the frames"
         assert np.count_nonzero(arrays.where >= 0) == used.size, "a row points to a frame that is not its own"
         assert used.size == self.num_resident
-        assert (arrays.pins >= 0).all(), "a frame was released too often"
-        assert np.count_nonzero(arrays.pins) == self.num_pinned
-        assert (arrays.pins[arrays.load_of != 0] > 0).all(), "a frame that is being read may be evicted"
-        assert (arrays.row_of[arrays.load_of != 0] != NO_ROW).all(), "a read fills a frame without a row"
-        assert (arrays.slot_of[arrays.row_of == NO_ROW] == NO_SLOT).all()
+        assert (arrays.state[:, PINS] >= 0).all(), "a frame was released too often"
+        assert np.count_nonzero(arrays.state[:, PINS]) == self.num_pinned
+        assert (arrays.state[arrays.state[:, LOAD] != 0, PINS] > 0).all(), "a frame that is being read may be evicted"
+        assert (arrays.row_of[arrays.state[:, LOAD] != 0] != NO_ROW).all(), "a read fills a frame without a row"
+        assert (arrays.state[arrays.row_of == NO_ROW, SLOT] == NO_SLOT).all()
 
 
 @numba.njit(cache=True, nogil=True)
@@ -188,7 +185,7 @@ def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_
         frames[i] = max(frame, -1)
         if frame >= 0:
             _pin(arrays, frame)
-            arrays.uses[frame] = min(MOST_USES, arrays.uses[frame] + 1)
+            arrays.state[frame, USES] = min(MOST_USES, arrays.state[frame, USES] + 1)
     num = 0
     for i in range(rows.size):
         if frames[i] >= 0:
@@ -199,11 +196,11 @@ def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_
                 _undo(arrays, rows, load, frames)
                 return -1
             frame = _take(arrays)
-            arrays.slot_of[frame] = NO_SLOT if arrays.where[rows[i]] == IN_FILE else -2 - arrays.where[rows[i]]
+            arrays.state[frame, SLOT] = NO_SLOT if arrays.where[rows[i]] == IN_FILE else -2 - arrays.where[rows[i]]
             arrays.where[rows[i]] = frame
             arrays.row_of[frame] = rows[i]
-            arrays.load_of[frame] = load
-            arrays.uses[frame] = 0
+            arrays.state[frame, LOAD] = load
+            arrays.state[frame, USES] = 0
             arrays.counts[_RESIDENT] += 1
             _pin(arrays, frame)  # by the read
             to_read[num] = i
@@ -214,7 +211,7 @@ def _acquire(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames, to_
 
 
 @numba.njit(cache=True, nogil=True)
-def _awaited(load_of: IntArray, frames: Frames, load: int) -> IntArray:
+def _awaited(load_of: NDArray[np.int32], frames: Frames, load: int) -> IntArray:
     """Return the other reads that fill these frames, each as often as it fills one."""
     found = np.empty(frames.size, np.int64)
     num = 0
@@ -232,9 +229,9 @@ def _undo(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames) -> Non
         if frame < 0:
             continue
         _unpin(arrays, frame)
-        if arrays.load_of[frame] == load and arrays.row_of[frame] != NO_ROW:
+        if arrays.state[frame, LOAD] == load and arrays.row_of[frame] != NO_ROW:
             _drop(arrays, frame)
-            arrays.load_of[frame] = 0
+            arrays.state[frame, LOAD] = 0
             _unpin(arrays, frame)
 
 
@@ -242,9 +239,9 @@ def _undo(arrays: FrameArrays, rows: IntArray, load: int, frames: Frames) -> Non
 def _take(arrays: FrameArrays) -> int:
     """Return an empty frame: the next that is neither pinned nor used since the hand passed. One must be unpinned."""
     frame = arrays.counts[_HAND]
-    while arrays.pins[frame] > 0 or (arrays.uses[frame] > 0 and arrays.row_of[frame] != NO_ROW):
-        if arrays.pins[frame] == 0:
-            arrays.uses[frame] -= 1
+    while arrays.state[frame, PINS] > 0 or (arrays.state[frame, USES] > 0 and arrays.row_of[frame] != NO_ROW):
+        if arrays.state[frame, PINS] == 0:
+            arrays.state[frame, USES] -= 1
         frame = frame + 1 if frame + 1 < arrays.row_of.size else 0
     arrays.counts[_HAND] = frame + 1 if frame + 1 < arrays.row_of.size else 0
     if arrays.row_of[frame] != NO_ROW:
@@ -256,23 +253,23 @@ def _take(arrays: FrameArrays) -> int:
 @numba.njit(cache=True, nogil=True)
 def _drop(arrays: FrameArrays, frame: int) -> None:
     """Take the row out of a frame."""
-    slot = arrays.slot_of[frame]
+    slot = arrays.state[frame, SLOT]
     arrays.where[arrays.row_of[frame]] = IN_FILE if slot == NO_SLOT else -2 - slot
     arrays.row_of[frame] = NO_ROW
-    arrays.slot_of[frame] = NO_SLOT
+    arrays.state[frame, SLOT] = NO_SLOT
     arrays.counts[_RESIDENT] -= 1
 
 
 @numba.njit(cache=True, nogil=True)
 def _pin(arrays: FrameArrays, frame: int) -> None:
-    arrays.counts[_PINNED] += arrays.pins[frame] == 0
-    arrays.pins[frame] += 1
+    arrays.counts[_PINNED] += arrays.state[frame, PINS] == 0
+    arrays.state[frame, PINS] += 1
 
 
 @numba.njit(cache=True, nogil=True)
 def _unpin(arrays: FrameArrays, frame: int) -> None:
-    arrays.pins[frame] -= 1
-    arrays.counts[_PINNED] -= arrays.pins[frame] == 0
+    arrays.state[frame, PINS] -= 1
+    arrays.counts[_PINNED] -= arrays.state[frame, PINS] == 0
 
 
 @numba.njit(cache=True, nogil=True)
@@ -284,7 +281,7 @@ def _release(arrays: FrameArrays, frames: Frames) -> None:
 @numba.njit(cache=True, nogil=True)
 def _publish(arrays: FrameArrays, frames: Frames, is_read: NDArray[np.bool_]) -> None:
     for i in range(frames.size):
-        arrays.load_of[frames[i]] = 0
+        arrays.state[frames[i], LOAD] = 0
         if not is_read[i]:
             _drop(arrays, frames[i])
         _unpin(arrays, frames[i])
@@ -294,7 +291,7 @@ def _publish(arrays: FrameArrays, frames: Frames, is_read: NDArray[np.bool_]) ->
 def _pin_filled(arrays: FrameArrays, rows: IntArray, frames: Frames) -> None:
     for i in range(rows.size):
         frame = arrays.where[rows[i]]
-        is_filled = frame >= 0 and arrays.load_of[max(frame, 0)] == 0
+        is_filled = frame >= 0 and arrays.state[max(frame, 0), LOAD] == 0
         frames[i] = frame if is_filled else -1
         if is_filled:
             _pin(arrays, frame)
