@@ -49,7 +49,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequ
 
 log = logging.getLogger("helmrec.engine")
 _MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
-_ROWS_WAIT_S = 0.005  # for rows from disk, before the queue is looked at again
+_ROWS_WAIT_S = 0.001  # for rows from disk, before the queue is looked at again
 _FIRST_STEPS = 256  # every engine learns the cost of these, so that the first prefill signal finds a fitted cost model
 
 

@@ -12,7 +12,6 @@ was written. Cases that the output file has are not run again; no case is starte
 import json
 import multiprocessing
 import os
-import resource
 import tempfile
 import threading
 import time
@@ -163,7 +162,9 @@ def read_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    return 1_024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Most memory that this process has had; `ru_maxrss` would begin with that of its parent."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1_024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
 def disk_reads_per_s(path: Path, num_threads: int, seconds: float) -> float:
