@@ -33,7 +33,7 @@ EVALUATION = (
 RANKS = {("helmrec", name): rank for rank, name in enumerate(PRODUCT)}
 RANKS |= {("helmrec_bench", name): len(PRODUCT) + rank for rank, name in enumerate(EVALUATION)}
 MAY_IMPORT_TORCH_IN_MEMORY = {
-    f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "row_master", "streams")
+    f"helmrec.memory.{name}" for name in ("arena", "device_rows", "host_pages", "row_master", "streams", "tiered_rows")
 }
 SEEN_BY_CONTROL = {f"helmrec.memory{name}" for name in ("", ".curve_shape", ".miss_curves", ".stats")}
 SEEN_BY_SIMULATOR = {f"helmrec.engine{name}" for name in ("", ".relay", ".relay.trigger")}

@@ -189,6 +189,26 @@ class EngineConfig(Frozen):
     host_kv_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
         ByteSize(0), description="host memory that keeps evicted KV pages; 0 is off"
     )
+    host_rows_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        None,
+        description="host memory that embedding rows and their index may take; other rows stay in the model's files "
+        "and are read from disk ahead of the steps that need them; unset: all rows are in host memory",
+    )
+    disk_reads: Literal["direct", "cached"] = Field(
+        "direct", description="with host_rows_bytes, read rows past the page cache (O_DIRECT), or through it"
+    )
+    disk_threads: int = Field(32, ge=1, le=1_024, description="with host_rows_bytes, rows read from disk at once")
+    row_log: str | None = Field(
+        None,
+        min_length=1,
+        description="with host_rows_bytes, file that row updates are written to and replayed from at start; unset: "
+        "beside the model's folder, with its name and .rows.log",
+    )
+    verify: Literal["start", "background", "never"] = Field(
+        "background",
+        description="when the checksums of model files over 256 MiB are checked: before the first request, beside "
+        "serving, or never; smaller files are always checked at start. A corrupt file ends serving",
+    )
     kv_reload: Literal["measured", "always", "never"] = Field(
         "measured", description="reload a page from the host if that is faster than computing it, always, or never"
     )

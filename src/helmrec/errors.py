@@ -22,7 +22,10 @@ HelmRecError
 ├── Refused              the request is fine but cannot be served now
 │   ├── QueueFull
 │   ├── DeadlineExceeded
+│   │   └── DiskTooSlow  its rows cannot be read from disk before its deadline
 │   └── Forgotten        its user was forgotten while it waited
+├── RowsUnreadable       rows of a request cannot be read from disk
+├── RowLogError          an update of rows cannot be written to its log
 ├── NonFiniteScores      the model's scores for a request are not numbers
 ├── EngineClosed
 └── ServerError          a server failed or could not be reached; raised by the client
@@ -133,8 +136,20 @@ class DeadlineExceeded(Refused):
     """The request's deadline has passed, or would before its scores are ready."""
 
 
+class DiskTooSlow(DeadlineExceeded):
+    """The request's rows cannot be read from disk before its deadline."""
+
+
 class Forgotten(Refused):
     """The user was forgotten while the request waited."""
+
+
+class RowsUnreadable(HelmRecError):
+    """Rows of a request cannot be read from disk. Other requests are served."""
+
+
+class RowLogError(HelmRecError):
+    """An update of rows cannot be written to its log. No row was changed."""
 
 
 class NonFiniteScores(HelmRecError):

@@ -25,6 +25,7 @@ from helmrec.deltas.checks import check_delta
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine import engine as engine_module
 from helmrec.engine import intake
+from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.errors import NonFiniteScores
@@ -39,6 +40,7 @@ from helmrec.memory.prefix import KVPlan, Match, Prefix
 from helmrec.memory.prefix_hash import History, RowEpochs
 from helmrec.memory.row_master import RowMaster
 from helmrec.model.hstu import HstuModel
+from helmrec.model.weights import LoadedModel
 from helmrec.types import PrefillRequest, RankRequest, RankResult, RowPosition
 from tests.helpers import OPTIONS, tiny_engine, tiny_geometry, tiny_model
 from tests.reference import Reference
@@ -61,6 +63,7 @@ class Streams(RuleBasedStateMachine):
     """A few users whose histories change in every way a client can think of."""
 
     kv_dtype: KVDtype = "model"
+    keeps_order = True  # whether no request runs before an earlier one
 
     @initialize(
         form=st.sampled_from(["concat", "gated"]),
@@ -86,7 +89,7 @@ class Streams(RuleBasedStateMachine):
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config, kv_dtype=self.kv_dtype).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
         fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}
-        self.engine = tiny_engine(model, self.clock, kv_dtype=self.kv_dtype, **fixed | policies)
+        self.engine = self.make_engine(model, kv_dtype=self.kv_dtype, **fixed | policies)
         self.reference = Reference(model.config, model.dense, model.tables, self.kv_dtype)
         self.config = model.config
         self.histories: list[list[Event]] = [[] for _ in range(NUM_USERS)]
@@ -94,6 +97,9 @@ class Streams(RuleBasedStateMachine):
         self.spoiled: list[int] = []  # items whose row is not finite now
         for user in range(NUM_USERS):
             self.append(user, 6 * user)
+
+    def make_engine(self, model: LoadedModel, **settings: Any) -> Engine:
+        return tiny_engine(model, self.clock, **settings)
 
     @rule(user=st.integers(0, NUM_USERS - 1), num=st.integers(1, 9))
     def append(self, user: int, num: int) -> None:
@@ -198,8 +204,9 @@ class Streams(RuleBasedStateMachine):
         finally:
             HstuModel.head = head  # type: ignore[method-assign]
         failures = [isinstance(future.exception(timeout=0), Breakdown) for future in futures]
-        assert failures == sorted(failures), "one failed behind whom another did not"
-        assert failures[0] == (num_good == 0)
+        if self.keeps_order:
+            assert failures == sorted(failures), "one failed behind whom another did not"
+            assert failures[0] == (num_good == 0)
         for request, future, failed in zip(requests, futures, failures, strict=True):
             if not failed:
                 self._compare(request, future)

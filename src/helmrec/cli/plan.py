@@ -16,6 +16,7 @@ from helmrec.model.profiles import PROFILES
 from helmrec.traffic.families import PRESETS
 
 if TYPE_CHECKING:
+    from helmrec.costs.calibrated import CostModel
     from helmrec.sim.plan import Plan
 
 
@@ -30,6 +31,15 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     kv_dtype: Annotated[
         str, typer.Option("--kv-dtype", help="Precision of K/V: model, fp8_e4m3 or int8. Times stay the calibration's.")
     ] = "model",
+    host_rows: Annotated[
+        str | None,
+        typer.Option(
+            "--host-rows-bytes", help="Host memory for rows of a node; others are on disk.", show_default="all"
+        ),
+    ] = None,
+    disk_reads: Annotated[
+        float | None, typer.Option("--disk-reads-per-s", help="Random reads a second of a node's disk.")
+    ] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
     trace: Annotated[
@@ -49,7 +59,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Find the number of nodes that a load needs, their split and the expected P99, by simulation."""
     from helmrec.costs.calibrated import default_cost, load_cost
-    from helmrec.sim.plan import PlanConfig, make_plan, settings_of_trace
+    from helmrec.sim.plan import settings_of_trace
     from helmrec.traffic.trace_file import read_trace
 
     with exit_on_error():
@@ -58,6 +68,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "rate": rate,
             "slo_ms": milliseconds(slo),
             "kv_dtype": kv_dtype,
+            "host_rows_bytes": host_rows,
+            "disk_rows_per_s": disk_reads,
             "profile": profile,
             "preset": preset,
             "history": history,
@@ -66,18 +78,24 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "headroom": headroom,
             "requests_per_run": requests,
         } | ({} if trace is None else settings_of_trace(read_trace(trace)))
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with progress(*columns) as bar:
-            task = bar.add_task("simulating", total=None)
-            plans = [
-                make_plan(
-                    PlanConfig(pool_bytes=pool, **settings),
-                    cost,
-                    lambda what, pool=pool: bar.update(task, description=f"pool {pool}: {what}"),  # type: ignore[misc]
-                )
-                for pool in pools or ["80GB"]
-            ]
+        plans = _make_plans(settings, pools or ["80GB"], cost)
         out.print(table_of(plans, rate, milliseconds(slo), cost.name))
+
+
+def _make_plans(settings: dict[str, Any], pools: list[str], cost: CostModel) -> list[Plan]:
+    """Plan for each size of a pool, showing what is simulated."""
+    from helmrec.sim.plan import PlanConfig, make_plan
+
+    with progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+        task = bar.add_task("simulating", total=None)
+        return [
+            make_plan(
+                PlanConfig(pool_bytes=pool, **settings),
+                cost,
+                lambda what, pool=pool: bar.update(task, description=f"pool {pool}: {what}"),  # type: ignore[misc]
+            )
+            for pool in pools
+        ]
 
 
 def milliseconds(text: str) -> float:

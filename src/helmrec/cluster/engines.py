@@ -55,6 +55,8 @@ _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
 
 def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
     """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
+    if engine.host_rows_bytes is not None:
+        raise ConfigError("host_rows_bytes is not possible with several engines on one host, which share tables")
     places = [f"engine {i}" for i in range(serve.engines)]
     ports = {}
     for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):

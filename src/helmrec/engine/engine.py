@@ -29,15 +29,19 @@ from helmrec.engine.relay.pre_inference import Relay, RelayStats
 from helmrec.engine.report import EngineReport, make_report
 from helmrec.engine.row_marks import RowMarks
 from helmrec.engine.row_stream import RowStreamStats
+from helmrec.engine.row_waits import RowWaits
 from helmrec.engine.runner import Runner, StagedRows, StepOutput
 from helmrec.engine.scheduler import Batch, Reply, Scheduler
 from helmrec.engine.setup import build
-from helmrec.errors import EngineClosed
+from helmrec.errors import EngineClosed, ModelError
 from helmrec.failures import FailureLog
 from helmrec.kernels.compiling import follow_compilers
 from helmrec.memory.ledger import Owner
 from helmrec.memory.miss_curves import JointCurves, MissCurveConfig
+from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
+from helmrec.memory.tiered_rows import TieredRows
+from helmrec.model.file_check import FileCheck, FileCheckStats
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -45,6 +49,7 @@ from helmrec.types import Ids, IntArray, PrefillRequest, PrefillResult, RankRequ
 
 log = logging.getLogger("helmrec.engine")
 _MIN_UNMATCHED = 32  # histories of known users that match no cached prefix, before the log warns of them
+_ROWS_WAIT_S = 0.001  # for rows from disk, before the queue is looked at again
 _FIRST_STEPS = 256  # every engine learns the cost of these, so that the first prefill signal finds a fitted cost model
 
 
@@ -69,6 +74,8 @@ class EngineStats:
     controller_failures: int = 0  # set by a server whose controller moves the boundary
     unknown_ids: dict[str, int] = field(default_factory=dict)  # by table: ids read as the table's row for unknown ones
     row_stream: RowStreamStats | None = None  # set by a server that follows a stream of row deltas
+    file_check: FileCheckStats | None = None  # None: files are not checked beside serving
+    row_tier: RowTierStats | None = None  # None: all rows are in host memory
     costs: StageCosts | None = None  # learned from the steps that were taken; None: from too few
 
 
@@ -97,7 +104,9 @@ class Engine:
         self.start_up = parts.start_up
         tolerance = audit_tolerance(model.config.dtype, config)
         self._auditor = Auditor(config.audit_every, tolerance, self._runner.score_without_caches)
-        self._scheduler = Scheduler(config, self._pool.kv)
+        self._tier = parts.master.fetcher if isinstance(parts.master, TieredRows) else None
+        waits = None if self._tier is None else RowWaits(self._tier, 4 * config.max_batch_requests)
+        self._scheduler = Scheduler(config, self._pool.kv, waits)
         self._relay = Relay(config.relay, self._scheduler, self._pool.kv, self._pool.host_tier.costs.steps)
         self._intake = Intake(model.config, cache_version(model.version, config), config.max_history)
         self._curves = self._make_curves() if config.miss_curves else None
@@ -113,6 +122,7 @@ class Engine:
         )
         self._failures = FailureLog(log, self._clock)
         self._costs = Estimator()
+        self._file_check: FileCheck | None = None
         for line in str(self.report()).splitlines():
             log.info("%s", line.strip())
 
@@ -124,8 +134,18 @@ class Engine:
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "Engine":
-        """Load a model folder and start an engine on it."""
-        return cls(load_model(Path(folder)), config, clock, progress)
+        """Load a model folder and start an engine on it.
+
+        If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get EngineClosed.
+        """
+        engine = cls(load_model(Path(folder), verify=config.verify == "start"), config, clock, progress)
+        if config.verify == "background":
+            engine._file_check = FileCheck(Path(folder), engine._stop_serving)
+        return engine
+
+    def _stop_serving(self, problem: ModelError) -> None:
+        """Refuse waiting and later requests, since a file of the model is corrupt."""
+        self._scheduler.drain(EngineClosed(f"serving has stopped: {problem}"))
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:
         """Score all requests, driving the engine in this thread until they are done.
@@ -193,6 +213,9 @@ class Engine:
             replies += self._scheduler.take_expired()
             ended = self._pipeline.push(batch)
         self._conclude(ended, replies)
+        if batch is None and not ended and self._scheduler.waits_for_rows:
+            self._scheduler.wait_for_rows(_ROWS_WAIT_S)
+            return True
         return batch is not None or bool(ended)
 
     def _next_batch(self, now: float) -> Batch | None:
@@ -373,6 +396,8 @@ class Engine:
         """Before the first delta: say which position the model's own rows have, as that of a snapshot."""
         with self._lock:
             self._runner.row_position = position
+            if self._tier is not None:
+                self._tier.discard_updates()  # the stream brings them again
 
     def forget(self, user_id: UserId) -> None:
         """Drop a user's KV, in the pool and on the host, and refuse its waiting requests. Rows belong to no user.
@@ -412,6 +437,8 @@ class Engine:
                 collector=PROCESS.stats(),
                 unknown_ids=dict(self._pipeline.unknown_ids),
                 costs=self._costs.costs,
+                file_check=None if self._file_check is None else self._file_check.stats(),
+                row_tier=None if self._tier is None else self._tier.stats(),
             )
 
     def reset_pauses(self) -> None:
@@ -470,10 +497,14 @@ class Engine:
             self._pool.check()
             self._scheduler.check()
             self._relay.check()
+            if self._tier is not None:
+                self._tier.check()
             assert self._pool.kv.is_idle or not self._pipeline.is_empty, "a pin outlived its step"
 
     def close(self) -> None:
         """Finish running steps, refuse waiting and later requests, and unlock the host memory."""
+        if self._file_check is not None:
+            self._file_check.close()
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             ended = self._pipeline.flush()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,7 +96,12 @@ class RowGraphs:
         """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked."""
         captured, stream = self._captured[size], self._cache.stream
         assert stream is not None
-        captured.staging.hosts[turn]["control"][:] = self._cache.next_control(num_rows)
+        host = captured.staging.hosts[turn]
+        host["control"][:] = self._cache.next_control(num_rows)
+        if (tier := self._stage.tier) is not None:
+            is_row = host["rows"] != ABSENT
+            host["frames"][:] = 0
+            host["frames"][is_row] = tier.frames_of(host["rows"][is_row].astype(np.int64))
         gather = captured.alone if before.ended.query() else captured.beside_compute
         with InStream(stream):
             captured.sent.send(turn)
@@ -125,6 +131,8 @@ class RowGraphs:
         sent = self._blocks.part(staging.start, staging.end)
         host = staging.hosts[0]
         host["rows"][:] = ABSENT
+        if self._stage.tier is not None:
+            host["frames"][:] = 0
         host["control"][:] = 0
         host["cu_events"][:] = 0
         sent.send(0)
@@ -139,6 +147,7 @@ class RowGraphs:
             StagedField("rows", (self._shape.num_rows(size),), torch.int32),
             StagedField("control", (len(Control),), torch.float64),
             StagedField("cu_events", (self._shape.num_sequences + 1,), torch.int64),
+            *([] if self._stage.tier is None else [StagedField("frames", (self._shape.num_rows(size),), torch.int32)]),
         ]
 
     def _gather(self, staging: Staging, size: int, *, is_alone: bool) -> None:
@@ -150,7 +159,8 @@ class RowGraphs:
             if self._assigns_beside(size):
                 self._cache.assign(lookup.missed)
 
-        self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile)
+        frames = None if self._stage.tier is None else device["frames"]
+        self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile, frames=frames)
 
     def _admit(self, size: int) -> None:
         if not self._assigns_beside(size):

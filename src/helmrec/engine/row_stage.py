@@ -12,12 +12,14 @@ from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_values import pinned_block, split_block
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_lookup import Lookup
+from helmrec.kernels.row_table import Missed
 from helmrec.kernels.row_write import RowTargets
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import Capture, DeviceRows
 from helmrec.memory.embedding_cache import ABSENT, EmbeddingCache, repeats_of
-from helmrec.memory.row_master import RowMaster
+from helmrec.memory.row_master import HostRows
 from helmrec.memory.streams import InStream, fork, join
+from helmrec.memory.tiered_rows import TieredRows
 from helmrec.types import IntArray
 
 
@@ -43,7 +45,8 @@ class SentRows:
     values: Tensor  # (rows sent, row_dim) as the master keeps them
     places: Tensor | None = None  # (rows sent,) all rows on the device, for an index there
     sent: torch.cuda.Event | None = None  # after the copy to a card
-    first: int = 0  # where this part begins in `values` and `places`
+    first: int = 0  # where this part begins in `values`, `places` and `on_host`
+    on_host: Tensor | None = None  # the values there, for rows that are on disk
 
     def part(self, start: int, end: int) -> "SentRows":
         """Return rows [start, end) of these, in the same memory."""
@@ -100,10 +103,11 @@ class HostRowStage:
 
     stream = None
 
-    def __init__(self, cache: EmbeddingCache, arena: Arena, master: RowMaster) -> None:
+    def __init__(self, cache: EmbeddingCache, arena: Arena, master: HostRows) -> None:
         self._cache = cache
         self._arena = arena
         self._master = master
+        self._refills = not isinstance(master, TieredRows)  # evicted rows may be on disk
 
     def read(self, step: Assembly) -> HostReading:
         rows = step.rows
@@ -132,6 +136,8 @@ class HostRowStage:
         self._cache.publish(admission)
 
     def refill(self, budget_bytes: int) -> None:
+        if not self._refills:
+            return
         refill = self._cache.refill(budget_bytes // self._arena.row_bytes)
         try:
             self._arena.write_rows(refill.slots, self._master.gather(refill.rows))
@@ -181,13 +187,15 @@ class DeviceReading:
 class DeviceRowStage:
     """Reads rows through an index on the device, on its own stream, operation by operation. Twin: `row_graphs.py`."""
 
-    def __init__(self, cache: DeviceRows, arena: Arena, master: RowMaster, kernels: RowKernels) -> None:
+    def __init__(self, cache: DeviceRows, arena: Arena, master: HostRows, kernels: RowKernels) -> None:
         self.cache = cache
         self.stream = cache.stream
         self.arena_rows = arena.rows
         self._row_bytes = arena.row_bytes
         self._master_rows = master.rows
-        self._targets = RowTargets(cache.table.slot_of, arena.rows, None if master.is_shared else master.rows)
+        self._tier = master if isinstance(master, TieredRows) else None
+        written = None if master.is_shared or self._tier is not None else master.rows
+        self._targets = RowTargets(cache.table.slot_of, arena.rows, written)
         self._kernels = kernels
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
@@ -200,7 +208,8 @@ class DeviceRowStage:
             cache.table.control.copy_(torch.from_numpy(cache.next_control(len(rows))))
             lookup = Lookup.allocate(len(rows), device)
             values = self.arena_rows.new_empty((len(rows), self.arena_rows.shape[1]))
-            self.gather(rows, lookup, values, is_alone=False)
+            frames = None if self._tier is None else torch.from_numpy(self._tier.frames_of(step.rows)).to(device)
+            self.gather(rows, lookup, values, is_alone=False, frames=frames)
             cache.assign(lookup.missed)
             cache.keep(values)
         if cache.stream is not None:
@@ -216,11 +225,12 @@ class DeviceRowStage:
         *,
         is_alone: bool,
         meanwhile: Callable[[], None] | None = None,
+        frames: Tensor | None = None,
     ) -> None:
         """Find rows, read resident ones from the arena and each other row once from the host.
 
         is_alone: no step computes, so that reading from the host may take more of the card. `meanwhile` is run on the
-        device while rows come from the host.
+        device while rows come from the host. frames: where in host memory each row is, if it is not at its number.
         """
         arena, master, kernels = self.arena_rows, self._master_rows, self._kernels
         missed, repeats = lookup.missed, lookup.repeats
@@ -230,29 +240,47 @@ class DeviceRowStage:
             if meanwhile is not None:
                 meanwhile()
         from_host = kernels.gather_host if is_alone else kernels.gather_few
-        from_host(arena, master, missed.sources, values, places=missed.places, count=missed.count)
+        asked = missed if frames is None else _by_frame(missed, frames)
+        from_host(arena, master, asked.sources, values, places=asked.places, count=asked.count)
         kernels.gather_rows(values, values, repeats.sources, values, places=repeats.places, count=repeats.count)
         join(self._beside)
 
+    @property
+    def tier(self) -> TieredRows | None:
+        """The rows in host memory, if others are on disk."""
+        return self._tier
+
     def refill(self, budget_bytes: int) -> None:
-        self.cache.refill(budget_bytes // self._row_bytes, self._master_rows)
+        if self._tier is None:  # else evicted rows may be on disk
+            self.cache.refill(budget_bytes // self._row_bytes, self._master_rows)
 
     def capture_refill(self, budget_bytes: int, capture: Capture) -> None:
-        self.cache.capture_refill(budget_bytes // self._row_bytes, self._master_rows, capture)
+        if self._tier is None:
+            self.cache.capture_refill(budget_bytes // self._row_bytes, self._master_rows, capture)
 
     def send(self, rows: IntArray, values: Tensor) -> SentRows:
         if self._copies is None or self.stream is None:
-            return SentRows(rows, values, torch.from_numpy(rows))
+            return SentRows(rows, values, torch.from_numpy(rows), on_host=values)
         block, sent = pinned_block(rows, values), torch.cuda.Event()
         with InStream(self._copies):
             there = block.to(self.arena_rows.device, non_blocking=True)
             sent.record(self._copies)
         there.record_stream(self.stream)  # it is freed once `write` has read it
         places, new = split_block(there, values)
-        return SentRows(rows, new, places, sent)
+        return SentRows(rows, new, places, sent, on_host=None if self._tier is None else values)
 
     def write(self, new: SentRows) -> None:
-        """The card itself writes the master, in the stream that reads rows: the host waits for nothing."""
+        """The card itself writes the master, in the stream that reads rows: the host waits for nothing.
+
+        If rows are on disk, the host writes log and frames, after the row reads of launched steps.
+        """
+        if self._tier is not None:
+            assert new.on_host is not None
+            self.finish_reads()
+            self._tier.update(new.rows, new.on_host[new.first : new.first + new.rows.size])
+        self._write_on_device(new)
+
+    def _write_on_device(self, new: SentRows) -> None:
         assert new.places is not None
         with InStream(self.stream):
             if self.stream is not None and new.sent is not None:
@@ -271,4 +299,12 @@ class DeviceRowStage:
 
     def compile_write(self) -> None:
         """Compile what `write` runs, by writing the first row as it is."""
-        self.write(self.send(np.zeros(1, np.int64), self._master_rows[:1].clone()))
+        self._write_on_device(self.send(np.zeros(1, np.int64), self._master_rows[:1].clone()))
+
+
+def _by_frame(missed: Missed, frames: Tensor) -> Missed:
+    """Return the missed rows with their frames as sources, in order of address. Entries after `count` are no rows."""
+    of = frames[missed.places.clamp_max(len(frames) - 1)]
+    is_row = torch.arange(len(of), device=of.device) < missed.count
+    of, order = torch.where(is_row, of, torch.iinfo(torch.int32).max - 1).sort()
+    return Missed(~of, missed.places[order], missed.count)

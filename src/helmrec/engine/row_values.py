@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helmrec.engine.intake import RowUpdate
 from helmrec.errors import RequestError
-from helmrec.memory.row_master import RowMaster, first_non_finite
+from helmrec.memory.row_master import HostRows, first_non_finite
 from helmrec.types import IntArray
 
 _ALIGN = 256  # of the rows behind the values of a block
@@ -23,7 +23,7 @@ _HALF_BITS = np.uint32(126 << 23)
 _BLOCK = 4_096  # numbers that stay in the nearest cache
 
 
-def new_values(master: RowMaster, update: RowUpdate) -> Tensor:  # (rows, row_dim)
+def new_values(master: HostRows, update: RowUpdate) -> Tensor:  # (rows, row_dim)
     """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
     if update.is_added is None:
         return converted(update.values, master.dtype)

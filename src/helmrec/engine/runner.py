@@ -28,6 +28,7 @@ from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
 from helmrec.memory.prefix import KVPlan
 from helmrec.memory.streams import InStream
+from helmrec.memory.tiered_rows import TieredRows
 from helmrec.types import IntArray, RowPosition
 
 
@@ -178,6 +179,9 @@ class Runner:
 
     def warm(self, rows: IntArray, budget_bytes: int) -> None:
         """Read rows into empty slots, `budget_bytes` at a time. rows: coldest first."""
+        if isinstance(self._master, TieredRows):
+            self._master.warm(rows)
+            return
         self._pool.rows.expect(rows)
         for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from helmrec.config import EngineConfig
 from helmrec.costs.reload import StepWork
 from helmrec.engine.intake import Prepared
+from helmrec.engine.row_waits import RowWaits
 from helmrec.errors import DeadlineExceeded, Forgotten, HelmRecError, QueueFull
 from helmrec.memory.kv_cache import KVCache
 from helmrec.memory.prefix import KVPlan
+from helmrec.memory.row_fetch import RowTicket
 from helmrec.queueing import ADMITTED_SHARE, StepTimes, expected_ms, may_fit, needed_s, with_step
 from helmrec.types import RankResult, UserId
 
@@ -42,6 +44,7 @@ class Scheduled:
     waiting: Waiting
     plan: KVPlan
     num_tokens: int  # computed for this request in the step
+    rows: RowTicket | None = None  # what keeps its rows in host memory, if rows are on disk
 
     @property
     def request(self) -> Prepared:
@@ -86,9 +89,11 @@ class Reply(NamedTuple):
 class Scheduler:
     """A first-come, first-served queue. It has its own lock, so that submitting never waits for a running step."""
 
-    def __init__(self, config: EngineConfig, kv: KVCache) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCache, rows: RowWaits | None = None) -> None:
+        """`rows`: what brings rows from disk, if some are there."""
         self._config = config
         self._kv = kv
+        self._rows = rows
         self._queue: deque[Waiting] = deque()
         self._lock = threading.Lock()
         self._expired: list[Reply] = []
@@ -163,25 +168,34 @@ class Scheduler:
             )
 
     def next_batch(self, now: float) -> Batch | None:
-        """Plan the oldest requests that fit one step and pin their pages.
+        """Plan the oldest requests that fit one step, and whose rows are there, and pin their pages.
 
-        None if no request waits, or if a running step holds the pages.
+        None if no request waits, if all wait for rows, or if a running step holds the pages.
         """
         members: list[Scheduled] = []
+        passed: list[Waiting] = []  # over, since their rows are on disk
         budget = self._config.max_batch_tokens
         self._kv.begin_step()
         with self._lock:
+            if self._rows is not None:
+                wanted = ((each, each.request) for each in self._queue if not each.future.cancelled())
+                self._rows.look_ahead(wanted, self._resident_tokens)
             while self._queue and len(members) < self._config.max_batch_requests:
                 if not self._is_live(self._queue[0], now):
                     self._queue.popleft()
                     continue
+                if self._rows is not None and not self._rows.are_there(self._queue[0]):
+                    passed.append(self._queue.popleft())
+                    continue
                 member = self._plan(self._queue[0], budget if members else None, now)
                 if member is None:
-                    assert members or not self._kv.is_idle, "one request must always fit an idle pool"
+                    is_possible = members or self._rows is not None or not self._kv.is_idle
+                    assert is_possible, "one request must always fit an idle pool"
                     break
                 self._queue.popleft()
                 members.append(member)
                 budget -= member.num_tokens
+            self._queue.extendleft(reversed(passed))
             if not members:
                 return None
             batch = Batch(members, now)
@@ -193,6 +207,8 @@ class Scheduler:
         if not waiting.claim():
             return False
         step_s = needed_s(self._times, len(self._queue))
+        if self._is_stopped_by_disk(waiting, now + step_s):
+            return False
         if waiting.deadline_s is None or now + step_s <= waiting.deadline_s:
             return True
         self.refused += 1
@@ -201,6 +217,34 @@ class Scheduler:
         why = f"passed after {waited}" if is_past else f"would pass in a step of about {step_s * 1e3:.1f} ms, {waited}"
         self._expired.append(Reply(waiting.future, DeadlineExceeded(f"the deadline {why}")))
         return False
+
+    def _is_stopped_by_disk(self, waiting: Waiting, start_s: float) -> bool:
+        """Refuse a request whose rows cannot be read from disk, or not in time; start_s: if its step began now."""
+        if self._rows is None:
+            return False
+        problem = self._rows.problem(waiting, None if waiting.deadline_s is None else waiting.deadline_s - start_s)
+        if problem is not None:
+            self.refused += isinstance(problem, DeadlineExceeded)
+            self._expired.append(Reply(waiting.future, problem))
+        return problem is not None
+
+    def _resident_tokens(self, request: Prepared) -> int:
+        return self._kv.resident_tokens(request.history)
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether some request waits for rows from disk."""
+        return self._rows is not None and self._rows.is_waiting
+
+    def wait_for_rows(self, timeout_s: float) -> None:
+        """Wait until the rows of a request are there; with no lock held."""
+        if self._rows is not None:
+            self._rows.wait(timeout_s)
+
+    def keep_rows_ahead(self, users: Iterable[UserId]) -> None:
+        """Give up rows for histories that are not computed ahead any more: those of all other users."""
+        if self._rows is not None:
+            self._rows.drop_ahead(users)
 
     def take_expired(self) -> list[Reply]:
         """Return the refusals of requests whose deadline passed in the queue since the last call."""
@@ -222,17 +266,27 @@ class Scheduler:
         if budget is not None and num_tokens > budget:  # less was fresh than was resident
             self._kv.abort(plan)
             return None
-        return Scheduled(waiting, plan, num_tokens)
+        rows = None if self._rows is None else self._rows.take(waiting, request, plan.num_resident)
+        if self._rows is not None and rows is None:  # less is fresh than its rows were asked for
+            self._kv.abort(plan)
+            return None
+        return Scheduled(waiting, plan, num_tokens, rows)
 
     def plan_ahead(self, chunk: Prepared, now: float) -> Scheduled | None:
-        """Pin pages for a part of a history that is computed before its rank arrives; None if pages are short."""
+        """Pin pages for a part of a history that is computed before its rank; None if pages or rows are not there."""
+        if self._rows is not None and not self._rows.are_there_ahead(chunk, self._resident_tokens(chunk)):
+            return None
         plan = self._kv.plan(chunk.history, now)
         if plan is None:
             return None
         if not plan.num_new:  # with one token a page, all of them may come from the host, but a step computes an event
             plan = plan._replace(num_resident=plan.num_resident - 1, loads=plan.loads[:-1])
+        rows = None if self._rows is None else self._rows.take_ahead(chunk, plan.num_resident)
+        if self._rows is not None and rows is None:
+            self._kv.abort(plan)
+            return None
         waiting = Waiting(chunk, Future(), now, deadline_s=None)
-        return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size)
+        return Scheduled(waiting, plan, plan.num_new + chunk.request_rows.size, rows)
 
     def batch_ahead(self, members: list[Scheduled], now: float) -> Batch:
         """Make a batch of parts from `plan_ahead`. Requests that arrive while it runs do not expect to wait for it."""
@@ -248,6 +302,7 @@ class Scheduler:
                 self._kv.reject(member.plan)
             else:
                 self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
+            self._release(member.rows)
         self._kv.restore_reserve()
         with self._lock:
             took_s = now - max(batch.started_s, self._last_ended_s)
@@ -260,8 +315,13 @@ class Scheduler:
         """Release the pages of a step that failed; nothing it wrote is kept."""
         for member in batch.members:
             self._kv.abort(member.plan)
+            self._release(member.rows)
         with self._lock:
             self._in_flight = [each for each in self._in_flight if each is not batch]
+
+    def _release(self, rows: RowTicket | None) -> None:
+        if self._rows is not None and rows is not None:
+            self._rows.release(rows)
 
     def withdraw(self, futures: "Sequence[Future[RankResult]]") -> None:
         """Cancel requests that have not started and take them out of the queue."""
@@ -275,6 +335,8 @@ class Scheduler:
         with self._lock:
             self._ended_by = error
             waiting, self._queue = self._queue, deque()
+            if self._rows is not None:
+                self._rows.close()
         for reply in _refusals(waiting, error):
             reply.send()
 

@@ -1,5 +1,6 @@
 """Builds the parts of an engine on one device from a model and a configuration."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from helmrec.memory.device_rows import Capture, DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Demand, Pool, make_host_rows
-from helmrec.memory.row_master import RowMaster
+from helmrec.memory.row_master import HostRows, RowMaster
+from helmrec.memory.tiered_rows import RowFile, TierConfig, TieredRows
 from helmrec.model.config import ModelConfig
+from helmrec.model.folder import find_rows
 from helmrec.model.hstu import HstuModel
 from helmrec.model.weights import LoadedModel
 
@@ -36,7 +39,7 @@ class Parts(NamedTuple):
     """The parts of an engine that live on its device, ready to serve."""
 
     model: HstuModel
-    master: RowMaster
+    master: HostRows
     arena: Arena
     pool: Pool
     dense: Dense
@@ -147,14 +150,43 @@ def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Row
     return EagerDense(hstu, memory, rows)
 
 
-def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> RowMaster:
+def tier_config(model: LoadedModel, config: EngineConfig) -> TierConfig:
+    """Return the sizes and files of rows on disk; ConfigError if that is not possible."""
+    shape, folder = model.config, model.folder
+    if folder is None or model.shared is not None:
+        why = "several engines that share tables" if model.shared is not None else "a model that is not in a folder"
+        raise ConfigError(f"host_rows_bytes is not possible with {why}, got {config.host_rows_bytes}")
+    spans = [find_rows(folder, table, shape) for table in shape.tables]
+    context = len(shape.user_context) + len(shape.request_context)
+    assert config.host_rows_bytes is not None
+    return TierConfig(
+        files=[RowFile(span.path, span.start, span.num_rows) for span in spans],
+        row_dim=shape.row_dim,
+        dtype=getattr(torch, shape.row_dtype),
+        num_bytes=int(config.host_rows_bytes),
+        least_rows=len(shape.features) * (shape.window + shape.max_candidates) + context,
+        log=Path(config.row_log) if config.row_log else folder.resolve().with_name(folder.resolve().name + ".rows.log"),
+        version=model.version,
+        disk_reads=config.disk_reads,
+        num_threads=config.disk_threads,
+    )
+
+
+def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> HostRows:
+    if config.host_rows_bytes is not None:
+        tiered = TieredRows(tier_config(model, config))
+        if config.device == "cuda":
+            tiered.lock()
+        return tiered
     if model.shared is not None:
         if config.device == "cuda":
             model.shared.master.lock()
         return model.shared.master
     if config.device == "cuda":
-        return RowMaster.locked(model.tables, progress)
-    return RowMaster.copied(model.tables, progress) if _row_index(config) == "device" else RowMaster(model.tables)
+        return RowMaster.locked(model.tables, progress, are_mapped=model.folder is not None)
+    if _row_index(config) == "device":
+        return RowMaster.copied(model.tables, progress, are_mapped=model.folder is not None)
+    return RowMaster(model.tables)
 
 
 def _make_rows(
@@ -166,7 +198,7 @@ def _make_rows(
     return DeviceRows(shape.num_rows, arena.rows, geometry.rows_per_page, policy, row_kernels(_kernels(config)))
 
 
-def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: RowMaster, config: EngineConfig) -> RowStage:
+def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: HostRows, config: EngineConfig) -> RowStage:
     if isinstance(rows, EmbeddingCache):
         return HostRowStage(rows, arena, master)
     return DeviceRowStage(rows, arena, master, row_kernels(_kernels(config)))

@@ -116,6 +116,7 @@ def scratch_engine(model: ModelConfig, config: EngineConfig) -> Engine:
             "kernels": "torch",
             "row_index": "device" if config.device == "cuda" else config.row_index,
             "page_tokens": _SCRATCH_PAGE_TOKENS,
+            "host_rows_bytes": None,  # the first requests compile what reads rows from disk
             "alpha": 0.3,
             "max_batch_requests": 4,
             "max_batch_tokens": 4 * small.config.max_request_tokens,

@@ -6,10 +6,11 @@ host share one buffer, which another process has filled and writes.
 """
 
 import contextlib
+import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,40 @@ Progress = Callable[[int, int], None]  # called with the bytes done and the tota
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
 _ALIGN_ROW = 16  # a card reads 16 bytes at a time
+_PAGE_OUT = 21  # MADV_PAGEOUT
+_LIBC = ctypes.CDLL(None)
 _MAPPED = 2  # cudaHostRegisterMapped
+
+
+class HostRows(Protocol):
+    """Rows in host memory: all of them (`RowMaster`), or those that steps read, with the others on disk."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines read the same memory: then only its keeper may write it."""
+
+    @property
+    def rows(self) -> Tensor:
+        """What kernels read, (any, row_dim), by row or by frame."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+
+    @property
+    def row_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def gather(self, rows: NDArray[np.int64]) -> Tensor:
+        """Return the values of rows, (rows, row_dim)."""
+
+    def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
+        """Write new values of rows."""
+
+    def close(self) -> None:
+        """A card may not read the memory any more."""
 
 
 class LockedBuffer:
@@ -86,21 +120,25 @@ class RowMaster:
         self._buffer = buffer
 
     @classmethod
-    def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Copy the tables to locked memory, which a card can read until `close`."""
-        master = cls.copied(tables, progress)
+    def locked(
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, *, are_mapped: bool = False
+    ) -> "RowMaster":
+        """Copy the tables to locked memory, which a card can read until `close`. `are_mapped`: as `copied`."""
+        master = cls.copied(tables, progress, are_mapped=are_mapped)
         master.lock()
         return master
 
     @classmethod
-    def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Copy the tables into one buffer."""
+    def copied(
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, *, are_mapped: bool = False
+    ) -> "RowMaster":
+        """Copy the tables into one buffer. `are_mapped`: they are files, whose pages leave memory once copied."""
         first, num_rows = next(iter(tables.values())), sum(table.shape[0] for table in tables.values())
         if num_rows > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {num_rows}")
         buffer = LockedBuffer(num_rows * -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW)
         master = cls.over(buffer, {name: table.shape[0] for name, table in tables.items()}, first)
-        copy_tables(tables, master.tables, progress)
+        copy_tables(tables, master.tables, progress, are_mapped=are_mapped)
         return master
 
     @classmethod
@@ -160,7 +198,9 @@ class RowMaster:
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
 
 
-def copy_tables(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
+def copy_tables(
+    tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress, *, are_mapped: bool = False
+) -> None:
     """Copy tables to others of the same shape; ModelError if a value is not finite."""
     done, total = 0, sum(table.nbytes for table in tables.values())
     for name, table in tables.items():
@@ -169,9 +209,17 @@ def copy_tables(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], prog
             target.copy_(source)
             if (row := first_non_finite(source)) is not None:
                 raise non_finite_row(f"table {name!r}", first + row)
+            if are_mapped:
+                _page_out(source)
             first += len(source)
             done += source.nbytes
             progress(done, total)
+
+
+def _page_out(mapped: Tensor) -> None:
+    """Let the pages of a mapped file leave memory; they are read again if they are needed. An old kernel keeps them."""
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start), _PAGE_OUT)
 
 
 def first_non_finite(rows: Tensor) -> int | None:

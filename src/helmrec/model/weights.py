@@ -48,6 +48,7 @@ class LoadedModel:
     tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
     shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
     precision: PrecisionVerdicts | None = None  # of these weights
+    folder: Path | None = None  # that it was loaded from
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
@@ -174,7 +175,8 @@ def load_model(folder: Path, *, verify: bool = False, progress: Progress = lambd
     for name, rows in tables.items():
         if verify or manifest.files[table_file(name)].bytes <= VERIFY_BYTES:
             _check_finite(str(folder / table_file(name)), rows)
-    return LoadedModel(config, manifest.version, dense, tables, precision=read_verdicts(folder, manifest.version))
+    verdicts = read_verdicts(folder, manifest.version)
+    return LoadedModel(config, manifest.version, dense, tables, precision=verdicts, folder=folder)
 
 
 def _make_empty(folder: Path) -> None:

@@ -37,7 +37,7 @@ _CODES = {  # status of HTTP -> of gRPC; all others are INTERNAL
     503: grpc.StatusCode.UNAVAILABLE,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_CODES_BY_NAME = {"DeadlineExceeded": grpc.StatusCode.DEADLINE_EXCEEDED}
+_CODES_BY_NAME = dict.fromkeys(("DeadlineExceeded", "DiskTooSlow"), grpc.StatusCode.DEADLINE_EXCEEDED)
 _CONTENTS = {"INT64": "int64_contents", "UINT64": "uint64_contents", "BYTES": "bytes_contents"} | {
     f"{kind}{bits}": f"{kind.lower()}_contents" for kind in ("INT", "UINT") for bits in (8, 16, 32)
 }

@@ -79,6 +79,22 @@ _ROW_COUNTERS = {
     "row_delta_duplicates": ("duplicates", "Row deltas that came again and were ignored."),
     "row_delta_stops": ("stops", "Times that a fault stopped the application of row deltas."),
 }
+_TIER_GAUGES = {  # of an engine with rows on disk: name -> field of RowTierStats, help
+    "row_memory_capacity": ("capacity_rows", "Embedding rows that host memory holds."),
+    "row_memory_resident": ("resident_rows", "Embedding rows in host memory."),
+    "row_memory_pinned": ("pinned_rows", "Embedding rows in host memory that waiting and running requests need."),
+    "row_disk_rows_per_second": ("disk_rows_per_s", "Rows that the disk reads in a second, lately."),
+    "row_log_bytes": ("log_bytes", "Size of the log of row updates."),
+}
+_TIER_COUNTERS = {
+    "row_memory_hits": ("memory_hits", "Rows of requests that were in host memory."),
+    "row_memory_misses": ("memory_misses", "Rows of requests that were read from disk."),
+    "row_memory_evictions": ("memory_evictions", "Rows evicted from host memory."),
+    "row_disk_bytes": ("disk_bytes", "Bytes read from disk for requests, in whole blocks."),
+    "row_disk_errors": ("disk_errors", "Requests that failed because rows could not be read: alert on any."),
+    "row_disk_waits": ("disk_waits", "Requests that waited for the disk."),
+    "row_disk_wait_seconds": ("disk_wait_s", "Time that requests waited for the disk."),
+}
 _BY_LABEL = {  # name -> path of a dictionary in EngineStats, label of its keys, help
     "unknown_ids": ("unknown_ids", "table", "Ids without a row, read as the row for unknown ids."),
     "relay_signals": ("relay.verdicts", "reason", "Signals by outcome."),
@@ -203,6 +219,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
                 yield kind(f"helmrec_{name}", help_, getattr(rows, path))
         is_stopped = float(rows.stop is not None)
         yield GaugeMetricFamily("helmrec_row_delta_stopped", "Whether a fault stops the row deltas.", is_stopped)
+    yield from _of_files(stats)
     held_bytes = stats.relay.held_pages * stats.pool.page_bytes
     yield GaugeMetricFamily("helmrec_relay_leased_bytes", "Pool bytes reserved for them.", held_bytes)
     for name, (path, label, help_) in _BY_LABEL.items():
@@ -211,6 +228,17 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
             counter.add_metric([value], num)
         yield counter
     yield _gaps(stats)
+
+
+def _of_files(stats: EngineStats) -> Iterator[Metric]:
+    """Yield the metrics of rows on disk and of the check of the model's files."""
+    if (tier := stats.row_tier) is not None:
+        for kind, table in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for name, (path, help_) in table.items():
+                yield kind(f"helmrec_{name}", help_, getattr(tier, path))
+    if (check := stats.file_check) is not None:
+        yield GaugeMetricFamily("helmrec_model_checked_bytes", "Bytes of the model's files checked.", check.done_bytes)
+        yield GaugeMetricFamily("helmrec_model_corrupt", "Whether a file of the model is corrupt.", check.is_corrupt)
 
 
 def _of_replicas(replicas: Mapping[str, EngineStats]) -> Iterator[Metric]:

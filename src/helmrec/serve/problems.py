@@ -24,6 +24,8 @@ _STATUS: dict[type[HelmRecError], int] = {
     errors.ConfigError: 400,  # caused by an admin call
     errors.QueueFull: 429,
     errors.DeadlineExceeded: 503,
+    errors.RowsUnreadable: 503,
+    errors.RowLogError: 507,
     errors.EngineClosed: 503,
     StaleVersion: 409,
     errors.Forgotten: 409,
@@ -39,6 +41,10 @@ _HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first match is used: 
     errors.TablesTooSmall: "stored events may have ids that this node's model lacks: "
     "a larger model has written to the store",
 }
+_DISK_DETAILS: dict[type[HelmRecError], str] = {
+    errors.RowsUnreadable: "rows of the request cannot be read from the server's disk; the server's log says why",
+    errors.RowLogError: "the update cannot be written to the server's disk; no row was changed",
+}
 SHOWN_HISTORY_ERRORS = tuple(_HISTORY_DETAILS)  # clients see these; other errors of a store go to the log only
 
 
@@ -52,6 +58,8 @@ def of_error(error: HelmRecError | HTTPException, request_id: str) -> Problem:
         problem = msgspec.structs.replace(problem, field=error.field, value=_plain(error.value))
     elif isinstance(error, StaleVersion):
         problem = msgspec.structs.replace(problem, current_version=error.current)
+    elif isinstance(error, errors.RowsUnreadable | errors.RowLogError):  # their messages contain file names
+        problem = msgspec.structs.replace(problem, detail=_DISK_DETAILS[type(error)])
     elif isinstance(error, HistoryError):  # its message contains file names
         problem = msgspec.structs.replace(problem, detail=_of_history(error))
     return problem

@@ -41,6 +41,10 @@ class PlanConfig(Frozen):
     rate: float = Field(gt=0, description="requests per second, in total")
     slo_ms: float = Field(80.0, gt=0, description="limit of the P99 latency")
     pool_bytes: Annotated[ByteSize, Field(gt=0)] = Field(ByteSize(80 * 10**9), description="of each node")
+    host_rows_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        None, description="host memory for rows of each node, as in the engine's settings; unset: all rows"
+    )
+    disk_rows_per_s: float | None = Field(None, gt=0, description="random reads a second of each node's disk")
     kv_dtype: FixedKVDtype = Field("model", description="of K/V, as in the engine's settings")
     profile: str = Field("dlrmv3", description="model shape")
     preset: str = Field("dlrmv3", description="data set whose items and candidates are used")
@@ -169,10 +173,14 @@ def _share(config: PlanConfig, num_nodes: int, num_simulated: int) -> Trace:
 
 def _node(config: PlanConfig, trace: Trace, alpha: float) -> NodeConfig:
     engine = EngineConfig(
-        pool_bytes=config.pool_bytes, alpha=min(alpha, 0.9), max_batch_requests=8, kv_dtype=config.kv_dtype
+        pool_bytes=config.pool_bytes,
+        alpha=min(alpha, 0.9),
+        max_batch_requests=8,
+        kv_dtype=config.kv_dtype,
+        host_rows_bytes=config.host_rows_bytes,
     )
     model = profile(config.profile, trace.catalogue.num_items)
-    return NodeConfig(model=model, engine=engine, slo_ms=config.slo_ms)
+    return NodeConfig(model=model, engine=engine, slo_ms=config.slo_ms, disk_rows_per_s=config.disk_rows_per_s)
 
 
 def _check(config: PlanConfig, cost: CostModel, point: Point) -> Plan:

@@ -12,14 +12,14 @@ from helmrec.types import IntArray, RankRequest
 
 NEW_EVENTS = 16  # of a returning user between two visits
 VISITS = 200  # after which a user's history starts again at its first length
-_SPREAD = 2_654_435_761  # popular items are spread over the table
+SPREAD = 2_654_435_761  # popular items are spread over the table
 _Made = TypeVar("_Made")
 
 
 def popular_items(rng: np.random.Generator, num: int, num_items: int) -> IntArray:
     """Items by Zipf's law with exponent one: the logarithm of the rank is uniform."""
     ranks = np.exp(rng.random(num) * np.log(num_items)).astype(np.int64) - 1
-    return ranks * _SPREAD % num_items
+    return ranks * SPREAD % num_items
 
 
 def in_threads(make: Callable[..., _Made], arguments: Sequence[tuple[object, ...]]) -> list[_Made]:

@@ -176,6 +176,7 @@ class Relay:
         members: list[Scheduled] = []
         looked_at: list[_Job] = []
         left, room = self._scheduler.chunk_tokens, self._scheduler.max_tokens
+        self._scheduler.keep_rows_ahead(job.user_id for job in self._jobs)
         while self._jobs and left > 0 and len(members) < self._scheduler.max_requests:
             job = self._jobs.popleft()
             if not self._is_wanted(job):

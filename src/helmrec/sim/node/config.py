@@ -9,6 +9,7 @@ from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.kv_admission import ADMISSIONS
 from helmrec.memory.prefix_book import KVRules
+from helmrec.memory.row_frames import RowFrames
 from helmrec.model.config import ModelConfig
 from helmrec.sim.node.host import MAX_POSITIONS
 from helmrec.sim.node.relay import relay_rules
@@ -27,6 +28,9 @@ class NodeConfig(Frozen):
     engine: EngineConfig
     row_sample: float = Field(1 / 256, gt=0, le=1, description="share of the rows that is simulated; 1 simulates all")
     slo_ms: float = Field(80.0, gt=0, description="latency limit that counts as met or missed")
+    disk_rows_per_s: float | None = Field(
+        None, gt=0, description="with host_rows_bytes, rows that the disk reads in a second: its rate of random reads"
+    )
 
     @property
     def geometry(self) -> PageGeometry:
@@ -45,6 +49,11 @@ class NodeConfig(Frozen):
     def alpha_max(self) -> float:
         """The largest EMB share at which KV can hold one request."""
         return 1 - self.request_pages / self.num_pages
+
+    @property
+    def memory_rows(self) -> int:
+        """Rows that host memory holds, where others are on disk."""
+        return RowFrames.frames_for(int(self.engine.host_rows_bytes or 0), self.model.num_rows, self.model.row_stride)
 
     def pages_at(self, alpha: float) -> int:
         """EMB pages of a split, rounded as in the pool."""
@@ -73,7 +82,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         max_batch_requests=engine.max_batch_requests,
         queue_limit=engine.queue_limit,
         deadline_ms=np.inf if engine.deadline_ms is None else engine.deadline_ms,
-        refill_bytes=int(engine.refill_bytes_per_step),
+        refill_bytes=int(engine.refill_bytes_per_step) if engine.host_rows_bytes is None else 0,
         save_pages=max(1, engine.save_bytes_per_step // page_bytes),
         move_pages=max(1, engine.move_bytes_per_step // page_bytes),
         request_pages=config.request_pages,
@@ -81,6 +90,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         reload=_RELOAD[engine.kv_reload],
         overlaps=engine.overlap is not False,
         relay=relay_rules(engine),
+        disk_rows_per_s=np.inf if config.disk_rows_per_s is None else config.disk_rows_per_s,
     )
 
 
@@ -94,6 +104,10 @@ def _check(config: NodeConfig) -> None:
     assert engine.row_admission != "frequency", "it needs another order"
     if engine.kv_freshness != "exact":
         raise ConfigError(f"kv_freshness must be 'exact' in the simulator, got {engine.kv_freshness!r}")
+    if (engine.host_rows_bytes is None) != (config.disk_rows_per_s is None):
+        raise ConfigError("host_rows_bytes and disk_rows_per_s are needed together in the simulator")
+    if engine.host_rows_bytes is not None and config.memory_rows < 1:
+        raise ConfigError(f"host_rows_bytes must hold the index of {config.model.num_rows} rows and some rows")
     if config.request_pages >= MAX_POSITIONS:
         raise ConfigError(f"a request must take fewer than {MAX_POSITIONS} pages, got {config.request_pages}")
 

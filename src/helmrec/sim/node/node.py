@@ -18,7 +18,7 @@ from helmrec.sim.node.host import Host, check_host, make_host
 from helmrec.sim.node.loop import run_until
 from helmrec.sim.node.plan import row_capacity
 from helmrec.sim.node.relay import R, check_relay, make_relay, with_signals
-from helmrec.sim.node.rows import Row, check_rows, make_rows, resize
+from helmrec.sim.node.rows import Row, RowState, check_rows, make_rows, resize
 from helmrec.sim.node.state import (
     C,
     Environment,
@@ -222,9 +222,21 @@ def _make_state(config: NodeConfig, setup: Setup, requests: Requests) -> NodeSta
         kv=make_book(config.num_pages, reads.backlog.size, num_slots=config.num_pages),
         visits=make_visits(reads.backlog.size),
         rows=make_rows(space.num_kept_rows, num_slots, _max_missed(config, setup, requests), is_filtered=is_filtered),
+        memory=_make_memory(config, setup, requests),
         host=make_host(config.engine.host_kv_bytes // setup.page_bytes),
         relay=make_relay(reads.backlog.size),
     )
+
+
+def _make_memory(config: NodeConfig, setup: Setup, requests: Requests) -> RowState:
+    """Rows in host memory, evicted by LRU; without rows on disk, none, since nobody asks."""
+    if config.engine.host_rows_bytes is None:
+        return make_rows(1, 1, 1, is_filtered=False)
+    num_rows = requests.reads.space.num_kept_rows
+    capacity = round(config.memory_rows * setup.rate)
+    memory = make_rows(num_rows, capacity, _max_missed(config, setup, requests), is_filtered=False)
+    memory.counts[Row.CAPACITY] = capacity
+    return memory
 
 
 def _compile_readers(requests: Requests, scratch: IntArray) -> None:

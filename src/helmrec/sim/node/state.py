@@ -56,6 +56,7 @@ class Setup(NamedTuple):
     reload: int
     overlaps: bool
     relay: RelayRules
+    disk_rows_per_s: float  # infinite: all rows are in host memory
 
 
 class Requests(NamedTuple):
@@ -132,6 +133,7 @@ class C(IntEnum):
     STEP_DEVIATION_S = 10  # moving average of its absolute error
     PLANNED_COMPUTE_S = 11  # of the step being planned
     PLANNED_LOAD_S = 12
+    DISK_FREE_S = 13
 
 
 class Member(IntEnum):
@@ -163,6 +165,7 @@ class NodeState(NamedTuple):
     kv: PrefixBook
     visits: Visits
     rows: RowState
+    memory: RowState  # rows in host memory, where others are on disk
     host: HostState
     relay: RelayState
 

@@ -1,5 +1,6 @@
 """One step of a simulated node: the rows it reads, and the times at which its two stages end."""
 
+import math
 from typing import NamedTuple
 
 from helmrec.costs.calibrated import BusLoad, ComputeWork, compute_ms, host_ms, reload_ms, rows_ms
@@ -16,6 +17,7 @@ class _Reads(NamedTuple):
 
     num_read: float
     num_missed: float
+    num_on_disk: float  # of those read
 
 
 class _StepLoad(NamedTuple):
@@ -31,11 +33,13 @@ def launch(node: NodeState, env: Environment, which: int) -> float:
     """Start a planned step; return the seconds that the host spends on it."""
     clocks, setup, terms, now_s = node.clocks, env.setup, env.setup.terms, node.clocks[C.NOW_S]
     bus_speed = bus_speed_at(env.faults, now_s)
-    num_read, num_missed = _read_rows(node, env, which)
+    num_read, num_missed, num_on_disk = _read_rows(node, env, which)
     work = _work(node, env, which)
     host_s = host_ms(terms, node.size[which], work.num_tokens, num_read) / 1e3
     busy_s = clocks[C.COMPUTE_FREE_S]
-    bus_s = max(now_s + host_s, clocks[C.BUS_FREE_S])
+    # A row that is not in host memory costs a read of the disk, before the step; reads ahead in the queue are left out.
+    clocks[C.DISK_FREE_S] = max(now_s, clocks[C.DISK_FREE_S]) + num_on_disk / setup.disk_rows_per_s
+    bus_s = max(now_s + host_s, clocks[C.BUS_FREE_S], clocks[C.DISK_FREE_S])
     load = BusLoad((num_read - num_missed) * setup.row_bytes, num_missed * setup.row_bytes, num_missed)
     row_s = rows_ms(terms, load, max(0.0, busy_s - bus_s) * 1e3, bus_speed) / 1e3
     load_s = reload_ms(terms, float(work.num_pages * setup.page_bytes), bus_speed) / 1e3
@@ -100,32 +104,46 @@ def _read_rows(node: NodeState, env: Environment, which: int) -> _Reads:
     """
     setup, requests = env.setup, env.requests
     reads, rows, scratch = requests.reads, node.rows, node.scratch
-    num_read, num_missed = 0, 0.0
+    num_read, num_missed, num_on_disk = 0, 0.0, 0
     begin_step(rows)
+    begin_step(node.memory)
     for index in range(node.size[which]):
         member = node.members[which, index]
         request, resident = member[Member.REQUEST], member[Member.RESIDENT]
         missed = 0
         if resident < setup.num_context:
-            missed += look_up(rows, scratch, context_rows(reads, request, scratch))
+            count = context_rows(reads, request, scratch)
+            missed += look_up(rows, scratch, count)
+            num_on_disk += _from_disk(node, env, count)
         num_old = max(0, resident - setup.num_context)
         first = requests.anchor[request] + num_old
         num_later = 0  # rows of events after the end of a chunk that is computed ahead
         if member[Member.TOKENS] < requests.num_tokens[request]:
             end = requests.anchor[request] + member[Member.TOKENS] - setup.num_context
             num_later = history_rows(reads, request, end, scratch)
-        missed += look_up(rows, scratch, history_rows(reads, request, first, scratch) - num_later)
+        count = history_rows(reads, request, first, scratch) - num_later
+        missed += look_up(rows, scratch, count)
+        num_on_disk += _from_disk(node, env, count)
         if member[Member.ASKED]:
-            missed += look_up(rows, scratch, candidate_rows(reads, request, scratch))
+            count = candidate_rows(reads, request, scratch)
+            missed += look_up(rows, scratch, count)
+            num_on_disk += _from_disk(node, env, count)
             env.out.missed_rows[request] = missed / setup.rate
         num_missed += missed / setup.rate
         num_new = max(0, member[Member.TOKENS] - setup.num_context - num_old)
         num_read += (num_new + member[Member.ASKED]) * setup.rows_per_event + setup.num_request_context
         num_read += max(0, setup.num_context - resident)
     admit(rows)
+    admit(node.memory)
     node.counts[N.ROWS_READ] += num_read
     node.clocks[C.MISSED_ROWS] += num_missed
-    return _Reads(float(num_read), min(num_missed, float(num_read)))
+    return _Reads(float(num_read), min(num_missed, float(num_read)), num_on_disk / setup.rate)
+
+
+@inner
+def _from_disk(node: NodeState, env: Environment, count: int) -> int:
+    """Look the first `count` rows of the scratch up in host memory; return how many are on disk."""
+    return look_up(node.memory, node.scratch, count) if env.setup.disk_rows_per_s < math.inf else 0
 
 
 @inner

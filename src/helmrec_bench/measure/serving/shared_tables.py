@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from helmrec.cluster.engines import EnginesPort, make_engines
 from helmrec.config import EngineConfig
 from helmrec.model.config import ModelConfig, TableConfig
 from helmrec.model.folder import read_manifest
 from helmrec.model.profiles import profile
+from helmrec.model.shared_tables import SharedTables
 from helmrec.model.weights import random_dense, stream_model
 from helmrec.serve.port import Health
 from helmrec.serve.process_port import ProcessPort
@@ -147,11 +149,21 @@ class SharedStand:
     async def scores(self, engine: ProcessPort) -> list[Any]:
         return [result.scores for result in await engine.submit(self.requests[:8])]
 
+    def updated_ids(self) -> NDArray[np.int64]:
+        """Items of the requests that are compared, and others."""
+        ids = np.unique(np.concatenate([np.asarray(request.items) for request in self.requests[:8]]))[:UPDATED]
+        return np.concatenate([ids, np.setdiff1d(np.arange(2 * UPDATED), ids)[: UPDATED - ids.size]])
+
+    def num_exact(self, value: float) -> int:
+        """Updated rows whose bytes in the shared memory, which both engines read, are those of the new value."""
+        model = self.port.model
+        rows = self.updated_ids() + model.offsets[model.features[0].name]
+        found = SharedTables(model, self.keeper.files).master.gather(rows)
+        return int((found == torch.tensor(value).to(found.dtype)).all(1).sum())
+
     async def update(self, value: float) -> float:
         """Seconds that an update of rows takes which both engines then see."""
-        ids = np.unique(np.concatenate([np.asarray(request.items) for request in self.requests[:8]]))[:UPDATED]
-        more = np.setdiff1d(np.arange(2 * UPDATED), ids)[: UPDATED - ids.size]
-        every = np.concatenate([ids, more])
+        every = self.updated_ids()
         began_s = time.monotonic()
         values = np.full((every.size, self.port.model.row_dim), value, np.float32)
         await self.port.update_rows(self.port.model.features[0].name, every.tolist(), values)
@@ -200,13 +212,15 @@ async def measure(folder: Path, flags: Namespace) -> dict[str, Any]:
         alone = [await stand.rows_per_s([each], flags.seconds) for each in stand.engines]
         rates.append({"alone": alone, "together": await stand.rows_per_s(stand.engines, flags.seconds)})
     mapped_s = await asyncio.to_thread(_map_and_register, folder, stand.keeper, flags.device)
-    states, updates_s = list[list[Any]](), list[float]()
+    states, updates_s, num_exact = list[list[Any]](), list[float](), list[int]()
     for value in (0.5, 0.25):
         updates_s.append(await stand.update(value))
         found = [await stand.scores(each) for each in stand.engines]
         for one, other in zip(*found, strict=True):
             np.testing.assert_allclose(one, other, atol=TOLERANCE)
         states.append(found[0])
+        num_exact.append(stand.num_exact(value))
+    changed = [not np.allclose(old, new, atol=TOLERANCE) for old, new in zip(*states, strict=True)]
     shares = [pss_bytes(pid) for pid in stand.pids()]
     killed_s: dict[str, float] = {}
     for name, process in (("keeper", stand.keeper), ("engine 0", stand.engines[0]), ("engine 1", stand.engines[1])):
@@ -221,7 +235,13 @@ async def measure(folder: Path, flags: Namespace) -> dict[str, Any]:
         "another_process_maps_and_registers_s": mapped_s,
         "rows_per_s": rates,
         "together_over_alone": [one["together"] / max(one["alone"]) for one in rates],
-        "update_s": {"rows": UPDATED, "took_s": updates_s, "longest_held_s": held.longest_held_s},
+        "update_s": {
+            "rows": UPDATED,
+            "took_s": updates_s,
+            "exact": num_exact,
+            "scores_changed": sum(changed),
+            "longest_held_s": held.longest_held_s,
+        },
         "ready_after_kill_s": killed_s,
         "failed_requests": stand.failed,
         "wrong_scores": stand.wrong,
