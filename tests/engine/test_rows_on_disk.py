@@ -19,13 +19,14 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock, MonotonicClock
+from helmrec.config import RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.warm_up import warm_up
 from helmrec.errors import ConfigError, DiskTooSlow, ModelError, RowLogError, RowsUnreadable
 from helmrec.memory.disk_reads import FileReader, Runs
 from helmrec.memory.row_frames import RowFrames
 from helmrec.model.weights import LoadedModel, load_model, save_model
-from helmrec.types import RankRequest, RankResult
+from helmrec.types import PrefillRequest, RankRequest, RankResult
 from tests.engine.test_cached_equals_uncached import Streams
 from tests.helpers import random_request, tiny_engine, tiny_model
 from tests.reference import Reference
@@ -320,3 +321,21 @@ def test_an_engine_with_rows_on_disk_warms_up_and_leaves_no_log(model: LoadedMod
         warm_up(engine)
         engine.check()
     assert not (tmp_path / "model.rows.log").exists()
+
+
+def test_a_history_whose_rows_cannot_be_read_is_not_computed_ahead(model: LoadedModel, tmp_path: Path) -> None:
+    """Its lease ends and nothing is tried again, while the disk keeps failing."""
+    FaultyReader.fault = lambda runs, found: np.full_like(found, -errno.EIO)
+    asked = random_request(np.random.default_rng(0), model.config, user_id=1, num_events=30)
+    history = {name: getattr(asked, name) for name in ("user_id", "items", "actions", "timestamps", "features")}
+    context = {table.name: asked.context[table.name] for table in model.config.user_context}
+    with engine_of(model, tmp_path / "model", relay=RelayConfig(risk=0.0)) as engine:
+        result = engine.prefill(PrefillRequest(**history, context=context, num_candidates=4))
+        assert result.lease is not None
+        for _ in range(200):
+            if not engine.step():
+                break
+            time.sleep(0.001)
+        else:
+            pytest.fail("the engine tries for ever")
+        assert engine.stats().relay.leases == 0

@@ -97,12 +97,20 @@ class RowWaits:
     def are_there_ahead(self, chunk: Prepared, num_resident: int) -> bool:
         """Whether the rows of a history that is computed ahead are there; else ask for them."""
         user_id, asked = chunk.history.user_id, self._ahead.get(chunk.history.user_id)
-        if asked is not None and _covers(asked, chunk, num_resident) and asked.ticket.state is not TicketState.FAILED:
+        if asked is not None and _covers(asked, chunk, num_resident):
             return asked.ticket.state is TicketState.READY
         if asked is not None:
             self._fetcher.release(asked.ticket)
         self._ahead[user_id] = self._ask(chunk, num_resident)
         return False
+
+    def are_unreadable_ahead(self, user_id: UserId) -> bool:
+        """Whether rows of a history that is computed ahead could not be read. They are not asked for again."""
+        asked = self._ahead.get(user_id)
+        if asked is None or asked.ticket.state is not TicketState.FAILED:
+            return False
+        log.error("rows of a history that was to be computed ahead cannot be read: %s", asked.ticket.problem)
+        return True
 
     def take_ahead(self, chunk: Prepared, num_resident: int) -> RowTicket | None:
         """Hand over the rows of a planned step ahead; None, and ask for all of them, if KV has gone."""

@@ -272,6 +272,10 @@ class Scheduler:
             return None
         return Scheduled(waiting, plan, num_tokens, rows)
 
+    def has_unreadable_rows(self, user_id: UserId) -> bool:
+        """Whether rows of a history that is computed ahead cannot be read from disk."""
+        return self._rows is not None and self._rows.are_unreadable_ahead(user_id)
+
     def plan_ahead(self, chunk: Prepared, now: float) -> Scheduled | None:
         """Pin pages for a part of a history that is computed before its rank; None if pages or rows are not there."""
         if self._rows is not None and not self._rows.are_there_ahead(chunk, self._resident_tokens(chunk)):

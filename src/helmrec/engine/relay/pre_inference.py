@@ -198,12 +198,12 @@ class Relay:
         """Whether a job has a lease and tokens left to compute.
 
         If computed tokens were evicted, the pool is too small for them: the lease ends, since computing them again
-        might never end.
+        might never end. It ends too if rows cannot be read from disk.
         """
         if not self._leases.is_held(job.lease):
             return False
         resident = self._kv.resident_tokens(job.whole.history)
-        if resident < job.reached:
+        if resident < job.reached or self._scheduler.has_unreadable_rows(job.user_id):
             self._leases.lose(job.user_id)
             self._kv.release(job.user_id)
             return False
