@@ -40,6 +40,7 @@ from helmrec.kernels.work_list import FIELDS, Tiling
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
 _VALUE_SLOTS = 2  # decoded
+_MAX_SLOTS = 8  # of a ring: more of small blocks would only add scales and barriers
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -296,7 +297,8 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, k_scales,
         ticket = take(number, tickets, ticket_full, ticket_empty)
 
 
-@gluon.jit
+# Sizes of a batch are not specialised on: every one that is a multiple of 16 would be compiled apart from the others.
+@gluon.jit(do_not_specialize=["flat_stride", "table_stride", "num_context"])
 def _attention_kernel(
     q_flat, k_flat, v_flat, k_pages, v_pages, q_exponents, k_exponents, v_exponents, flat_stride, k_page_exponents,
     v_page_exponents, exponent_strides, out, out_strides, work, state, cu_tokens, num_resident, num_new, page_table,
@@ -376,7 +378,7 @@ def launch(
     k_pages, v_pages = pages
     tiling, dim = plan.tiling, tokens.q.codes.shape[2]
     block = tiling.block_n * dim
-    slots = (_SHARED_BYTES - tiling.block_m * dim - _VALUE_SLOTS * 2 * block) // block
+    slots = min(2 * _MAX_SLOTS, (_SHARED_BYTES - tiling.block_m * dim - _VALUE_SLOTS * 2 * block) // block)
     page_rows = k_pages.codes.stride(0) // k_pages.codes.stride(1)
     flats = ((tokens.q, tiling.block_m // 2), (tokens.k, tiling.block_n), (tokens.v, tiling.block_n))
     _attention_kernel[(tiling.num_programs,)](
