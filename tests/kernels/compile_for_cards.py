@@ -58,17 +58,23 @@ class CompileOnly:
         return compile_it
 
 
-def compile_for_hopper(width: int) -> None:
-    """The kernels that only Hopper runs."""
-    plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], Heads(4, width, width), 128, torch.bfloat16)
-    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+FOR_HOPPER = [
+    (module, name, getattr(module, name))
     for module, name in (
         (hopper_attention, "_attention_kernel"),
         (hopper_fp8_attention, "_attention_kernel"),
         (triton_encode, "_encode_kernel"),
-    ):
-        if not isinstance(getattr(module, name), CompileOnly):
-            setattr(module, name, CompileOnly(getattr(module, name), f"hopper {width}"))
+    )
+]
+
+
+def compile_for_hopper(width: int, page_tokens: int) -> None:
+    """The kernels that only Hopper runs. Pages of fewer tokens have smaller blocks, so rings of more slots."""
+    heads = Heads(4, width, width)
+    plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], heads, page_tokens, torch.bfloat16)
+    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+    for module, name, kernel in FOR_HOPPER:
+        setattr(module, name, CompileOnly(kernel, f"hopper {width}, pages of {page_tokens}"))
     hopper_attention.launch(AttentionInputs(*plain[:5]), plain.batch, out, plan, 0.1, 10.0)
     tokens = triton_encode.encode_tokens(*case)
     hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
@@ -89,8 +95,9 @@ def main(capability: int) -> None:
             triton_append.append_kv(*case[1:])
             triton_attention.attend(*case, scale=0.1, normaliser=10.0)
     if capability == HOPPER:
-        for width in widths:
-            compile_for_hopper(width)
+        for width in (64, 128, 256):
+            for page_tokens in (32, 64, 128):
+                compile_for_hopper(width, page_tokens)
 
 
 if __name__ == "__main__":

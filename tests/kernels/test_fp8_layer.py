@@ -62,16 +62,13 @@ def test_coded_layers_match_the_twin(form: Form, kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("form", ["gated", "concat"])
-def test_layers_in_bfloat16_match_the_twin(
-    form: Form, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_in_bfloat16_match_the_twin(form: Form, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card, with products of codes; attention alone is plain, as the interpreter cannot multiply bfloat16."""
     products = []
 
     def attend(*inputs: Any, plan: object, **settings: Any) -> torch.Tensor:
-        *tensors, batch = inputs
-        doubles = [in_double(each) for each in tensors]
-        return attention.attend(*doubles, batch, **settings).to(torch.bfloat16)
+        doubles: list[Any] = [in_double(each) for each in inputs[:5]]
+        return attention.attend(*doubles, *inputs[5:], **settings).to(torch.bfloat16)
 
     def can_multiply(weight: torch.Tensor, dtype: torch.dtype) -> bool:
         products.append(weight.shape)
