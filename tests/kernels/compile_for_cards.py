@@ -3,9 +3,14 @@
 python -m tests.kernels.compile_for_cards 90
 
 Prints a line for each kernel with the shared memory it needs. Nothing is run.
+
+python -m tests.kernels.compile_for_cards variants
+
+Prints how often the kernels on eight-bit floats are compiled for batches of several sizes on Hopper.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +50,12 @@ class CompileOnly:
 
     def __init__(self, kernel: Any, label: str) -> None:
         self._kernel, self._label = kernel, label
+        self.variants: set[str] = set()
 
     def __getitem__(self, grid: Any) -> Any:
         def compile_it(*args: Any, **constants: Any) -> None:
             compiled = self._kernel.warmup(*args, grid=(1,), **constants)
+            self.variants.add(compiled.hash)
             text = compiled.asm["ptx"]
             uses = ", ".join(name for name in ("wgmma", "mma.sync", "cp.async.bulk") if name in text)
             print(  # noqa: T201 - the test reads it
@@ -80,6 +87,24 @@ def compile_for_hopper(width: int, page_tokens: int) -> None:
     hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
 
 
+def num_variants() -> int:
+    """Compile attention and encoding for batches whose sizes differ in everything the compiler may look at."""
+    driver.set_active(AbsentCard(HOPPER))
+    kernels = [CompileOnly(kernel, "variants") for _, _, kernel in FOR_HOPPER[1:]]
+    for (module, name, _), kernel in zip(FOR_HOPPER[1:], kernels, strict=True):
+        setattr(module, name, kernel)
+    for num_context, num_new in ((0, 36), (1, 35), (3, 40)):  # in all, with seven dead rows: 48, 48 and 55 tokens
+        lengths = [Lengths(130 * (1 + num_context), num_new, 5)]
+        plain = random_case(np.random.default_rng(0), lengths, Heads(4, 64, 64), 64, torch.bfloat16, num_context)
+        case = coded(plain, torch.float8_e4m3fn)
+        starts = torch.cat([torch.zeros(num_context, dtype=torch.int32), case.batch.cu_tokens])[num_context:]
+        case = case._replace(batch=replace(case.batch, cu_tokens=starts))  # at any address
+        tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch)
+        pages, out = (case.k_pages, case.v_pages), torch.empty(plain.v.shape, dtype=plain.v.dtype)
+        hopper_fp8_attention.launch(tokens, pages, case.batch, out, plan, (0.1, 10.0))
+    return sum(len(kernel.variants) for kernel in kernels)
+
+
 def main(capability: int) -> None:
     driver.set_active(AbsentCard(capability))
     places = [(triton_append, "_append_kernel"), (triton_append, "_append_codes_kernel")]
@@ -101,4 +126,7 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if sys.argv[1] == "variants":
+        print(num_variants(), "variants")  # noqa: T201 - the test reads it
+    else:
+        main(int(sys.argv[1]))
