@@ -1,4 +1,7 @@
-"""Products and attention on eight-bit floats against their twins in float64 on a card: fresh inputs each run."""
+"""Products and attention on eight-bit floats against their twins in float64 on a card: fresh inputs each run.
+
+Most of the time goes to the compiler, so cases of one head size share their number of heads and their pages.
+"""
 
 import numpy as np
 import pytest
@@ -8,13 +11,14 @@ if not torch.cuda.is_available():
     # Before the imports: elsewhere Triton must first be imported by the tests that interpret it.
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.kernels.ragged_cases import Case, Heads, Lengths, cast, coded, in_double, on, random_case, relative_error
+from tests.kernels.coded_layer_cases import LayerCase
+from tests.kernels.ragged_cases import Case, Heads, Lengths, coded, in_double, on, random_case, relative_error
 from tests.kernels.ragged_cases import layout as ragged_layout
 
-from helmrec.kernels import fused, hopper_fp8_attention, plain, triton_fp8_layer
+from helmrec.kernels import hopper_fp8_attention, triton_fp8_layer
 from helmrec.kernels.attention_plan import plan_for
-from helmrec.kernels.kv_rounding import decode, empty_pages, round_in_place
-from helmrec.kernels.layer import Form, LayerShape, LayerWeights
+from helmrec.kernels.kv_rounding import decode, round_in_place
+from helmrec.kernels.layer import Form, LayerWeights
 from helmrec.kernels.triton_encode import encode_tokens
 
 pytestmark = [
@@ -53,8 +57,9 @@ def expected(case: Case) -> torch.Tensor:
     return twin.reference(case.q.shape[2] ** -0.5, 1000.0)
 
 
-@pytest.mark.parametrize("page_tokens", [64, 128])
-@pytest.mark.parametrize("heads", [Heads(4, 128, 128), Heads(4, 256, 256), Heads(2, 64, 64)])
+@pytest.mark.parametrize(
+    ("heads", "page_tokens"), [(Heads(4, 128, 128), 128), (Heads(4, 256, 256), 128), (Heads(2, 64, 64), 64)]
+)
 def test_attention_matches_float64(heads: Heads, page_tokens: int, fresh: np.random.Generator) -> None:
     lengths = [*MIXED, Lengths(int(fresh.integers(0, 2000)), int(fresh.integers(0, 2000)), int(fresh.integers(0, 500)))]
     plain_case = random_case(fresh, lengths, heads, page_tokens, torch.bfloat16, num_context=3, device="cuda")
@@ -66,7 +71,7 @@ def test_attention_matches_float64(heads: Heads, page_tokens: int, fresh: np.ran
 @pytest.mark.parametrize("dim", [128, 256])
 def test_long_histories_match_float64(dim: int, fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 14_000, 100), Lengths(13_968, 32, 256), Lengths(0, 200, 16)]
-    case = coded(random_case(fresh, lengths, Heads(2, dim, dim), 128, torch.bfloat16, device="cuda"), FP8)
+    case = coded(random_case(fresh, lengths, Heads(4, dim, dim), 128, torch.bfloat16, device="cuda"), FP8)
     reference = expected(case)
     assert relative_error(attend(case), reference) < BOUND
 
@@ -120,32 +125,25 @@ def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, f
     assert relative_error(cached, uncached[own].double()) < 5e-3  # partial sums in another order, in bfloat16
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("form", ["gated", "concat"])
-@pytest.mark.parametrize(("dim", "heads"), [(512, Heads(4, 128, 128)), (1024, Heads(4, 256, 256))])
-def test_layers_match_the_twin(dim: int, heads: Heads, form: Form, kv_dtype: torch.dtype) -> None:
-    def noise(*shape: int) -> torch.Tensor:
-        return (0.05 * torch.randn(shape, device="cuda")).to(torch.bfloat16)
+def layers_of(dim: int, form: Form) -> LayerCase:
+    lengths = [Lengths(0, 700, 30), Lengths(0, 129, 5)]
+    return LayerCase(dim, Heads(4, dim // 4, dim // 4), form, lengths, 128, 1000.0, "cuda")
 
-    width = heads.num * heads.v
-    layers = [
-        LayerWeights(
-            noise(dim, 4 * width), noise(4 * width), 1 + noise(dim), noise(dim),
-            noise(width * (3 if form == "concat" else 1), dim), 1 + noise(width), noise(width),
-        ).in_fp8()
-        for _ in range(2)
-    ]  # fmt: skip
-    batch = on("cuda", ragged_layout([Lengths(0, 700, 30), Lengths(0, 129, 5)], 128, 0, 0, np.random.default_rng(0)))
-    x = torch.randn((int(batch.cu_tokens[-1]), dim), device="cuda").to(torch.bfloat16)
-    shape = LayerShape(form, heads.num, heads.qk**-0.5, 1000.0)
-    outs = []
-    for run_layers, dtype in ((fused.run_layers, torch.bfloat16), (plain.run_layers, torch.float64)):
-        pages = [empty_pages((2, 9, 128, heads.num, heads.qk), dtype if kv_dtype != FP8 else FP8, x.device)
-                 for _ in range(2)]  # fmt: skip
-        used = [cast(each, dtype) for each in layers]
-        outs.append(run_layers(x.to(dtype), used, shape, pages[0], pages[1], batch).double())
-    # A value at the edge of two codes may go to either side, as bfloat16 rounds it first.
-    assert relative_error(outs[0] - x.double(), outs[1] - x.double()) < 0.05
+
+@pytest.mark.parametrize(
+    ("dim", "form", "kv_dtype"),
+    [(512, "concat", FP8), (1024, "concat", FP8), (1024, "gated", FP8), (512, "gated", torch.bfloat16)],
+)
+def test_a_layer_matches_the_twin(dim: int, form: Form, kv_dtype: torch.dtype) -> None:
+    error = layers_of(dim, form).error(torch.bfloat16, kv_dtype)
+    print(f"error {error:.4f}")  # noqa: T201
+    assert error < 0.05
+
+
+def test_a_layer_adds_what_the_one_before_leaves() -> None:
+    together, apart = layers_of(512, "concat").together_and_apart(torch.bfloat16, FP8)
+    assert together.isfinite().all()
+    assert torch.equal(together, apart)
 
 
 def test_products_of_codes_match_float64() -> None:

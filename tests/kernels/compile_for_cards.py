@@ -3,9 +3,14 @@
 python -m tests.kernels.compile_for_cards 90
 
 Prints a line for each kernel with the shared memory it needs. Nothing is run.
+
+python -m tests.kernels.compile_for_cards variants
+
+Prints how often the kernels on eight-bit floats are compiled for batches of several sizes on Hopper.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +50,12 @@ class CompileOnly:
 
     def __init__(self, kernel: Any, label: str) -> None:
         self._kernel, self._label = kernel, label
+        self.variants: set[str] = set()
 
     def __getitem__(self, grid: Any) -> Any:
         def compile_it(*args: Any, **constants: Any) -> None:
             compiled = self._kernel.warmup(*args, grid=(1,), **constants)
+            self.variants.add(compiled.hash)
             text = compiled.asm["ptx"]
             uses = ", ".join(name for name in ("wgmma", "mma.sync", "cp.async.bulk") if name in text)
             print(  # noqa: T201 - the test reads it
@@ -58,20 +65,44 @@ class CompileOnly:
         return compile_it
 
 
-def compile_for_hopper(width: int) -> None:
-    """The kernels that only Hopper runs."""
-    plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], Heads(4, width, width), 128, torch.bfloat16)
-    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+FOR_HOPPER = [
+    (module, name, getattr(module, name))
     for module, name in (
         (hopper_attention, "_attention_kernel"),
         (hopper_fp8_attention, "_attention_kernel"),
         (triton_encode, "_encode_kernel"),
-    ):
-        if not isinstance(getattr(module, name), CompileOnly):
-            setattr(module, name, CompileOnly(getattr(module, name), f"hopper {width}"))
+    )
+]
+
+
+def compile_for_hopper(width: int, page_tokens: int) -> None:
+    """The kernels that only Hopper runs. Pages of fewer tokens have smaller blocks, so rings of more slots."""
+    heads = Heads(4, width, width)
+    plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], heads, page_tokens, torch.bfloat16)
+    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+    for module, name, kernel in FOR_HOPPER:
+        setattr(module, name, CompileOnly(kernel, f"hopper {width}, pages of {page_tokens}"))
     hopper_attention.launch(AttentionInputs(*plain[:5]), plain.batch, out, plan, 0.1, 10.0)
     tokens = triton_encode.encode_tokens(*case)
     hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
+
+
+def num_variants() -> int:
+    """Compile attention and encoding for batches whose sizes differ in everything the compiler may look at."""
+    driver.set_active(AbsentCard(HOPPER))
+    kernels = [CompileOnly(kernel, "variants") for _, _, kernel in FOR_HOPPER[1:]]
+    for (module, name, _), kernel in zip(FOR_HOPPER[1:], kernels, strict=True):
+        setattr(module, name, kernel)
+    for num_context, num_new in ((0, 36), (1, 35), (3, 40)):  # in all, with seven dead rows: 48, 48 and 55 tokens
+        lengths = [Lengths(130 * (1 + num_context), num_new, 5)]
+        plain = random_case(np.random.default_rng(0), lengths, Heads(4, 64, 64), 64, torch.bfloat16, num_context)
+        case = coded(plain, torch.float8_e4m3fn)
+        starts = torch.cat([torch.zeros(num_context, dtype=torch.int32), case.batch.cu_tokens])[num_context:]
+        case = case._replace(batch=replace(case.batch, cu_tokens=starts))  # at any address
+        tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch)
+        pages, out = (case.k_pages, case.v_pages), torch.empty(plain.v.shape, dtype=plain.v.dtype)
+        hopper_fp8_attention.launch(tokens, pages, case.batch, out, plan, (0.1, 10.0))
+    return sum(len(kernel.variants) for kernel in kernels)
 
 
 def main(capability: int) -> None:
@@ -89,9 +120,13 @@ def main(capability: int) -> None:
             triton_append.append_kv(*case[1:])
             triton_attention.attend(*case, scale=0.1, normaliser=10.0)
     if capability == HOPPER:
-        for width in widths:
-            compile_for_hopper(width)
+        for width in (64, 128, 256):
+            for page_tokens in (32, 64, 128):
+                compile_for_hopper(width, page_tokens)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if sys.argv[1] == "variants":
+        print(num_variants(), "variants")  # noqa: T201 - the test reads it
+    else:
+        main(int(sys.argv[1]))

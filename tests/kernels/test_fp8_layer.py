@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is imported, so before that
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from helmrec.kernels import fused, plain
+from helmrec.kernels import attention, fused, plain, triton_fp8_layer
 from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, round_in_place
 from helmrec.kernels.layer import Form, LayerShape, LayerWeights
 from helmrec.kernels.triton_encode import encode_tokens
 from helmrec.kernels.triton_fp8_layer import CodedRows, multiply
+from tests.kernels.coded_layer_cases import LayerCase
 from tests.kernels.ragged_cases import Heads, Lengths, coded, in_double, layout, random_case, spoil
 
 HEADS, DIM_HEAD, DIM, PAGE = 2, 16, 32, 16
@@ -56,6 +58,36 @@ def test_coded_layers_match_the_twin(form: Form, kv_dtype: torch.dtype) -> None:
     # A value at the edge between two codes may go to either side; a wrong scale would change everything.
     difference = (outs[0] - outs[1]).norm() / (outs[1] - x).norm()
     assert difference < 0.01
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("form", ["gated", "concat"])
+def test_layers_in_bfloat16_match_the_twin(form: Form, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card, with products of codes; attention alone is plain, as the interpreter cannot multiply bfloat16."""
+    products = []
+
+    def attend(*inputs: Any, plan: object, **settings: Any) -> torch.Tensor:
+        doubles: list[Any] = [in_double(each) for each in inputs[:5]]
+        return attention.attend(*doubles, *inputs[5:], **settings).to(torch.bfloat16)
+
+    def can_multiply(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+        products.append(weight.shape)
+        return dtype == torch.bfloat16
+
+    monkeypatch.setattr(fused, "attend", attend)
+    monkeypatch.setattr(fused, "append_kv", attention.append_kv)
+    monkeypatch.setattr(triton_fp8_layer, "can_multiply_codes", can_multiply)
+    torch.manual_seed(0)
+    case = LayerCase(128, Heads(2, 64, 64), form, [Lengths(0, 100, 30), Lengths(0, 29, 5)], 128, 100.0)
+    assert case.error(torch.bfloat16, kv_dtype) < 0.05
+    assert products == [(512, 128), (128, 384 if form == "concat" else 128)]
+
+
+@pytest.mark.parametrize("form", ["gated", "concat"])
+def test_a_layer_adds_what_the_one_before_leaves(form: Form) -> None:
+    case = LayerCase(DIM, Heads(HEADS, DIM_HEAD, DIM_HEAD), form, LENGTHS, PAGE, 16.0)
+    together, apart = case.together_and_apart(torch.float32, FP8)
+    assert torch.equal(together, apart)
 
 
 def test_products_of_codes_are_those_of_rounded_values() -> None:

@@ -64,13 +64,13 @@ def _producer(inputs, sources, state, queries, pipe, tickets, barriers, FIELDS: 
         for group in gl.static_range(2):
             load_tile(q_flat, [start + row + group * 64, head * DIM], q_full.index(0), queries.index(group))
         for block in range(lo, hi):
-            slot, phase = fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, PAGE_TOKENS,
-                                PAGE_ROWS, BLOCK_N, DIM, SLOTS)
+            slot, phase = fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, PAGE_ROWS,
+                                PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
             if block > lo:
                 slot, phase = fetch(v_flat, v_pages, start, table, layout, block - 1, head, pipe, slot, phase,
-                                    PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, SLOTS)
-        slot, phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, PAGE_TOKENS,
-                            PAGE_ROWS, BLOCK_N, DIM, SLOTS)
+                                    PAGE_ROWS, PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
+        slot, phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, PAGE_ROWS,
+                            PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
         ticket = gl.atomic_add(state, 1, sem="relaxed")
         number += 1
         publish(ticket, number, tickets, ticket_full, ticket_empty)

@@ -40,15 +40,16 @@ from helmrec.kernels.work_list import FIELDS, Tiling
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
 _VALUE_SLOTS = 2  # decoded
+_MAX_SLOTS = 8  # of a ring: more of small blocks would only add scales and barriers
 
 # One argument a line would bury the kernels.
 # fmt: off
 
 
 @gluon.jit
-def _producer(inputs, sources, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS: gl.constexpr,
-              NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, PAGE_ROWS: gl.constexpr,
-              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):
+def _producer(inputs, sources, page_rows, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS: gl.constexpr,
+              NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):
     """Take tickets until none is left, and fetch each tile's blocks in the order K0 K1 V0 K2 V1 .. of their use."""
     work, batch, num_context, table_stride = inputs
     q_flat, k_flat, v_flat, k_pages, v_pages = sources
@@ -68,12 +69,12 @@ def _producer(inputs, sources, state, queries, k_pipe, v_pipe, tickets, barriers
             load_tile(q_flat, [start + row + group * 64, head * DIM], q_full.index(0), queries.index(group))
         for block in range(lo, hi):
             k_slot, k_phase = fetch(k_flat, k_pages, start, table, layout, block, head, k_pipe, k_slot, k_phase,
-                                    PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, K_SLOTS)
+                                    page_rows, PAGE_TOKENS, BLOCK_N, DIM, K_SLOTS)
             if block > lo:
                 v_slot, v_phase = fetch(v_flat, v_pages, start, table, layout, block - 1, head, v_pipe, v_slot,
-                                        v_phase, PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, V_SLOTS)
+                                        v_phase, page_rows, PAGE_TOKENS, BLOCK_N, DIM, V_SLOTS)
         v_slot, v_phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, v_pipe, v_slot, v_phase,
-                                PAGE_TOKENS, PAGE_ROWS, BLOCK_N, DIM, V_SLOTS)
+                                page_rows, PAGE_TOKENS, BLOCK_N, DIM, V_SLOTS)
         ticket = gl.atomic_add(state, 1, sem="relaxed")
         number += 1
         publish(ticket, number, tickets, ticket_full, ticket_empty)
@@ -296,14 +297,18 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, k_scales,
         ticket = take(number, tickets, ticket_full, ticket_empty)
 
 
-@gluon.jit
+# What differs from batch to batch or arena to arena is read by single threads and not worth a compilation of its own.
+@gluon.jit(
+    do_not_specialize=["flat_stride", "table_stride", "num_context", "page_rows"],
+    do_not_specialize_on_alignment=["cu_tokens", "num_resident", "num_new", "page_table"],
+)
 def _attention_kernel(
     q_flat, k_flat, v_flat, k_pages, v_pages, q_exponents, k_exponents, v_exponents, flat_stride, k_page_exponents,
     v_page_exponents, exponent_strides, out, out_strides, work, state, cu_tokens, num_resident, num_new, page_table,
-    table_stride, partials, arrivals, num_context, half_scale, inv_normaliser,
+    table_stride, partials, arrivals, num_context, half_scale, inv_normaliser, page_rows,
     FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr,
-    PAGE_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr, VALUE_SLOTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    VALUE_SLOTS: gl.constexpr,
 ):
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], gl.bfloat16)
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -334,8 +339,8 @@ def _attention_kernel(
             (_decoder, (inputs, exponents, k_pipe, k_scales, v_pipe, value_pipe, v_scales, tickets, barriers,
                         half_scale, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS,
                         VALUE_SLOTS)),
-            (_producer, (inputs, sources, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS, NUM_HEADS, DIM,
-                         PAGE_TOKENS, PAGE_ROWS, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS)),
+            (_producer, (inputs, sources, page_rows, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS,
+                         NUM_HEADS, DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS)),
         ],
         [4, 4, 1],
         [208, 56, 40],  # the registers of a multiprocessor, less what fetching and decoding can do without
@@ -376,7 +381,7 @@ def launch(
     k_pages, v_pages = pages
     tiling, dim = plan.tiling, tokens.q.codes.shape[2]
     block = tiling.block_n * dim
-    slots = (_SHARED_BYTES - tiling.block_m * dim - _VALUE_SLOTS * 2 * block) // block
+    slots = min(2 * _MAX_SLOTS, (_SHARED_BYTES - tiling.block_m * dim - _VALUE_SLOTS * 2 * block) // block)
     page_rows = k_pages.codes.stride(0) // k_pages.codes.stride(1)
     flats = ((tokens.q, tiling.block_m // 2), (tokens.k, tiling.block_n), (tokens.v, tiling.block_n))
     _attention_kernel[(tiling.num_programs,)](
@@ -386,7 +391,7 @@ def launch(
         *(tokens.q.exponents.stride(0), k_pages.exponents, v_pages.exponents, k_pages.exponents.stride()),
         *(out, out.stride()[:2], plan.work, plan.state, batch.cu_tokens, batch.num_resident, batch.num_new),
         *(batch.page_table, batch.page_table.stride(0), plan.partials, plan.arrivals, batch.num_context),
-        *(scores[0] / 2, 1 / scores[1], FIELDS, tiling.num_heads, dim, batch.page_tokens, page_rows),
+        *(scores[0] / 2, 1 / scores[1], page_rows, FIELDS, tiling.num_heads, dim, batch.page_tokens),
         *(tiling.block_m, tiling.block_n, slots - slots // 2, slots // 2, _VALUE_SLOTS),
         num_warps=4,
     )

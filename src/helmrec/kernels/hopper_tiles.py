@@ -68,15 +68,15 @@ def locate(block, layout, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def fetch(flat, pages, start, table, layout, block, head, pipe, slot, phase, PAGE_TOKENS: gl.constexpr,
-          PAGE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, SLOTS: gl.constexpr):
+def fetch(flat, pages, start, table, layout, block, head, pipe, slot, phase, page_rows, PAGE_TOKENS: gl.constexpr,
+          BLOCK_N: gl.constexpr, DIM: gl.constexpr, SLOTS: gl.constexpr):
     """Send one K or V block on its way into a ring slot, once the slot is free; returns the next position."""
     ring, full, empty = pipe
     is_resident, token = locate(block, layout, BLOCK_N)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     mbarrier.expect(full.index(slot), BLOCK_N * DIM * ring.dtype.primitive_bitwidth // 8)
     if is_resident:
-        at = gl.load(table + token // PAGE_TOKENS) * PAGE_ROWS + token % PAGE_TOKENS
+        at = gl.load(table + token // PAGE_TOKENS) * page_rows + token % PAGE_TOKENS
         load_tile(pages, [at, head * DIM], full.index(slot), ring.index(slot))
     else:
         load_tile(flat, [start + token, head * DIM], full.index(slot), ring.index(slot))

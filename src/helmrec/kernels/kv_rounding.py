@@ -66,9 +66,16 @@ def holds_fp8(pages: Pages) -> bool:
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pages:
-    """Pages of a shape (..., pages, page_tokens, heads, dim) that holds no tokens yet."""
+    """Pages of a shape (..., pages, page_tokens, heads, dim) that holds no tokens yet.
+
+    Exponents of a head lie side by side, as in an arena.
+    """
     pages = torch.empty(shape, dtype=dtype, device=device)
-    return ScaledPages(pages, pages.new_empty(shape[:-1], dtype=torch.uint8)) if dtype in FORMATS else pages
+    if dtype not in FORMATS:
+        return pages
+    *outer, page_tokens, heads, _ = shape
+    exponents = pages.new_empty((*outer, heads, page_tokens), dtype=torch.uint8).transpose(-1, -2)
+    return ScaledPages(pages, exponents)
 
 
 def by_layer(pages: Pages) -> Iterator[Pages]:

@@ -71,7 +71,7 @@ def _store_paged(pages, exponents, strides, exponent_strides, codes, biased, slo
     tl.store(exponents + at, biased.to(tl.uint8), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _encode_kernel(q, k, v, flats, pages, page_exponents, page_strides, exponent_strides, write_slots, v_scale,
                    q_strides, k_strides, v_strides, num_tokens, PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,

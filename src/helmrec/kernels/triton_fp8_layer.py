@@ -49,7 +49,7 @@ def _store_codes(out, at, values, exponent, live, NATIVE: tl.constexpr):
     tl.store(out + at, encode_finite(finite, _FP8, NATIVE), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(x, delta, weight, bias, out, scale, x_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                  ROWS: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr):
     """Codes and scales of norm(x); if ADD, of norm(x + delta), which x becomes."""
@@ -67,7 +67,7 @@ def _norm_kernel(x, delta, weight, bias, out, scale, x_stride, num_rows, WIDTH: 
     _store_codes(out, rows[:, None] * WIDTH + columns[None, :], normed, exponent, live, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(u, o, weight, bias, y, scale, u_stride, o_stride, num_rows, WIDTH: tl.constexpr,
                  PADDED: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, CONCAT: tl.constexpr,
                  NATIVE: tl.constexpr):

@@ -219,9 +219,23 @@ def host_time(engine: Engine, users: KernelUsers, sequences: list[Sequence]) -> 
 
 def run_checks(*names: str) -> None:
     """Run tests/gpu/test_NAME_on_gpu.py; raises if one fails."""
+    subprocess.run(_check_command(names), check=True)
+
+
+def failed_checks(*names: str) -> list[str]:
+    """Run the tests as `run_checks` does, and return a line for each one that failed."""
+    done = subprocess.run(_check_command(names), stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return lines or [f"the checks ended with status {done.returncode}"]
+
+
+def _check_command(names: tuple[str, ...]) -> list[str]:
     tests = [f"tests/gpu/test_{name}_on_gpu.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-rP", "--noconftest", "-p", "no:cacheprovider", *tests]
-    subprocess.run(command, check=True)
+    shown = ["-q", "-rfEP", "--tb=short", "--durations=5"]
+    return [sys.executable, "-m", "pytest", *shown, "--noconftest", "-p", "no:cacheprovider", *tests]
 
 
 def options(parser: ArgumentParser) -> None:

@@ -7,6 +7,7 @@ helmrec bench run precision --device cpu --model DIR --held-out FILE    # qualit
 """
 
 import statistics
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -35,11 +36,11 @@ from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.kernels import (
     ROWS,
     KernelUsers,
+    failed_checks,
     fp8_gemm_ceiling,
     gemm_ceiling,
     make_engine,
     measure,
-    run_checks,
     times_ms,
 )
 from helmrec_bench.report.files import markdown_table
@@ -59,7 +60,12 @@ NUM_USERS, BATCH, HEADS = 40, 4, 4
 
 
 def layer_times() -> dict[str, Any]:
-    """Time the layers of every shape in every precision; profile by profile, so that pairs are close in time."""
+    """Time attention alone, then the layers of every shape in every precision; each time is printed as it is found.
+
+    Profile by profile, so that pairs are close in time.
+    """
+    attention = attention_times()
+    print(*attention, sep="\n", flush=True)
     ceiling, rows = gemm_ceiling(), [row for row in ROWS if row.name in TIMED]
     found: dict[str, dict[str, Any]] = {row.name: {"work": row.name} for row in rows}
     for name in dict.fromkeys(row.profile for row in rows):
@@ -72,11 +78,12 @@ def layer_times() -> dict[str, Any]:
                     found[row.name][str(precision)] = {
                         key: measured[key] for key in ("layers_ms", "p10_ms", "p90_ms", "tflops")
                     }
+                    print(f"{row.name}, {precision}: {measured['layers_ms']} ms", flush=True)
             engine.close()
             del engine
             torch.cuda.empty_cache()
     ceilings = {"gemm_tflops": round(ceiling, 1), "fp8_gemm_tflops": round(fp8_gemm_ceiling(), 1)}
-    return {**ceilings, "attention": attention_times(), "rows": list(found.values())}
+    return {**ceilings, "attention": attention, "rows": list(found.values())}
 
 
 def attention_times() -> list[dict[str, Any]]:
@@ -233,10 +240,9 @@ def quality(model: LoadedModel, held_out: Path | None, name: str, device: str) -
 
 
 def _print_layers(layers: dict[str, Any]) -> None:
-    """Print milliseconds of every shape and precision, of attention alone, and the ceilings of this run."""
+    """Print milliseconds of every shape and precision, and the ceilings of this run."""
     names = [str(precision) for precision in TIMED_PRECISIONS]
     rows = [[row["work"], *(str(row[name]["layers_ms"]) for name in names)] for row in layers["rows"]]
-    print(*layers["attention"], sep="\n")
     print(f"8192^3 products: bf16 {layers['gemm_tflops']}, fp8 {layers['fp8_gemm_tflops']} TFLOP/s")
     print(markdown_table(["layers, ms", *names], rows))
 
@@ -252,14 +258,21 @@ def options(parser: ArgumentParser) -> None:
 
 def main(flags: Namespace) -> None:
     found: dict[str, Any] = {"capacity": capacity()}
-    on_card = flags.device == "cuda"
-    if on_card and not flags.skip_layers:
-        run_checks("fp8")
+    if flags.device == "cuda" and not flags.skip_layers:
+        found["failed_checks"] = failed_checks("fp8")  # times are taken all the same: a card is scarce
         found["layers"] = layer_times()
         write_measurement(flags.out, found)  # a run that is stopped leaves what it has
         _print_layers(found["layers"])
-    if flags.only_layers:
-        return
+    if not flags.only_layers:
+        compare(flags, found)
+    if found.get("failed_checks"):
+        print("Checks that failed:", *found["failed_checks"], sep="\n")
+        sys.exit(1)
+
+
+def compare(flags: Namespace, found: dict[str, Any]) -> None:
+    """Compare scores with and without caches, and in every precision; adds to what was found."""
+    on_card = flags.device == "cuda"
     shape = profile("dlrmv3", 20_000) if on_card else profile("demo", 2_000).model_copy(update={"window": 64})
     dtypes: Sequence[str] = ("bfloat16",) if on_card else ("float32", "bfloat16")
     models = [random_model(shape.model_copy(update={"dtype": dtype})) for dtype in dtypes]
