@@ -19,8 +19,9 @@ from helmrec.engine.padding import NOWHERE, RowLayout, pad_rows
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import Blocks, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import Mark, Timeline
+from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import ABSENT, Control, RowTally
+from helmrec.kernels.row_table import Control, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 

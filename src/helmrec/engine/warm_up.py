@@ -21,7 +21,7 @@ from helmrec.engine.padding import EMPTY, NOWHERE, RowLayout, StepArrays, pad_ca
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.start_up import COMPILED
 from helmrec.kernels.attention_plan import AttentionPlan
-from helmrec.kernels.row_table import ABSENT
+from helmrec.kernels.row_index import ABSENT
 from helmrec.model.config import ModelConfig, TableConfig
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, PrefillRequest, RankRequest
