@@ -225,27 +225,30 @@ def test_a_row_that_a_refill_asks_for_twice_gets_one_slot(form: IndexForm) -> No
 
 
 @pytest.mark.parametrize("by_heat", [False, True])
-def test_rows_without_a_free_entry_are_refused_and_evict_nobody(by_heat: bool) -> None:
+def test_rows_without_a_free_entry_are_refused_and_leave_their_slots_empty(by_heat: bool) -> None:
     ours = replace(make_table(IndexForm.COMPACT, 0), index=CompactIndex.allocate(ROWS, 8, CPU))
-    ours.heat[:SLOTS] = torch.arange(SLOTS)
-    missed = missed_of(ours, torch.arange(60, dtype=torch.int32))
-    claims = Claims.allocate(60, CPU)
+    ours.index.insert(torch.arange(200, 205), torch.arange(5))
+    ours.row_of[:5], ours.heat[:5] = torch.arange(200, 205).int(), 3.0
+    missed = missed_of(ours, torch.arange(64, dtype=torch.int32))
+    claims = Claims.allocate(64, CPU)
     row_table.claim(ours, missed, claims, admission=Admission.ALWAYS)
     claims.heat.fill_(100.0)
-    twin, victims = twin_of(ours), all_victims(ours, 60)
-    copies, expected = torch.zeros(60, dtype=torch.int32), torch.zeros(60, dtype=torch.int32)
+    twin, victims = twin_of(ours), all_victims(ours, 64)
+    copies, expected = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     triton_row_table.publish(ours, claims, victims, copies, by_heat=by_heat)
     row_table.publish(twin, claims, victims, expected, by_heat=by_heat)
     assert torch.equal(ours.tally, twin.tally)
     given = copies != SKIP
     assert given.sum() == 2 * WAYS, "both buckets are full"
-    assert ours.tally[RowTally.REFUSED] == 60 - 2 * WAYS
+    assert ours.tally[RowTally.REFUSED] == 64 - 2 * WAYS
     assert ours.tally[RowTally.ADMITTED] == 2 * WAYS
+    assert ours.tally[RowTally.EVICTED] == 5
     for table in (ours, twin):
         resident = (table.row_of != ABSENT).nonzero().flatten()
         assert torch.equal(table.index.slots_of(table.row_of[resident]), resident.int())
         assert len(held(table.index)) == len(resident) == 2 * WAYS
-    assert (ours.heat[victims.slots[~given]] == victims.heat[~given]).all()
+        assert (table.heat[resident] > EMPTY).all()
+        assert int((table.heat != EMPTY).sum()) == len(resident)
 
 
 def test_more_rows_than_an_int32_counts_are_refused() -> None:

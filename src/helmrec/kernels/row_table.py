@@ -217,7 +217,9 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     """Give claims victims' slots; copies[i], int32, becomes the entry to copy into victims.slots[i], or SKIP.
 
     by_heat: claims are hottest first, and one that is no hotter than its victim is refused. What was counted for the
-    victim goes on as touches of an absent row. A refill may claim a row twice: one of the claims gets a slot.
+    victim goes on as touches of an absent row. A refill may claim a row twice: one of the claims gets a slot. A row for
+    which a compact index has no entry leaves its slot empty: victims go first, so that an index is never fuller than
+    the slots.
     """
     copies.fill_(SKIP)
     num = min(int(claims.count), len(claims.rows))
@@ -225,9 +227,6 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     slots, cold, now = victims.slots[:num], victims.heat[:num], table.control[Control.NOW].float()
     may = claims.heat[:num] > cold if by_heat else (entries >= 0) | (cold == EMPTY)
     given = may & (cold != UNUSABLE)
-    inserted = table.index.insert(rows[given], slots[given])
-    table.tally[RowTally.REFUSED] += inserted.is_refused.sum()
-    given[given.clone()] = inserted.is_new
     evicted = table.row_of[slots[given]].long()
     left = evicted != ABSENT
     if by_heat:
@@ -239,6 +238,10 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     table.ghosts[(first + torch.arange(len(evicted), device=slots.device)) % len(table.ghosts)] = evicted.int()
     table.tally[RowTally.GHOSTS] += len(evicted)
     table.tally[RowTally.EVICTED] += len(evicted)
+    table.row_of[slots[given]], table.heat[slots[given]] = ABSENT, EMPTY
+    inserted = table.index.insert(rows[given], slots[given])
+    given[given.clone()] = inserted.is_new
+    table.tally[RowTally.REFUSED] += inserted.is_refused.sum()
     table.tally[RowTally.ADMITTED] += given.sum()
     table.row_of[slots[given]] = rows[given].int()
     table.heat[slots[given]] = claims.heat[:num][given] if by_heat else now

@@ -136,20 +136,20 @@ def _publish_kernel(claim_rows, claim_entries, count, claim_heat, victims, victi
     else:
         warm = now
         given = claimed & (cold < float("inf")) & ((entry >= 0) | (cold == float("-inf")))
-    given, refused = insert(index, row, slot.to(tl.int32), given, BUCKETS)
     evicted = tl.load(row_of + slot, mask=given, other=_ABSENT)
     left = given & (evicted >= 0)
     if BY_HEAT:
         num = tl.minimum(tl.exp2(tl.where(left, cold - now, 0.0)) + 0.5, MOST).to(tl.int32)
         _raise(touches, evicted, num, left, SIZE)
     clear(index, evicted, left, BUCKETS)
-    tl.store(row_of + slot, row, mask=given)
-    tl.store(heat + slot, warm, mask=given)
-    tl.store(copies + i, tl.where(given, tl.where(entry >= 0, entry, -1 - entry), _SKIP), mask=i < limit)
+    is_new, refused = insert(index, row, slot.to(tl.int32), given, BUCKETS)
+    tl.store(row_of + slot, tl.where(is_new, row, _ABSENT), mask=given)
+    tl.store(heat + slot, tl.where(is_new, warm, float("-inf")), mask=given)
+    tl.store(copies + i, tl.where(is_new, tl.where(entry >= 0, entry, -1 - entry), _SKIP), mask=i < limit)
     num_left = tl.sum(left.to(tl.int64), axis=0)
     ghost = tl.atomic_add(tally + _GHOSTS, num_left) + tl.cumsum(left.to(tl.int64), axis=0) - 1
     tl.store(ghosts + ghost % num_ghosts, evicted, mask=left)
-    tl.atomic_add(tally + _ADMITTED, tl.sum(given.to(tl.int64), axis=0))
+    tl.atomic_add(tally + _ADMITTED, tl.sum(is_new.to(tl.int64), axis=0))
     tl.atomic_add(tally + _EVICTED, num_left)
     if BUCKETS != 0:
         tl.atomic_add(tally + _REFUSED, tl.sum(refused.to(tl.int64), axis=0))
