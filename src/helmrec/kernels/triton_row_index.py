@@ -116,7 +116,9 @@ def _insert_into_buckets(index, row, slot, wanted, BUCKETS: tl.constexpr):
 @triton.jit
 def clear(index, row, wanted, BUCKETS: tl.constexpr):
     """Remove rows. The slot of a free entry is left as it is, since another program may be writing it already."""
-    place = row.to(tl.int64)
-    if BUCKETS != 0:
+    if BUCKETS == 0:
+        tl.store(index + row.to(tl.int64), tl.zeros_like(row) + _ABSENT, mask=wanted)
+    else:
         place = _place_of(index, row, wanted, BUCKETS)
-    tl.store(index + place, tl.zeros_like(row) + _ABSENT, mask=wanted & (place >= 0))
+        # An exchange happens once; a store may be repeated by another thread when the entry has a new row.
+        tl.atomic_xchg(index + place, tl.zeros_like(row) + _ABSENT, mask=place >= 0, sem="relaxed")
