@@ -208,6 +208,16 @@ def test_a_claim_without_a_victim_is_given_up(form: IndexForm) -> None:
     assert len(held(ours.index)) == len(held(twin.index)) == SLOTS
 
 
+def test_places_beyond_the_claims_copy_nothing(form: IndexForm) -> None:
+    ours = make_table(form, 0)
+    claims = Claims.allocate(3_000, CPU)
+    row_table.claim(ours, missed_of(ours, torch.arange(4, dtype=torch.int32)), claims, admission=Admission.ALWAYS)
+    copies = torch.zeros(3_000, dtype=torch.int32)
+    triton_row_table.publish(ours, claims, all_victims(ours, SLOTS), copies)
+    assert (copies[:4] >= 0).all()
+    assert (copies[4:] == SKIP).all()
+
+
 def test_a_row_that_a_refill_asks_for_twice_gets_one_slot(form: IndexForm) -> None:
     ours = make_table(form, 0)
     twin = twin_of(ours)

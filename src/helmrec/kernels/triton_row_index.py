@@ -106,7 +106,7 @@ def _insert_into_buckets(index, row, slot, wanted, BUCKETS: tl.constexpr):
         place = tl.where(has_room & (found == _ABSENT), at, place)
         is_full = pending & (free == _WAYS)
         is_refused = is_refused | (is_full & is_second)
-        pending = pending & (place < 0) & (found != row) & ((is_full & is_second) == 0)
+        pending = pending & (place < 0) & ((is_full & is_second) == 0)
         start = tl.where(is_full, second, start)
         is_second = is_second | is_full
     tl.store(index + place + _WAYS, slot, mask=place >= 0)
