@@ -29,8 +29,9 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Intake, RowUpdate
 from helmrec.engine.relay.pre_inference import Relay
 from helmrec.errors import NonFiniteScores
-from helmrec.kernels import attention, kv_rounding
+from helmrec.kernels import attention, kv_rounding, row_table
 from helmrec.kernels.kv_rounding import Codes, Pages, decode
+from helmrec.kernels.row_index import IndexForm
 from helmrec.kernels.row_write import RowTargets
 from helmrec.memory.arena import Arena
 from helmrec.memory.embedding_cache import Repeats, repeats_of
@@ -89,7 +90,9 @@ class Streams(RuleBasedStateMachine):
         policies["host_kv_bytes"] = host_pages * tiny_geometry(model.config, kv_dtype=self.kv_dtype).page_bytes
         relay = RelayConfig(risk=0, chunk_tokens=5, max_held=0.5, max_compute=1.0, hold_ms=20_000)
         fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}
-        self.engine = self.make_engine(model, kv_dtype=self.kv_dtype, **fixed | policies)
+        index = IndexForm.COMPACT if seed % 2 else IndexForm.DENSE
+        with patch.object(row_table, "index_form", return_value=index):
+            self.engine = self.make_engine(model, kv_dtype=self.kv_dtype, **fixed | policies)
         self.reference = Reference(model.config, model.dense, model.tables, self.kv_dtype)
         self.config = model.config
         self.histories: list[list[Event]] = [[] for _ in range(NUM_USERS)]

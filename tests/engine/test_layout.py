@@ -102,7 +102,7 @@ def test_no_step_at_all_is_harmless_too() -> None:
 
 
 def test_padding_reads_no_row() -> None:
-    assert ABSENT == row_table.ABSENT
+    assert ABSENT == row_index.ABSENT
 
 
 def test_an_outline_counts_what_is_laid_out() -> None:

@@ -4,7 +4,7 @@ import torch
 
 from helmrec.engine.engine import Engine
 from helmrec.engine.runner import Running
-from helmrec.kernels.row_table import ABSENT
+from helmrec.kernels.row_index import ABSENT
 from helmrec.memory.device_rows import DeviceRows
 from tests.helpers import host_rows, random_request, tiny_engine
 

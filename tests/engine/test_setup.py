@@ -6,14 +6,16 @@ import torch
 from helmrec.config import EngineConfig
 from helmrec.engine.setup import without_row_index
 from helmrec.errors import PoolTooSmall
+from helmrec.kernels import row_table
+from helmrec.kernels.row_index import IndexForm
 from helmrec.kernels.row_table import Admission, RowTable
-from tests.helpers import tiny_config, tiny_geometry
+from tests.helpers import tiny_config, tiny_engine, tiny_geometry
 
 GEOMETRY = tiny_geometry(tiny_config())
 
 
 @pytest.mark.parametrize("admission", Admission)
-@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 0), (300, 64), (5_000, 70_000)])
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 0), (300, 64), (5_000, 70_000), (70_000_000, 1_000)])
 def test_an_index_takes_the_bytes_it_says(num_rows: int, num_slots: int, admission: Admission) -> None:
     table = RowTable.allocate(num_rows, num_slots, torch.device("cpu"), admission)
     assert RowTable.bytes_for(num_rows, num_slots, admission) == table.num_bytes
@@ -39,3 +41,19 @@ def test_an_index_on_the_host_is_not() -> None:
 def test_a_pool_smaller_than_its_index_is_refused_with_both_sizes() -> None:
     with pytest.raises(PoolTooSmall, match=r"more than \d+, the index of 1000000 rows, got 1048576"):
         without_row_index(EngineConfig(pool_bytes="1MiB", device="cuda"), GEOMETRY, 1_000_000)
+
+
+def test_the_report_says_which_form_the_index_has_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_engine(row_index="device") as engine:
+        assert "on the host, dense: 0 MiB for 349 rows" in str(engine.report())
+    monkeypatch.setattr(row_table, "index_form", lambda num_rows, num_slots: IndexForm.COMPACT)
+    with tiny_engine(row_index="device") as engine:
+        assert "compact: 0 MiB for the slots of the pool, where 349 rows would take 0" in str(engine.report())
+    with tiny_engine(row_index="host") as engine:
+        assert not engine.report().index_form
+
+
+def test_an_index_of_a_billion_rows_takes_what_its_pool_needs() -> None:
+    config = EngineConfig(pool_bytes="1GiB", device="cuda")
+    paged = without_row_index(config, GEOMETRY, num_rows=10**9)
+    assert paged.sized_pool_bytes > 0.49 * config.sized_pool_bytes, "a dense one would take four times the pool"

@@ -7,7 +7,7 @@ from tests.helpers import random_request, tiny_engine, tiny_model
 
 from helmrec.engine import row_graphs
 from helmrec.engine.engine import Engine
-from helmrec.kernels.row_table import ABSENT
+from helmrec.kernels.row_index import ABSENT
 from helmrec.memory.device_rows import DeviceRows
 
 pytestmark = [

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 from tests.kernels.row_write_cases import ROWS, random_targets, random_update
 
 from helmrec.kernels import row_write
-from helmrec.kernels.row_table import ABSENT
+from helmrec.kernels.row_index import INDEXES, IndexForm
 from helmrec.kernels.row_write import RowTargets
 from helmrec.kernels.triton_row_write import write_rows
 from helmrec.memory.row_master import LockedBuffer
@@ -18,10 +18,11 @@ from helmrec.memory.row_master import LockedBuffer
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("form", IndexForm)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row_dim", [1, 11, 16, 100, 512])
-def test_rows_of_every_size_and_type_match_the_twin(row_dim: int, dtype: torch.dtype) -> None:
-    twin = random_targets(row_dim, dtype, has_master=True)
+def test_rows_of_every_size_and_type_match_the_twin(row_dim: int, dtype: torch.dtype, form: IndexForm) -> None:
+    twin = random_targets(row_dim, dtype, has_master=True, form=form)
     assert twin.master is not None
     stride = twin.master.stride(0) * dtype.itemsize
     buffer = LockedBuffer(ROWS * stride)
@@ -30,7 +31,7 @@ def test_rows_of_every_size_and_type_match_the_twin(row_dim: int, dtype: torch.d
     master.copy_(twin.master)
     arena = torch.empty((len(twin.arena_rows), twin.arena_rows.stride(0)), dtype=dtype, device="cuda")[:, :row_dim]
     arena.copy_(twin.arena_rows)
-    ours = RowTargets(twin.slot_of.cuda(), arena, master)
+    ours = RowTargets(type(twin.index)(twin.index.data.cuda()), arena, master)
     values, rows = random_update(50, row_dim, dtype)
     for first, num in ((0, 0), (0, 7), (7, 1), (8, 42)):
         row_write.write_rows(values, rows, first, num, twin)
@@ -41,18 +42,19 @@ def test_rows_of_every_size_and_type_match_the_twin(row_dim: int, dtype: torch.d
     buffer.close()
 
 
-def test_rows_beyond_31_bits_are_written_in_their_place() -> None:
+@pytest.mark.parametrize("form", IndexForm)
+def test_rows_beyond_31_bits_are_written_in_their_place(form: IndexForm) -> None:
     stride = 1_024
     num_rows = ((2 << 30) + (64 << 20)) // stride
     buffer = LockedBuffer(num_rows * stride)
     buffer.lock()
     master = buffer.rows(512, stride, torch.float16)
     arena = torch.zeros((num_rows, 512), dtype=torch.float16, device="cuda")
-    slot_of = torch.full((num_rows + 1,), ABSENT, dtype=torch.int32, device="cuda")
-    slot_of[num_rows - 1], slot_of[0] = num_rows - 1, 0
+    index = INDEXES[form].allocate(num_rows, num_rows, torch.device("cuda"))
+    index.insert(*(torch.tensor([num_rows - 1, 0], device="cuda") for _ in range(2)))
     rows = torch.tensor([num_rows - 1, 5, 0])
     values = torch.randn(3, 512).half()
-    write_rows(values.cuda(), rows.cuda(), 0, 3, RowTargets(slot_of, arena, master))
+    write_rows(values.cuda(), rows.cuda(), 0, 3, RowTargets(index, arena, master))
     torch.cuda.synchronize()
     assert torch.equal(master[rows], values)
     assert torch.equal(arena[[num_rows - 1, 0]].cpu(), values[[0, 2]])

@@ -20,8 +20,9 @@ CHECK = dedent("""
         "heat": "*fp32", "claim_heat": "*fp32", "victim_heat": "*fp32", "control": "*fp64", "is_missed": "*i8",
         "touches": "*u8", "tally": "*i64", "victims": "*i64", "missed_places": "*i64", "repeat_places": "*i64",
         "row_ids": "*i64", "first": "i32", "num": "i32", "num_entries": "i32", "last_cell": "i32", "num_ghosts": "i32",
+        "limit": "i32",
     }
-    VALUES = {"BLOCK": 256, "BUCKETS": 8192, "SHIFT": 10, "MOST": 15, "LIMIT": 4096, "SIZE": 65536, "WORDS": 1024}
+    VALUES = {"BLOCK": 256, "SHIFT": 10, "MOST": 15, "SIZE": 65536, "WORDS": 1024}
 
     def build(kernel, **flags):
         values = {name: VALUES.get(name, flags.get(name)) for name in kernel.arg_names if name.isupper()}
@@ -31,12 +32,14 @@ CHECK = dedent("""
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
     for flag in (True, False):
-        build(lookup._find_kernel, IS_LRU=flag)
-        build(table._claim_kernel, IS_FILTERED=flag)
-        build(table._publish_kernel, BY_HEAT=flag)
         sizes = {"VALUES_STRIDE": 256, "ARENA_STRIDE": 256, "MASTER_STRIDE": 256, "WIDTH": 256, "PADDED": 256}
-        build(write._write_kernel, **sizes, ROWS=64, HAS_MASTER=flag)
-    for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._begin_buckets_kernel, lookup._place_kernel):
+        for buckets in (0, 10_000_001):
+            build(lookup._find_kernel, IS_LRU=flag, INDEX_BUCKETS=buckets)
+            build(table._claim_kernel, IS_FILTERED=flag, BUCKETS=buckets)
+            build(table._publish_kernel, BY_HEAT=flag, BUCKETS=buckets)
+            build(write._write_kernel, **sizes, ROWS=64, HAS_MASTER=flag, BUCKETS=buckets)
+    build(lookup._begin_buckets_kernel, BUCKETS=8192)
+    for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._place_kernel):
         build(kernel)
     build(table._claim_by_frequency_kernel)
     print("compiled")

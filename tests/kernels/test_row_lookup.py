@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import row_lookup, triton_row_lookup
 from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_index import IndexForm, mixed_rows
 from helmrec.kernels.row_lookup import BUCKETS, Lookup, Repeats, bucket_shift, num_cells
-from helmrec.kernels.row_table import Admission, Control, Missed, RowTable, mixed_rows
+from helmrec.kernels.row_table import Admission, Control, Missed, RowTable
 
 ROWS, SLOTS, CPU = 40_000, 64, torch.device("cpu")
 
@@ -25,11 +26,11 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def make_table(num_resident: int = 40) -> RowTable:
+def make_table(form: IndexForm = IndexForm.DENSE, num_resident: int = 40) -> RowTable:
     """The first rows in some slots, all of different heat."""
-    table = RowTable.allocate(ROWS, SLOTS, CPU, Admission.ALWAYS)
+    table = RowTable.allocate(ROWS, SLOTS, CPU, Admission.ALWAYS, form)
     slots = torch.randperm(SLOTS)[:num_resident]
-    table.slot_of[:num_resident] = slots.int()
+    assert table.index.insert(torch.arange(num_resident), slots).is_new.all()
     table.row_of[slots] = torch.arange(num_resident).int()
     table.heat[slots] = torch.randperm(num_resident).float()
     table.control[Control.NOW] = 50
@@ -49,10 +50,11 @@ def pairs(listed: Missed | Repeats) -> list[tuple[int, int]]:
     return list(zip(listed.sources[:num].tolist(), listed.places[:num].tolist(), strict=True))
 
 
+@pytest.mark.parametrize("form", IndexForm)
 @pytest.mark.parametrize("kind", ["repeats", "spread", "one row"])
 @pytest.mark.parametrize("num", [0, 1, 300, 2_500])
-def test_each_missed_row_is_read_once_by_the_first_entry_that_asks_for_it(num: int, kind: str) -> None:
-    rows, ours = asked_rows(num, kind), make_table()
+def test_each_missed_row_is_read_once_by_the_first_entry_that_asks_for_it(num: int, kind: str, form: IndexForm) -> None:
+    rows, ours = asked_rows(num, kind), make_table(form)
     lookup, expected = Lookup.allocate(num, CPU), Lookup.allocate(num, CPU)
     for _ in range(2):  # what a step leaves behind does not reach the next
         triton_row_lookup.find(ours, rows, lookup, is_lru=True)
@@ -72,20 +74,22 @@ def test_each_missed_row_is_read_once_by_the_first_entry_that_asks_for_it(num: i
     assert {~source: entry for source, entry in pairs(lookup.missed)} == first
     for source, entry in pairs(lookup.repeats):
         assert source == first[int(rows[entry])] < entry
+    slots = ours.index.slots_of(torch.arange(40)).tolist()
     for row, source in zip(rows.tolist(), lookup.sources.tolist(), strict=True):
-        assert source == (int(ours.slot_of[row]) if 0 <= row < 40 else SKIP)
+        assert source == (slots[row] if 0 <= row < 40 else SKIP)
 
 
+@pytest.mark.parametrize("form", IndexForm)
 @pytest.mark.parametrize("is_lru", [True, False])
-def test_resident_rows_get_hotter_and_nothing_else_of_the_table_changes(is_lru: bool) -> None:
-    ours = make_table()
-    twin = replace(ours, slot_of=ours.slot_of.clone(), row_of=ours.row_of.clone(), heat=ours.heat.clone())
+def test_resident_rows_get_hotter_and_nothing_else_of_the_table_changes(is_lru: bool, form: IndexForm) -> None:
+    ours = make_table(form)
+    twin = replace(ours, index=ours.index.clone(), row_of=ours.row_of.clone(), heat=ours.heat.clone())
     rows = torch.randperm(200)[:150].int()  # whether a repeated row counts twice is chance
     lookup = Lookup.allocate(len(rows), CPU)
     triton_row_lookup.find(ours, rows, lookup, is_lru=is_lru)
     row_lookup.find(twin, rows, lookup, is_lru=is_lru)
     assert torch.allclose(ours.heat, twin.heat, rtol=1e-6)
-    assert torch.equal(ours.slot_of, twin.slot_of)
+    assert torch.equal(ours.index.data, twin.index.data)
     assert torch.equal(ours.row_of, twin.row_of)
 
 

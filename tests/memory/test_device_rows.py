@@ -2,15 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from helmrec.kernels.row_gather import gather_rows
+from helmrec.kernels.row_index import ABSENT, CompactIndex, IndexForm
 from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import ABSENT, Admission, Control, RowTally
+from helmrec.kernels.row_table import Admission, Control, RowTally
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.types import IntArray
 
@@ -24,10 +26,10 @@ POLICIES = [LRU, FILTERED, *(RowPolicy(is_lru=False, admission=admission) for ad
 class Driven:
     """A cache and the arena and master around it; every row is its own id, so that wrong data shows."""
 
-    def __init__(self, num_pages: int, policy: RowPolicy = LRU) -> None:
+    def __init__(self, num_pages: int, policy: RowPolicy = LRU, form: IndexForm = IndexForm.DENSE) -> None:
         self.master = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
         self.arena = torch.full((PAGES * PER_PAGE, DIM), -1.0)
-        self.rows = DeviceRows(ROWS, self.arena, PER_PAGE, policy, PLAIN)
+        self.rows = DeviceRows(ROWS, self.arena, PER_PAGE, policy, PLAIN, form)
         self.rows.add_pages(range(num_pages))
 
     def read(self, wanted: IntArray) -> int:
@@ -130,6 +132,44 @@ def test_its_hit_rate_is_within_a_point_of_exact_lru_or_above(policy: RowPolicy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_both_forms_of_the_index_give_the_same_hits_evictions_and_rows(policy: RowPolicy) -> None:
+    rng = np.random.default_rng(0)
+    dense, compact = (Driven(8, policy, form) for form in IndexForm)
+    for i, wanted in enumerate(zipf_steps(80, 60)):
+        assert dense.read(wanted) == compact.read(wanted)
+        num = int(rng.integers(1, 3))
+        for driven in (dense, compact):
+            if i % 16 == 7:
+                driven.rows.add_pages(range(len(driven.rows._pages), len(driven.rows._pages) + num))
+                driven.refill(10)
+            elif i % 16 == 15:
+                driven.rows.give_up_pages(num)
+        assert torch.equal(dense.rows.table.row_of, compact.rows.table.row_of)
+        assert torch.equal(dense.rows.table.heat, compact.rows.table.heat)
+        assert torch.equal(dense.rows.table.tally, compact.rows.table.tally), "none was refused"
+    dense.check()
+    compact.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_index_without_free_entries_costs_hits_and_nothing_else(policy: RowPolicy) -> None:
+    whole, short = Driven(8, policy, IndexForm.COMPACT), Driven(8, policy, IndexForm.COMPACT)
+    few = CompactIndex.allocate(ROWS, 24, torch.device("cpu"))  # 48 entries for 128 slots
+    short.rows.table = replace(short.rows.table, index=few)
+    hits = np.zeros(2)
+    for i, wanted in enumerate(zipf_steps(60, 40)):
+        hits += whole.read(wanted), short.read(wanted)
+        if i == 40:
+            short.rows.give_up_pages(2)
+            short.rows.add_pages([6, 7])
+            short.refill(20)
+        short.check()
+    assert hits[0] > hits[1] > 0
+    assert short.rows.table.tally[RowTally.REFUSED] == short.rows.refused > 0
+    assert 24 < len(short.resident()) <= 48
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_after_a_shrink_it_hits_like_a_cache_born_at_that_size(policy: RowPolicy) -> None:
     shrunk, born = Driven(16, policy), Driven(6, policy)
     for i, wanted in enumerate(zipf_steps(120, 60)):
@@ -205,10 +245,11 @@ def test_refill_evicts_nobody_and_what_it_brings_goes_first() -> None:
     assert kept <= driven.resident()
 
 
+@pytest.mark.parametrize("form", IndexForm)
 @pytest.mark.parametrize("seed", range(10))
-def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int) -> None:
+def test_it_stays_sound_under_random_reads_moves_and_refills(seed: int, form: IndexForm) -> None:
     rng = np.random.default_rng(seed)
-    driven = Driven(8, POLICIES[seed % len(POLICIES)])
+    driven = Driven(8, POLICIES[seed % len(POLICIES)], form)
     free = list(range(8, PAGES))
     for wanted in zipf_steps(60, 40, seed):
         driven.read(wanted[: rng.integers(0, 40)])

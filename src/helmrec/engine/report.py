@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from helmrec.kernels.row_index import CompactIndex, DenseIndex
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.pool import Pool
 
@@ -27,6 +28,7 @@ class EngineReport:
     graph_buffer_bytes: int
     reserved_bytes: int  # by this process in all; 0 on a CPU
     free_bytes: int  # left on the card; 0 on a CPU
+    index_form: str = ""  # of an index on a device, and why
     keeps_kv: bool = True  # after the request it was computed for
     choices: tuple[str, ...] = ()  # device and size of the pool, and why
 
@@ -39,7 +41,8 @@ class EngineReport:
             f"  EMB {self.emb_pages:,} pages: {self.emb_pages * self.rows_per_page:,} rows",
             f"  KV  {kv_pages:,} pages: {kv_pages * self.page_tokens:,} tokens",
             f"tables: {self.master_bytes / _MIB:,.0f} MiB on the host; index of resident rows: "
-            f"{self.index_bytes / _MIB:,.0f} MiB on the {'card' if self.is_index_on_card else 'host'}",
+            f"{self.index_bytes / _MIB:,.0f} MiB on the {'card' if self.is_index_on_card else 'host'}"
+            f"{self.index_form and ', ' + self.index_form}",
         ]
         if not self.keeps_kv:
             lines.append("K/V of this model depend on the query: history is computed once per request and not kept")
@@ -64,6 +67,7 @@ def make_report(
         emb_pages=stats.emb_pages,
         index_bytes=pool.rows.index_bytes,
         is_index_on_card=on_card and isinstance(pool.rows, DeviceRows),
+        index_form=_index_form(pool.rows) if isinstance(pool.rows, DeviceRows) else "",
         master_bytes=master_bytes,
         num_graphs=num_graphs,
         graph_buffer_bytes=graph_buffer_bytes,
@@ -71,3 +75,14 @@ def make_report(
         free_bytes=torch.cuda.mem_get_info()[0] if on_card else 0,
         keeps_kv=keeps_kv,
     )
+
+
+def _index_form(rows: DeviceRows) -> str:
+    index, num_rows = rows.table.index, rows.table.num_rows
+    dense_bytes = DenseIndex.bytes_for(num_rows, 0)
+    if isinstance(index, CompactIndex):
+        return (
+            f"compact: {index.data.nbytes / _MIB:,.0f} MiB for the slots of the pool, where {num_rows:,} rows would "
+            f"take {dense_bytes / _MIB:,.0f}"
+        )
+    return f"dense: {dense_bytes / _MIB:,.0f} MiB for {num_rows:,} rows"

@@ -17,8 +17,9 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import DeviceTimeline, Mark
+from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import ABSENT, Control, RowTally
+from helmrec.kernels.row_table import Control, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 

@@ -195,7 +195,7 @@ class DeviceRowStage:
         self._master_rows = master.rows
         self._tier = master if isinstance(master, TieredRows) else None
         written = None if master.is_shared or self._tier is not None else master.rows
-        self._targets = RowTargets(cache.table.slot_of, arena.rows, written)
+        self._targets = RowTargets(cache.table.index, arena.rows, written)
         self._kernels = kernels
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)

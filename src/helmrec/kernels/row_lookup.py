@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels.row_gather import SKIP
-from helmrec.kernels.row_table import ABSENT, Control, Missed, RowTable
+from helmrec.kernels.row_table import Control, Missed, RowTable
 
 BUCKETS = 8_192  # of addresses: with 16 GiB of rows, each is a huge page of 2 MiB
 
@@ -98,14 +98,14 @@ def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None
 
     Resident rows get hotter; a slot read twice by one step counts once.
     """
-    slots = torch.where(rows >= 0, table.slot_of[rows.long().clamp_min(0)], ABSENT)
+    slots = table.index.slots_of(rows)
     hit = slots >= 0
     lookup.sources.copy_(torch.where(hit, slots, SKIP))
     absent, wanted = ((rows >= 0) & ~hit).nonzero().flatten().tolist(), rows.tolist()
     first: dict[int, int] = {}
     for entry in absent:
         first.setdefault(wanted[entry], entry)
-    shift = bucket_shift(len(table.slot_of) - 1)
+    shift = bucket_shift(table.num_rows)
     in_order = sorted(first.items(), key=lambda item: (item[0] >> shift, item[1]))
     _fill(lookup.missed, [(~row, entry) for row, entry in in_order])
     _fill(lookup.repeats, [(first[wanted[entry]], entry) for entry in absent if first[wanted[entry]] != entry])

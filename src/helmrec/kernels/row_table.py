@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helmrec.kernels.row_gather import SKIP
+from helmrec.errors import ConfigError
+from helmrec.kernels.row_gather import MAX_ROWS, SKIP
+from helmrec.kernels.row_index import ABSENT, INDEXES, IndexForm, RowIndex, index_form, places_of
 
-ABSENT = -1  # of `slot_of`: not resident; of `row_of`: empty
-CLAIMED = -2  # of `slot_of`: a slot is being assigned; counts as absent
 EMPTY = -torch.inf  # heat of a slot without a row: the coldest there is
 UNUSABLE = torch.inf  # heat of an entry of `Victims` that is no slot
 
@@ -45,30 +45,42 @@ class RowTally(IntEnum):
     REFILLED = 2  # of those admitted, read ahead of demand
     MOVED = 3  # from one slot to another
     GHOSTS = 4  # pushed and not popped; the next is written at this place of the ring
+    REFUSED = 5  # not admitted, since a compact index had no entry free for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
     """Device tensors that are accessed in one stream."""
 
-    slot_of: Tensor  # (rows + 1,) int32: slot, ABSENT or CLAIMED; the last entry is unused and always CLAIMED
+    num_rows: int  # of all tables
+    index: RowIndex  # slot by row
     row_of: Tensor  # (slots + 1,) int32: row or ABSENT; the last entry is unused
     heat: Tensor  # (slots + 1,) float32: log2 of decayed touches, or the time of the last one; EMPTY
     seen: Tensor  # (2, words) int32: bits of recently missed rows, in two generations; for SECOND_TOUCH
     touches: Tensor  # (power of two,) uint8: two counters of recent touches of absent rows; for FREQUENCY
     ghosts: Tensor  # (ring,) int32: recently evicted rows, about coldest first; ABSENT where unused
     control: Tensor  # (5,) float64
-    tally: Tensor  # (5,) int64
+    tally: Tensor  # (6,) int64
 
     @classmethod
-    def allocate(cls, num_rows: int, num_slots: int, device: torch.device, admission: Admission) -> "RowTable":
+    def allocate(
+        cls,
+        num_rows: int,
+        num_slots: int,
+        device: torch.device,
+        admission: Admission,
+        form: IndexForm | None = None,
+    ) -> "RowTable":
+        """Return an empty table. form: of the index; None: as the sizes demand."""
+        if max(num_rows, num_slots) > MAX_ROWS:
+            raise ConfigError(f"a row table has at most {MAX_ROWS} rows and slots, got {num_rows} and {num_slots}")
+
         def full(shape: int | tuple[int, int], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=dtype, device=device)
 
-        slot_of = full(num_rows + 1, ABSENT, torch.int32)
-        slot_of[-1] = CLAIMED
         return cls(
-            slot_of=slot_of,
+            num_rows=num_rows,
+            index=INDEXES[form or index_form(num_rows, num_slots)].allocate(num_rows, num_slots, device),
             row_of=full(num_slots + 1, ABSENT, torch.int32),
             heat=full(num_slots + 1, EMPTY, torch.float32),
             seen=full((2, _seen_words(num_slots, admission)), 0, torch.int32),
@@ -81,12 +93,13 @@ class RowTable:
     @staticmethod
     def bytes_for(num_rows: int, num_slots: int, admission: Admission) -> int:
         """Return the bytes that `allocate` takes."""
-        words = (num_rows + 1) + 2 * (num_slots + 1) + 2 * _seen_words(num_slots, admission) + max(1, num_slots)
-        return 4 * words + _num_counters(num_slots, admission)
+        index_bytes = INDEXES[index_form(num_rows, num_slots)].bytes_for(num_rows, num_slots)
+        words = 2 * (num_slots + 1) + 2 * _seen_words(num_slots, admission) + max(1, num_slots)
+        return index_bytes + 4 * words + _num_counters(num_slots, admission)
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.slot_of, self.row_of, self.heat, self.seen, self.touches, self.ghosts)
+        parts = (self.index.data, self.row_of, self.heat, self.seen, self.touches, self.ghosts)
         return sum(part.nbytes for part in parts)
 
     def age(self) -> None:
@@ -152,7 +165,7 @@ class Victims:
 
 
 def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admission) -> None:
-    """Claim a slot for each missed row that is not resident, once; the caller has cleared `claims`.
+    """List the missed rows that ask for a slot and are not resident; the caller has cleared `claims`.
 
     With SECOND_TOUCH only rows missed before claim, or any while slots are empty. With FREQUENCY every row claims with
     a heat: that of a resident row that was read as often.
@@ -161,19 +174,16 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admissi
         _claim_by_frequency(table, missed, claims)
         return
     rows, entries = ~missed.sources[: int(missed.count)].long(), missed.places[: int(missed.count)]
-    is_first = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    is_first[np.unique(rows.cpu().numpy(), return_index=True)[1]] = True  # a refill may ask for a row twice
-    is_asked = is_first & (missed.sources[: len(rows)] != SKIP)
+    is_asked = missed.sources[: len(rows)] != SKIP
     rows, entries = rows[is_asked], entries[is_asked]
     earned = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     if admission == Admission.SECOND_TOUCH:
         earned = _are_seen_again(table.seen, int(table.control[Control.GENERATION]), rows)
-    wanted = (earned | bool(table.control[Control.IS_FILLING])) & (table.slot_of[rows] == ABSENT)
+    wanted = (earned | bool(table.control[Control.IS_FILLING])) & (table.index.slots_of(rows) == ABSENT)
     rows, entries, limit = rows[wanted], torch.where(earned, entries, ~entries)[wanted], len(claims.rows)
     claims.count.fill_(len(rows))
     claims.rows[: len(rows)] = rows[:limit].int()
     claims.entries[: len(rows)] = entries[:limit].int()
-    table.slot_of[rows[:limit]] = CLAIMED
 
 
 def _claim_by_frequency(table: RowTable, missed: Missed, claims: Claims) -> None:
@@ -185,7 +195,6 @@ def _claim_by_frequency(table: RowTable, missed: Missed, claims: Claims) -> None
     claims.rows[:kept] = rows[:kept].int()
     claims.entries[:kept] = missed.places[:kept].int()
     claims.heat[:kept] = table.control[Control.NOW].float() + touches[:kept].float().log2()
-    table.slot_of[rows[:kept]] = CLAIMED
 
 
 def counted_touches(touches: Tensor, rows: Tensor) -> Tensor:  # (rows,) int64
@@ -208,7 +217,9 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     """Give claims victims' slots; copies[i], int32, becomes the entry to copy into victims.slots[i], or SKIP.
 
     by_heat: claims are hottest first, and one that is no hotter than its victim is refused. What was counted for the
-    victim goes on as touches of an absent row.
+    victim goes on as touches of an absent row. A refill may claim a row twice: one of the claims gets a slot. A row for
+    which a compact index has no entry leaves its slot empty: victims go first, so that an index is never fuller than
+    the slots.
     """
     copies.fill_(SKIP)
     num = min(int(claims.count), len(claims.rows))
@@ -216,20 +227,22 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     slots, cold, now = victims.slots[:num], victims.heat[:num], table.control[Control.NOW].float()
     may = claims.heat[:num] > cold if by_heat else (entries >= 0) | (cold == EMPTY)
     given = may & (cold != UNUSABLE)
-    table.slot_of[rows[~given]] = ABSENT
     evicted = table.row_of[slots[given]].long()
     left = evicted != ABSENT
     if by_heat:
         counted = (cold[given][left] - now).exp2().round().clamp_max(MOST_TOUCHES)
         raise_touches(table.touches, evicted[left], counted)
     evicted = evicted[left]
-    table.slot_of[evicted] = ABSENT
+    table.index.clear(evicted)
     first = int(table.tally[RowTally.GHOSTS])
     table.ghosts[(first + torch.arange(len(evicted), device=slots.device)) % len(table.ghosts)] = evicted.int()
     table.tally[RowTally.GHOSTS] += len(evicted)
     table.tally[RowTally.EVICTED] += len(evicted)
+    table.row_of[slots[given]], table.heat[slots[given]] = ABSENT, EMPTY
+    inserted = table.index.insert(rows[given], slots[given])
+    given[given.clone()] = inserted.is_new
+    table.tally[RowTally.REFUSED] += inserted.is_refused.sum()
     table.tally[RowTally.ADMITTED] += given.sum()
-    table.slot_of[rows[given]] = slots[given].int()
     table.row_of[slots[given]] = rows[given].int()
     table.heat[slots[given]] = claims.heat[:num][given] if by_heat else now
     copies[:num] = torch.where(given, torch.where(entries >= 0, entries, ~entries), SKIP)
@@ -244,21 +257,3 @@ def _are_seen_again(seen: Tensor, generation: int, rows: Tensor) -> Tensor:  # (
     for word, bit in marks:
         np.bitwise_or.at(words[generation], word, bit)
     return torch.from_numpy(was[0] | was[1])
-
-
-def places_of(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Return the places of both hashes of rows, (rows,) int64; `num` is a power of two."""
-    return mixed_rows(rows) & (num - 1), mixed_rows(rows ^ SECOND) & (num - 1)
-
-
-SECOND = 0x5BD1E995  # distinguishes the second hash from the first
-
-
-def mixed_rows(rows: Tensor) -> Tensor:
-    """Return 32-bit hashes of rows, (rows,) int64: two rounds of multiply and shift."""
-    for shift, factor in ((16, MIX_A), (15, MIX_B)):
-        rows = ((rows ^ rows >> shift) * factor) & 0xFFFFFFFF
-    return rows ^ rows >> 16
-
-
-MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from helmrec.kernels.row_index import RowIndex
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTargets:
     """Where rows are written to."""
 
-    slot_of: Tensor  # (rows + 1,) int32: slot of each row in the arena; negative if it has none
+    index: RowIndex  # of the slots of resident rows
     arena_rows: Tensor  # (slots, row_dim)
     master: Tensor | None  # (rows, row_dim) on the host; None: another process writes it
 
@@ -20,7 +22,7 @@ def write_rows(values: Tensor, rows: Tensor, first: int, num: int, targets: RowT
     values: (entries, row_dim) and rows: (entries,) int64, distinct, both where the arena is.
     """
     new, at = values[first : first + num], rows[first : first + num]
-    slots = targets.slot_of[at]
+    slots = targets.index.slots_of(at)
     resident = (slots >= 0).nonzero().flatten()
     targets.arena_rows[slots[resident].long()] = new[resident]
     if targets.master is not None:

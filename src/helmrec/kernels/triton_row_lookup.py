@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import BUCKETS, Lookup, bucket_shift
-from helmrec.kernels.row_table import ABSENT, Control, RowTable
-from helmrec.kernels.triton_row_table import mixed
+from helmrec.kernels.row_table import Control, RowTable
+from helmrec.kernels.triton_row_index import block_of, mixed, slots_of
 
-_BLOCK = 1024
 _FEW = 256  # entries of a program that probes the hash table: more programs, shorter loops
 _NOW = tl.constexpr(int(Control.NOW))
 _SKIP, _ABSENT = tl.constexpr(SKIP), tl.constexpr(ABSENT)
@@ -32,11 +32,11 @@ _BITS = tl.constexpr(2**31 - 1)  # flipped in an entry they give its rank: the f
 
 
 @triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
-def _find_kernel(rows, slot_of, heat, control, sources, is_missed, absent_entries, absent_count, num_entries,
-                 IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
+def _find_kernel(rows, index, heat, control, sources, is_missed, absent_entries, absent_count, num_entries,
+                 INDEX_BUCKETS: tl.constexpr, IS_LRU: tl.constexpr, BLOCK: tl.constexpr):
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + entries, mask=entries < num_entries, other=_ABSENT)
-    slot = tl.load(slot_of + row.to(tl.int64), mask=row >= 0, other=_ABSENT)
+    slot = slots_of(index, row, row >= 0, INDEX_BUCKETS)
     hit = slot >= 0
     now = tl.load(control + _NOW).to(tl.float32)
     if not IS_LRU:
@@ -130,15 +130,16 @@ def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None
     num = rows.numel()
     absent, missed, repeats = lookup.absent, lookup.missed, lookup.repeats
     is_missed = lookup.is_missed.view(dtype=torch.int8)
-    shift, few = bucket_shift(len(table.slot_of) - 1), (triton.cdiv(num, _FEW),)
+    shift, few = bucket_shift(table.num_rows), (triton.cdiv(num, _FEW),)
     keys, ranks = lookup.cells
     lookup.counters.zero_()
     if not num:
         return
     lookup.cells.fill_(-1)
-    _find_kernel[(triton.cdiv(num, _BLOCK),)](
+    block = block_of(table.index)
+    _find_kernel[(triton.cdiv(num, block),)](
         rows,
-        table.slot_of,
+        table.index.data,
         table.heat,
         table.control,
         lookup.sources,
@@ -146,8 +147,9 @@ def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None
         absent.entries,
         absent.count,
         num,
+        INDEX_BUCKETS=table.index.num_buckets,
         IS_LRU=is_lru,
-        BLOCK=_BLOCK,
+        BLOCK=block,
     )
     wanted = (rows, absent.entries, absent.cells, absent.count)
     _enter_kernel[few](*wanted, keys, ranks, keys.numel() - 1, BLOCK=_FEW)

@@ -9,13 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_index import ABSENT, SECOND
 from helmrec.kernels.row_table import (
-    ABSENT,
-    CLAIMED,
-    MIX_A,
-    MIX_B,
     MOST_TOUCHES,
-    SECOND,
     Admission,
     Claims,
     Control,
@@ -24,24 +20,15 @@ from helmrec.kernels.row_table import (
     RowTally,
     Victims,
 )
+from helmrec.kernels.triton_row_index import block_of, clear, insert, mixed, slots_of
 
-_BLOCK = 1024
 _NOW, _GENERATION, _IS_FILLING = (tl.constexpr(int(i)) for i in (Control.NOW, Control.GENERATION, Control.IS_FILLING))
-_ADMITTED, _EVICTED, _GHOSTS = (tl.constexpr(int(i)) for i in (RowTally.ADMITTED, RowTally.EVICTED, RowTally.GHOSTS))
-_SKIP, _ABSENT, _CLAIMED = tl.constexpr(SKIP), tl.constexpr(ABSENT), tl.constexpr(CLAIMED)
-_NEVER = tl.constexpr(-7)  # no entry of `slot_of` is
-_MIX_A, _MIX_B, _SECOND = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr(SECOND)
+_ADMITTED, _EVICTED = tl.constexpr(int(RowTally.ADMITTED)), tl.constexpr(int(RowTally.EVICTED))
+_GHOSTS, _REFUSED = tl.constexpr(int(RowTally.GHOSTS)), tl.constexpr(int(RowTally.REFUSED))
+_SKIP, _ABSENT, _SECOND = tl.constexpr(SKIP), tl.constexpr(ABSENT), tl.constexpr(SECOND)
 
 # One argument a line would bury the kernels.
 # fmt: off
-
-
-@triton.jit
-def mixed(value):
-    """As the twin's `mixed_rows`."""
-    value = (value ^ (value >> 16)) * _MIX_A
-    value = (value ^ (value >> 15)) * _MIX_B
-    return value ^ (value >> 16)
 
 
 @triton.jit
@@ -55,9 +42,9 @@ def _mark(seen, hashed, generation, missed, WORDS: tl.constexpr):
     return (before >> shift) & 1, (other >> shift) & 1
 
 
-@triton.jit
-def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, control, claim_rows, claim_entries,
-                  count, LIMIT: tl.constexpr, WORDS: tl.constexpr, IS_FILTERED: tl.constexpr,
+@triton.jit(do_not_specialize=["limit"])  # else steps of another size would recompile it
+def _claim_kernel(missed_sources, missed_places, missed_count, index, seen, control, claim_rows, claim_entries,
+                  count, limit, BUCKETS: tl.constexpr, WORDS: tl.constexpr, IS_FILTERED: tl.constexpr,
                   BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_missed = tl.load(missed_count)
@@ -75,16 +62,13 @@ def _claim_kernel(missed_sources, missed_places, missed_count, slot_of, seen, co
         here_a, there_a = _mark(seen, mixed(hashed), generation, missed, WORDS)
         here_b, there_b = _mark(seen, mixed(hashed ^ _SECOND), generation, missed, WORDS)
         earned = missed & (((here_a & here_b) | (there_a & there_b)) != 0)
-        wanted = earned | (missed & (tl.load(control + _IS_FILLING).to(tl.int32) != 0))
-    # An entry that does not claim compares with a value that never occurs, so that it changes nothing.
-    place = slot_of + row.to(tl.int64)
-    found = tl.atomic_cas(place, tl.where(wanted, _ABSENT, _NEVER), tl.full((BLOCK,), _CLAIMED, tl.int32))
-    won = tl.where(wanted, found, _NEVER) == _ABSENT
-    base = tl.atomic_add(count, tl.sum(won.to(tl.int32), axis=0))
-    at = base + tl.cumsum(won.to(tl.int32), axis=0) - 1
-    tl.store(claim_rows + at, row, mask=won & (at < LIMIT))
-    tl.store(claim_entries + at, tl.where(earned, entries, -1 - entries), mask=won & (at < LIMIT))
-    tl.store(place, tl.full((BLOCK,), _ABSENT, tl.int32), mask=won & (at >= LIMIT))
+        if tl.load(control + _IS_FILLING) == 0:
+            wanted = earned
+    claims = wanted & (slots_of(index, row, wanted, BUCKETS) < 0)
+    base = tl.atomic_add(count, tl.sum(claims.to(tl.int32), axis=0))
+    at = base + tl.cumsum(claims.to(tl.int32), axis=0) - 1
+    tl.store(claim_rows + at, row, mask=claims & (at < limit))
+    tl.store(claim_entries + at, tl.where(earned, entries, -1 - entries), mask=claims & (at < limit))
 
 
 @triton.jit
@@ -110,10 +94,10 @@ def _raise(touches, row, least, used, SIZE: tl.constexpr):
     tl.store(touches + second, ((high & 15) | (tl.maximum(high >> 4, least) << 4)).to(tl.uint8), mask=used)
 
 
-@triton.jit
-def _claim_by_frequency_kernel(missed_sources, missed_places, missed_count, slot_of, touches, control, claim_rows,
-                               claim_entries, claim_heat, count, MOST: tl.constexpr, LIMIT: tl.constexpr,
-                               SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["limit"])
+def _claim_by_frequency_kernel(missed_sources, missed_places, missed_count, touches, control, claim_rows,
+                               claim_entries, claim_heat, count, limit, MOST: tl.constexpr, SIZE: tl.constexpr,
+                               BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_missed = tl.load(missed_count)
     if tl.program_id(0) * BLOCK >= num_missed:
@@ -122,23 +106,26 @@ def _claim_by_frequency_kernel(missed_sources, missed_places, missed_count, slot
     row = -1 - tl.load(missed_sources + i, mask=missed, other=-1)
     num = tl.minimum(_counted(touches, row, missed, SIZE) + 1, MOST)
     _raise(touches, row, num, missed, SIZE)
-    claimed = missed & (i < LIMIT)
+    claimed = missed & (i < limit)
     now = tl.load(control + _NOW).to(tl.float32)
     tl.store(claim_rows + i, row, mask=claimed)
     tl.store(claim_entries + i, tl.load(missed_places + i, mask=claimed, other=0).to(tl.int32), mask=claimed)
     tl.store(claim_heat + i, now + tl.log2(num.to(tl.float32)), mask=claimed)
-    tl.store(slot_of + row.to(tl.int64), tl.full((BLOCK,), _CLAIMED, tl.int32), mask=claimed)
     if tl.program_id(0) == 0:
         tl.store(count, num_missed)
 
 
-@triton.jit
-def _publish_kernel(claim_rows, claim_entries, count, claim_heat, victims, victim_heat, slot_of, row_of, heat, touches,
-                    ghosts, control, tally, copies, num_ghosts, MOST: tl.constexpr, LIMIT: tl.constexpr,
+@triton.jit(do_not_specialize=["limit"])
+def _publish_kernel(claim_rows, claim_entries, count, claim_heat, victims, victim_heat, index, row_of, heat, touches,
+                    ghosts, control, tally, copies, num_ghosts, limit, MOST: tl.constexpr, BUCKETS: tl.constexpr,
                     SIZE: tl.constexpr, BY_HEAT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    claimed = (i < tl.load(count)) & (i < LIMIT)
-    row = tl.load(claim_rows + i, mask=claimed, other=0).to(tl.int64)
+    num_claims = tl.minimum(tl.load(count), limit)
+    if tl.program_id(0) * BLOCK >= num_claims:
+        tl.store(copies + i, tl.full((BLOCK,), _SKIP, tl.int32), mask=i < limit)
+        return
+    claimed = i < num_claims
+    row = tl.load(claim_rows + i, mask=claimed, other=0)
     entry = tl.load(claim_entries + i, mask=claimed, other=0)
     slot = tl.load(victims + i, mask=claimed, other=0)
     cold = tl.load(victim_heat + i, mask=claimed, other=float("inf"))
@@ -154,16 +141,18 @@ def _publish_kernel(claim_rows, claim_entries, count, claim_heat, victims, victi
     if BY_HEAT:
         num = tl.minimum(tl.exp2(tl.where(left, cold - now, 0.0)) + 0.5, MOST).to(tl.int32)
         _raise(touches, evicted, num, left, SIZE)
-    tl.store(slot_of + evicted.to(tl.int64), tl.full((BLOCK,), _ABSENT, tl.int32), mask=left)
-    tl.store(slot_of + row, tl.where(given, slot.to(tl.int32), _ABSENT), mask=claimed)
-    tl.store(row_of + slot, row.to(tl.int32), mask=given)
-    tl.store(heat + slot, warm, mask=given)
-    tl.store(copies + i, tl.where(given, tl.where(entry >= 0, entry, -1 - entry), _SKIP), mask=i < LIMIT)
+    clear(index, evicted, left, BUCKETS)
+    is_new, refused = insert(index, row, slot.to(tl.int32), given, BUCKETS)
+    tl.store(row_of + slot, tl.where(is_new, row, _ABSENT), mask=given)
+    tl.store(heat + slot, tl.where(is_new, warm, float("-inf")), mask=given)
+    tl.store(copies + i, tl.where(is_new, tl.where(entry >= 0, entry, -1 - entry), _SKIP), mask=i < limit)
     num_left = tl.sum(left.to(tl.int64), axis=0)
     ghost = tl.atomic_add(tally + _GHOSTS, num_left) + tl.cumsum(left.to(tl.int64), axis=0) - 1
     tl.store(ghosts + ghost % num_ghosts, evicted, mask=left)
-    tl.atomic_add(tally + _ADMITTED, tl.sum(given.to(tl.int64), axis=0))
+    tl.atomic_add(tally + _ADMITTED, tl.sum(is_new.to(tl.int64), axis=0))
     tl.atomic_add(tally + _EVICTED, num_left)
+    if BUCKETS != 0:
+        tl.atomic_add(tally + _REFUSED, tl.sum(refused.to(tl.int64), axis=0))
 
 
 # fmt: on
@@ -171,10 +160,10 @@ def _publish_kernel(claim_rows, claim_entries, count, claim_heat, victims, victi
 
 def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admission) -> None:
     """As the twin, but which rows are beyond the limit is not deterministic."""
-    num, limit = missed.sources.numel(), claims.rows.numel()
+    num, limit, block = missed.sources.numel(), claims.rows.numel(), block_of(table.index)
     if not num:
         return
-    grid, wanted = (triton.cdiv(num, _BLOCK),), (missed.sources, missed.places, missed.count, table.slot_of)
+    grid, wanted = (triton.cdiv(num, block),), (missed.sources, missed.places, missed.count)
     if admission == Admission.FREQUENCY:
         _claim_by_frequency_kernel[grid](
             *wanted,
@@ -184,36 +173,39 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admissi
             claims.entries,
             claims.heat,
             claims.count,
+            limit,
             MOST=MOST_TOUCHES,
-            LIMIT=limit,
             SIZE=table.touches.numel(),
-            BLOCK=_BLOCK,
+            BLOCK=block,
         )
         return
     _claim_kernel[grid](
         *wanted,
+        table.index.data,
         table.seen,
         table.control,
         claims.rows,
         claims.entries,
         claims.count,
-        LIMIT=limit,
+        limit,
+        BUCKETS=table.index.num_buckets,
         WORDS=table.seen.shape[1],
         IS_FILTERED=admission == Admission.SECOND_TOUCH,
-        BLOCK=_BLOCK,
+        BLOCK=block,
     )
 
 
 def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *, by_heat: bool = False) -> None:
-    limit = claims.rows.numel()
-    _publish_kernel[(triton.cdiv(limit, _BLOCK),)](
+    """As the twin, but which of several rows gets the last entry of a bucket is not deterministic."""
+    limit, block = claims.rows.numel(), block_of(table.index)
+    _publish_kernel[(triton.cdiv(limit, block),)](
         claims.rows,
         claims.entries,
         claims.count,
         claims.heat,
         victims.slots,
         victims.heat,
-        table.slot_of,
+        table.index.data,
         table.row_of,
         table.heat,
         table.touches,
@@ -222,9 +214,10 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
         table.tally,
         copies,
         table.ghosts.numel(),
+        limit,
         MOST=MOST_TOUCHES,
-        LIMIT=limit,
+        BUCKETS=table.index.num_buckets,
         SIZE=table.touches.numel(),
         BY_HEAT=by_heat,
-        BLOCK=_BLOCK,
+        BLOCK=block,
     )

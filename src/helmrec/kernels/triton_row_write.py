@@ -14,15 +14,16 @@ from torch import Tensor
 
 from helmrec.kernels.row_write import RowTargets
 from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words
+from helmrec.kernels.triton_row_index import slots_of
 
 # One argument a line would bury the kernel.
 # fmt: off
 
 
 @triton.jit(do_not_specialize=["first", "num"])  # else another slice may recompile it
-def _write_kernel(values, row_ids, slot_of, arena, master, first, num, VALUES_STRIDE: tl.constexpr,
+def _write_kernel(values, row_ids, index, arena, master, first, num, VALUES_STRIDE: tl.constexpr,
                   ARENA_STRIDE: tl.constexpr, MASTER_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-                  ROWS: tl.constexpr, HAS_MASTER: tl.constexpr):
+                  ROWS: tl.constexpr, HAS_MASTER: tl.constexpr, BUCKETS: tl.constexpr):
     """Strides are constants so that the compiler sees their alignment and moves 16 bytes at a time."""
     columns = tl.arange(0, PADDED)
     for start in range(tl.program_id(0) * ROWS, num, tl.num_programs(0) * ROWS):
@@ -30,7 +31,7 @@ def _write_kernel(values, row_ids, slot_of, arena, master, first, num, VALUES_ST
         is_row = entries < num
         place = (first + entries).to(tl.int64)
         row = tl.load(row_ids + place, mask=is_row, other=0)
-        slot = tl.load(slot_of + row, mask=is_row, other=-1).to(tl.int64)
+        slot = slots_of(index, row, is_row, BUCKETS).to(tl.int64)
         live = is_row[:, None] & (columns < WIDTH)[None, :]
         new = tl.load(values + place[:, None] * VALUES_STRIDE + columns[None, :], mask=live)
         if HAS_MASTER:
@@ -61,7 +62,7 @@ def write_rows(
     _write_kernel[(min(triton.cdiv(num, rows_at_once), launch.programs),)](
         values,
         rows,
-        targets.slot_of,
+        targets.index.data,
         arena_rows,
         master,
         first,
@@ -73,5 +74,6 @@ def write_rows(
         PADDED=padded,
         ROWS=rows_at_once,
         HAS_MASTER=targets.master is not None,
+        BUCKETS=targets.index.num_buckets,
         num_warps=launch.num_warps,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helmrec.kernels import row_table
 from helmrec.kernels.row_gather import SKIP
+from helmrec.kernels.row_index import ABSENT, IndexForm
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Admission, Claims, Control, Missed, RowTable, RowTally, Victims
@@ -61,9 +62,15 @@ class DeviceRows:
     """Caches rows in the arena's EMB pages. Slot s lies in page s // rows_per_page."""
 
     def __init__(
-        self, num_rows: int, arena_rows: Tensor, rows_per_page: int, policy: RowPolicy, kernels: RowKernels
+        self,
+        num_rows: int,
+        arena_rows: Tensor,
+        rows_per_page: int,
+        policy: RowPolicy,
+        kernels: RowKernels,
+        form: IndexForm | None = None,
     ) -> None:
-        """arena_rows: (slots, row_dim), the whole arena seen as rows."""
+        """arena_rows: (slots, row_dim), the whole arena seen as rows. form: of the index; None: as the sizes demand."""
         num_slots, device = len(arena_rows), arena_rows.device
         limit = min(_MOST_ADMITTED, num_slots)
         self.stream = torch.cuda.Stream(device) if arena_rows.is_cuda else None  # all work on the table runs here
@@ -71,7 +78,7 @@ class DeviceRows:
         self._rows_per_page = rows_per_page
         self._policy = policy
         self._kernels = kernels
-        self.table = RowTable.allocate(num_rows, num_slots, device, policy.admission)
+        self.table = RowTable.allocate(num_rows, num_slots, device, policy.admission, form)
         self._pages: list[int] = []
         self._page_list = torch.zeros(num_slots // rows_per_page, dtype=torch.int64, device=device)
         self._claims = Claims.allocate(limit, device)
@@ -92,7 +99,7 @@ class DeviceRows:
         self._refill_graph: torch.cuda.CUDAGraph | None = None
         self._pages_in_graph = self._rows_in_graph = 0
         self._tally = np.zeros(len(RowTally), np.int64)
-        self.hits = self.misses = self.evictions = self.refills = self.moves = 0
+        self.hits = self.misses = self.evictions = self.refills = self.moves = self.refused = 0
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # which has initialised the tensors above
 
@@ -185,6 +192,7 @@ class DeviceRows:
         self.hits += hits
         self.misses += misses
         self.evictions, self.refills, self.moves = tally[[RowTally.EVICTED, RowTally.REFILLED, RowTally.MOVED]].tolist()
+        self.refused = int(tally[RowTally.REFUSED])
         self._missed_in_generation += misses
         if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
             self._missed_in_generation = 0
@@ -296,14 +304,14 @@ class DeviceRows:
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
         table, top = self.table, self.table.tally[RowTally.GHOSTS]
         rows = table.ghosts[(top - 1 - self._count(num)) % len(table.ghosts)]
-        sources = torch.where((self._count(num) < top) & (rows != row_table.ABSENT), ~rows, SKIP)
+        sources = torch.where((self._count(num) < top) & (rows != ABSENT), ~rows, SKIP)
         table.tally[RowTally.GHOSTS] -= top.clamp_max(num)
         return sources.int()
 
     @_in_stream
     def by_heat(self) -> NDArray[np.int64]:
         """Return the resident rows, coldest first. Waits for the device."""
-        is_row = self.table.row_of != row_table.ABSENT
+        is_row = self.table.row_of != ABSENT
         order = self.table.heat[is_row].argsort()
         return self.table.row_of[is_row][order].cpu().numpy().astype(np.int64)
 
@@ -318,13 +326,12 @@ class DeviceRows:
         """Empty these slots. slots: coldest first; some may be empty already."""
         table, rows = self.table, self.table.row_of[slots]
         self._push_ghosts(rows)
-        table.slot_of.index_fill_(0, self._or_unused(rows), row_table.ABSENT)
-        table.slot_of[-1:].fill_(row_table.CLAIMED)
-        table.row_of.index_fill_(0, slots, row_table.ABSENT)
+        table.index.clear(rows)
+        table.row_of.index_fill_(0, slots, ABSENT)
         table.heat.index_fill_(0, slots, row_table.EMPTY)
 
     def _push_ghosts(self, rows: Tensor) -> None:
-        table, is_row = self.table, rows != row_table.ABSENT
+        table, is_row = self.table, rows != ABSENT
         num = is_row.sum()
         packed = _packed(rows, is_row)
         places = (table.tally[RowTally.GHOSTS] + self._count(len(packed))) % len(table.ghosts)
@@ -340,17 +347,12 @@ class DeviceRows:
         )
         source, target = (torch.where(slots == SKIP, self._unused, slots) for slots in (source, target))
         rows = table.row_of[source]
-        table.slot_of[self._or_unused(rows)] = target.int()
-        table.slot_of[-1:].fill_(row_table.CLAIMED)
+        table.index.move(rows, target)
         table.row_of[target], table.heat[target] = rows, table.heat[source]
         emptied = torch.cat([source, self._unused])
-        table.row_of.index_fill_(0, emptied, row_table.ABSENT)
+        table.row_of.index_fill_(0, emptied, ABSENT)
         table.heat.index_fill_(0, emptied, row_table.EMPTY)
-        table.tally[RowTally.MOVED] += (rows != row_table.ABSENT).sum()
-
-    def _or_unused(self, rows: Tensor) -> Tensor:
-        """Return indices into `slot_of`; the unused last entry for row_table.ABSENT rows."""
-        return torch.where(rows == row_table.ABSENT, len(self.table.slot_of) - 1, rows).long()
+        table.tally[RowTally.MOVED] += (rows != ABSENT).sum()
 
     def _send(self, values: Sequence[float], target: Tensor) -> None:
         """Copy values to the device from pinned memory, so that the host does not wait for the stream."""
@@ -363,12 +365,14 @@ class DeviceRows:
     @_in_stream
     def check(self) -> None:
         """Assert the invariants of the table. Waits for the device."""
-        slot_of, row_of, heat = (part.cpu() for part in (self.table.slot_of, self.table.row_of, self.table.heat))
-        slots = (row_of != row_table.ABSENT).nonzero().flatten()
-        assert slot_of[-1] == row_table.CLAIMED, "the unused last entry was written"
-        assert row_of[-1] == row_table.ABSENT, "the unused last entry was written"
-        assert torch.equal(slot_of[row_of[slots].long()].long(), slots), "the index does not match the slots"
-        assert int((slot_of[:-1] != row_table.ABSENT).sum()) == len(slots), "a row points to a slot that is not its own"
+        row_of, heat, index = self.table.row_of.cpu(), self.table.heat.cpu(), self.table.index
+        slots, entries = (row_of != ABSENT).nonzero().flatten(), index.entries()
+        order = entries.slots.argsort()
+        assert row_of[-1] == ABSENT, "the unused last entry was written"
+        assert torch.equal(entries.slots[order], slots), "a slot has no entry of the index, or several"
+        assert torch.equal(entries.rows[order], row_of[slots].long()), "the index does not match the slots"
+        found = index.slots_of(self.table.row_of[:-1]).cpu()
+        assert torch.equal(found[slots].long(), slots), "a row is not found"
         assert torch.equal((heat != row_table.EMPTY).nonzero().flatten(), slots), (
             "an empty slot is warm, or a full one is not"
         )

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from helmrec.kernels.row_index import IndexForm
 from helmrec_bench.measure.cards.row_caches import (
     QUICK,
     SECOND_TOUCH,
     Ours,
     PlainTorch,
+    index_bytes,
     make_table,
     measure,
     numbers_of,
@@ -49,4 +51,15 @@ def test_both_caches_serve_the_rows_they_are_asked_for() -> None:
             measure(place, make, steps)
             for make in (lambda: Ours(place, 0.1, SECOND_TOUCH), lambda: PlainTorch(place, 0.1))
         )
+        compact = measure(place, lambda: Ours(place, 0.1, SECOND_TOUCH, IndexForm.COMPACT), steps)
     assert 0.5 < plain["hit_rate"] < ours["hit_rate"] < 0.9
+    assert ours["refused"] == 0
+    assert 0 <= compact["refused"] < 0.01 * compact["admitted"]
+    assert abs(ours["hit_rate"] - compact["hit_rate"]) < 0.01
+
+
+def test_a_compact_index_of_a_billion_rows_is_sized_by_its_slots() -> None:
+    small, large = index_bytes((0.01, 0.05))
+    assert small["dense"] == large["dense"] == 4 * (10**9 + 1)
+    assert small["compact"] == pytest.approx(16 * 10**7, rel=1e-3)
+    assert large["compact"] == pytest.approx(16 * 5 * 10**7, rel=1e-3)

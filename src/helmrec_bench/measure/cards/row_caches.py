@@ -4,9 +4,9 @@ helmrec bench run row-caches --fbgemm FOLDER          # on a machine with a card
 helmrec bench run row-caches --device cpu --quick     # a minute's trial of the script itself; its figures mean nothing
 
 Every system is given row ids on the host and must leave the rows, in order, on the device. `ours` is the engine's own
-row stage as CUDA graphs. `plain torch` keeps index and exact LRU on the host, gathers misses there and copies them from
-pinned memory. A hit is a lookup for which nothing crosses the bus: a row that a step reads several times misses once,
-which is also how FBGEMM counts.
+row stage as CUDA graphs, with the dense index of resident rows unless its name says compact. `plain torch` keeps index
+and exact LRU on the host, gathers misses there and copies them from pinned memory. A hit is a lookup for which nothing
+crosses the bus: a row that a step reads several times misses once, which is also how FBGEMM counts.
 """
 
 import time
@@ -27,8 +27,9 @@ from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.timeline import DeviceTimeline, Mark
+from helmrec.kernels.row_index import INDEXES, IndexForm
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
-from helmrec.kernels.row_table import Admission
+from helmrec.kernels.row_table import Admission, RowTally
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.geometry import PageGeometry
@@ -38,6 +39,7 @@ from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.fbgemm_rows import FbgemmRows, find_fbgemm
 
 CHECK_EVERY = 25  # steps whose rows are compared with the table
+MANY_ROWS = 10**9  # for which the sizes of both indexes are stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,11 @@ class CacheSetup:
 class Ours:
     """The engine's row stage: graphs on a card, operation by operation elsewhere."""
 
-    def __init__(self, place: CacheSetup, share: float, policy: RowPolicy) -> None:
+    def __init__(self, place: CacheSetup, share: float, policy: RowPolicy, form: IndexForm = IndexForm.DENSE) -> None:
         profile = place.profile
         arena = Arena(place.pages(share), profile.geometry, torch.bfloat16, place.master.dtype, str(place.device))
         per_page = profile.geometry.rows_per_page
-        self._rows = DeviceRows(profile.num_rows, arena.rows, per_page, policy, place.kernels)
+        self._rows = DeviceRows(profile.num_rows, arena.rows, per_page, policy, place.kernels, form)
         self._stage = DeviceRowStage(self._rows, arena, place.master, place.kernels)
         self._place = place
         self._graphs: RowGraphs | None = None
@@ -126,6 +128,12 @@ class Ours:
     @property
     def hits(self) -> int:
         return self._rows.hits
+
+    @property
+    def admissions(self) -> dict[str, int]:
+        """Rows admitted, and rows for which a compact index had no entry, since the start. Waits for the device."""
+        admitted, refused = self._rows.table.tally[[RowTally.ADMITTED, RowTally.REFUSED]].tolist()
+        return {"admitted": admitted, "refused": refused}
 
     def read(self, rows: IntArray) -> Tensor:
         step = _assembly(rows)
@@ -277,6 +285,7 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
         "lookups_per_s": round(lookups / seconds),
         "gb_per_s": round(lookups * row_bytes / seconds / 1e9, 2),
         "ms_per_step": round(1e3 * seconds / profile.measured, 3),
+        **(reader.admissions if isinstance(reader, Ours) else {}),
     }
 
 
@@ -292,6 +301,8 @@ def systems(
         "ours, frequency": lambda: Ours(place, share, FREQUENCY),
         "ours, LRU, second touch (default)": lambda: Ours(place, share, SECOND_TOUCH),
         "ours, LRU, every miss enters": lambda: Ours(place, share, LRU),
+        "ours, frequency, compact index": lambda: Ours(place, share, FREQUENCY, IndexForm.COMPACT),
+        "ours, LRU, second touch, compact index": lambda: Ours(place, share, SECOND_TOUCH, IndexForm.COMPACT),
     }
     if has_fbgemm:
         for kind in ("LFU", "LRU"):
@@ -327,6 +338,20 @@ def over_the_bus(place: CacheSetup, share: float, steps: IntArray) -> dict[str, 
         "bytes_once_a_step": round(once * row_bytes / measured),
         "bytes_each_lookup": round(each * row_bytes / measured),
     }
+
+
+def index_bytes(shares: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Sizes of both indexes of tables with MANY_ROWS rows."""
+    sizes = [(share, round(share * MANY_ROWS)) for share in shares]
+    return [
+        {
+            "rows": MANY_ROWS,
+            "share": share,
+            "slots": slots,
+            **{form.value: index.bytes_for(MANY_ROWS, slots) for form, index in INDEXES.items()},
+        }
+        for share, slots in sizes
+    ]
 
 
 def options(parser: ArgumentParser) -> None:
@@ -368,4 +393,5 @@ def main(flags: Namespace) -> None:
     if not has_fbgemm:
         results.append({"system": "FBGEMM", "run": False, "why": "fbgemm_gpu is not installed here"})
     traces = {"profiles": [asdict(profile) for profile in (*profiles, repeating)], "seed": flags.seed}
-    write_measurement(flags.out, {"trace": traces, "systems": results, "repeats": repeats})
+    found = {"trace": traces, "systems": results, "repeats": repeats, "index_bytes": index_bytes(profiles[0].shares)}
+    write_measurement(flags.out, found)
