@@ -13,7 +13,7 @@ from helmrec.engine.layout import (
     StepArrays,
     lay_out,
 )
-from helmrec.kernels import row_table
+from helmrec.kernels import row_index
 from tests.engine.test_assemble import CONFIG, PAGE_TOKENS, plan, prepare
 
 SEQUENCES, SIZE, TOKENS, PAGES, HEADS = 4, 16, 24, 3, 6

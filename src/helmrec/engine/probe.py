@@ -23,6 +23,7 @@ from helmrec.kernels.row_table import RowTally
 from helmrec.memory.device_rows import DeviceRows
 from helmrec.memory.pool import Pool
 from helmrec.memory.prefix import PageLoad
+from helmrec.memory.row_master import HostRows
 from helmrec.types import PrefillRequest, RankRequest, RankResult
 
 
@@ -36,6 +37,10 @@ class EngineProbe:
     @property
     def pool(self) -> Pool:
         return self.engine._pool
+
+    @property
+    def host_rows(self) -> HostRows:
+        return self.engine._master
 
     @property
     def dense(self) -> Dense:

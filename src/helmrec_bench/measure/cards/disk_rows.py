@@ -229,7 +229,7 @@ def _note_end(ended_s: NDArray[np.float64], number: int, _: "Future[RankResult]"
 
 def compare_rows(engine: Engine, seed: int = 0) -> int:
     """Compare rows that the engine reads, from memory or disk, with what was written; return how many are wrong."""
-    config, master, wrong = engine.model_config, engine._master, 0
+    config, master, wrong = engine.model_config, EngineProbe(engine).host_rows, 0
     rng = np.random.default_rng(seed)
     dtype = getattr(torch, config.row_dtype)
     for table in config.tables:
