@@ -16,12 +16,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("order_from", [1, 1_000_000])
+@pytest.mark.parametrize("assigned_beside_from", [1, 1_000_000])
 @pytest.mark.parametrize("row_dim", [16, 11])
 def test_scores_after_updates_are_those_of_a_model_born_with_the_new_rows(
-    row_dim: int, order_from: int, monkeypatch: pytest.MonkeyPatch
+    row_dim: int, assigned_beside_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_graphs, "ORDER_FROM", order_from)
+    monkeypatch.setattr(row_graphs, "_ASSIGN_BESIDE", assigned_beside_from)
     shape = {"qk_dim": 32, "v_dim": 32, "dim": 64, "hidden_dim": 64, "window": 64, "normaliser": 64}
     model = tiny_model(row_dim=row_dim, row_dtype="float16", **shape)
     plain = tiny_engine(tiny_model(row_dim=row_dim, row_dtype="float16", **shape), page_tokens=64, kernels="torch")

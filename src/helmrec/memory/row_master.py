@@ -210,13 +210,13 @@ def copy_tables(
             if (row := first_non_finite(source)) is not None:
                 raise non_finite_row(f"table {name!r}", first + row)
             if are_mapped:
-                _page_out(source)
+                page_out(source)
             first += len(source)
             done += source.nbytes
             progress(done, total)
 
 
-def _page_out(mapped: Tensor) -> None:
+def page_out(mapped: Tensor) -> None:
     """Let the pages of a mapped file leave memory; they are read again if they are needed. An old kernel keeps them."""
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start), _PAGE_OUT)

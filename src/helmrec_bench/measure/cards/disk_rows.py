@@ -51,7 +51,7 @@ COMPARED = 20_000  # rows
 PROBE_S = {"cuda": 4.0, "cpu": 0.5}
 
 
-class Plan(NamedTuple):
+class DiskPlan(NamedTuple):
     """What is measured; a card takes the large one."""
 
     device: str
@@ -64,11 +64,11 @@ class Plan(NamedTuple):
     load_share: float  # of the rate with all rows in memory, at which P99 is measured
 
 
-CARD = Plan("cuda", 40 * GIB, (16 * GIB, 8 * GIB, 4 * GIB), "6GiB", 1_500, 1_500, 0.85, 0.6)
-QUICK = Plan("cpu", 16 << 20, (6 << 20, 3 << 20, 3 << 19), "4MiB", 60, 60, 0.85, 0.4)
+CARD = DiskPlan("cuda", 40 * GIB, (16 * GIB, 8 * GIB, 4 * GIB), "6GiB", 1_500, 1_500, 0.85, 0.6)
+QUICK = DiskPlan("cpu", 16 << 20, (6 << 20, 3 << 20, 3 << 19), "4MiB", 60, 60, 0.85, 0.4)
 
 
-class Case(NamedTuple):
+class DiskCase(NamedTuple):
     """One engine and one kind of traffic."""
 
     memory_bytes: int | None  # None: all rows are in memory
@@ -81,12 +81,12 @@ class Case(NamedTuple):
         return f"{self.traffic}, {memory} in memory" + (", pages of the files kept" if self.keeps_pages else "")
 
 
-def cases(plan: Plan) -> list[Case]:
-    every = [Case(memory, traffic) for traffic in ("zipf", "drift") for memory in (None, *plan.memory_bytes)]
-    return [*every, Case(None, "zipf", keeps_pages=True)]
+def cases(plan: DiskPlan) -> list[DiskCase]:
+    every = [DiskCase(memory, traffic) for traffic in ("zipf", "drift") for memory in (None, *plan.memory_bytes)]
+    return [*every, DiskCase(None, "zipf", keeps_pages=True)]
 
 
-def model_config(plan: Plan) -> ModelConfig:
+def model_config(plan: DiskPlan) -> ModelConfig:
     if plan.device == "cuda":
         return serving_config(24, plan.table_bytes)
     base = profile("demo")
@@ -112,7 +112,7 @@ def table_parts(config: ModelConfig, table: TableConfig) -> Iterator[bytes]:
         yield part[:num].view(torch.uint8).numpy().tobytes()
 
 
-def write_model(folder: Path, plan: Plan) -> None:
+def write_model(folder: Path, plan: DiskPlan) -> None:
     """Write the model, unless it is there, and let its pages leave memory.
 
     A table over 256 MiB gets no checksum, which would take a minute: engines here do not verify it.
@@ -148,7 +148,7 @@ class DriftingVisitors(Visitors):
         return (ranks + self._moved) * SPREAD % num_items
 
 
-def visitors(plan: Plan, config: ModelConfig, traffic: str) -> DriftingVisitors:
+def visitors(plan: DiskPlan, config: ModelConfig, traffic: str) -> DriftingVisitors:
     crowd = card_crowd(400) if plan.device == "cuda" else Crowd.around(40, 200, 64)
     made = DriftingVisitors(config, crowd)
     made.step = max(1, config.features[0].num_rows // 200_000) if traffic == "drift" else 0
@@ -193,10 +193,10 @@ def disk_reads_per_s(path: Path, num_threads: int, seconds: float) -> float:
     return sum(counts) / (time.perf_counter() - began_s)
 
 
-class Stand:
+class DiskStand:
     """An engine and its traffic."""
 
-    def __init__(self, engine: Engine, plan: Plan, traffic: str) -> None:
+    def __init__(self, engine: Engine, plan: DiskPlan, traffic: str) -> None:
         self.probe, self.plan = EngineProbe(engine), plan
         self.visitors = visitors(plan, engine.model_config, traffic)
 
@@ -240,9 +240,9 @@ def compare_rows(engine: Engine, seed: int = 0) -> int:
     return wrong
 
 
-def run_case(folder: Path, plan: Plan, case: Case, rate: float | None) -> dict[str, Any]:
+def run_case(folder: Path, plan: DiskPlan, case: DiskCase, rate: float | None) -> dict[str, Any]:
     """Measure one case; rate: at which P99 is measured, by default a share of this case's own."""
-    keep = patch("helmrec.memory.row_master._page_out", lambda mapped: None)
+    keep = patch("helmrec.memory.row_master.page_out", lambda mapped: None)
     began_s, before = time.perf_counter(), read_bytes()
     with keep if case.keeps_pages else nullcontext():
         batches = {"max_batch_requests": 8, "max_batch_tokens": 70_016} if plan.device == "cuda" else {}
@@ -266,8 +266,8 @@ def run_case(folder: Path, plan: Plan, case: Case, rate: float | None) -> dict[s
     return found | {"disk_reads_per_s": disk_reads_per_s(item.path, threads, PROBE_S[plan.device])}
 
 
-def _served(engine: Engine, plan: Plan, case: Case, rate: float | None) -> dict[str, Any]:
-    stand = Stand(engine, plan, case.traffic)
+def _served(engine: Engine, plan: DiskPlan, case: DiskCase, rate: float | None) -> dict[str, Any]:
+    stand = DiskStand(engine, plan, case.traffic)
     stand.serve(stand.take(plan.num_warm), None)
     requests, before = stand.take(plan.num_counted), engine.stats()
     read_before = read_bytes()
