@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from helmrec.deltas.checks import compile_checks
 from helmrec.deltas.consumer import ConsumerLimits, RowConsumer
 from helmrec.deltas.delta import Delta
 from helmrec.deltas.producer import DeltaProducer
@@ -117,6 +118,7 @@ class Follower:
 @contextmanager
 def training(model: ModelConfig, rate: UpdateRate, engine: Engine) -> Iterator[Follower]:
     """A trainer that pushes at this rate, and a follower of it, from its first delta on."""
+    compile_checks()  # as a server does before it is ready, else the first deltas wait for it
     with (
         tempfile.TemporaryDirectory(dir=_place_for(model, rate)) as folder,
         pushing(folder, model, rate, rate.num_kept(model.row_dim)),
