@@ -16,7 +16,7 @@ from typing import Any
 
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
-from helmrec.demo.plan import DemoPlan
+from helmrec.demo.plan import NUM_SIDES, DemoPlan
 from helmrec.engine.engine import Engine
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import warm_up
@@ -59,7 +59,7 @@ class CpuStand:
 
     def course(self, duration_s: float) -> LiveCourse:
         """Prepared ahead: what is measured is the engine."""
-        plan = self._plan.model_copy(update={"seconds": 2 * duration_s})
+        plan = self._plan.model_copy(update={"seconds": NUM_SIDES * duration_s})
         trace = generate(plan.workload(self.rate), plan.seed)
         with self._engine(0.5, has_curves=False) as engine:
             probe = EngineProbe(engine)
