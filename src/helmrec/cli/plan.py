@@ -38,11 +38,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
         ),
     ] = None,
     disk_reads: Annotated[
-        float | None,
-        typer.Option(
-            "--disk-reads-per-s",
-            help="Random reads a second of a node's disk; needed with --host-rows-bytes, without default.",
-        ),
+        float | None, typer.Option("--disk-reads-per-s", help="Random reads a second of its disk; no default.")
     ] = None,
     profile: Annotated[str, typer.Option(help=f"Model shape: {', '.join(PROFILES)}.")] = "dlrmv3",
     preset: Annotated[str, typer.Option(help=f"Items and candidates: {', '.join(PRESETS)}.")] = "dlrmv3",
