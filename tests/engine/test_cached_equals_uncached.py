@@ -637,7 +637,7 @@ def compute_again_what_did_not_stay(self: Relay, job: Any) -> bool:
 
 def take_differences_for_values(master: RowMaster, update: RowUpdate) -> torch.Tensor:
     """Rows become what was to be added to them."""
-    return torch.from_numpy(update.values).to(master.dtype)
+    return torch.from_numpy(update.values).to(master.codec.dtype)
 
 
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [

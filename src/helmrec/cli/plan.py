@@ -31,6 +31,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
     kv_dtype: Annotated[
         str, typer.Option("--kv-dtype", help="Precision of K/V: model, fp8_e4m3 or int8. Times stay the calibration's.")
     ] = "model",
+    row_dtype: Annotated[
+        str, typer.Option("--row-dtype", help="Precision of rows in the pool, in the same words.")
+    ] = "model",
     host_rows: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +71,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "rate": rate,
             "slo_ms": milliseconds(slo),
             "kv_dtype": kv_dtype,
+            "row_dtype": row_dtype,
             "host_rows_bytes": host_rows,
             "disk_rows_per_s": disk_reads,
             "profile": profile,

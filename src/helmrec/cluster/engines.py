@@ -66,7 +66,7 @@ def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "Engi
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
     if serve.row_deltas is None:
-        port.share_tables(lambda folder: RowKeeper(folder, serve), model)
+        port.share_tables(lambda folder: RowKeeper(folder, serve, row_dtype=engine.host_row_dtype), model)
     else:
         log.warning("each engine follows the row deltas by itself, with its own copy of the tables")
     return port

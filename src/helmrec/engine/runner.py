@@ -137,7 +137,7 @@ class Runner:
             row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
             row_misses=row_misses,
             num_missed=num_missed,
-            missed_bytes=num_missed * self._pool.geometry.row_stride,
+            missed_bytes=num_missed * self._master.codec.stride,
             ended_ago_s=scored.ended_ago_s,
             times=running.timeline.stages(has_loads=running.num_loads > 0),
             running=running,
@@ -183,7 +183,7 @@ class Runner:
             self._master.warm(rows)
             return
         self._pool.rows.expect(rows)
-        for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
+        for _ in range(1 + rows.size * self._master.codec.stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
@@ -225,7 +225,7 @@ class Runner:
         )
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()
-        rows = self._master.gather(step.rows).to(model.device)
+        rows = self._master.codec.recode(self._master.gather(step.rows), model.row_codec).to(model.device)
         scores: NDArray[np.float32] = plain.score(step, rows, _no_pages_to_wait_for).cpu().numpy()
         return scores
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from helmrec.collector import PROCESS
+from helmrec.config import FixedRowDtype
 from helmrec.memory.row_journal import RowBytes
 from helmrec.model.folder import VERIFY_BYTES, check_file, find_rows, read_manifest, table_file
 from helmrec.model.table_memory import TableFiles, TableMemory
@@ -53,6 +54,7 @@ class KeeperBegin(msgspec.Struct, frozen=True):
     log_level: str
     hold_s: float
     cut_off_s: float
+    row_dtype: FixedRowDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class KeeperProcess(FrameServer):
     async def _begin(self, begin: KeeperBegin) -> None:
         try:
             log_to_stderr(begin.log_level, [])
-            tables = await asyncio.to_thread(load_tables, Path(begin.model), self._files)
+            tables = await asyncio.to_thread(load_tables, Path(begin.model), self._files, begin.row_dtype)
         except Exception as error:
             self._give_up(error)
             return
@@ -252,10 +254,10 @@ class KeeperProcess(FrameServer):
         return self._ready_keeper().stats
 
 
-def load_tables(folder: Path, files: TableFiles) -> TableMemory:
+def load_tables(folder: Path, files: TableFiles, row_dtype: FixedRowDtype) -> TableMemory:
     """Map the tables, and fill them from a model's folder if no earlier keeper has."""
     manifest, started_s = read_manifest(folder), time.monotonic()
-    config, tables = manifest.model, TableMemory(manifest.model, files)
+    config, tables = manifest.model, TableMemory(manifest.model, files, row_dtype)
     if was_loaded := tables.journal.is_loaded:
         tables.load({}, tables.journal.position, _log_progress())
     else:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from numpy.typing import ArrayLike
 
+from helmrec.config import FixedRowDtype
 from helmrec.engine.intake import prepare_rows
+from helmrec.engine.row_values import stored
 from helmrec.errors import EngineClosed
 from helmrec.model.folder import read_manifest
-from helmrec.model.shared_tables import row_bytes_of
+from helmrec.model.shared_tables import row_bytes_of, row_codec
 from helmrec.model.table_memory import TableFiles
 from helmrec.serve.child_process import ChildProcess
 from helmrec.serve.keeper_process import KeeperBegin, KeeperStats
@@ -40,14 +41,18 @@ class RowKeeper(ChildProcess):
     module = "helmrec.serve.keeper_process"
     hang_s = 10.0
 
-    def __init__(self, model: Path, serve: ServeConfig, limits: RoundLimits | None = None) -> None:
+    def __init__(
+        self, model: Path, serve: ServeConfig, limits: RoundLimits | None = None, row_dtype: FixedRowDtype = "model"
+    ) -> None:
+        """row_dtype: of the rows in shared memory."""
         super().__init__(serve.ring_bytes, {"CUDA_VISIBLE_DEVICES": ""})
         limits = limits or RoundLimits()
         self.model = model
-        self._begin = KeeperBegin(str(model), serve.log_level, limits.hold_s, limits.cut_off_s)
+        self._row_dtype = row_dtype
+        self._begin = KeeperBegin(str(model), serve.log_level, limits.hold_s, limits.cut_off_s, row_dtype)
         self._limits = limits
         self._config = read_manifest(model).model
-        self.files = TableFiles.create(self._config)
+        self.files = TableFiles.create(self._config, row_dtype)
         self._name = secrets.token_hex(8)  # of the tables: a model may be loaded twice
         self._engines: dict[ProcessPort, socket.socket] = {}  # with the doors of their processes
         self._names: dict[str, ProcessPort] = {}  # of the engines that this keeper knows
@@ -92,7 +97,7 @@ class RowKeeper(ChildProcess):
             await self._call_by(link, "join", None, engine=name)
             try:
                 files = [self.files.rows, self.files.journal, theirs.fileno()]
-                socket.send_fds(door, [f"{self._name} {self.model}".encode()], files)
+                socket.send_fds(door, [f"{self._name} {self._row_dtype} {self.model}".encode()], files)
             except OSError:
                 log.debug("an engine ended while it was given its tables")
 
@@ -107,7 +112,7 @@ class RowKeeper(ChildProcess):
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Write rows that all engines then see. If the keeper ends meanwhile, the next one writes them."""
         update = prepare_rows(self._config, table, ids, values)
-        new = torch.from_numpy(update.values).to(getattr(torch, self._config.row_dtype))
+        new = stored(update.values, row_codec(self._config, self._row_dtype))
         rows, packed = update.rows.tobytes(), row_bytes_of(new).tobytes()
         async with self._one_at_a_time:
             while True:

@@ -12,9 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
+from helmrec.config import FixedRowDtype
 from helmrec.deltas.consumer import SwapModel
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import RowUpdate
@@ -23,7 +25,7 @@ from helmrec.errors import EngineClosed
 from helmrec.memory.row_journal import JournalEntry
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
-from helmrec.model.shared_tables import SharedTables, rows_of_bytes
+from helmrec.model.shared_tables import SharedTables, row_bytes_of, values_of_bytes
 from helmrec.model.table_memory import TableFiles
 from helmrec.serve.row_round import CALL_BYTES, RowCall, RowMessage, read_call
 from helmrec.types import IntArray
@@ -37,8 +39,9 @@ _FAILED = 70  # exit code of an engine that could not take an update
 class SharedRows:
     """Follows the updates of one model's shared tables for one engine. Its thread alone talks to the keeper."""
 
-    def __init__(self, config: ModelConfig, files: TableFiles) -> None:
-        self.tables = SharedTables(config, files)
+    def __init__(self, config: ModelConfig, files: TableFiles, row_dtype: FixedRowDtype = "model") -> None:
+        """row_dtype: of the rows in these tables."""
+        self.tables = SharedTables(config, files, row_dtype)
         self._engine: Engine | None = None
         self._made: Engine | None = None
         self._missed: list[IntArray] = []  # rows that changed before the engine served
@@ -66,7 +69,8 @@ class SharedRows:
         with self._is_at_rest:
             if self._missed:
                 rows = np.unique(np.concatenate(self._missed))
-                self._made.apply_rows(RowUpdate(rows, self.tables.master.gather(rows).float().numpy()))
+                changed = row_bytes_of(self.tables.master.gather(rows))
+                self._made.apply_rows(RowUpdate(rows, values_of_bytes(changed, self.tables.master.codec)))
             self._made.start_at(self.tables.journal.position)
             self._engine, self._missed = self._made, []
 
@@ -135,7 +139,7 @@ class SharedRows:
         if engine is None:
             self._missed.append(entry.rows)
             return
-        values = rows_of_bytes(entry.values, self.tables.master.dtype).float().numpy()
+        values = values_of_bytes(entry.values, self.tables.master.codec)
         engine.apply_rows(RowUpdate(entry.rows, values), entry.position)
 
     @contextmanager
@@ -197,18 +201,19 @@ class TableDoor:
             if not payload:
                 break
             rows, journal, connection = files
-            name, _, model = payload.decode().partition(" ")
+            name, row_dtype, model = payload.decode().split(" ", 2)
             with self._changed:
-                self._enter(name, Path(model), TableFiles(rows, journal)).connect(socket.socket(fileno=connection))
+                tables = self._enter(name, Path(model), TableFiles(rows, journal), cast("FixedRowDtype", row_dtype))
+                tables.connect(socket.socket(fileno=connection))
                 self._changed.notify_all()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _enter(self, name: str, model: Path, files: TableFiles) -> SharedRows:
+    def _enter(self, name: str, model: Path, files: TableFiles, row_dtype: FixedRowDtype) -> SharedRows:
         """Return the tables of this name; they may be known from an earlier keeper."""
         self._rows = {known: rows for known, rows in self._rows.items() if not rows.is_over}
         if name not in self._rows:
-            self._rows[name] = self._unused[model] = SharedRows(read_manifest(model).model, files)
+            self._rows[name] = self._unused[model] = SharedRows(read_manifest(model).model, files, row_dtype)
         files.close()
         return self._rows[name]
