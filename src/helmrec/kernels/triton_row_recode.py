@@ -58,12 +58,14 @@ def _store(target, starts, live, stored, biased, DIM: tl.constexpr, PADDED: tl.c
 def _recode(stored, biased, DTYPE: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr):
     """Decode rows of codes, or round rows as they are to codes. DTYPE: of stored rows of the target."""
     if TARGET == _AS_THEY_ARE:
-        return decode(stored, biased, SOURCE).to(DTYPE), biased
-    values = stored.to(tl.float32)
-    finite = tl.min((tl.abs(values) < float("inf")).to(tl.int32), axis=1) == 1  # false of NaN
-    exponent = exponent_of(tl.where(finite, tl.max(tl.abs(values), axis=1), 0.0), TARGET)
-    codes = encode_scaled(tl.where(finite[:, None], values * power_of_two(-exponent)[:, None], 0.0), TARGET)
-    return codes, tl.where(finite, exponent + 127, _NAN_EXPONENT).to(tl.uint8)
+        kept, kept_biased = decode(stored, biased, SOURCE).to(DTYPE), biased
+    else:
+        values = stored.to(tl.float32)
+        finite = tl.min((tl.abs(values) < float("inf")).to(tl.int32), axis=1) == 1  # false of NaN
+        exponent = exponent_of(tl.where(finite, tl.max(tl.abs(values), axis=1), 0.0), TARGET)
+        kept = encode_scaled(tl.where(finite[:, None], values * power_of_two(-exponent)[:, None], 0.0), TARGET)
+        kept_biased = tl.where(finite, exponent + 127, _NAN_EXPONENT).to(tl.uint8)
+    return kept, kept_biased
 
 
 @triton.jit(do_not_specialize=["num_entries"])  # else another number of rows may recompile it
