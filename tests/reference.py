@@ -180,7 +180,7 @@ class Reference:
     def rows(self, table: str, ids: Sequence[int]) -> Array:
         return self._tables[table][list(ids)]
 
-    def _read(self, table: str, ids: Array) -> Array:
+    def _read(self, table: str, ids: NDArray[np.int64]) -> Array:
         rows = self._tables[table][ids]
         return rows if self._row_dtype == "model" else rounded(rows, self._row_dtype)
 

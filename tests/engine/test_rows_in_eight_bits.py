@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase
 
 from helmrec.config import EngineConfig, FixedRowDtype
 from helmrec.engine import setup
@@ -16,21 +17,24 @@ from helmrec.engine.precision import audit_tolerance, cache_version, choose_prec
 from helmrec.errors import ConfigError, ModelError, RequestError
 from helmrec.kernels import row_codec
 from helmrec.kernels.kv_rounding import Codes
+from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.row_master import RowMaster
 from helmrec.model.precision import Precision, PrecisionFigures, PrecisionVerdicts
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, init_model, load_model
 from helmrec.sim.node.config import NodeConfig, make_setup
 from helmrec.sim.plan import PlanConfig
-from tests.engine.test_cached_equals_uncached import ENCODE, Phase, missed_places, round_by_batch, run, seen
+from tests.engine.test_cached_equals_uncached import ENCODE, missed_places, round_by_batch, run, seen
 from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
 
 CODES: list[FixedRowDtype] = ["fp8_e4m3", "int8"]
-PLACES = [(code, host) for code in CODES for host in (code, "model")] + [("model", code) for code in CODES]
+PLACES: list[tuple[FixedRowDtype, FixedRowDtype]] = [
+    place for code in CODES for place in ((code, code), (code, "model"), ("model", code))
+]
 PLACE_IDS = [f"pool {here}, host {host}" for here, host in PLACES]
 
 
-def rows_in(here: str, host: str) -> dict[str, str]:
+def rows_in(here: str, host: str) -> dict[str, Any]:
     return {"row_dtype": here, "host_row_dtype": host}
 
 
@@ -94,13 +98,14 @@ def test_a_resident_row_has_the_record_of_the_master() -> None:
         rng = np.random.default_rng(0)
         engine.rank([random_request(rng, engine.model_config, user, 12) for user in range(3)])
         resident = engine.hot_rows()
-        slots = engine._pool.rows.peek(resident)  # type: ignore[attr-defined] - of an index on the host
+        assert isinstance(engine._pool.rows, EmbeddingCache)
+        slots = engine._pool.rows.peek(resident)
         assert resident.size
         assert torch.equal(engine._arena.rows[torch.from_numpy(slots).long()], engine._master.gather(resident))
 
 
 def test_a_version_knows_to_what_rows_are_rounded_not_where() -> None:
-    configs = [EngineConfig(row_dtype=here, host_row_dtype=host) for here, host in PLACES]  # type: ignore[arg-type]
+    configs = [EngineConfig(row_dtype=here, host_row_dtype=host) for here, host in PLACES]
     versions = {config.row_rounding: set[int]() for config in configs}
     for config in configs:
         versions[config.row_rounding].add(cache_version(7, config))

@@ -60,7 +60,7 @@ def compare_with_uncached(
     head_dim: int,
     page_tokens: int,
     options: dict[str, Any],
-    precision: dict[str, str] | None = None,
+    precision: dict[str, Any] | None = None,
 ) -> None:
     precision = precision or {}
     is_smaller = bool({"kv_dtype", "row_dtype"} & precision.keys())

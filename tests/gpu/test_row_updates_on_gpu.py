@@ -1,5 +1,7 @@
 """Row updates on a live engine on a card: no step ever sees an old row, wherever the row is."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,11 +30,11 @@ def test_scores_after_updates_are_those_of_a_model_born_with_the_new_rows(
     monkeypatch.setattr(row_graphs, "_ASSIGN_BESIDE", assigned_beside_from)
     shape = {"qk_dim": 32, "v_dim": 32, "dim": 64, "hidden_dim": 64, "window": 64, "normaliser": 64}
     model = tiny_model(row_dim=row_dim, row_dtype="float16", **shape)
-    rows = {"row_dtype": here, "host_row_dtype": host}
+    rows: dict[str, Any] = {"row_dtype": here, "host_row_dtype": host}
     born = tiny_model(row_dim=row_dim, row_dtype="float16", **shape)
     plain = tiny_engine(born, page_tokens=64, kernels="torch", **rows)
     rng = np.random.default_rng()
-    settings = {"row_admission": "always", "kv_admission": "always", **rows}
+    settings = {"row_admission": "always", "kv_admission": "always"} | rows
     with tiny_engine(model, device="cuda", page_tokens=64, **settings) as engine:
         requests = [random_request(rng, model.config, user, 40) for user in range(6)]
         hits = misses = 0

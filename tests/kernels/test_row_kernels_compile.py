@@ -56,7 +56,7 @@ CHECK = dedent("""
     for form in (1, 2):
         kinds = {"rows": "*u8", "features": "*i64", "out": "*bf16"}
         kinds |= {name: "i32" for name in ("feature_stride", "row_stride", "num_rows")}
-        build(embed._pool_kernel, kinds, NUM_FEATURES=3, WIDTH=512, PADDED=512, ROWS=8, FORMAT=form)
+        build(embed._pool_kernel, kinds, NUM_FEATURES=3, WIDTH=512, PADDED=512, ROWS=8, FORMAT=form, IN_FLOAT16=True)
     print("compiled")
 """)
 

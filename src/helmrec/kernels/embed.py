@@ -36,7 +36,7 @@ def pool_rows(
     wide = torch.promote_types(dtype, torch.float32)
 
     def values_of(feature: Tensor) -> Tensor:
-        return rows[feature].to(wide) if codec is None else codec.decode(rows[feature], wide)
+        return rows[feature].to(wide) if codec is None else codec.decode(rows[feature], codec.dtype).to(wide)
 
     total = values_of(features[0])
     for feature in features[1:]:

@@ -27,11 +27,12 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
 
     recoding: from the master's form of rows to the pool's, if they differ.
     """
+    from_host: Callable[..., None]
+    write: Callable[..., None]
     if name == "torch":
         table, gather = row_table, row_gather.gather_rows
         find, load_pages = row_lookup.find, page_copy.load_pages
-        from_host = partial(gather, recoding=recoding)
-        write = partial(row_write.write_rows, recoding=recoding)
+        from_host, write = partial(gather, recoding=recoding), partial(row_write.write_rows, recoding=recoding)
         return RowKernels(find, table.claim, table.publish, gather, from_host, from_host, write, load_pages)
     # Triton is not everywhere.
     from helmrec.kernels import (  # noqa: PLC0415
@@ -43,16 +44,15 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
         triton_row_write,
     )
 
-    compiled, gather, write = triton_row_table, triton_row_gather.gather_rows, triton_row_write.write_rows
-    from_host: Callable[..., None] = gather
+    from_host, write = triton_row_gather.gather_rows, triton_row_write.write_rows
     if recoding is not None:
         from_host = partial(triton_row_recode.gather_rows, recoding=recoding)
         write = partial(triton_row_recode.write_rows, recoding=recoding)
     return RowKernels(
         triton_row_lookup.find,
-        compiled.claim,
-        compiled.publish,
-        gather,
+        triton_row_table.claim,
+        triton_row_table.publish,
+        triton_row_gather.gather_rows,
         partial(from_host, launch=triton_row_gather.BUS_ALONE),
         partial(from_host, launch=triton_row_gather.BESIDE_COMPUTE),
         write,

@@ -22,7 +22,9 @@ _AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 
 @triton.jit
 def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_FEATURES: tl.constexpr,
-                 WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+                 WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr,
+                 IN_FLOAT16: tl.constexpr):
+    """IN_FLOAT16: rows of codes stand for float16, which does not hold all that a code times its scale may be."""
     at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, PADDED)
     live = (at < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -34,7 +36,8 @@ def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_
             total += stored.to(tl.float32)
         else:
             biased = tl.load(plane + at * row_stride + WIDTH, mask=at < num_rows, other=0)
-            total += decode(stored, biased, FORMAT)
+            values = decode(stored, biased, FORMAT)
+            total += values.to(tl.float16).to(tl.float32) if IN_FLOAT16 else values
     tl.store(out + at[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
@@ -81,7 +84,8 @@ def pool_rows(
     width, form = (rows.shape[2], AS_THEY_ARE) if codec is None else (codec.dim, format_of(codec.code))
     out = torch.empty((rows.shape[1], width), dtype=dtype, device=rows.device)
     strides = rows.stride(0), rows.stride(1)
-    launch_rows(_pool_kernel, out.shape, rows, features, out, *strides, NUM_FEATURES=features.numel(), FORMAT=form)
+    constants = {"FORMAT": form, "IN_FLOAT16": codec is not None and codec.dtype == torch.float16}
+    launch_rows(_pool_kernel, out.shape, rows, features, out, *strides, NUM_FEATURES=features.numel(), **constants)
     return out
 
 

@@ -72,7 +72,7 @@ def _encode(values: NDArray[np.float32], out: RowBytes, top: int, carry: int, lo
             out[i, :dim] = 0
             out[i, dim] = NAN_EXPONENT
             continue
-        exponent = max(((np.int64(peak) + carry) >> 23) - 127 - top, lowest)
+        exponent: int = max(((int(peak) + carry) >> 23) - 127 - top, lowest)
         scale.view(np.uint32)[0] = np.uint32((127 - exponent) << 23)
         for j in range(dim):
             scaled[j] *= scale[0]

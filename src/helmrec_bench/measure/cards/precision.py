@@ -151,7 +151,8 @@ def capacity() -> list[dict[str, Any]]:
     found = []
     for name in ("dlrmv3", "nvidia-bench", "kuairand", "paper"):
         model = profile(name, 1_000)
-        tokens, rows = {}, {}
+        tokens: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for dtype in KV_DTYPES:
             geometry = page_geometry(model, EngineConfig(device="cuda", kv_dtype=dtype))
             tokens[dtype] = POOL_BYTES // geometry.page_bytes * geometry.page_tokens
