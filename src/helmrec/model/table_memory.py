@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from helmrec.config import FixedRowDtype
 from helmrec.errors import ConfigError, ModelError
-from helmrec.memory.row_codes import encode_rows
 from helmrec.memory.row_journal import RowBytes, RowJournal, journal_bytes
 from helmrec.memory.shared_memory import create_shared, map_shared
 from helmrec.model.config import ModelConfig
@@ -128,6 +127,8 @@ class _Reader:
         read_all(self._descriptor, place.reshape(-1).data, start)
         os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
         if self._row_dtype != "model":
+            from helmrec.memory.row_codes import encode_rows  # noqa: PLC0415 - Numba is large, and mostly not needed
+
             encode_rows(place, self._dtype, self._row_dtype, target)
         elif not is_dense:
             target[:] = place
