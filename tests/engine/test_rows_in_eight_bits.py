@@ -25,7 +25,7 @@ from helmrec.model.weights import LoadedModel, init_model, load_model
 from helmrec.sim.node.config import NodeConfig, make_setup
 from helmrec.sim.plan import PlanConfig
 from tests.engine.test_cached_equals_uncached import ENCODE, missed_places, round_by_batch, run, seen
-from tests.helpers import random_request, tiny_config, tiny_engine, tiny_model
+from tests.helpers import QUERY_FRAMES, random_request, tiny_config, tiny_engine, tiny_model
 
 CODES: list[FixedRowDtype] = ["fp8_e4m3", "int8"]
 PLACES: list[tuple[FixedRowDtype, FixedRowDtype]] = [
@@ -91,6 +91,22 @@ def test_scores_are_the_same_wherever_rows_are_rounded(code: str, row_dtype: str
         assert stats.pool.row_misses > 0
         engine.check()
         engine.close()
+
+
+@pytest.mark.parametrize("frame", QUERY_FRAMES)
+def test_models_with_a_query_frame_read_rounded_rows_too(frame: str) -> None:
+    rng, model = np.random.default_rng(0), tiny_model(**QUERY_FRAMES[frame])
+    requests = [random_request(rng, model.config, user, 12) for user in range(3)]
+    with tiny_engine(model) as engine:
+        full = [result.scores for result in engine.rank(requests)]
+    found = []
+    for place in PLACES[:3]:
+        with tiny_engine(tiny_model(**QUERY_FRAMES[frame]), audit_every=1, **rows_in(*place)) as engine:
+            found.append([result.scores for result in engine.rank(requests)])
+            assert engine.stats().audit_mismatches == 0
+    for exact, first, *others in zip(full, *found, strict=True):
+        assert 0 < np.abs(first - exact).max() < 0.5
+        assert all(np.array_equal(first, other) for other in others)
 
 
 def test_a_resident_row_has_the_record_of_the_master() -> None:
