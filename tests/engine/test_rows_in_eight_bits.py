@@ -250,6 +250,9 @@ def test_auto_takes_the_rounding_that_was_checked_together_with_all_that_is_roun
     model = LoadedModel(tiny.config, tiny.version, tiny.dense, tiny.tables, precision=both)
     assert choice(kv_dtype="int8") == "fp8_e4m3", "the other is not allowed"
     assert choice(host_row_dtype="int8", kv_dtype="fp8_e4m3") == "int8"
+    rounded = EngineConfig(kv_dtype="auto", host_row_dtype="fp8_e4m3")
+    assert choose_precision(rounded, model).config.kv_dtype == "int8", "allowed together with these rows"
+    assert choose_precision(EngineConfig(kv_dtype="auto"), model).config.kv_dtype == "model", "not checked alone"
     with pytest.raises(ConfigError, match="row_dtype must be 'model', 'fp8_e4m3' or 'int8' here, got 'auto'"):
         cache_version(1, EngineConfig(row_dtype="auto"))
 

@@ -27,7 +27,7 @@ class ChosenPrecision(NamedTuple):
 
 
 def choose_precision(config: EngineConfig, model: LoadedModel) -> ChosenPrecision:
-    """Choose eight bits for K/V, then for rows, if the model's own check allows them."""
+    """Choose eight bits for K/V, then for rows, if the model's own check allows them with all else that is rounded."""
     config, kv_reasons = _choose_kv_dtype(config, model.precision)
     config, row_reasons = _choose_row_dtype(config, model.precision)
     return ChosenPrecision(config, (*kv_reasons, *row_reasons))
@@ -36,13 +36,14 @@ def choose_precision(config: EngineConfig, model: LoadedModel) -> ChosenPrecisio
 def _choose_kv_dtype(config: EngineConfig, found: PrecisionVerdicts | None) -> ChosenPrecision:
     if config.kv_dtype != "auto":
         return ChosenPrecision(config, _as_set("kv_dtype", config.kv_dtype))
-    choice = _choose(found, {code: Precision(code) for code in ROUNDED})
+    fixed = config if config.row_dtype != "auto" else config.model_copy(update={"row_dtype": "model"})
+    others = Precision("model", config.compute_dtype, fixed.row_rounding)
+    choice = _choose(found, {code: others._replace(kv_dtype=code) for code in ROUNDED})
     chosen = config.model_copy(update={"kv_dtype": choice.code})
     return ChosenPrecision(chosen, (f"kv_dtype: {choice.code}, chosen since {choice.why}",))
 
 
 def _choose_row_dtype(config: EngineConfig, found: PrecisionVerdicts | None) -> ChosenPrecision:
-    """The verdict that counts is the one about all that is rounded."""
     host = config.host_row_dtype
     host_reasons = _as_set("host_row_dtype", host)
     if config.row_dtype != "auto":
@@ -50,8 +51,8 @@ def _choose_row_dtype(config: EngineConfig, found: PrecisionVerdicts | None) -> 
     if host != "model":
         choice = _Choice(host, "host_row_dtype has rounded the rows already")
     else:
-        served = Precision(config.fixed_kv_dtype, config.compute_dtype)
-        choice = _choose(found, {code: served._replace(row_dtype=code) for code in ROUNDED})
+        others = Precision(config.fixed_kv_dtype, config.compute_dtype)
+        choice = _choose(found, {code: others._replace(row_dtype=code) for code in ROUNDED})
     chosen = config.model_copy(update={"row_dtype": choice.code})
     return ChosenPrecision(chosen, (f"row_dtype: {choice.code}, chosen since {choice.why}", *host_reasons))
 
@@ -71,7 +72,7 @@ def _choose(found: PrecisionVerdicts | None, candidates: Mapping[RoundedKV, Prec
     verdicts = {code: verdict for code, verdict in about.items() if verdict is not None}
     allowed = {code: verdict.figures.mean_difference for code, verdict in verdicts.items() if verdict.is_allowed}
     if not verdicts:
-        return _Choice("model", "the model folder has no check of low precision for these weights")
+        return _Choice("model", "the model folder has no check of this precision for these weights")
     if not allowed:
         objections = (f"{code}: {', '.join(verdict.objections)}" for code, verdict in verdicts.items())
         return _Choice("model", "; ".join(objections))
