@@ -22,7 +22,7 @@ ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
 _EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
 _PLAYED: FloatArray = ALPHAS[::_EVERY].copy()
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
-_NUM_PLAYED, _NUM_STREAMS = 1_024, 16  # requests that are played at each split: fewer form no queue; orders of them
+_NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split: fewer form no queue; orders of them
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
 _ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
