@@ -303,3 +303,10 @@ def test_tables_come_through_the_door_and_a_new_keeper_too(host: Host) -> None:
     ours.close()
     wait_for(lambda: door._is_closed)
     theirs.close()
+
+
+def test_an_update_without_rows_moves_the_position_of_all_engines(host: Host) -> None:
+    """As a skipped number of a stream does."""
+    engines = host.serving()
+    host.update(0.25, np.zeros(0, np.int64), sequence=7)
+    assert [engine.row_position for engine in engines] == [RowPosition(7)] * 2

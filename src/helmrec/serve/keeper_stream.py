@@ -67,8 +67,7 @@ class KeptRows:
         """Return the values to write; called when no other update can come before."""
         if update.differences is not None:
             return row_bytes_of(new_values(self._master, update.differences))
-        if update.sent is None:
-            return row_bytes_of(self._master.gather(update.rows))  # no rows
+        assert update.sent is not None, "only differences are not converted ahead"
         first = update.sent.first
         return row_bytes_of(update.sent.values[first : first + update.rows.size])
 
