@@ -56,7 +56,7 @@ SwapModel = Callable[[NamedModel, StreamStart], None]
 class ConsumerLimits(Frozen):
     """Bounds of applying deltas."""
 
-    slice_rows: int = 4_096  # most rows written between two steps
+    slice_rows: int = 16_384  # most rows written between two steps; each slice costs the host a launch
     rows_per_s: float | None = None  # None: as many as come
     ahead_rows: int = 65_536  # rows that are staged ahead; at least one slice
 

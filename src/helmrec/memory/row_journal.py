@@ -123,9 +123,11 @@ class RowJournal:
         return JournalEntry(number, rows, values, RowPosition(sequence, offset))
 
     def write(self, write: Callable[[IntArray, RowBytes], None]) -> None:
-        """Write the update in the journal to the tables with `write`."""
-        self._words[_Word.BEGUN] = self._words[_Word.ENTERED]
-        self.redo(write)
+        """Write the update in the journal to the tables with `write`. Only who has entered it may call this."""
+        number, num = int(self._words[_Word.ENTERED]), int(self._words[_Word.NUM_ROWS])
+        self._words[_Word.BEGUN] = number
+        write(self._rows[:num], self._values[:num])  # not a copy: engines are held meanwhile
+        self._note_done(number)
 
     def redo(self, write: Callable[[IntArray, RowBytes], None]) -> None:
         """Complete an update whose write has begun, if there is one."""
@@ -133,9 +135,12 @@ class RowJournal:
         if not self._is_half_written or entry.number != self._words[_Word.BEGUN]:
             return  # another process has completed it, and perhaps entered the next one while this one read
         write(entry.rows, entry.values)
-        position = entry.position
-        self._words[[_Word.DONE_SEQUENCE, _Word.DONE_OFFSET]] = position.sequence, position.offset
-        self._words[_Word.DONE] = entry.number
+        self._note_done(entry.number)
+
+    def _note_done(self, number: int) -> None:
+        """Record that the update in the journal, which has this number, is written."""
+        self._words[[_Word.DONE_SEQUENCE, _Word.DONE_OFFSET]] = self._words[[_Word.SEQUENCE, _Word.OFFSET]]
+        self._words[_Word.DONE] = number
 
     @property
     def _is_half_written(self) -> bool:
