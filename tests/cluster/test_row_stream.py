@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.cluster.test_shared_tables import (
     save,
     scores_of,
 )
+from tests.deltas.test_kills import few_or
 from tests.helpers import tiny_engine
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import rank_body
@@ -92,7 +95,7 @@ class StreamHost(Host):
         self.wait()
         self.until(sequence)
         for port in self.port._ports:
-            for number, result in enumerate(self.run(lambda port=port: port.submit(REQUESTS))):
+            for number, result in enumerate(self.run(partial(port.submit, REQUESTS))):
                 assert (result.row_position.sequence, result.row_position.offset) == (sequence, 0)
                 stream.check(sequence, number, result.scores)
         found = SharedTables(self.port.model, self.keeper.files).master.tables["item"]
@@ -153,9 +156,9 @@ def test_slices_of_a_delta_are_visible_to_both_at_the_same_position(stream: Stre
         host.check(stream, 1)
 
 
-def under_load(host: StreamHost, stream: Stream, kills: Callable[[], None], num_deltas: int = 24) -> None:
+def under_load(host: StreamHost, stream: Stream, kills: Callable[[], None], after_s: float) -> None:
     """Kill something while requests are answered and deltas come; no call may fail, and no answer may be wrong."""
-    first = stream.producer.newest
+    first, num_deltas = stream.producer.newest, 24
 
     async def ask(is_over: asyncio.Event) -> int:
         num = 0
@@ -172,7 +175,7 @@ def under_load(host: StreamHost, stream: Stream, kills: Callable[[], None], num_
         asking = asyncio.create_task(ask(is_over))
         for i in range(num_deltas):
             if i == num_deltas // 3:
-                asyncio.get_running_loop().call_later(0.003, kills)
+                asyncio.get_running_loop().call_later(after_s, kills)
             await asyncio.to_thread(stream.push)
         is_over.set()
         return await asking
@@ -181,17 +184,20 @@ def under_load(host: StreamHost, stream: Stream, kills: Callable[[], None], num_
     host.check(stream, first + num_deltas)
 
 
+@pytest.mark.parametrize("num_kills", few_or(20))
 @pytest.mark.parametrize("victim", ["keeper", "engine"])
-def test_a_process_is_killed_in_mid_stream(stream: Stream, tmp_path: Path, victim: str) -> None:
+def test_a_process_is_killed_in_mid_stream(stream: Stream, tmp_path: Path, victim: str, num_kills: int) -> None:
     """Nothing is lost and nothing applied twice, though two of three deltas are differences."""
     with serving(tmp_path) as caller:
         host = host_of(caller)
-        for kill in range(2):
+        for kill in range(num_kills):
             host.wait()
-            process = host.keeper if victim == "keeper" else host.port._ports[kill]
+            process = host.keeper if victim == "keeper" else host.port._ports[kill % 2]
             pid = host.pid(process)
             others = [each for each in host.pids if each != pid]
-            under_load(host, stream, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+            under_load(
+                host, stream, partial(os.kill, pid, signal.SIGKILL), after_s=random.Random(kill).uniform(0, 0.05)
+            )
             assert process.num_restarts
             assert set(others) <= set(host.pids), "the others served on"
 

@@ -1,4 +1,4 @@
-"""Reading, checking and converting a delta leaves the interpreter to the thread that steps the engine."""
+"""Decoding, checking and converting a delta leaves the interpreter to the thread that steps the engine."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ NUM_ROWS, ROW_DIM, TRIES = 20_000, 512, 300
 
 @pytest.fixture
 def stages(tmp_path: Path) -> dict[str, Callable[[], object]]:
-    """What the reading thread does with a delta of 20 MB, part by part."""
+    """What the reading thread does with a delta of 20 MB once it is in memory, part by part."""
     tables = (TableConfig(name="item", num_rows=NUM_ROWS), TableConfig(name="category", num_rows=20))
     config = tiny_model(features=tables, row_dim=ROW_DIM, row_dtype="float16").config
     ids, values = np.random.default_rng(0).permutation(NUM_ROWS), np.ones((NUM_ROWS, ROW_DIM), np.float16)
@@ -36,7 +36,6 @@ def stages(tmp_path: Path) -> dict[str, Callable[[], object]]:
     master = RowMaster({"item": torch.zeros((NUM_ROWS, ROW_DIM), dtype=torch.float16)})
     update = check_delta(config, delta)
     return {
-        "read": lambda: folder._bytes_of(1),
         "decode": lambda: decode(data, "a delta"),
         "check": lambda: check_delta(config, delta),
         "convert and copy": lambda: pinned_block(update.rows, new_values(master, update)),
@@ -89,7 +88,7 @@ def other() -> Iterator[Other]:
     made.close()
 
 
-def test_no_part_of_reading_a_delta_keeps_the_interpreter(
+def test_no_part_of_the_work_on_a_delta_keeps_the_interpreter(
     stages: dict[str, Callable[[], object]], other: Other
 ) -> None:
     assert [name for name, work in stages.items() if not other.is_left_by(work)] == []

@@ -23,7 +23,7 @@ from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.intake import prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
-from helmrec.errors import EngineClosed
+from helmrec.errors import EngineClosed, QueueFull
 from helmrec.model.folder import DENSE, read_manifest
 from helmrec.model.shared_tables import row_bytes_of
 from helmrec.model.table_memory import TableFiles
@@ -39,6 +39,7 @@ from helmrec.types import Ids
 
 log = logging.getLogger("helmrec.serve")
 _LOOK_EVERY_S = 0.02
+_ANSWER_S = 1.0  # for its state, which callers can do without
 
 
 class RowKeeper(ChildProcess):
@@ -146,9 +147,9 @@ class RowKeeper(ChildProcess):
             await self._call("reject_model", None, reason=reason)
 
     async def row_stream(self) -> RowStreamStats | None:
-        """Return the state of the stream; while no keeper runs, the last that is known."""
-        with suppress(EngineClosed):
-            self._row_stream = (await self.stats()).row_stream
+        """Return the state of the stream; while no keeper answers, the last that is known."""
+        with suppress(EngineClosed, QueueFull, TimeoutError):
+            self._row_stream = (await asyncio.wait_for(self.stats(), _ANSWER_S)).row_stream
         return self._row_stream
 
     # Rows.
