@@ -179,7 +179,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--lag", type=float, default=300.0, help="seconds by which KV may lag behind rows")
     parser.add_argument("--load", type=float, default=0.7, help="share of what the engine bears")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="begin no further run after so long")
+    parser.add_argument("--limit-s", type=float, default=460.0, help="begin no further run after so long")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
 
 
