@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.hint import Describer
+from helmrec.cluster.keepers import Keepers
 from helmrec.cluster.merge import merge_looks, merge_stats
 from helmrec.cluster.port import rank_by_user
 from helmrec.cluster.report import ServiceTime
@@ -29,6 +31,7 @@ from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Mode
 from helmrec.costs.learned import StageCosts
 from helmrec.costs.routing import RouterCost
+from helmrec.deltas.consumer import StreamStart
 from helmrec.engine.choose import choose_device
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake, prepare_rows
@@ -43,6 +46,7 @@ from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.row_keeper import RowKeeper
+from helmrec.serve.row_round import RoundLimits
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
@@ -53,22 +57,25 @@ _SKETCH_EVERY_S = 2.0
 _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
 
 
-def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
-    """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
+def make_engines(
+    model: Path, engine: EngineConfig, serve: ServeConfig, limits: RoundLimits | None = None
+) -> "EnginesPort":
+    """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong.
+
+    `limits` are those of updates of the tables that they share.
+    """
     if engine.host_rows_bytes is not None:
         raise ConfigError("host_rows_bytes is not possible with several engines on one host, which share tables")
+    keeper = RowKeeper(model, serve, limits)
     places = [f"engine {i}" for i in range(serve.engines)]
     ports = {}
     for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):
         own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        ports[place] = process_port(model, engine, own, environment)
+        ports[place] = process_port(keeper.model, engine, own, environment)
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
-    if serve.row_deltas is None:
-        port.share_tables(lambda folder: RowKeeper(folder, serve), model)
-    else:
-        log.warning("each engine follows the row deltas by itself, with its own copy of the tables")
+    port.tables = Keepers(lambda folder, start: RowKeeper(folder, serve, limits, start), keeper, port.engines)
     return port
 
 
@@ -116,15 +123,8 @@ class EnginesPort:
         self._watch: asyncio.Task[None] | None = None
         self._failures = FailureLog(log)
         self._replica_stats: dict[str, EngineStats] = {}
-        self._make_keeper: Callable[[Path], RowKeeper] | None = None  # None: engines have tables of their own
-        self._keepers: dict[ProcessPort, RowKeeper] = {}
+        self.tables: Keepers | None = None  # None: engines have tables of their own
         self.num_retries = 0
-
-    def share_tables(self, make: Callable[[Path], RowKeeper], model: Path) -> None:
-        """Before the start: have all engines read tables that a keeper keeps, made with the folder of a model."""
-        self._make_keeper, keeper = make, make(model)
-        for port in self._ports:
-            port.tables = self._keepers[port] = keeper
 
     @property
     def engines(self) -> Sequence[ProcessPort]:
@@ -139,7 +139,7 @@ class EnginesPort:
     @property
     def keepers(self) -> list[RowKeeper]:
         """The keepers of the tables in use: one, and during a swap two."""
-        return list(dict.fromkeys(self._keepers.values()))
+        return [] if self.tables is None else self.tables.all
 
     @property
     def health(self) -> Health:
@@ -159,8 +159,7 @@ class EnginesPort:
         return "; ".join([*self._keeper_reasons(*Health), *down]) or None
 
     def _keeper_reasons(self, *states: Health) -> list[str]:
-        """Return why keepers in one of these states are not ready."""
-        return [f"keeper: {keeper.reason}" for keeper in self.keepers if keeper.reason and keeper.health in states]
+        return [] if self.tables is None else self.tables.reasons(*states)
 
     @property
     def num_restarts(self) -> int:
@@ -171,8 +170,10 @@ class EnginesPort:
         return self._replica_stats
 
     def start(self) -> None:
-        for process in (*self.keepers, *self._ports):
-            process.start()
+        if self.tables is not None:
+            self.tables.start(self._swap)
+        for port in self._ports:
+            port.start()
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     async def _look_after(self) -> None:
@@ -276,12 +277,22 @@ class EnginesPort:
 
     async def stats(self) -> EngineStats:
         self._replica_stats = await self._answers(lambda port: port.stats())
-        return merge_stats(list(self._replica_stats.values()))
+        return await self._with_stream(merge_stats(list(self._replica_stats.values())))
 
     async def look(self) -> EngineView:
         looks = await self._answers(lambda port: port.look())
         self._replica_stats = {name: look.stats for name, look in looks.items()}
-        return merge_looks(list(looks.values()))
+        merged = merge_looks(list(looks.values()))
+        return replace(merged, stats=await self._with_stream(merged.stats))
+
+    async def _with_stream(self, stats: EngineStats) -> EngineStats:
+        """Add the state of the stream that the keeper follows for all engines."""
+        if self.tables is None:
+            return stats
+        stream = await self.tables.row_stream()
+        if stream is not None:
+            self._replica_stats = {n: replace(each, row_stream=stream) for n, each in self._replica_stats.items()}
+        return replace(stats, row_stream=stream)
 
     async def _answers(self, ask: Callable[[ProcessPort], Awaitable[T]]) -> dict[str, T]:
         """Answers of the engines that are ready; EngineClosed if none is."""
@@ -304,29 +315,17 @@ class EnginesPort:
 
     async def swap(self, model: str) -> None:
         """Swap one engine after the other. Meanwhile a request is served by the old model or by the new one."""
-        if self._make_keeper is None:
+        await self._swap(model, None)
+
+    async def _swap(self, model: str, start: StreamStart | None) -> None:
+        """Swap in a model whose rows have this place in the stream of row deltas; None: the place of its folder."""
+        if self.tables is None:
             await self._everywhere(lambda port: port.swap(model))
         else:
-            await self._swap_shared(model, self._make_keeper)
+            await self.tables.swap(model, start, self._everywhere)
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
         self._costs = {}  # of the model before
-
-    async def _swap_shared(self, model: str, make: Callable[[Path], RowKeeper]) -> None:
-        """Swap with new tables. Both are in memory until the last engine has swapped, or some engine refuses to."""
-        before, new = self.keepers, await asyncio.to_thread(make, Path(model))
-        new.start()
-
-        async def swap_one(port: ProcessPort) -> None:
-            await port.swap(model, new)
-            self._keepers[port] = new
-
-        try:
-            await new.until_ready()
-            await self._everywhere(swap_one)
-        finally:
-            unused = {*before, new} - {*self.keepers}
-            await asyncio.gather(*(keeper.close() for keeper in unused))
 
     async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:
         """Make a call to every engine; EngineClosed before any of them is called if one is not ready."""
@@ -339,8 +338,8 @@ class EnginesPort:
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Update rows on every engine. One that is not running has them before it serves again."""
         prepare_rows(self.model, table, ids, values)  # what is wrong is refused before any engine has it
-        if self._make_keeper is not None:
-            await asyncio.gather(*(keeper.update_rows(table, ids, values) for keeper in self.keepers))
+        if self.tables is not None:
+            await self.tables.update_rows(table, ids, values)
             return
         await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
 
@@ -350,7 +349,8 @@ class EnginesPort:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         await asyncio.gather(*(port.close() for port in self._ports))
-        await asyncio.gather(*(keeper.close() for keeper in self.keepers))
+        if self.tables is not None:
+            await self.tables.close()
 
 
 def _since_ms(came_s: float) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.collector import PROCESS, CollectorStats
@@ -337,6 +338,18 @@ class Engine:
     def stage_rows(self, update: RowUpdate) -> StagedRows:
         """Copy checked rows to where `apply_rows` takes them, beside running steps. Any thread may call it."""
         return self._runner.stage_rows(update)
+
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, row_dim)
+        """The same for values as the master keeps them."""
+        return self._runner.stage_stored(rows, values)
+
+    def reread_rows(self, rows: IntArray) -> None:
+        """Take new values of these rows from a shared master, which has them already. rows: ascending."""
+        if rows.size:
+            with self._lock:
+                self._now()
+                self._marks.mark(rows, self._clock.now())
+                self._runner.reread_rows(rows)
 
     def apply_rows(self, update: RowUpdate | StagedRows, position: RowPosition | None = None) -> None:
         """Write checked rows between steps; `position` of the stream of deltas is that of all later steps.

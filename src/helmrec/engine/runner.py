@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from helmrec.clock import Clock
 from helmrec.engine.assemble import Outline, assemble
@@ -197,6 +198,17 @@ class Runner:
             return StagedRows(update.rows, sent=None, differences=update)
         return StagedRows(update.rows, self._dense.rows.send(update.rows, new_values(self._master, update)))
 
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, row_dim)
+        """The same for values as the master keeps them."""
+        return StagedRows(rows, self._dense.rows.send(rows, values) if rows.size else None)
+
+    def reread_rows(self, rows: IntArray) -> None:
+        """Read resident ones of these rows again, which a shared master has new values of. rows: ascending."""
+        changed = np.intersect1d(self._pool.rows.by_heat(), rows)
+        for part in np.array_split(changed, range(_REREAD_ROWS, changed.size, _REREAD_ROWS)):
+            if part.size:
+                self._dense.rows.write(self._dense.rows.send(part, self._master.gather(part)))
+
     def finish_reads(self) -> None:
         """Wait until launched steps have read their rows."""
         self._dense.rows.finish_reads()
@@ -230,6 +242,7 @@ class Runner:
         return scores
 
 
+_REREAD_ROWS = 65_536  # at once
 _ALL_FINITE: frozenset[int] = frozenset()
 
 

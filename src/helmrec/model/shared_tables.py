@@ -29,11 +29,11 @@ class SharedTables:
 
 
 def row_bytes_of(values: Tensor) -> RowBytes:  # (rows, row_bytes)
-    """Return rows as bytes, as a journal takes them."""
-    rows: RowBytes = values.contiguous().view(torch.uint8).numpy()
-    return rows
+    """Return rows as bytes, as a journal takes them; there may be none."""
+    flat: RowBytes = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat.reshape(len(values), values.shape[1] * values.element_size())
 
 
 def rows_of_bytes(values: RowBytes, dtype: torch.dtype) -> Tensor:  # (rows, row_dim)
-    """Return the rows of an entry of a journal."""
-    return torch.from_numpy(values).view(dtype)
+    """Return the rows of an entry of a journal; there may be none."""
+    return torch.from_numpy(values.reshape(-1)).view(dtype).view(len(values), values.shape[1] // dtype.itemsize)

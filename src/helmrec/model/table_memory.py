@@ -56,7 +56,7 @@ class TableMemory:
             raise ConfigError(f"shared tables must have {self.num_bytes} bytes for this model, got {found}")
         self.memory = map_shared(files.rows)
         self.journal = RowJournal(map_shared(files.journal), _max_rows(config), config.row_bytes)
-        self._config = config
+        self.config = config
         every = np.frombuffer(self.memory, np.uint8).reshape(config.num_rows, config.row_stride)
         self._rows = every[:, : config.row_bytes]
 
@@ -77,8 +77,8 @@ class TableMemory:
     def _read(self, spans: Mapping[str, TableSpan], progress: Progress) -> None:
         done, total = 0, sum(span.num_rows * span.row_bytes for span in spans.values())
         for name, span in spans.items():
-            first = self._config.offsets[name]
-            reader = _Reader(span, self._rows[first : first + span.num_rows], self._config.row_dtype)
+            first = self.config.offsets[name]
+            reader = _Reader(span, self._rows[first : first + span.num_rows], self.config.row_dtype)
             with ThreadPoolExecutor(_THREADS) as threads, reader:
                 for num_rows, wrong in threads.map(reader.read, _chunks(span)):
                     if wrong is not None:

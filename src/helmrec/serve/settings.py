@@ -85,7 +85,7 @@ class ServeConfig(Frozen):
     row_deltas_trimmed: bool = Field(
         False, description="remove deltas that all kept snapshots include; every server must start from a snapshot then"
     )
-    row_slice: int = Field(4_096, ge=1, description="most rows of a delta written between two steps")
+    row_slice: int = Field(16_384, ge=1, description="most rows of a delta written between two steps")
     row_rate: float | None = Field(
         None, gt=0, description="most rows of deltas written per second; unset: as many as come"
     )

@@ -115,7 +115,7 @@ class SwappingPort:
         try:
             check_fits(new.model, old.model)
             if start is not None:
-                _check_tables(new.model, old.model)
+                check_tables(new.model, old.model)
             await asyncio.to_thread(new.inherit, old)
             await self._get_ready(new)
         except BaseException:
@@ -154,7 +154,7 @@ def check_fits(new: ModelConfig, old: ModelConfig) -> None:
             raise ModelError(f"the model cannot be swapped in: its {field} must be {kept!r}, got {found!r}")
 
 
-def _check_tables(new: ModelConfig, old: ModelConfig) -> None:
+def check_tables(new: ModelConfig, old: ModelConfig) -> None:
     """Raise ModelError unless both have the same rows, as stored histories and later deltas need it."""
     sizes = [{table.name: table.num_rows for table in model.tables} for model in (new, old)]
     if sizes[0] != sizes[1]:
