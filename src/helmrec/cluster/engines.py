@@ -4,6 +4,8 @@ A request goes to the engine that is expected to answer it first (`router/`). Th
 who waits where and which users were served where; engines report the rest: split, hit rate and a sketch of their rows.
 When an engine ends, its unanswered requests go to another one: all engines compute the same scores. It starts again by
 itself. The tables are in memory once: all engines read them, and a keeper writes their updates (`serve/row_keeper.py`).
+If rows are on disk, each engine caches rows of the same files in its part of the memory, and the front writes one log
+of updates that all engines read (`serve/host_log.py`).
 """
 
 import asyncio
@@ -39,6 +41,7 @@ from helmrec.router.policy import Choice, EmbKVAware
 from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import ClusterState, NodeReport
+from helmrec.serve.host_log import HostLog, one_of, with_own_log
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
@@ -55,19 +58,20 @@ _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
 
 def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
     """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
-    if engine.host_rows_bytes is not None:
-        raise ConfigError("host_rows_bytes is not possible with several engines on one host, which share tables")
-    places = [f"engine {i}" for i in range(serve.engines)]
-    ports = {}
-    for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):
-        own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+    shared, ports = one_of(serve.engines, engine), {}
+    follows_log = engine.host_rows_bytes is not None and serve.row_deltas is None
+    for i, card in enumerate(_cards(engine, serve.engines)):
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        ports[place] = process_port(model, engine, own, environment)
+        snapshots = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+        own = shared if follows_log or engine.host_rows_bytes is None else with_own_log(shared, model, i)
+        ports[f"engine {i}"] = process_port(model, own, snapshots, environment, follows_log=follows_log)
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
-    if serve.row_deltas is None:
+    if follows_log:
+        port.share_log(lambda folder: HostLog(folder, shared), model)
+    elif serve.row_deltas is None:
         port.share_tables(lambda folder: RowKeeper(folder, serve), model)
-    else:
+    elif engine.host_rows_bytes is None:
         log.warning("each engine follows the row deltas by itself, with its own copy of the tables")
     return port
 
@@ -118,6 +122,8 @@ class EnginesPort:
         self._replica_stats: dict[str, EngineStats] = {}
         self._make_keeper: Callable[[Path], RowKeeper] | None = None  # None: engines have tables of their own
         self._keepers: dict[ProcessPort, RowKeeper] = {}
+        self._make_log: Callable[[Path], HostLog] | None = None  # None: engines write logs of their own, or none
+        self._logs: dict[ProcessPort, HostLog] = {}
         self.num_retries = 0
 
     def share_tables(self, make: Callable[[Path], RowKeeper], model: Path) -> None:
@@ -125,6 +131,12 @@ class EnginesPort:
         self._make_keeper, keeper = make, make(model)
         for port in self._ports:
             port.tables = self._keepers[port] = keeper
+
+    def share_log(self, make: Callable[[Path], HostLog], model: Path) -> None:
+        """Before the start: have all engines read one log of row updates, made with the folder of a model."""
+        self._make_log, row_log = make, make(model)
+        for port in self._ports:
+            port.log = self._logs[port] = row_log
 
     @property
     def engines(self) -> Sequence[ProcessPort]:
@@ -140,6 +152,11 @@ class EnginesPort:
     def keepers(self) -> list[RowKeeper]:
         """The keepers of the tables in use: one, and during a swap two."""
         return list(dict.fromkeys(self._keepers.values()))
+
+    @property
+    def _used_logs(self) -> list[HostLog]:
+        """The logs in use: none or one, and during a swap two."""
+        return list(dict.fromkeys(self._logs.values()))
 
     @property
     def health(self) -> Health:
@@ -304,10 +321,12 @@ class EnginesPort:
 
     async def swap(self, model: str) -> None:
         """Swap one engine after the other. Meanwhile a request is served by the old model or by the new one."""
-        if self._make_keeper is None:
-            await self._everywhere(lambda port: port.swap(model))
-        else:
+        if self._make_keeper is not None:
             await self._swap_shared(model, self._make_keeper)
+        elif self._make_log is not None:
+            await self._swap_logged(model, self._make_log)
+        else:
+            await self._everywhere(lambda port: port.swap(model))
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
         self._costs = {}  # of the model before
@@ -328,6 +347,20 @@ class EnginesPort:
             unused = {*before, new} - {*self.keepers}
             await asyncio.gather(*(keeper.close() for keeper in unused))
 
+    async def _swap_logged(self, model: str, make: Callable[[Path], HostLog]) -> None:
+        """Swap with a new log. Updates go to both until the last engine has swapped, or some engine refuses to."""
+        before, new = self._used_logs, await asyncio.to_thread(make, Path(model))
+
+        async def swap_one(port: ProcessPort) -> None:
+            await port.swap(model, row_log=new)
+            self._logs[port] = new
+
+        try:
+            await self._everywhere(swap_one)
+        finally:
+            for unused in {*before, new} - {*self._used_logs}:
+                unused.close()
+
     async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:
         """Make a call to every engine; EngineClosed before any of them is called if one is not ready."""
         for name, port in zip(self._names, self._ports, strict=True):
@@ -342,7 +375,13 @@ class EnginesPort:
         if self._make_keeper is not None:
             await asyncio.gather(*(keeper.update_rows(table, ids, values) for keeper in self.keepers))
             return
-        await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
+        if self._make_log is None:
+            await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
+            return
+        try:
+            await asyncio.gather(*(row_log.update_rows(table, ids, values) for row_log in self._used_logs))
+        finally:  # after a failure too: engines then have what the log has
+            await asyncio.gather(*(port.follow_log_now_or_later() for port in self._ports))
 
     async def close(self) -> None:
         self._is_closed = True
@@ -351,6 +390,8 @@ class EnginesPort:
             await asyncio.wait([self._watch])
         await asyncio.gather(*(port.close() for port in self._ports))
         await asyncio.gather(*(keeper.close() for keeper in self.keepers))
+        for row_log in self._used_logs:
+            row_log.close()
 
 
 def _since_ms(came_s: float) -> float:

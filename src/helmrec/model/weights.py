@@ -49,6 +49,7 @@ class LoadedModel:
     shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
     precision: PrecisionVerdicts | None = None  # of these weights
     folder: Path | None = None  # that it was loaded from
+    follows_log: bool = False  # whether another process writes the log of row updates, if rows are on disk
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
