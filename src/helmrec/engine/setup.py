@@ -28,6 +28,7 @@ from helmrec.memory.tiered_rows import RowFile, TierConfig, TieredRows
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows
 from helmrec.model.hstu import HstuModel
+from helmrec.model.table_memory import read_tables
 from helmrec.model.weights import LoadedModel
 
 _ADMISSIONS = {"always": Admission.ALWAYS, "second-touch": Admission.SECOND_TOUCH, "frequency": Admission.FREQUENCY}
@@ -189,11 +190,23 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
         if config.device == "cuda":
             model.shared.master.lock()
         return model.shared.master
+    if config.device == "cpu" and _row_index(config) == "host":
+        return RowMaster(model.tables)
+    master = RowMaster.copied(model.tables, progress) if model.folder is None else _read_master(model, progress)
     if config.device == "cuda":
-        return RowMaster.locked(model.tables, progress, are_mapped=model.folder is not None)
-    if _row_index(config) == "device":
-        return RowMaster.copied(model.tables, progress, are_mapped=model.folder is not None)
-    return RowMaster(model.tables)
+        master.lock()
+    return master
+
+
+def _read_master(model: LoadedModel, progress: Progress) -> RowMaster:
+    """Read the tables from their files to one buffer, without keeping pages of the files."""
+    shape = model.config
+    assert model.folder is not None
+    spans = {table.name: find_rows(model.folder, table, shape) for table in shape.tables}
+    like = torch.empty((0, shape.row_dim), dtype=getattr(torch, shape.row_dtype))
+    master = RowMaster.empty({table.name: table.num_rows for table in shape.tables}, like)
+    read_tables(shape, spans, master.row_bytes, progress)
+    return master
 
 
 def _make_rows(
