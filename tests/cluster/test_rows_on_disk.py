@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from helmrec.cluster.engines import EnginesPort, make_engines
-from helmrec.errors import ConfigError, EngineClosed
+from helmrec.errors import ConfigError, EngineClosed, ModelError
+from helmrec.model.file_check import FileCheck
 from helmrec.model.weights import LoadedModel
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
@@ -188,3 +190,40 @@ def test_engines_that_follow_deltas_have_logs_of_their_own(tmp_path: Path) -> No
     logs = [each._begin.engine["row_log"] for each in port.engines]
     assert logs == [str(tmp_path / f"streamed.rows.log.{i}") for i in range(2)]
     assert not any(each._begin.follows_log for each in port.engines)
+
+
+def break_table(folder: Path) -> None:
+    with (folder / "tables" / "item.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_files_are_checked_once_for_all_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, on_disk: bool
+) -> None:
+    model = save(tmp_path / "checked", tiny_model())
+    memory = {"host_rows_bytes": 2 * bytes_for(NUM_FRAMES, tiny_model())} if on_disk else {}
+    port = make_engines(model, engine_config(**memory), SERVE)
+    assert [each._begin.engine["verify"] for each in port.engines] == ["never", "never"]
+    assert port._check is not None
+    monkeypatch.setattr("helmrec.cluster.engines.FileCheck", partial(FileCheck, larger_than=0))
+    port.check_files(model)
+    port._check.join()
+    assert port._corrupt is None
+    break_table(model)
+    port.check_files(model)
+    port._check.join()
+    with pytest.raises(EngineClosed, match=r"serving has stopped: .*item.safetensors is corrupt"):
+        asyncio.run(port.submit(REQUESTS[:1]))
+
+
+def test_files_are_checked_before_the_first_engine_starts_if_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(tmp_path / "checked", tiny_model())
+    monkeypatch.setattr("helmrec.serve.host_log.VERIFY_BYTES", 0)
+    make_engines(model, engine_config(verify="start"), SERVE)
+    break_table(model)
+    with pytest.raises(ModelError, match=r"item.safetensors is corrupt"):
+        make_engines(model, engine_config(verify="start"), SERVE)

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,14 +35,15 @@ from helmrec.costs.routing import RouterCost
 from helmrec.engine.choose import choose_device
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake, prepare_rows
-from helmrec.errors import ConfigError, EngineClosed
+from helmrec.errors import ConfigError, EngineClosed, ModelError
 from helmrec.failures import FailureLog
+from helmrec.model.file_check import FileCheck
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware
 from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import ClusterState, NodeReport
-from helmrec.serve.host_log import HostLog, one_of, with_own_log
+from helmrec.serve.host_log import HostLog, one_of, verify_files, with_own_log
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
@@ -58,7 +60,9 @@ _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
 
 def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
     """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
-    shared, ports = one_of(serve.engines, engine), {}
+    if engine.verify == "start" and serve.row_deltas is None:
+        verify_files(model)
+    shared, ports = one_of(engine, serve), {}
     follows_log = engine.host_rows_bytes is not None and serve.row_deltas is None
     for i, card in enumerate(_cards(engine, serve.engines)):
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
@@ -67,6 +71,8 @@ def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "Engi
         ports[f"engine {i}"] = process_port(model, own, snapshots, environment, follows_log=follows_log)
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
+    if engine.verify == "background" and serve.row_deltas is None:
+        port.check_files(model)
     if follows_log:
         port.share_log(lambda folder: HostLog(folder, shared), model)
     elif serve.row_deltas is None:
@@ -124,7 +130,16 @@ class EnginesPort:
         self._keepers: dict[ProcessPort, RowKeeper] = {}
         self._make_log: Callable[[Path], HostLog] | None = None  # None: engines write logs of their own, or none
         self._logs: dict[ProcessPort, HostLog] = {}
+        self._check: FileCheck | None = None  # None: engines check files, or nobody
+        self._corrupt: ModelError | None = None
         self.num_retries = 0
+
+    def check_files(self, model: Path) -> None:
+        """Check the model's large files beside serving, once for all engines; if one is corrupt, refuse requests."""
+        self._check, self._corrupt = FileCheck(model, self._stop_serving), None
+
+    def _stop_serving(self, problem: ModelError) -> None:
+        self._corrupt = problem
 
     def share_tables(self, make: Callable[[Path], RowKeeper], model: Path) -> None:
         """Before the start: have all engines read tables that a keeper keeps, made with the folder of a model."""
@@ -261,6 +276,8 @@ class EnginesPort:
 
     async def _send(self, request: RankRequest | PrefillRequest, call: Callable[[ProcessPort], Awaitable[T]]) -> T:
         """Make a call to the engine that answers it first, or to another one if that one ends."""
+        if self._corrupt is not None:
+            raise EngineClosed(f"serving has stopped: {self._corrupt}")
         described = self._describer.hint(request).route_request()
         first = self._choose(described, avoided=None)
         try:
@@ -293,12 +310,16 @@ class EnginesPort:
 
     async def stats(self) -> EngineStats:
         self._replica_stats = await self._answers(lambda port: port.stats())
-        return merge_stats(list(self._replica_stats.values()))
+        return self._with_check(merge_stats(list(self._replica_stats.values())))
 
     async def look(self) -> EngineView:
         looks = await self._answers(lambda port: port.look())
         self._replica_stats = {name: look.stats for name, look in looks.items()}
-        return merge_looks(list(looks.values()))
+        whole = merge_looks(list(looks.values()))
+        return replace(whole, stats=self._with_check(whole.stats))
+
+    def _with_check(self, stats: EngineStats) -> EngineStats:
+        return stats if self._check is None else replace(stats, file_check=self._check.stats())
 
     async def _answers(self, ask: Callable[[ProcessPort], Awaitable[T]]) -> dict[str, T]:
         """Answers of the engines that are ready; EngineClosed if none is."""
@@ -327,6 +348,9 @@ class EnginesPort:
             await self._swap_logged(model, self._make_log)
         else:
             await self._everywhere(lambda port: port.swap(model))
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
+            self.check_files(Path(model))
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
         self._costs = {}  # of the model before
@@ -392,6 +416,8 @@ class EnginesPort:
         await asyncio.gather(*(keeper.close() for keeper in self.keepers))
         for row_log in self._used_logs:
             row_log.close()
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
 
 
 def _since_ms(came_s: float) -> float:

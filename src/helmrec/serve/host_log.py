@@ -15,18 +15,30 @@ from pydantic import ByteSize
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.engine.setup import row_log_of, tier_config
-from helmrec.model.folder import read_manifest
+from helmrec.model.folder import VERIFY_BYTES, check_file, read_manifest
 from helmrec.model.shared_tables import row_bytes_of
+from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids
 
 _PART_BYTES = 64 << 20  # of values that become visible together
 
 
-def one_of(num: int, engine: EngineConfig) -> EngineConfig:
-    """Return the settings of one of `num` engines: `host_rows_bytes` is set for the host, and each gets its part."""
-    if engine.host_rows_bytes is None:
-        return engine
-    return engine.model_copy(update={"host_rows_bytes": ByteSize(engine.host_rows_bytes // num)})
+def one_of(engine: EngineConfig, serve: ServeConfig) -> EngineConfig:
+    """Return the settings of one of several engines: `host_rows_bytes` is set for the host, and each gets its part.
+
+    The front checks the model's files, unless engines may serve snapshots of their own.
+    """
+    own: dict[str, object] = {} if serve.row_deltas is not None else {"verify": "never"}
+    if engine.host_rows_bytes is not None:
+        own["host_rows_bytes"] = ByteSize(engine.host_rows_bytes // serve.engines)
+    return engine.model_copy(update=own)
+
+
+def verify_files(model: Path) -> None:
+    """Check the sums of the model's large files; ModelError names one that is corrupt."""
+    for name, record in read_manifest(model).files.items():
+        if record.bytes > VERIFY_BYTES:
+            check_file(model / name, record, verify=True, progress=lambda _: None)
 
 
 def with_own_log(engine: EngineConfig, model: Path, number: int) -> EngineConfig:

@@ -35,6 +35,7 @@ def test_popular_rows_are_distinct_and_of_all_tables() -> None:
     config = large_config("cpu", 16 << 20)
     rows = popular_rows(config, 5_000)
     assert np.unique(rows).size == rows.size
+    assert 4_000 < rows.size <= 5_000
     assert 0 <= rows.min() <= rows.max() < config.num_rows
     for feature in config.features:
         start = config.offsets[feature.name]

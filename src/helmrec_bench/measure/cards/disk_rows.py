@@ -120,16 +120,16 @@ def visitors(plan: DiskPlan, config: ModelConfig, traffic: str) -> DriftingVisit
 
 
 def popular_rows(config: ModelConfig, num: int) -> IntArray:
-    """About `num` rows of the most popular items, table after table."""
+    """At most `num` rows of the most popular items, table after table."""
     first, *others = config.features
-    num_items, found = max(1, num // len(config.features)), np.empty(0, np.int64)
-    while found.size < num and num_items < first.num_rows:
-        items = np.arange(num_items) * SPREAD % first.num_rows
+    num_items, found, larger = max(1, num // len(config.features)), np.empty(0, np.int64), np.empty(0, np.int64)
+    while larger.size <= num and num_items <= first.num_rows:
+        items, found = np.arange(num_items) * SPREAD % first.num_rows, larger
         parts = [np.sort(items) + config.offsets[first.name]]
         for i, table in enumerate(others):
             parts.append(np.unique(items * (2 * i + 3) % table.num_rows) + config.offsets[table.name])
-        found, num_items = np.concatenate(parts), int(1.3 * num_items)
-    return found[:num]
+        larger, num_items = np.concatenate(parts), int(1.1 * num_items) + 1
+    return larger if larger.size <= num else found
 
 
 def read_bytes() -> int:
