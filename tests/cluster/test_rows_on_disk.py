@@ -73,7 +73,7 @@ def test_routed_scores_are_those_of_one_engine_and_each_has_its_part_of_the_memo
 def test_an_update_is_logged_once_and_seen_by_both(host: Host, folder: Path) -> None:
     expected = tiny_engine()
     for value in (0.25, -0.5):
-        host.run(lambda value=value: host.port.update_rows("item", IDS, values(value).tolist()))
+        host.caller.run(host.port.update_rows("item", IDS, values(value).tolist()))
         expected.update_rows("item", IDS, values(value))
         for engine in range(2):
             assert_equal(scores(host, engine), scores_of(expected))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from helmrec.errors import ConfigError, ModelError
 from helmrec.memory.row_journal import RowBytes, RowJournal, journal_bytes
-from helmrec.memory.shared_memory import create_shared, map_shared
+from helmrec.memory.shared_memory import create_shared, interleave, map_shared, memory_nodes
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import TableSpan
 from helmrec.types import IntArray, RowPosition
@@ -70,6 +70,8 @@ class TableMemory:
         ModelError names a row that is not finite. `position` of a stream of deltas is that of the rows in the files.
         """
         if not self.journal.is_loaded:
+            if len(nodes := memory_nodes()) > 1:  # cards of every node read them
+                interleave(self.memory, nodes)
             read_tables(self._config, spans, self._rows, progress)
             self.journal.note_loaded(position)
         self.journal.redo(self.write)

@@ -110,7 +110,7 @@ class _TableWriter:
     def _write_part(self, file: int, start: int, num_rows: int, first: int) -> None:
         part = self._part[: num_rows - first].clone()
         part[:, :STAMPED] = torch.from_numpy(stamps(np.arange(first, first + len(part)))).to(part.dtype)
-        _write_all(file, memoryview(part.view(torch.uint8).numpy().reshape(-1)), start + first * part[0].nbytes)
+        _write_all(file, part.view(torch.uint8).view(-1).numpy().data, start + first * part[0].nbytes)
         with self._lock:
             self._done += part.nbytes
             if time.monotonic() - self._said_s > _SAY_EVERY_S:
