@@ -4,6 +4,8 @@ A request goes to the engine that is expected to answer it first (`router/`). Th
 who waits where and which users were served where; engines report the rest: split, hit rate and a sketch of their rows.
 When an engine ends, its unanswered requests go to another one: all engines compute the same scores. It starts again by
 itself. The tables are in memory once: all engines read them, and a keeper writes their updates (`serve/row_keeper.py`).
+If rows are on disk, each engine caches rows of the same files in its part of the memory, and the front writes one log
+of updates that all engines read (`serve/host_log.py`).
 """
 
 import asyncio
@@ -23,6 +25,7 @@ from numpy.typing import ArrayLike
 
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.hint import Describer
+from helmrec.cluster.host_logs import HostLogs
 from helmrec.cluster.keepers import Keepers
 from helmrec.cluster.merge import merge_looks, merge_stats
 from helmrec.cluster.port import rank_by_user
@@ -35,13 +38,15 @@ from helmrec.deltas.consumer import StreamStart
 from helmrec.engine.choose import choose_device
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake, prepare_rows
-from helmrec.errors import ConfigError, EngineClosed
+from helmrec.errors import ConfigError, EngineClosed, ModelError
 from helmrec.failures import FailureLog
+from helmrec.model.file_check import FileCheck
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware
 from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import ClusterState, NodeReport
+from helmrec.serve.host_log import HostLog, one_of, verify_files, with_own_log
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
@@ -64,18 +69,24 @@ def make_engines(
 
     `limits` are those of updates of the tables that they share.
     """
-    if engine.host_rows_bytes is not None:
-        raise ConfigError("host_rows_bytes is not possible with several engines on one host, which share tables")
-    keeper = RowKeeper(model, serve, limits)
-    places = [f"engine {i}" for i in range(serve.engines)]
-    ports = {}
-    for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):
-        own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+    if engine.verify == "start" and serve.row_deltas is None:
+        verify_files(model)
+    keeper = RowKeeper(model, serve, limits) if engine.host_rows_bytes is None else None
+    follows_log = keeper is None and serve.row_deltas is None
+    first, shared, ports = model if keeper is None else keeper.model, one_of(engine, serve), {}
+    for i, card in enumerate(_cards(engine, serve.engines)):
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        ports[place] = process_port(keeper.model, engine, own, environment)
+        snapshots = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+        own = shared if follows_log or keeper is not None else with_own_log(shared, model, i)
+        ports[f"engine {i}"] = process_port(first, own, snapshots, environment, follows_log=follows_log)
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
-    port.tables = Keepers(lambda folder, start: RowKeeper(folder, serve, limits, start), keeper, port.engines)
+    if engine.verify == "background" and serve.row_deltas is None:
+        port.check_files(model)
+    if keeper is not None:
+        port.tables = Keepers(lambda folder, start: RowKeeper(folder, serve, limits, start), keeper, port.engines)
+    elif follows_log:
+        port.logs = HostLogs(lambda folder: HostLog(folder, shared), model, port.engines)
     return port
 
 
@@ -124,7 +135,18 @@ class EnginesPort:
         self._failures = FailureLog(log)
         self._replica_stats: dict[str, EngineStats] = {}
         self.tables: Keepers | None = None  # None: engines have tables of their own
+        self.logs: HostLogs | None = None  # None: engines write logs of their own, or none
+        self._check: FileCheck | None = None  # None: engines check files, or nobody
+        self._corrupt: ModelError | None = None
         self.num_retries = 0
+
+    def check_files(self, model: Path) -> None:
+        """Check the model's large files beside serving, once for all engines; if one is corrupt, refuse requests."""
+        self._corrupt = None  # before the check begins, which may end at once
+        self._check = FileCheck(model, self._stop_serving)
+
+    def _stop_serving(self, problem: ModelError) -> None:
+        self._corrupt = problem
 
     @property
     def engines(self) -> Sequence[ProcessPort]:
@@ -245,6 +267,8 @@ class EnginesPort:
 
     async def _send(self, request: RankRequest | PrefillRequest, call: Callable[[ProcessPort], Awaitable[T]]) -> T:
         """Make a call to the engine that answers it first, or to another one if that one ends."""
+        if self._corrupt is not None:
+            raise EngineClosed(f"serving has stopped: {self._corrupt}")
         described = self._describer.hint(request).route_request()
         first = self._choose(described, avoided=None)
         try:
@@ -277,16 +301,18 @@ class EnginesPort:
 
     async def stats(self) -> EngineStats:
         self._replica_stats = await self._answers(lambda port: port.stats())
-        return await self._with_stream(merge_stats(list(self._replica_stats.values())))
+        return await self._with_host(merge_stats(list(self._replica_stats.values())))
 
     async def look(self) -> EngineView:
         looks = await self._answers(lambda port: port.look())
         self._replica_stats = {name: look.stats for name, look in looks.items()}
         merged = merge_looks(list(looks.values()))
-        return replace(merged, stats=await self._with_stream(merged.stats))
+        return replace(merged, stats=await self._with_host(merged.stats))
 
-    async def _with_stream(self, stats: EngineStats) -> EngineStats:
-        """Add the state of the stream that the keeper follows for all engines."""
+    async def _with_host(self, stats: EngineStats) -> EngineStats:
+        """Add what is known of all engines together: the check of files, and the stream that the keeper follows."""
+        if self._check is not None:
+            stats = replace(stats, file_check=self._check.stats())
         if self.tables is None:
             return stats
         stream = await self.tables.row_stream()
@@ -319,10 +345,15 @@ class EnginesPort:
 
     async def _swap(self, model: str, start: StreamStart | None) -> None:
         """Swap in a model whose rows have this place in the stream of row deltas; None: the place of its folder."""
-        if self.tables is None:
-            await self._everywhere(lambda port: port.swap(model))
-        else:
+        if self.tables is not None:
             await self.tables.swap(model, start, self._everywhere)
+        elif self.logs is not None:
+            await self.logs.swap(model, self._everywhere)
+        else:
+            await self._everywhere(lambda port: port.swap(model))
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
+            self.check_files(Path(model))
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
         self._costs = {}  # of the model before
@@ -341,6 +372,9 @@ class EnginesPort:
         if self.tables is not None:
             await self.tables.update_rows(table, ids, values)
             return
+        if self.logs is not None:
+            await self.logs.update_rows(table, ids, values)
+            return
         await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
 
     async def close(self) -> None:
@@ -351,6 +385,10 @@ class EnginesPort:
         await asyncio.gather(*(port.close() for port in self._ports))
         if self.tables is not None:
             await self.tables.close()
+        if self.logs is not None:
+            self.logs.close()
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
 
 
 def _since_ms(came_s: float) -> float:

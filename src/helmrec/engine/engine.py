@@ -43,6 +43,7 @@ from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
 from helmrec.memory.tiered_rows import TieredRows
 from helmrec.model.file_check import FileCheck, FileCheckStats
+from helmrec.model.shared_tables import rows_of_bytes
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -114,6 +115,7 @@ class Engine:
         self._lock = threading.RLock()
         self._may_step = threading.Event()  # cleared for a thread that waits for the lock: steps take it at once again
         self._may_step.set()
+        self._one_follower = threading.Lock()
         self._is_closed = self._has_warned = False
         self._gaps = GapMonitor(config.log_gaps_ms)
         follow_process(self._gaps)
@@ -134,12 +136,16 @@ class Engine:
         config: EngineConfig,
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
+        *,
+        follows_log: bool = False,
     ) -> "Engine":
         """Load a model folder and start an engine on it.
 
         If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get EngineClosed.
+        follows_log: another process writes the log of row updates; they come by `follow_log` alone.
         """
-        engine = cls(load_model(Path(folder), verify=config.verify == "start"), config, clock, progress)
+        model = replace(load_model(Path(folder), verify=config.verify == "start"), follows_log=follows_log)
+        engine = cls(model, config, clock, progress)
         if config.verify == "background":
             engine._file_check = FileCheck(Path(folder), engine._stop_serving)
         return engine
@@ -332,8 +338,20 @@ class Engine:
         self._conclude(ended)
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused."""
+        """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused.
+
+        If rows are on disk, the update survives a loss of power when this returns.
+        """
         self.apply_rows(prepare_rows(self.model_config, table, ids, values))
+        if self._tier is not None:
+            self._tier.sync()  # beside steps
+
+    def follow_log(self) -> None:
+        """Apply what another process has added to the log of row updates, if one writes it. Any thread may call it."""
+        with self._one_follower:
+            while self._tier is not None and (update := self._tier.next_logged()) is not None:
+                values = rows_of_bytes(update.values.copy(), self._master.dtype)
+                self.apply_rows(RowUpdate(update.rows, values.float().numpy()))
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
         """Copy checked rows to where `apply_rows` takes them, beside running steps. Any thread may call it."""

@@ -28,6 +28,7 @@ from helmrec.memory.tiered_rows import RowFile, TierConfig, TieredRows
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows
 from helmrec.model.hstu import HstuModel
+from helmrec.model.table_memory import read_tables
 from helmrec.model.weights import LoadedModel
 
 _ADMISSIONS = {"always": Admission.ALWAYS, "second-touch": Admission.SECOND_TOUCH, "frequency": Admission.FREQUENCY}
@@ -150,12 +151,8 @@ def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Row
     return EagerDense(hstu, memory, rows)
 
 
-def tier_config(model: LoadedModel, config: EngineConfig) -> TierConfig:
-    """Return the sizes and files of rows on disk; ConfigError if that is not possible."""
-    shape, folder = model.config, model.folder
-    if folder is None or model.shared is not None:
-        why = "several engines that share tables" if model.shared is not None else "a model that is not in a folder"
-        raise ConfigError(f"host_rows_bytes is not possible with {why}, got {config.host_rows_bytes}")
+def tier_config(folder: Path, version: int, shape: ModelConfig, config: EngineConfig) -> TierConfig:
+    """Return the sizes and files of rows on disk, for an engine that writes its own log."""
     spans = [find_rows(folder, table, shape) for table in shape.tables]
     context = len(shape.user_context) + len(shape.request_context)
     assert config.host_rows_bytes is not None
@@ -165,16 +162,27 @@ def tier_config(model: LoadedModel, config: EngineConfig) -> TierConfig:
         dtype=getattr(torch, shape.row_dtype),
         num_bytes=int(config.host_rows_bytes),
         least_rows=len(shape.features) * (shape.window + shape.max_candidates) + context,
-        log=Path(config.row_log) if config.row_log else folder.resolve().with_name(folder.resolve().name + ".rows.log"),
-        version=model.version,
+        log=Path(config.row_log) if config.row_log else row_log_of(folder),
+        version=version,
         disk_reads=config.disk_reads,
         num_threads=config.disk_threads,
     )
 
 
+def row_log_of(folder: Path) -> Path:
+    """Return where the row updates of a model are logged, unless a setting says so."""
+    return folder.resolve().with_name(folder.resolve().name + ".rows.log")
+
+
 def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> HostRows:
     if config.host_rows_bytes is not None:
-        tiered = TieredRows(tier_config(model, config))
+        if model.folder is None:
+            raise ConfigError(
+                f"host_rows_bytes is not possible with a model that is not in a folder, got {config.host_rows_bytes}"
+            )
+        assert model.shared is None, "shared tables are in memory"
+        tier = tier_config(model.folder, model.version, model.config, config)
+        tiered = TieredRows(tier._replace(follows_log=model.follows_log))
         if config.device == "cuda":
             tiered.lock()
         return tiered
@@ -182,11 +190,23 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
         if config.device == "cuda":
             model.shared.master.lock()
         return model.shared.master
+    if config.device == "cpu" and _row_index(config) == "host":
+        return RowMaster(model.tables)
+    master = RowMaster.copied(model.tables, progress) if model.folder is None else _read_master(model, progress)
     if config.device == "cuda":
-        return RowMaster.locked(model.tables, progress, are_mapped=model.folder is not None)
-    if _row_index(config) == "device":
-        return RowMaster.copied(model.tables, progress, are_mapped=model.folder is not None)
-    return RowMaster(model.tables)
+        master.lock()
+    return master
+
+
+def _read_master(model: LoadedModel, progress: Progress) -> RowMaster:
+    """Read the tables from their files to one buffer, without keeping pages of the files."""
+    shape = model.config
+    assert model.folder is not None
+    spans = {table.name: find_rows(model.folder, table, shape) for table in shape.tables}
+    like = torch.empty((0, shape.row_dim), dtype=getattr(torch, shape.row_dtype))
+    master = RowMaster.empty({table.name: table.num_rows for table in shape.tables}, like)
+    read_tables(shape, spans, master.row_bytes, progress)
+    return master
 
 
 def _make_rows(

@@ -1,12 +1,11 @@
 """The row master: every embedding row in host memory; rows of all tables share one id space.
 
 For a CPU the tables are used in place, perhaps as memory-mapped files: updates then stay in private pages and do not
-change the file. For a card they are copied into one locked buffer that kernels read over the bus. Several engines of a
-host share one buffer, which another process has filled and writes.
+change the file. For a card they are read or copied into one locked buffer that kernels read over the bus. Several
+engines of a host share one buffer, which another process has filled and writes.
 """
 
 import contextlib
-import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,8 +24,6 @@ Progress = Callable[[int, int], None]  # called with the bytes done and the tota
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
 _ALIGN_ROW = 16  # a card reads 16 bytes at a time
-_PAGE_OUT = 21  # MADV_PAGEOUT
-_LIBC = ctypes.CDLL(None)
 _MAPPED = 2  # cudaHostRegisterMapped
 
 
@@ -120,26 +117,28 @@ class RowMaster:
         self._buffer = buffer
 
     @classmethod
-    def locked(
-        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, *, are_mapped: bool = False
-    ) -> "RowMaster":
-        """Copy the tables to locked memory, which a card can read until `close`. `are_mapped`: as `copied`."""
-        master = cls.copied(tables, progress, are_mapped=are_mapped)
+    def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
+        """Copy the tables to locked memory, which a card can read until `close`."""
+        master = cls.copied(tables, progress)
         master.lock()
         return master
 
     @classmethod
-    def copied(
-        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, *, are_mapped: bool = False
-    ) -> "RowMaster":
-        """Copy the tables into one buffer. `are_mapped`: they are files, whose pages leave memory once copied."""
-        first, num_rows = next(iter(tables.values())), sum(table.shape[0] for table in tables.values())
+    def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
+        """Copy the tables into one buffer."""
+        first = next(iter(tables.values()))
+        master = cls.empty({name: table.shape[0] for name, table in tables.items()}, first)
+        copy_tables(tables, master.tables, progress)
+        return master
+
+    @classmethod
+    def empty(cls, sizes: Mapping[str, int], like: Tensor) -> "RowMaster":
+        """Take one buffer for tables of these sizes, to be filled. `like`: as `over`."""
+        num_rows = sum(sizes.values())
         if num_rows > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {num_rows}")
-        buffer = LockedBuffer(num_rows * -(-first.shape[1] * first.itemsize // _ALIGN_ROW) * _ALIGN_ROW)
-        master = cls.over(buffer, {name: table.shape[0] for name, table in tables.items()}, first)
-        copy_tables(tables, master.tables, progress, are_mapped=are_mapped)
-        return master
+        stride = -(-like.shape[1] * like.itemsize // _ALIGN_ROW) * _ALIGN_ROW
+        return cls.over(LockedBuffer(num_rows * stride), sizes, like)
 
     @classmethod
     def over(cls, buffer: LockedBuffer, sizes: Mapping[str, int], like: Tensor) -> "RowMaster":
@@ -163,6 +162,13 @@ class RowMaster:
         """All rows of a copied master in one strided view, for kernels."""
         assert self._buffer is not None, "only a copied master is one buffer"
         return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
+
+    @property
+    def row_bytes(self) -> NDArray[np.uint8]:  # (rows, row_bytes)
+        """All rows of a master that is one buffer, as bytes."""
+        assert self._buffer is not None, "only a copied master is one buffer"
+        every = self._buffer.data.numpy().reshape(int(self._starts[-1]), -1)
+        return every[:, : self.row_dim * self.dtype.itemsize]
 
     @property
     def num_bytes(self) -> int:
@@ -198,9 +204,7 @@ class RowMaster:
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
 
 
-def copy_tables(
-    tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress, *, are_mapped: bool = False
-) -> None:
+def copy_tables(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
     """Copy tables to others of the same shape; ModelError if a value is not finite."""
     done, total = 0, sum(table.nbytes for table in tables.values())
     for name, table in tables.items():
@@ -209,17 +213,9 @@ def copy_tables(
             target.copy_(source)
             if (row := first_non_finite(source)) is not None:
                 raise non_finite_row(f"table {name!r}", first + row)
-            if are_mapped:
-                page_out(source)
             first += len(source)
             done += source.nbytes
             progress(done, total)
-
-
-def page_out(mapped: Tensor) -> None:
-    """Let the pages of a mapped file leave memory; they are read again if they are needed. An old kernel keeps them."""
-    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start), _PAGE_OUT)
 
 
 def first_non_finite(rows: Tensor) -> int | None:

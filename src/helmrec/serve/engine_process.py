@@ -67,7 +67,8 @@ class EngineProcess(FrameServer):
             secrets = [value for name, value in settings.items() if is_secret_name(name) and isinstance(value, str)]
             log_to_stderr(begin.serve["log_level"], secrets)
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
-            port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve, self._door)
+            model, follows_log = Path(begin.model), begin.follows_log
+            port = await asyncio.to_thread(swapping, model, engine, serve, door=self._door, follows_log=follows_log)
         except Exception as error:
             self._give_up(error)
             return

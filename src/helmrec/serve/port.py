@@ -263,6 +263,10 @@ class InProcessPort:
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await asyncio.to_thread(self.engine.update_rows, table, ids, values)
 
+    async def follow_log(self) -> None:
+        """Apply the row updates that the front has added to their log."""
+        await asyncio.to_thread(self.engine.follow_log)
+
     async def row_sketch(self, num_bits: int) -> PackedSketch:
         """Describe the resident rows to a router."""
         return await asyncio.to_thread(self._sketch, num_bits)

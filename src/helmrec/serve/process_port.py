@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -53,6 +54,13 @@ class HostTables(Protocol):
         """The process of this engine has ended."""
 
 
+class WrittenLog(Protocol):
+    """The log of row updates that the front writes and engine processes read."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class ProcessPort(ChildProcess):
     """Runs one engine process at a time."""
 
@@ -74,6 +82,7 @@ class ProcessPort(ChildProcess):
         self.intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
         self._replay = Replay(memory.replay_bytes)
         self.tables: HostTables | None = None  # None: the engine has tables of its own
+        self.log: WrittenLog | None = None  # of row updates, if this process writes it
         self._door: socket.socket | None = None  # to the process, for descriptors
         self._their_door: socket.socket | None = None
 
@@ -132,6 +141,11 @@ class ProcessPort(ChildProcess):
         except EngineClosed:
             self._replay.note_rows_of_next(table, ids, values)
 
+    async def follow_log_now_or_later(self) -> None:
+        """Have the engine apply what is new in the log; one that is not running does it before it serves."""
+        with suppress(EngineClosed):
+            await self._call("follow_log", None)
+
     async def row_sketch(self, num_bits: int) -> RowSketch:
         packed = await self._call("row_sketch", PackedSketch, num_bits=num_bits)
         return packed.unpacked()
@@ -139,11 +153,12 @@ class ProcessPort(ChildProcess):
     async def forget(self, user_id: UserId) -> None:
         await self._call("forget", None, user_id=user_id)
 
-    async def swap(self, model: str, tables: HostTables | None = None) -> None:
-        """Serve another model. `tables`: those of that model, if this engine shares them."""
+    async def swap(self, model: str, tables: HostTables | None = None, row_log: WrittenLog | None = None) -> None:
+        """Serve another model. `tables` and `row_log`: those of that model, if this engine shares them."""
         manifest = await asyncio.to_thread(read_manifest, Path(model))
         check_fits(manifest.model, self.model)
         await self._swap_process(model, tables)
+        self.log = row_log
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self.model = manifest.model
         self.intake = Intake(manifest.model, version=0, max_history=self._max_history)
@@ -195,11 +210,7 @@ class ProcessPort(ChildProcess):
         supervisor starts another. Alpha and mode change no score: if one is refused, that is logged.
         """
         try:
-            num_noted = -1
-            while num_noted != self._replay.num_noted:  # more updates may arrive while these are applied
-                num_noted = self._replay.num_noted
-                for call in self._replay.row_calls(link.max_frame_bytes // 2):
-                    await self._repeat(link, call)
+            await self._repeat_rows(link)
             for call in self._replay.setting_calls():
                 try:
                     await self._repeat(link, call)
@@ -217,6 +228,17 @@ class ProcessPort(ChildProcess):
         self._serve(link)
         if self._link is link:
             log.info("serving", extra={"model": self.model.name})
+
+    async def _repeat_rows(self, link: Link) -> None:
+        """Apply all row updates that are kept here or in the log. More may arrive while these are applied."""
+        num_noted = num_bytes = -1
+        while num_noted != self._replay.num_noted:
+            num_noted = self._replay.num_noted
+            for call in self._replay.row_calls(link.max_frame_bytes // 2):
+                await self._repeat(link, call)
+        while self.log is not None and num_bytes != self.log.num_bytes:
+            num_bytes = self.log.num_bytes
+            await self._repeat(link, AdminCall("follow_log", {}))
 
     async def _repeat(self, link: Link, call: AdminCall) -> None:
         answer = self._ask(link, FrameKind.CALL, pack_call(call.name, call.arguments))

@@ -36,6 +36,7 @@ class SwappingPort:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._following: set[Future[None]] = set()  # swaps that the stream of row deltas asked for
         self._retiring: list[InProcessPort] = []
+        self._next: InProcessPort | None = None  # that is to take over
         self._one_at_a_time = asyncio.Lock()
         self._is_over = False
         self.num_swaps = 0  # completed: the new engine has taken over
@@ -93,6 +94,11 @@ class SwappingPort:
         await port.update_rows(table, ids, values)
         return num_swaps
 
+    async def follow_log(self) -> None:
+        """Apply the row updates that the front has added to their log, also to an engine that is about to take over."""
+        for port in (self.current,) if self._next is None else (self.current, self._next):
+            await port.follow_log()
+
     async def forget(self, user_id: UserId) -> None:
         for port in (self.current, *self._retiring):
             await port.forget(user_id)
@@ -118,9 +124,13 @@ class SwappingPort:
                 check_tables(new.model, old.model)
             await asyncio.to_thread(new.inherit, old)
             await self._get_ready(new)
+            self._next = new
+            await new.follow_log()  # what was added since it was made
         except BaseException:
+            self._next = None
             await new.retire()
             raise
+        self._next = None
         self._serve_with(new)
         self.num_swaps += start is None  # of admin calls: the front does not see those of a stream
         self._retiring.append(old)

@@ -45,6 +45,7 @@ class Begin(Struct, frozen=True):
     model: str
     engine: dict[str, Any]
     serve: dict[str, Any]
+    follows_log: bool = False  # the front writes the log of row updates
 
 
 class _WireRequest(Struct, frozen=True, array_like=True):
