@@ -19,6 +19,7 @@ from helmrec.kernels.kv_rounding import NAN_EXPONENT, Codes, ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_rounding import FP8, encode_finite, exponent_of, power_of_two
 
+OWN_TOKENS = 128  # tokens of a block of own values, which lie as pages of so many tokens would
 _FP8, _NAN_EXPONENT = tl.constexpr(FP8), tl.constexpr(NAN_EXPONENT)
 _BEYOND = tl.constexpr(31 * 2.0**123)  # rounded to eight bits, this and more is infinite in float32 and bfloat16
 
