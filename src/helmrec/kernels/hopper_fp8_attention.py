@@ -85,7 +85,7 @@ def _producer(inputs, sources, page_rows, state, queries, k_pipe, v_pipe, ticket
         item = work + FIELDS * (1 + ticket // NUM_HEADS)
         head = ticket % NUM_HEADS
         row, start, _, _, table, layout = read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
-        first = first_value_block(start, gl.load(item), OWN_TOKENS)
+        first = _first_value_block(start, gl.load(item), OWN_TOKENS)
         lo, hi = gl.load(item + 2), gl.load(item + 3)
         mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM)
@@ -109,8 +109,8 @@ def _producer(inputs, sources, page_rows, state, queries, k_pipe, v_pipe, ticket
 
 
 @gluon.jit
-def first_value_block(start, sequence, OWN_TOKENS: gl.constexpr):
-    """Where the own values of a sequence begin, in blocks of OWN_TOKENS: every sequence begins a new one."""
+def _first_value_block(start, sequence, OWN_TOKENS: gl.constexpr):
+    """As `first_value_block` of the pass that encodes."""
     return (start + OWN_TOKENS - 1) // OWN_TOKENS + sequence
 
 
@@ -420,7 +420,7 @@ def supports(q: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPages, t
         return False
     if tiling.block_n % 32 or k_pages.shape[1] % tiling.block_n or OWN_TOKENS % tiling.block_n:
         return False
-    return (
+    return v_pages.in_lane_order and (
         k_pages.codes.stride()[-2:] == (dim, 1)
         and k_pages.codes.stride(0) % k_pages.codes.stride(1) == 0
         and v_pages.codes.stride()[1:] == (1, dim * v_pages.shape[1], v_pages.shape[1])
