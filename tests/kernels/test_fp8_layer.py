@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is impo
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import attention, fused, plain, triton_fp8_layer
-from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, round_in_place
+from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, query_lift, round_in_place
 from helmrec.kernels.layer import Form, LayerShape, LayerWeights
 from helmrec.kernels.triton_encode import encode_tokens
 from helmrec.kernels.triton_fp8_layer import CodedRows, multiply
@@ -117,7 +117,7 @@ def test_codes_of_tokens_stand_for_what_the_twin_rounds(wrong: str, is_scaled: b
         batch = replace(batch, v_scale=powers.to(torch.bfloat16))
     twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
     tokens = encode_tokens(*case[:5], batch)
-    round_in_place(twin.q, FP8)
+    round_in_place(twin.q, FP8, query_lift(twin.q.shape[2]))
     if batch.v_scale is not None:
         twin.v.mul_(batch.v_scale)
     twin.append()

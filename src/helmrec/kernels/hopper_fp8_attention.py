@@ -14,7 +14,6 @@ side, which is how the matrix units read them.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,12 +38,13 @@ from helmrec.kernels.hopper_tiles import (
     take,
     tanh,
 )
-from helmrec.kernels.kv_rounding import ScaledPages
+from helmrec.kernels.kv_rounding import ScaledPages, query_lift
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_encode import OWN_TOKENS, CodedTokens
-from helmrec.kernels.work_list import FIELDS, Tiling
+from helmrec.kernels.work_list import FIELDS
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
+HALF_SCORES = True  # scores in float16 take half the registers and instructions of float32
 _MAX_SLOTS = 8  # of a ring: more of small blocks would only add scales and barriers
 
 # One argument a line would bury the kernels.
@@ -138,23 +138,29 @@ def _power_of_two(exponents):
 
 
 @gluon.jit
-def _next_ceiling(ceiling, of_keys, of_values):
-    """The largest sum of the exponents of a key and its value so far, and a little more, so that it seldom grows."""
-    largest = gl.max(gl.where(of_keys < 255, of_keys + of_values, 0), axis=0)
+def _next_ceiling(ceiling, exponents):
+    """The largest exponent so far, and a little more, so that it seldom grows."""
+    largest = gl.max(exponents, axis=0)
     return gl.where(largest > ceiling, largest + 1, ceiling)
 
 
 @gluon.jit
-def _scaler(inputs, exponents, k_pipe, scales, tickets, barriers, half_scale, FIELDS: gl.constexpr,
-            NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr,
-            BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr, BOUND: gl.constexpr):
+def _below(exponents, ceiling):
+    """Powers of two in float32: 1 for an exponent at the ceiling, and less for lower ones."""
+    return _power_of_two(gl.maximum(exponents - ceiling + 127, 0))
+
+
+@gluon.jit
+def _scaler(inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
+            DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+            K_SLOTS: gl.constexpr, BOUND: gl.constexpr):
     """Lay out the scales of scores and of weights beside each block of keys, tile after tile."""
     work, batch, num_context, table_stride = inputs
     k_flat, v_flat, flat_stride, k_pages, v_pages, strides = exponents
     k_full, k_empty = k_pipe[1], k_pipe[2]
     of_scores, of_weights, ceilings = scales
     ticket_full, ticket_empty = barriers[2], barriers[3]
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    pair: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tickets = gl.load(work) * NUM_HEADS
     number, slot, phase = 0, 0, 0
     ticket = take(number, tickets, ticket_full, ticket_empty, 1)
@@ -168,7 +174,7 @@ def _scaler(inputs, exponents, k_pipe, scales, tickets, barriers, half_scale, FI
                                   PAGE_TOKENS, BLOCK_N)
         of_values = _load_exponents(v_flat, flat_stride, v_pages, strides, start, length, table, layout, lo, head,
                                     PAGE_TOKENS, BLOCK_N)
-        ceiling = 0
+        k_ceiling, ceiling = 0, 0
         for block in range(lo, hi):
             # Those of the next turn, so that nothing waits for them.
             following = gl.minimum(block + 1, hi - 1)
@@ -176,12 +182,15 @@ def _scaler(inputs, exponents, k_pipe, scales, tickets, barriers, half_scale, FI
                                         head, PAGE_TOKENS, BLOCK_N)
             next_values = _load_exponents(v_flat, flat_stride, v_pages, strides, start, length, table, layout,
                                           following, head, PAGE_TOKENS, BLOCK_N)
-            ceiling = _next_ceiling(ceiling, of_keys, of_values)
+            finite = gl.where(of_keys < 255, of_keys, 0)
+            of_both = finite + of_values
+            k_ceiling, ceiling = _next_ceiling(k_ceiling, finite), _next_ceiling(ceiling, of_both)
+            of_score = gl.where(of_keys < 255, _below(of_keys, k_ceiling), float("nan"))
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            of_scores.index(slot).store(_power_of_two(of_keys) * half_scale)
-            below = gl.maximum(of_keys + of_values - ceiling + (127 - BOUND), 0)
-            of_weights.index(slot).store(_power_of_two(gl.where(of_keys < 255, below, 0)))
-            ceilings.index(slot).store(gl.full([1], ceiling, gl.int32, one))
+            of_scores.index(slot).store(of_score.to(of_scores.dtype))
+            of_weights.index(slot).store(_below(of_both, ceiling + BOUND).to(of_weights.dtype))
+            which = gl.arange(0, 2, pair)
+            ceilings.index(slot).store(gl.where(which == 0, k_ceiling, ceiling))
             mbarrier.arrive(k_full.index(slot), count=1)
             slot, phase = next_slot(slot, phase, K_SLOTS)
             of_keys, of_values = next_keys, next_values
@@ -209,22 +218,41 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr, DIM
 
 
 @gluon.jit
-def _weigh(scores, q_scale, scales, slot, SCORES: gl.constexpr):
-    """Weights, not masked, of the products of codes, and the ceiling they were brought below.
+def _ceilings_of(scales, slot):
+    """Of keys, and of keys and values."""
+    pair: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    both = scales[2].index(slot).load(pair)
+    which = gl.arange(0, 2, pair)
+    return gl.sum(gl.where(which == 0, both, 0), axis=0), gl.sum(gl.where(which == 1, both, 0), axis=0)
+
+
+@gluon.jit
+def _weigh(scores, q_factor, k_ceiling, scales, slot, SCORES: gl.constexpr):
+    """Weights, not masked, of the products of codes.
 
     silu(2 h) = h * (1 + tanh(h)), where h is half the scaled q.k. The factor of the sum is another than that of
     tanh: the scale of the query and half the scale of q.k are left to the end.
     """
-    of_scores, of_weights, ceilings = scales
-    h = scores * of_scores.index(slot).load(gl.SliceLayout(0, SCORES))[None, :] * q_scale[:, None]
-    scaled = scores * of_weights.index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
-    return scaled + scaled * tanh(h)
-
-
-@gluon.jit
-def _ceiling_of(scales, slot):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(scales[2].index(slot).load(one), axis=0)
+    k_scale = scales[0].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
+    w_scale = scales[1].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
+    q_scale = gl.minimum(q_factor * _power_of_two(k_ceiling), 65504.0)[:, None]  # tanh of more is 1
+    if scores.dtype == gl.float16:
+        weights = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 half, tanh, scaled;
+            mul.rn.f16x2 half, $1, $2;
+            mul.rn.f16x2 half, half, $3;
+            tanh.approx.f16x2 tanh, half;
+            mul.rn.f16x2 scaled, $1, $4;
+            fma.rn.f16x2 $0, scaled, tanh, scaled;
+            }
+            """,
+            "=r,r,r,r,r", [scores, k_scale, q_scale.to(gl.float16), w_scale], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        scaled = scores * w_scale
+        weights = scaled + scaled * tanh(scores * k_scale * q_scale)
+    return weights
 
 
 @gluon.jit
@@ -236,19 +264,35 @@ def _pack(weights, BLOCK_N: gl.constexpr):
     from block to block one by one would take a register each.
     """
     ordered = weights.reshape(64, BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, BLOCK_N // 4, 2, 2)
-    even, odd = gl.split(ordered)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }
-        """,
-        "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1)
+    if weights.dtype == gl.float16:
+        first, second = gl.split(ordered.permute(0, 1, 3, 2))
+        both = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
+            cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
+            mov.b32 $0, {low, high};
+            mov.b32 $1, $0;
+            }
+            """,
+            "=r,=r,r,r", [first, second], dtype=gl.int32, is_pure=False, pack=2)
+        packed, _ = gl.split(both)
+    else:
+        even, odd = gl.split(ordered)
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        packed = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1)
+    return packed
 
 
 @gluon.jit
@@ -256,13 +300,15 @@ def _as_operand(packed, BLOCK_N: gl.constexpr, WEIGHTS: gl.constexpr):
     """Packed codes as the left operand of a product."""
     twice = gl.join(packed, packed)
     each = gl.convert_layout(gl.join(twice, twice).reshape(64, BLOCK_N), WEIGHTS)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [each], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [each], dtype=gl.float8e4nv, is_pure=False, pack=4)
 
 
 @gluon.jit
-def _step(acc, weights, ceiling, query, q_scale, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout, shared,
+def _step(acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout, shared,
           length, block, first_row, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-          K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr):
+          K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
+          SCORE_TYPE: gl.constexpr):
     """Scores of this block and the values of the one before, in flight together; returns the sum and new weights."""
     ring, k_full, k_empty = k_pipe
     values, v_full, v_empty = v_pipe
@@ -271,17 +317,17 @@ def _step(acc, weights, ceiling, query, q_scale, k_pipe, scales, k_slot, k_phase
         _clear_dead_values(values.index(slot), layout, length, block - 1, BLOCK_N, DIM)
     mbarrier.wait(k_full.index(k_slot), k_phase)
     operand = _as_operand(weights, BLOCK_N, WEIGHTS)
-    zero = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+    zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, SCORES)
     scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
         mbarrier.wait(v_full.index(slot), phase)
     acc = hopper.warpgroup_mma(operand, values.index(slot).permute((1, 0)), acc, is_async=True)
-    next_ceiling = _ceiling_of(scales, k_slot)
+    k_ceiling, next_ceiling = _ceilings_of(scales, k_slot)
     scores = hopper.warpgroup_mma_wait(1, deps=[scores])
-    active = _weigh(scores, q_scale, scales, k_slot, SCORES)
+    active = _weigh(scores, q_factor, k_ceiling, scales, k_slot, SCORES)
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     if MASKED:
-        active = gl.where(sees(layout, shared, block, first_row, BLOCK_N, SCORES), active, 0.0)
+        active = gl.where(sees(layout, shared, block, first_row, BLOCK_N, SCORES), active, 0.0).to(SCORE_TYPE)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     following = _pack(active, BLOCK_N)
     mbarrier.arrive(v_empty.index(slot), count=1)
@@ -293,10 +339,10 @@ def _step(acc, weights, ceiling, query, q_scale, k_pipe, scales, k_slot, k_phase
 
 
 @gluon.jit
-def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v_pipe, tickets, barriers, factor,
-              GROUP: gl.constexpr, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr,
-              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-              BOUND: gl.constexpr):
+def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v_pipe, tickets, barriers,
+              half_scale, factor, GROUP: gl.constexpr, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
+              DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
+              V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr):
     """Compute 64 of a tile's rows, tile after tile."""
     work, batch, num_context, table_stride = inputs
     out, out_strides, partials, arrivals = outputs
@@ -318,30 +364,31 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v
         first_row = row + GROUP * 64
         q_at = q_exponents + head.to(gl.int64) * q_stride
         rows = start + first_row + gl.arange(0, 64, gl.SliceLayout(1, scores_layout))
-        q_scale = _power_of_two(gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32))
+        # The scale of a query times half that of q.k; those of keys are below their ceiling, whose bias is taken off.
+        q_factor = _power_of_two(gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32)) * half_scale
         masked_from = gl.maximum(gl.minimum(layout[0] // BLOCK_N + layout[1], hi), lo + 1)
         mbarrier.wait(q_full.index(0), number & 1)
         mbarrier.wait(k_full.index(k_slot), k_phase)
-        zero = gl.zeros([64, BLOCK_N], gl.float32, scores_layout)
+        zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, scores_layout)
         scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        ceiling = _ceiling_of(scales, k_slot)
+        k_ceiling, ceiling = _ceilings_of(scales, k_slot)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-        active = _weigh(scores, q_scale, scales, k_slot, scores_layout)
+        active = _weigh(scores, q_factor, k_ceiling, scales, k_slot, scores_layout)
         mbarrier.arrive(k_empty.index(k_slot), count=1)
         k_slot, k_phase = next_slot(k_slot, k_phase, K_SLOTS)
-        active = gl.where(sees(layout, shared, lo, first_row, BLOCK_N, scores_layout), active, 0.0)
+        active = gl.where(sees(layout, shared, lo, first_row, BLOCK_N, scores_layout), active, 0.0).to(SCORE_TYPE)
         weights = _pack(active, BLOCK_N)
         acc = gl.zeros([64, DIM], gl.float32, acc_layout)
         for block in range(lo + 1, masked_from):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
-                acc, weights, ceiling, query, q_scale, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
+                acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, False, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout)
+                weights_layout, SCORE_TYPE)
         for block in range(masked_from, hi):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
-                acc, weights, ceiling, query, q_scale, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
+                acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, True, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout)
+                weights_layout, SCORE_TYPE)
         mbarrier.arrive(q_empty.index(0), count=1)
         mbarrier.wait(v_full.index(slot), phase)
         _clear_dead_values(values.index(slot), layout, end - start, hi - 1, BLOCK_N, DIM)
@@ -352,7 +399,8 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v
         slot, phase = next_slot(slot, phase, V_SLOTS)
         # What `_weigh` left out.
         rows = start + first_row + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
-        exponent = gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32) + ceiling + (BOUND - 254)
+        q_exponent = gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32)
+        exponent = gl.where(q_exponent < 255, q_exponent + ceiling + (BOUND - 254), 255)
         acc = acc * _power_of_two(gl.minimum(gl.maximum(exponent, 0), 255))[:, None]
         if gl.load(item + 5) > 1:
             store_part(acc, item, head, out, out_strides, start + first_row, end, partials, arrivals, factor, GROUP,
@@ -374,15 +422,15 @@ def _attention_kernel(
     table_stride, partials, arrivals, num_context, half_scale, factor, page_rows,
     FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr,
     OWN_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr, BOUND: gl.constexpr,
+    V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr,
 ):
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(q_flat.dtype, [2, BLOCK_M // 2, DIM], q_flat.layout)
     keys = gl.allocate_shared_memory(k_flat.dtype, [K_SLOTS, BLOCK_N, DIM], k_flat.layout)
     values = gl.allocate_shared_memory(v_flat.dtype, [V_SLOTS, DIM, BLOCK_N], v_flat.layout)
-    scales = (gl.allocate_shared_memory(gl.float32, [K_SLOTS, BLOCK_N], scales_layout),
-              gl.allocate_shared_memory(gl.float32, [K_SLOTS, BLOCK_N], scales_layout),
-              gl.allocate_shared_memory(gl.int32, [K_SLOTS, 1], scales_layout))
+    scales = (gl.allocate_shared_memory(SCORE_TYPE, [K_SLOTS, BLOCK_N], scales_layout),
+              gl.allocate_shared_memory(SCORE_TYPE, [K_SLOTS, BLOCK_N], scales_layout),
+              gl.allocate_shared_memory(gl.int32, [K_SLOTS, 2], scales_layout))
     tickets = gl.allocate_shared_memory(gl.int32, [2, 1], scales_layout)
     # Keys are full when the producer has fetched codes and the scaler has written scales; both consumers free them.
     k_pipe = (keys, make_barriers(K_SLOTS, 2), make_barriers(K_SLOTS, 2))
@@ -395,11 +443,13 @@ def _attention_kernel(
     gl.warp_specialize(
         [
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
-                         factor, 0, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND)),
+                         half_scale, factor, 0, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
+                         SCORE_TYPE)),
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
-                         factor, 1, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND)),
-            (_scaler, (inputs, exponents, k_pipe, scales, tickets, barriers, half_scale, FIELDS, NUM_HEADS, DIM,
-                       PAGE_TOKENS, BLOCK_M, BLOCK_N, K_SLOTS, BOUND)),
+                         half_scale, factor, 1, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
+                         SCORE_TYPE)),
+            (_scaler, (inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS,
+                       BLOCK_M, BLOCK_N, K_SLOTS, BOUND)),
             (_producer, (inputs, sources, page_rows, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS,
                          NUM_HEADS, DIM, PAGE_TOKENS, OWN_TOKENS, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS)),
         ],
@@ -409,29 +459,6 @@ def _attention_kernel(
 
 
 # fmt: on
-
-
-def supports(q: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPages, tiling: Tiling) -> bool:
-    """Whether the copy engine and the matrix units can read pages like these. q, v: (tokens, heads, dim), projected."""
-    dim = q.shape[2]
-    if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and dim in (64, 128, 256)):
-        return False
-    if q.dtype != torch.bfloat16 or k_pages.dtype != torch.float8_e4m3fn or v.shape[2] != dim or not q.numel():
-        return False
-    if tiling.block_n % 32 or k_pages.shape[1] % tiling.block_n or OWN_TOKENS % tiling.block_n:
-        return False
-    return v_pages.in_lane_order and (
-        k_pages.codes.stride()[-2:] == (dim, 1)
-        and k_pages.codes.stride(0) % k_pages.codes.stride(1) == 0
-        and v_pages.codes.stride()[1:] == (1, dim * v_pages.shape[1], v_pages.shape[1])
-        and v_pages.codes.stride(0) % v_pages.shape[1] == 0
-        and all(_is_aligned(pages.codes, row) for pages, row in ((k_pages, 1), (v_pages, 3)))
-        and k_pages.exponents.stride() == v_pages.exponents.stride()
-    )
-
-
-def _is_aligned(codes: Tensor, row: int) -> bool:
-    return codes.numel() > 0 and codes.data_ptr() % 16 == 0 and codes.stride(row) % 16 == 0
 
 
 def _value_rows(codes: Tensor, page_stride: int, columns: int, block_n: int) -> Any:
@@ -450,7 +477,7 @@ def launch(
     plan: AttentionPlan,
     scores: tuple[float, float],
 ) -> None:
-    """Run the plan's work list. pages: of K and V, which `supports` allows; scores: scale of q.k and normaliser."""
+    """Run the plan's work list. pages: of K and V, if `multiplies_codes`; scores: scale of q.k and normaliser."""
     k_pages, v_pages = pages
     tiling, dim = plan.tiling, tokens.q.codes.shape[2]
     block = tiling.block_n * dim
@@ -469,7 +496,8 @@ def launch(
         *(batch.page_table, batch.page_table.stride(0), plan.partials, plan.arrivals, batch.num_context),
         *(scores[0] / 2, scores[0] / 2 / scores[1], page_rows, FIELDS, tiling.num_heads, dim, batch.page_tokens),
         *(OWN_TOKENS, tiling.block_m, tiling.block_n, slots - slots // 2, slots // 2),
-        # No weight is above 2 * dim * 448 * 448 / 2**BOUND, which is below 448.
-        10 + dim.bit_length() - 1,
+        # No product of codes is above dim * 448 * 448 / 2**lift, no weight above twice that / 2**BOUND, below 448.
+        10 + dim.bit_length() - 1 - query_lift(dim),
+        gl.float16 if HALF_SCORES else gl.float32,
         num_warps=4,
     )

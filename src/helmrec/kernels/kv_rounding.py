@@ -87,9 +87,7 @@ def holds_fp8(pages: Pages) -> bool:
     return isinstance(pages, ScaledPages) and pages.dtype == torch.float8_e4m3fn
 
 
-def empty_pages(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, transposed: bool = False
-) -> Pages:
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, transposed: bool = False) -> Pages:
     """Pages of a shape (..., pages, page_tokens, heads, dim) that holds no tokens yet.
 
     Exponents of a head lie side by side, as in an arena; so do the values of a dim if pages are `transposed`.
@@ -120,13 +118,25 @@ class Codes(NamedTuple):
     exponents: Tensor  # (...) uint8
 
 
-def encode(values: Tensor, dtype: torch.dtype) -> Codes:
-    """Round values, (..., dim), to codes with a common scale along the last dimension; NaN if one is not finite."""
+def query_lift(dim: int) -> int:
+    """Return by how many powers of two the scale of a query is larger than it must be.
+
+    Its products with keys then fit float16, and the largest digits of its values stay: a code has as many digits down
+    to a 2**14th of the largest one.
+    """
+    return 2 + dim.bit_length() - 1
+
+
+def encode(values: Tensor, dtype: torch.dtype, lift: int = 0) -> Codes:
+    """Round values, (..., dim), to codes with a common scale along the last dimension; NaN if one is not finite.
+
+    lift: binary orders by which the scale is larger than the values need.
+    """
     form = FORMATS[dtype]
     wide = values.float()
     peak = wide.abs().amax(-1)
     exponent = ((peak.view(torch.int32) + form.carry) >> 23) - 127 - form.top
-    exponent.clamp_(min=form.lowest)
+    exponent.clamp_(min=form.lowest).add_(lift)
     is_finite = peak.isfinite()
     scaled = (wide * _power_of_two(-exponent)[..., None]).masked_fill(~is_finite[..., None], 0.0)
     codes = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
@@ -139,9 +149,9 @@ def decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:  # (
     return (codes.float() * scale[..., None]).to(dtype)
 
 
-def round_in_place(values: Tensor, dtype: torch.dtype) -> None:
+def round_in_place(values: Tensor, dtype: torch.dtype, lift: int = 0) -> None:
     """Replace values, (..., dim), by what their codes stand for."""
-    values.copy_(decode(*encode(values, dtype), values.dtype))
+    values.copy_(decode(*encode(values, dtype, lift), values.dtype))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

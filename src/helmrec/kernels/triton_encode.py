@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from helmrec.kernels.kv_rounding import NAN_EXPONENT, Codes, ScaledPages, lane_order as lanes_of
+from helmrec.kernels.kv_rounding import NAN_EXPONENT, Codes, ScaledPages, query_lift
+from helmrec.kernels.kv_rounding import lane_order as lanes_of
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_rounding import FP8, encode_finite, exponent_of, lane_order, power_of_two, token_at
 
@@ -54,10 +55,10 @@ def _of_token(flags, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _encode_rows(values, is_wrong, NATIVE: tl.constexpr):
-    """Codes and biased exponents of rows; zeros with a scale of 1 for wrong ones."""
+def _encode_rows(values, is_wrong, LIFT: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes and biased exponents of rows; zeros for wrong ones."""
     finite = tl.where((is_wrong == 0)[:, None], values, 0.0)
-    exponent = exponent_of(tl.max(tl.abs(finite), axis=1), _FP8)
+    exponent = exponent_of(tl.max(tl.abs(finite), axis=1), _FP8) + LIFT
     codes = encode_finite(finite * power_of_two(-exponent)[:, None], _FP8, NATIVE)
     return codes, exponent + 127
 
@@ -87,8 +88,8 @@ def _store_values(pages, strides, codes, first_slot, slots, is_whole, rows, head
     """Values to their pages; side by side in one go where the program's tokens are a whole run of a page."""
     if is_whole:
         page = pages + first_slot // PAGE_TOKENS * strides[0] + first_slot % PAGE_TOKENS
-        at = (heads * strides[2] + rows)[:, None] + dims[None, :] * PAGE_TOKENS
-        tl.store(page + at, codes, mask=live & kept[:, None])
+        beside = (heads * strides[2] + rows)[:, None] + dims[None, :] * PAGE_TOKENS
+        tl.store(page + beside, codes, mask=live & kept[:, None])
     else:
         places = lane_order(slots % PAGE_TOKENS)
         at = (slots // PAGE_TOKENS * strides[0] + heads * strides[2] + places)[:, None] + dims[None, :] * PAGE_TOKENS
@@ -100,7 +101,7 @@ def _encode_kernel(q, k, v, flats, pages, page_exponents, k_page_strides, v_page
                    write_slots, v_scale, cu_tokens, q_strides, k_strides, v_strides, num_tokens, num_sequences,
                    PAGE_TOKENS: tl.constexpr, OWN_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
                    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
-                   NATIVE: tl.constexpr):
+                   LIFT: tl.constexpr, NATIVE: tl.constexpr):
     """ROWS tokens of a sequence with all heads, in lane order. A token that is not finite is isolated as
     `isolate_non_finite` does it.
     """
@@ -129,12 +130,12 @@ def _encode_kernel(q, k, v, flats, pages, page_exponents, k_page_strides, v_page
             factors = tl.load(v_scale + tokens, mask=is_token, other=0.0).to(tl.float32)
             values = (values * factors[:, None]).to(v.dtype.element_ty).to(tl.float32)
         is_wrong = _of_token(tl.maximum(_is_wrong(keys), _is_wrong(values)), ROWS, HEADS)
-        codes, biased = _encode_rows(keys, is_wrong, NATIVE)
+        codes, biased = _encode_rows(keys, is_wrong, 0, NATIVE)
         biased = tl.where(is_wrong == 1, _NAN_EXPONENT, biased)
         _store_flat(flats[2], flats[3], codes, biased, tokens, heads, dims, live, is_token, num_tokens, NUM_HEADS, DIM)
         _store_keys(pages[0], k_page_strides, codes, slots, heads, dims, live, kept, PAGE_TOKENS)
         _store_exponents(page_exponents[0], exponent_strides, biased, slots, heads, kept, PAGE_TOKENS)
-        codes, biased = _encode_rows(values, is_wrong, NATIVE)
+        codes, biased = _encode_rows(values, is_wrong, 0, NATIVE)
         at = (heads * (DIM * OWN_TOKENS) + rows)[:, None] + dims[None, :] * OWN_TOKENS
         own_block = flats[4] + block.to(tl.int64) * (NUM_HEADS * DIM * OWN_TOKENS) + chunk
         tl.store(own_block + at, codes, mask=live)
@@ -144,7 +145,7 @@ def _encode_kernel(q, k, v, flats, pages, page_exponents, k_page_strides, v_page
         _store_exponents(page_exponents[1], exponent_strides, biased, slots, heads, kept, PAGE_TOKENS)
         queries = _load_heads(q, q_strides, tokens, heads, dims, live)
         is_wrong = _is_wrong(queries)
-        codes, biased = _encode_rows(queries, is_wrong, NATIVE)
+        codes, biased = _encode_rows(queries, is_wrong, LIFT, NATIVE)
         biased = tl.where(is_wrong == 1, _NAN_EXPONENT, biased)
         _store_flat(flats[0], flats[1], codes, biased, tokens, heads, dims, live, is_token, num_tokens, NUM_HEADS, DIM)
 
@@ -210,6 +211,7 @@ def encode_tokens(
         PADDED=padded,
         ROWS=_ROWS,
         SCALED=batch.v_scale is not None,
+        LIFT=query_lift(dim),
         NATIVE=q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9),
         num_warps=min(16, max(4, heads * padded * _ROWS // 2048)),
     )

@@ -24,7 +24,7 @@ class Arena:
     page is `rows_per_page` records of `row_stride` bytes.
     """
 
-    def __init__(  # noqa: PLR0917 - sizes, types and place of two views
+    def __init__(
         self,
         num_pages: int,
         geometry: PageGeometry,
