@@ -2,10 +2,10 @@
 
 The schedule of `hopper_attention.py` with one more role: a warp lays out the scales of a block ahead of the two
 warpgroups that compute. The scale of a key multiplies its column of scores, the scale of a query its row. The scale of
-a value is part of the weight that multiplies it, so weights are eight-bit floats of any size: they are brought into
-range by a power of two that bounds the block (`_next_ceiling`), and the sum so far follows when that grows. A power of
-two changes no digit of a weight, so the blocks in which keys come do not matter. Values lie transposed, tokens side by
-side, which is how the matrix units read them.
+a value is part of the weight that multiplies it. Weights are eight-bit floats too, brought into range by a power of two
+that bounds the block (`hopper_scales.py`); the sum so far follows when that grows. A power of two changes no digit of a
+weight, so it does not matter in which blocks keys come. Values lie transposed, tokens side by side, as the matrix units
+read them.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.kernels.hopper_scales import lay_out_scales
 from helmrec.kernels.hopper_tiles import (
     fetch,
     load_tile,
@@ -36,8 +37,8 @@ from helmrec.kernels.hopper_tiles import (
     store_part,
     store_rows,
     take,
-    tanh,
 )
+from helmrec.kernels.hopper_weights import as_operand, ceilings_of, pack, power_of_two, weigh
 from helmrec.kernels.kv_rounding import ScaledPages, query_lift
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_encode import OWN_TOKENS, CodedTokens
@@ -46,6 +47,9 @@ from helmrec.kernels.work_list import FIELDS
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
 HALF_SCORES = True  # scores in float16 take half the registers and instructions of float32
 _MAX_SLOTS = 8  # of a ring: more of small blocks would only add scales and barriers
+
+POLYNOMIAL = False  # one tanh of four by a polynomial: the special-function units have the most to do
+
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -115,90 +119,6 @@ def _first_value_block(start, sequence, OWN_TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _load_exponents(flat, flat_stride, pages, strides, start, length, table, layout, block, head,
-                    PAGE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Biased exponents of the scales of a block; of tokens that it does not hold, 0."""
-    threads: gl.constexpr = gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0])
-    columns = gl.arange(0, BLOCK_N, threads)
-    is_resident, token = locate(block, layout, BLOCK_N)
-    if is_resident:
-        page = gl.load(table + token // PAGE_TOKENS).to(gl.int64)
-        at = pages + page * strides[0] + head * strides[2] + (token % PAGE_TOKENS + columns) * strides[1]
-        found = gl.load(at, mask=token + columns < layout[0], other=0)
-    else:
-        at = flat + head.to(gl.int64) * flat_stride + start + token + columns
-        found = gl.load(at, mask=token + columns < length, other=0)
-    return found.to(gl.int32)
-
-
-@gluon.jit
-def _power_of_two(exponents):
-    """Scales in float32 of biased exponents, int32; 255 gives infinity, and zero times that is NaN."""
-    return (exponents << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _next_ceiling(ceiling, exponents):
-    """The largest exponent so far, and a little more, so that it seldom grows."""
-    largest = gl.max(exponents, axis=0)
-    return gl.where(largest > ceiling, largest + 1, ceiling)
-
-
-@gluon.jit
-def _below(exponents, ceiling):
-    """Powers of two in float32: 1 for an exponent at the ceiling, and less for lower ones."""
-    return _power_of_two(gl.maximum(exponents - ceiling + 127, 0))
-
-
-@gluon.jit
-def _scaler(inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
-            DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-            K_SLOTS: gl.constexpr, BOUND: gl.constexpr):
-    """Lay out the scales of scores and of weights beside each block of keys, tile after tile."""
-    work, batch, num_context, table_stride = inputs
-    k_flat, v_flat, flat_stride, k_pages, v_pages, strides = exponents
-    k_full, k_empty = k_pipe[1], k_pipe[2]
-    of_scores, of_weights, ceilings = scales
-    ticket_full, ticket_empty = barriers[2], barriers[3]
-    pair: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tickets = gl.load(work) * NUM_HEADS
-    number, slot, phase = 0, 0, 0
-    ticket = take(number, tickets, ticket_full, ticket_empty, 1)
-    while ticket < num_tickets:
-        item = work + FIELDS * (1 + ticket // NUM_HEADS)
-        head = ticket % NUM_HEADS
-        _, start, end, _, table, layout = read_tile(item, batch, num_context, table_stride, BLOCK_M, BLOCK_N)
-        lo, hi = gl.load(item + 2), gl.load(item + 3)
-        length = end - start
-        of_keys = _load_exponents(k_flat, flat_stride, k_pages, strides, start, length, table, layout, lo, head,
-                                  PAGE_TOKENS, BLOCK_N)
-        of_values = _load_exponents(v_flat, flat_stride, v_pages, strides, start, length, table, layout, lo, head,
-                                    PAGE_TOKENS, BLOCK_N)
-        k_ceiling, ceiling = 0, 0
-        for block in range(lo, hi):
-            # Those of the next turn, so that nothing waits for them.
-            following = gl.minimum(block + 1, hi - 1)
-            next_keys = _load_exponents(k_flat, flat_stride, k_pages, strides, start, length, table, layout, following,
-                                        head, PAGE_TOKENS, BLOCK_N)
-            next_values = _load_exponents(v_flat, flat_stride, v_pages, strides, start, length, table, layout,
-                                          following, head, PAGE_TOKENS, BLOCK_N)
-            finite = gl.where(of_keys < 255, of_keys, 0)
-            of_both = finite + of_values
-            k_ceiling, ceiling = _next_ceiling(k_ceiling, finite), _next_ceiling(ceiling, of_both)
-            of_score = gl.where(of_keys < 255, _below(of_keys, k_ceiling), float("nan"))
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            of_scores.index(slot).store(of_score.to(of_scores.dtype))
-            of_weights.index(slot).store(_below(of_both, ceiling + BOUND).to(of_weights.dtype))
-            which = gl.arange(0, 2, pair)
-            ceilings.index(slot).store(gl.where(which == 0, k_ceiling, ceiling))
-            mbarrier.arrive(k_full.index(slot), count=1)
-            slot, phase = next_slot(slot, phase, K_SLOTS)
-            of_keys, of_values = next_keys, next_values
-        number += 1
-        ticket = take(number, tickets, ticket_full, ticket_empty, 1)
-
-
-@gluon.jit
 def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
     """Zero the columns of a block of values that are unused or of another sequence: zero weight times NaN is NaN.
 
@@ -208,107 +128,21 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr, DIM
     live = gl.where(is_resident, layout[0], length) - token
     if live < BLOCK_N:
         threads: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_N, BLOCK_N // 16], [4, 1], [1, 0])
-        columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, threads))
+        places = gl.arange(0, BLOCK_N, gl.SliceLayout(0, threads))
+        tokens = (places & ~15) | ((places & 12) >> 1) | ((places & 2) << 2) | (places & 1)  # as `token_at`
         for i in gl.static_range(DIM // 32):
             part = values.slice(i * 32, 32)
             codes = part.load(threads).to(gl.uint8, bitcast=True)
-            kept = gl.where((columns < live)[None, :], codes, 0).to(gl.uint8)
+            kept = gl.where((tokens < live)[None, :], codes, 0).to(gl.uint8)
             part.store(kept.to(values.dtype, bitcast=True))
         hopper.fence_async_shared()
-
-
-@gluon.jit
-def _ceilings_of(scales, slot):
-    """Of keys, and of keys and values."""
-    pair: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    both = scales[2].index(slot).load(pair)
-    which = gl.arange(0, 2, pair)
-    return gl.sum(gl.where(which == 0, both, 0), axis=0), gl.sum(gl.where(which == 1, both, 0), axis=0)
-
-
-@gluon.jit
-def _weigh(scores, q_factor, k_ceiling, scales, slot, SCORES: gl.constexpr):
-    """Weights, not masked, of the products of codes.
-
-    silu(2 h) = h * (1 + tanh(h)), where h is half the scaled q.k. The factor of the sum is another than that of
-    tanh: the scale of the query and half the scale of q.k are left to the end.
-    """
-    k_scale = scales[0].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
-    w_scale = scales[1].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
-    q_scale = gl.minimum(q_factor * _power_of_two(k_ceiling), 65504.0)[:, None]  # tanh of more is 1
-    if scores.dtype == gl.float16:
-        weights = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 half, tanh, scaled;
-            mul.rn.f16x2 half, $1, $2;
-            mul.rn.f16x2 half, half, $3;
-            tanh.approx.f16x2 tanh, half;
-            mul.rn.f16x2 scaled, $1, $4;
-            fma.rn.f16x2 $0, scaled, tanh, scaled;
-            }
-            """,
-            "=r,r,r,r,r", [scores, k_scale, q_scale.to(gl.float16), w_scale], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        scaled = scores * w_scale
-        weights = scaled + scaled * tanh(scores * k_scale * q_scale)
-    return weights
-
-
-@gluon.jit
-def _pack(weights, BLOCK_N: gl.constexpr):
-    """Codes of weights, four in an integer, in the order in which values lie (`lane_order`).
-
-    Of every 16 columns of scores a lane holds two and the two that follow eight later; of an operand it holds four
-    that are side by side. In this order they are the same, so nothing moves between lanes. Codes that are carried
-    from block to block one by one would take a register each.
-    """
-    ordered = weights.reshape(64, BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, BLOCK_N // 4, 2, 2)
-    if weights.dtype == gl.float16:
-        first, second = gl.split(ordered.permute(0, 1, 3, 2))
-        both = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
-            cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
-            mov.b32 $0, {low, high};
-            mov.b32 $1, $0;
-            }
-            """,
-            "=r,=r,r,r", [first, second], dtype=gl.int32, is_pure=False, pack=2)
-        packed, _ = gl.split(both)
-    else:
-        even, odd = gl.split(ordered)
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        packed = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1)
-    return packed
-
-
-@gluon.jit
-def _as_operand(packed, BLOCK_N: gl.constexpr, WEIGHTS: gl.constexpr):
-    """Packed codes as the left operand of a product."""
-    twice = gl.join(packed, packed)
-    each = gl.convert_layout(gl.join(twice, twice).reshape(64, BLOCK_N), WEIGHTS)
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [each], dtype=gl.float8e4nv, is_pure=False, pack=4)
 
 
 @gluon.jit
 def _step(acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout, shared,
           length, block, first_row, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
           K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
-          SCORE_TYPE: gl.constexpr):
+          SCORE_TYPE: gl.constexpr, POLYNOMIAL: gl.constexpr):
     """Scores of this block and the values of the one before, in flight together; returns the sum and new weights."""
     ring, k_full, k_empty = k_pipe
     values, v_full, v_empty = v_pipe
@@ -316,38 +150,67 @@ def _step(acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phas
         mbarrier.wait(v_full.index(slot), phase)
         _clear_dead_values(values.index(slot), layout, length, block - 1, BLOCK_N, DIM)
     mbarrier.wait(k_full.index(k_slot), k_phase)
-    operand = _as_operand(weights, BLOCK_N, WEIGHTS)
+    operand = as_operand(weights, BLOCK_N, WEIGHTS)
     zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, SCORES)
     scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
         mbarrier.wait(v_full.index(slot), phase)
     acc = hopper.warpgroup_mma(operand, values.index(slot).permute((1, 0)), acc, is_async=True)
-    k_ceiling, next_ceiling = _ceilings_of(scales, k_slot)
+    k_ceiling, next_ceiling = ceilings_of(scales, k_slot)
     scores = hopper.warpgroup_mma_wait(1, deps=[scores])
-    active = _weigh(scores, q_factor, k_ceiling, scales, k_slot, SCORES)
+    active = weigh(scores, q_factor, k_ceiling, scales, k_slot, SCORES, POLYNOMIAL)
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     if MASKED:
         active = gl.where(sees(layout, shared, block, first_row, BLOCK_N, SCORES), active, 0.0).to(SCORE_TYPE)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    following = _pack(active, BLOCK_N)
+    following = pack(active, BLOCK_N)
     mbarrier.arrive(v_empty.index(slot), count=1)
     if next_ceiling > ceiling:
-        acc = acc * _power_of_two(gl.maximum(ceiling - next_ceiling + 127, 0))
+        acc = acc * power_of_two(gl.maximum(ceiling - next_ceiling + 127, 0))
     k_slot, k_phase = next_slot(k_slot, k_phase, K_SLOTS)
     slot, phase = next_slot(slot, phase, V_SLOTS)
     return acc, following, next_ceiling, k_slot, k_phase, slot, phase
 
 
 @gluon.jit
+def _add_last(acc, weights, v_pipe, slot, phase, layout, length, block, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+              WEIGHTS: gl.constexpr):
+    """Add the values of the last block of a tile."""
+    values, v_full, v_empty = v_pipe
+    mbarrier.wait(v_full.index(slot), phase)
+    _clear_dead_values(values.index(slot), layout, length, block, BLOCK_N, DIM)
+    operand = as_operand(weights, BLOCK_N, WEIGHTS)
+    acc = hopper.warpgroup_mma(operand, values.index(slot).permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(slot), count=1)
+    return acc
+
+
+@gluon.jit
+def _finish(acc, ceiling, q_exponents, item, head, outputs, row, end, factor, GROUP: gl.constexpr,
+            NUM_HEADS: gl.constexpr, DIM: gl.constexpr, BOUND: gl.constexpr, LAYOUT: gl.constexpr):
+    """Apply the factors that `weigh` left out, and store 64 rows or a part of their sum."""
+    out, out_strides, partials, arrivals = outputs
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    q_exponent = gl.load(q_exponents + rows, mask=rows < end, other=127).to(gl.int32)
+    exponent = gl.where(q_exponent < 255, q_exponent + ceiling + (BOUND - 254), 255)
+    acc = acc * power_of_two(gl.minimum(gl.maximum(exponent, 0), 255))[:, None]
+    if gl.load(item + 5) > 1:
+        store_part(acc, item, head, out, out_strides, row, end, partials, arrivals, factor, GROUP, NUM_HEADS, DIM,
+                   LAYOUT)
+    else:
+        store_rows(out, out_strides, acc, row, end, head, 0, factor, DIM, LAYOUT)
+
+
+@gluon.jit
 def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v_pipe, tickets, barriers,
               half_scale, factor, GROUP: gl.constexpr, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
               DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-              V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr):
+              V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr,
+              POLYNOMIAL: gl.constexpr):
     """Compute 64 of a tile's rows, tile after tile."""
     work, batch, num_context, table_stride = inputs
-    out, out_strides, partials, arrivals = outputs
     ring, k_full, k_empty = k_pipe
-    values, v_full, v_empty = v_pipe
     q_full, q_empty, ticket_full, ticket_empty = barriers
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 32])
@@ -365,48 +228,35 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v
         q_at = q_exponents + head.to(gl.int64) * q_stride
         rows = start + first_row + gl.arange(0, 64, gl.SliceLayout(1, scores_layout))
         # The scale of a query times half that of q.k; those of keys are below their ceiling, whose bias is taken off.
-        q_factor = _power_of_two(gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32)) * half_scale
+        q_factor = power_of_two(gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32)) * half_scale
         masked_from = gl.maximum(gl.minimum(layout[0] // BLOCK_N + layout[1], hi), lo + 1)
         mbarrier.wait(q_full.index(0), number & 1)
         mbarrier.wait(k_full.index(k_slot), k_phase)
         zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, scores_layout)
         scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        k_ceiling, ceiling = _ceilings_of(scales, k_slot)
+        k_ceiling, ceiling = ceilings_of(scales, k_slot)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-        active = _weigh(scores, q_factor, k_ceiling, scales, k_slot, scores_layout)
+        active = weigh(scores, q_factor, k_ceiling, scales, k_slot, scores_layout, POLYNOMIAL)
         mbarrier.arrive(k_empty.index(k_slot), count=1)
         k_slot, k_phase = next_slot(k_slot, k_phase, K_SLOTS)
         active = gl.where(sees(layout, shared, lo, first_row, BLOCK_N, scores_layout), active, 0.0).to(SCORE_TYPE)
-        weights = _pack(active, BLOCK_N)
+        weights = pack(active, BLOCK_N)
         acc = gl.zeros([64, DIM], gl.float32, acc_layout)
         for block in range(lo + 1, masked_from):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
                 acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, False, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout, SCORE_TYPE)
+                weights_layout, SCORE_TYPE, POLYNOMIAL)
         for block in range(masked_from, hi):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
                 acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, True, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout, SCORE_TYPE)
+                weights_layout, SCORE_TYPE, POLYNOMIAL)
         mbarrier.arrive(q_empty.index(0), count=1)
-        mbarrier.wait(v_full.index(slot), phase)
-        _clear_dead_values(values.index(slot), layout, end - start, hi - 1, BLOCK_N, DIM)
-        operand = _as_operand(weights, BLOCK_N, weights_layout)
-        acc = hopper.warpgroup_mma(operand, values.index(slot).permute((1, 0)), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        acc = _add_last(acc, weights, v_pipe, slot, phase, layout, end - start, hi - 1, BLOCK_N, DIM, weights_layout)
         slot, phase = next_slot(slot, phase, V_SLOTS)
-        # What `_weigh` left out.
-        rows = start + first_row + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
-        q_exponent = gl.load(q_at + rows, mask=rows < end, other=127).to(gl.int32)
-        exponent = gl.where(q_exponent < 255, q_exponent + ceiling + (BOUND - 254), 255)
-        acc = acc * _power_of_two(gl.minimum(gl.maximum(exponent, 0), 255))[:, None]
-        if gl.load(item + 5) > 1:
-            store_part(acc, item, head, out, out_strides, start + first_row, end, partials, arrivals, factor, GROUP,
-                       NUM_HEADS, DIM, acc_layout)
-        else:
-            store_rows(out, out_strides, acc, start + first_row, end, head, 0, factor, DIM, acc_layout)
+        _finish(acc, ceiling, q_at, item, head, outputs, start + first_row, end, factor, GROUP, NUM_HEADS, DIM, BOUND,
+                acc_layout)
         number += 1
         ticket = take(number, tickets, ticket_full, ticket_empty)
 
@@ -422,7 +272,7 @@ def _attention_kernel(
     table_stride, partials, arrivals, num_context, half_scale, factor, page_rows,
     FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr,
     OWN_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr,
+    V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr, POLYNOMIAL: gl.constexpr,
 ):
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(q_flat.dtype, [2, BLOCK_M // 2, DIM], q_flat.layout)
@@ -444,11 +294,11 @@ def _attention_kernel(
         [
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
                          half_scale, factor, 0, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
-                         SCORE_TYPE)),
+                         SCORE_TYPE, POLYNOMIAL)),
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
                          half_scale, factor, 1, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
-                         SCORE_TYPE)),
-            (_scaler, (inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS,
+                         SCORE_TYPE, POLYNOMIAL)),
+            (lay_out_scales, (inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS,
                        BLOCK_M, BLOCK_N, K_SLOTS, BOUND)),
             (_producer, (inputs, sources, page_rows, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS,
                          NUM_HEADS, DIM, PAGE_TOKENS, OWN_TOKENS, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS)),
@@ -499,5 +349,6 @@ def launch(
         # No product of codes is above dim * 448 * 448 / 2**lift, no weight above twice that / 2**BOUND, below 448.
         10 + dim.bit_length() - 1 - query_lift(dim),
         gl.float16 if HALF_SCORES else gl.float32,
+        POLYNOMIAL,
         num_warps=4,
     )

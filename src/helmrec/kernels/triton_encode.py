@@ -83,17 +83,10 @@ def _store_keys(pages, strides, codes, slots, heads, dims, live, kept, PAGE_TOKE
 
 
 @triton.jit
-def _store_values(pages, strides, codes, first_slot, slots, is_whole, rows, heads, dims, live, kept,
-                  PAGE_TOKENS: tl.constexpr):
-    """Values to their pages; side by side in one go where the program's tokens are a whole run of a page."""
-    if is_whole:
-        page = pages + first_slot // PAGE_TOKENS * strides[0] + first_slot % PAGE_TOKENS
-        beside = (heads * strides[2] + rows)[:, None] + dims[None, :] * PAGE_TOKENS
-        tl.store(page + beside, codes, mask=live & kept[:, None])
-    else:
-        places = lane_order(slots % PAGE_TOKENS)
-        at = (slots // PAGE_TOKENS * strides[0] + heads * strides[2] + places)[:, None] + dims[None, :] * PAGE_TOKENS
-        tl.store(pages + at, codes, mask=live & kept[:, None])
+def _store_values(pages, strides, codes, slots, heads, dims, live, kept, PAGE_TOKENS: tl.constexpr):
+    places = lane_order(slots % PAGE_TOKENS)
+    at = (slots // PAGE_TOKENS * strides[0] + heads * strides[2] + places)[:, None] + dims[None, :] * PAGE_TOKENS
+    tl.store(pages + at, codes, mask=live & kept[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
@@ -122,7 +115,8 @@ def _encode_kernel(q, k, v, flats, pages, page_exponents, k_page_strides, v_page
         slots = tl.load(write_slots + tokens, mask=is_token, other=-1)
         kept = is_token & (slots >= 0)
         first_slot = tl.load(write_slots + first_token)
-        strays = tl.max(tl.where(kept & (slots != first_slot + tokens - first_token), 1, 0), axis=0)
+        of_head = heads < NUM_HEADS
+        strays = tl.max(tl.where(of_head & (slots != first_slot + tokens - first_token), 1, 0), axis=0)
         is_whole = (first_slot >= 0) & (first_slot % ROWS == 0) & (strays == 0)
         keys = _load_heads(k, k_strides, tokens, heads, dims, live)
         values = _load_heads(v, v_strides, tokens, heads, dims, live)
@@ -138,10 +132,16 @@ def _encode_kernel(q, k, v, flats, pages, page_exponents, k_page_strides, v_page
         codes, biased = _encode_rows(values, is_wrong, 0, NATIVE)
         at = (heads * (DIM * OWN_TOKENS) + rows)[:, None] + dims[None, :] * OWN_TOKENS
         own_block = flats[4] + block.to(tl.int64) * (NUM_HEADS * DIM * OWN_TOKENS) + chunk
-        tl.store(own_block + at, codes, mask=live)
+        every_token = of_head[:, None] & (dims < DIM)[None, :]  # zeros after the last one: the block has no other owner
+        tl.store(own_block + at, codes, mask=every_token)
         tl.store(flats[5] + heads * num_tokens + tokens, biased.to(tl.uint8), mask=is_token)
-        _store_values(pages[1], v_page_strides, codes, first_slot, slots, is_whole, rows, heads, dims, live, kept,
-                      PAGE_TOKENS)
+        if is_whole:
+            place = tl.multiple_of(first_slot % PAGE_TOKENS, ROWS)
+            page = pages[1] + first_slot // PAGE_TOKENS * v_page_strides[0] + place
+            beside = (heads * v_page_strides[2] + rows)[:, None] + dims[None, :] * PAGE_TOKENS
+            tl.store(page + beside, codes, mask=every_token)
+        else:
+            _store_values(pages[1], v_page_strides, codes, slots, heads, dims, live, kept, PAGE_TOKENS)
         _store_exponents(page_exponents[1], exponent_strides, biased, slots, heads, kept, PAGE_TOKENS)
         queries = _load_heads(q, q_strides, tokens, heads, dims, live)
         is_wrong = _is_wrong(queries)

@@ -38,7 +38,7 @@ TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
     "dlrmv3 8 x 6668 of 6700 cached, 2048",
     "nvidia-bench 8 x 3968 of 4096 cached, 256",
 )
-_PROFILED = {"bf16", "fp8-products", "fp8-all"}
+_PROFILED = {"bf16", "fp8-all"}
 _MARK = "found "  # begins a line that the other process reads
 
 
@@ -56,8 +56,8 @@ def batch_of(sequences: list[Sequence]) -> RaggedBatch:
     resident, new = (
         torch.tensor(each, dtype=torch.int32) for each in ([s.resident for s in sequences], [s.new for s in sequences])
     )
-    flat = (each.to(DEVICE) for each in (starts, resident, new, table, torch.cat(slots)))
-    return RaggedBatch(*flat, num_context=0, page_tokens=PAGE_TOKENS)
+    lengths = starts.to(DEVICE), resident.to(DEVICE), new.to(DEVICE)
+    return RaggedBatch(*lengths, table.to(DEVICE), torch.cat(slots).to(DEVICE), num_context=0, page_tokens=PAGE_TOKENS)
 
 
 def random_pages(shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool) -> Pages:
@@ -131,23 +131,22 @@ def graph_ms(run: Callable[[], object]) -> float:
 
 
 class Variant(NamedTuple):
-    """A precision, and settings of attention on codes that differ from those in use."""
+    """A precision, settings of attention on codes that differ from those in use, and the rows that are timed."""
 
     precision: Precision
     settings: tuple[tuple[str, Any], ...] = ()  # where, and what
+    rows: tuple[str, ...] = TIMED
 
 
-_HALF_SCORES, _BLOCK = (
-    "helmrec.kernels.hopper_fp8_attention.HALF_SCORES",
-    "helmrec.kernels.attention_plan.BLOCK_OF_CODES",
-)
+_ATTENTION, _PLAN = "helmrec.kernels.hopper_fp8_attention", "helmrec.kernels.attention_plan"
 _ALL = LOW_PRECISIONS["fp8-all"]
 VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-all": Variant(_ALL),
-    "fp8-all, blocks of 64": Variant(_ALL, ((_BLOCK, 64),)),
-    "fp8-all, float32 scores": Variant(_ALL, ((_HALF_SCORES, False), (_BLOCK, 64))),
+    "polynomial": Variant(_ALL, ((f"{_ATTENTION}.POLYNOMIAL", True),)),
+    "blocks of 64": Variant(_ALL, ((f"{_PLAN}.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
+    "float32 scores": Variant(_ALL, ((f"{_ATTENTION}.HALF_SCORES", False),), (TIMED[1], TIMED[4])),
 }
 
 
@@ -157,7 +156,7 @@ def time_variant(name: str) -> None:
     with ExitStack() as stack:
         for place, value in variant.settings:
             stack.enter_context(patch(place, value))
-        for row in (row for row in ROWS if row.name in TIMED):
+        for row in (row for row in ROWS if row.name in variant.rows):
             run = LayerRun(row, variant.precision)
             _tell(work=row.name, ms=round(run.median_ms(), 4))
             if name in _PROFILED and row.name in TIMED[:2]:
@@ -196,14 +195,13 @@ def all_times() -> dict[str, list[dict[str, Any]]]:
 
 def print_times(found: dict[str, list[dict[str, Any]]]) -> None:
     """One line for each row of the table, one column for each variant."""
-    lines = []
-    for work in TIMED:
-        times = {
-            name: [str(each["ms"]) for each in told if each.get("work") == work and "ms" in each]
-            for name, told in found.items()
-        }
-        lines.append([work, *(each[0] if each else "failed" for each in times.values())])
+    lines = [[work, *(_cell(told, work, VARIANTS[name]) for name, told in found.items())] for work in TIMED]
     print(markdown_table(["layers, ms", *found], lines))
+
+
+def _cell(told: list[dict[str, Any]], work: str, variant: Variant) -> str:
+    times = [str(each["ms"]) for each in told if each.get("work") == work and "ms" in each]
+    return times[0] if times else "failed" if work in variant.rows else ""
 
 
 if __name__ == "__main__":
