@@ -82,7 +82,7 @@ class Runner:
         self._model = parts.model
         self._dense = parts.dense
         self._arena = parts.arena
-        self._kv_dtype = parts.arena.k_pages.dtype
+        self._kv_dtype, self._transposed_values = parts.arena.k_pages.dtype, parts.arena.transposed_values
         self._master = parts.master
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
@@ -232,9 +232,9 @@ class Runner:
         plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=list(range(num_pages)))
         step = assemble([(request, plan)], config, geometry.page_tokens)
         shape = (config.num_layers, max(1, num_pages), geometry.page_tokens, config.num_heads)
-        k_pages, v_pages = (
-            empty_pages((*shape, dim), self._kv_dtype, model.device) for dim in (config.qk_dim, config.v_dim)
-        )
+        k_pages = empty_pages((*shape, config.qk_dim), self._kv_dtype, model.device)
+        transposed = self._transposed_values
+        v_pages = empty_pages((*shape, config.v_dim), self._kv_dtype, model.device, transposed=transposed)
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()
         rows = self._master.gather(step.rows).to(model.device)

@@ -16,6 +16,7 @@ from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import model_kernels
+from helmrec.kernels.kv_rounding import LANE_TOKENS
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import Admission, RowTable
 from helmrec.memory.arena import Arena
@@ -83,7 +84,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     chosen = chosen.model_copy(update={"pool_bytes": config.pool_bytes})
     config = without_row_index(config, geometry, shape.num_rows)
     kept_as = KV_DTYPES.get(config.kv_dtype, hstu.dtype)
-    arena = Arena(config.sized_pool_bytes // geometry.page_bytes, geometry, kept_as, master.dtype, config.device)
+    num_pages, transposed = config.sized_pool_bytes // geometry.page_bytes, has_transposed_values(config, geometry)
+    arena = Arena(num_pages, geometry, kept_as, master.dtype, config.device, transposed)
     rows = _make_rows(shape, config, geometry, arena)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
@@ -95,6 +97,15 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     kernels = row_kernels(_kernels(config))
     choices = (device_reason, pool_reason, *kv_reasons, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
+
+
+def has_transposed_values(config: EngineConfig, geometry: PageGeometry) -> bool:
+    """Whether values lie with tokens side by side, as matrix units for products of eight-bit floats read them.
+
+    This depends on settings alone, not on the device, so that every device can read what another has kept.
+    """
+    in_fp8 = config.kv_dtype == config.compute_dtype == "fp8_e4m3"
+    return in_fp8 and geometry.page_tokens % LANE_TOKENS == 0
 
 
 def check_card_reads_codes(shape: ModelConfig, config: EngineConfig, generation: int) -> None:
