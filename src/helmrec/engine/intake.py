@@ -3,6 +3,7 @@
 Pure: it reads the model's shape and changes no state, so a refused request has no effect.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -71,12 +72,33 @@ class Prepared:
         return self.num_unkept + self.request_rows.size + (0 if self.is_retrieval else self.num_candidates)
 
 
+@dataclass(frozen=True, slots=True)
+class IntakeRecipe:
+    """All that an `Intake` is made from, in plain values: intakes of one recipe prepare a request alike.
+
+    Never shown to clients: it has the key of the chained hash.
+    """
+
+    model: str  # its `ModelConfig` as JSON
+    version: int
+    max_history: int
+    secret: bytes = field(repr=False)
+
+    @property
+    def tag(self) -> bytes:
+        """Sixteen bytes that identify the recipe and reveal nothing of its key."""
+        public = f"{self.version} {self.max_history} {self.model}"
+        return hashlib.blake2b(public.encode(), key=self.secret, digest_size=16).digest()
+
+
 class Intake:
     """Checks and converts requests for one model."""
 
     def __init__(self, config: ModelConfig, version: int, max_history: int, key: HashKey | None = None) -> None:
         """`key` is the key of the chained hash; by default a random one, since states never leave the process."""
         self._key = key or HashKey.random()
+        self.recipe = IntakeRecipe(config.model_dump_json(), version, max_history, self._key.secret)
+        self.tag = self.recipe.tag
         self._config = config
         self._version = version
         self._max_history = max_history
@@ -105,6 +127,12 @@ class Intake:
             names,
             np.array(unknown),
         )
+
+    @classmethod
+    def of(cls, recipe: IntakeRecipe) -> "Intake":
+        """Make an intake like the one that this recipe came from."""
+        config = ModelConfig.model_validate_json(recipe.model)
+        return cls(config, recipe.version, recipe.max_history, HashKey(recipe.secret))
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Check and convert a request; raise RequestError that names field and value."""

@@ -20,6 +20,7 @@ import msgspec
 from helmrec.errors import EngineClosed, QueueFull, TooLarge
 from helmrec.failures import FailureLog
 from helmrec.serve.port import Health
+from helmrec.serve.prepared_wire import PrepareAgain, unpack_recipe
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
 from helmrec.serve.wire import FrameKind, pack_call, unpack_error, unpack_results
 
@@ -295,6 +296,8 @@ class ChildProcess:
             answer.set_exception(unpack_error(frame.payload))
         elif frame.kind == FrameKind.RESULTS:
             answer.set_result(unpack_results(frame.payload))
+        elif frame.kind == FrameKind.PREPARE_AGAIN:
+            answer.set_exception(PrepareAgain(unpack_recipe(frame.payload)))
         else:
             answer.set_result(bytes(frame.payload))
 

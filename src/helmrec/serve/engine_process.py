@@ -18,11 +18,12 @@ from helmrec.serve.frame_server import FrameServer, ignore_signals, take_link
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import swapping
 from helmrec.serve.port import Health
+from helmrec.serve.prepared_wire import pack_recipe, unpack_prepared
 from helmrec.serve.ring import Frame, Link
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.shared_rows import TableDoor
 from helmrec.serve.swap import SwappingPort
-from helmrec.serve.wire import Begin, FrameKind, unpack_call, unpack_prefill, unpack_requests
+from helmrec.serve.wire import Begin, FrameKind, unpack_call, unpack_prefill
 
 _LOOK_EVERY_S = 0.01
 
@@ -45,9 +46,7 @@ class EngineProcess(FrameServer):
         elif frame.kind == FrameKind.END:
             self._is_over.set()
         elif frame.kind == FrameKind.RANK:
-            port = self._ready_port().current  # another may take over before this one has answered
-            queued = port.enqueue(*unpack_requests(frame.payload))
-            self._start(self._reply(FrameKind.RESULTS, frame.call, port.results(queued)))
+            self._rank(frame)
         elif frame.kind == FrameKind.PREFILL:
             result = self._ready_port().current.signal(unpack_prefill(frame.payload))
             self._start(self._reply(FrameKind.VALUE, frame.call, asyncio.wrap_future(result)))
@@ -55,6 +54,16 @@ class EngineProcess(FrameServer):
             name, arguments = unpack_call(frame.payload)
             value = getattr(self._ready_port(), name)(**arguments)
             self._start(self._reply(FrameKind.VALUE, frame.call, value))
+
+    def _rank(self, frame: Frame) -> None:
+        """Queue requests that the front has prepared; if it did so for an engine before, have it prepare them again."""
+        port = self._ready_port().current  # another may take over before this one has answered
+        received = unpack_prepared(frame.payload)
+        if not port.engine.is_prepared_by(received.tag):
+            self._answer(FrameKind.PREPARE_AGAIN, frame.call, pack_recipe(port.engine.intake_recipe))
+            return
+        queued = port.enqueue_prepared(received.prepared, received.spent_ms)
+        self._start(self._reply(FrameKind.RESULTS, frame.call, port.results(queued)))
 
     def _ready_port(self) -> SwappingPort:
         assert self._port is not None, "the front sends calls when the engine is ready"

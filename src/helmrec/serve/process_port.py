@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -12,13 +14,15 @@ from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
-from helmrec.engine.intake import Intake
+from helmrec.engine.intake import Intake, IntakeRecipe
+from helmrec.engine.warm_up import made_up_request
 from helmrec.errors import EngineClosed, HelmRecError
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
 from helmrec.router.sketch import PackedSketch, RowSketch
 from helmrec.serve.child_process import ChildProcess, size_of, too_large
 from helmrec.serve.port import EngineView
+from helmrec.serve.prepared_wire import PrepareAgain, pack_prepared, unpack_recipe
 from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Link
 from helmrec.serve.swap import check_fits
@@ -28,12 +32,14 @@ from helmrec.serve.wire import (
     NotForTheWire,
     pack_call,
     pack_prefill,
-    pack_requests,
     results_bytes,
 )
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
 log = logging.getLogger("helmrec.serve")
+# Memory of large requests stays with the process: given back and taken anew, each costs a hundred page faults.
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+_MOST_TRIES = 4  # to send requests, each to another model than the one before
 
 
 class ProcessMemory(NamedTuple):
@@ -67,29 +73,35 @@ class ProcessPort(ChildProcess):
         memory: ProcessMemory,
         environment: Mapping[str, str],
     ) -> None:
-        super().__init__(memory.ring_bytes, environment)
+        super().__init__(memory.ring_bytes, {**_unset(_KEEP_FREED_MEMORY), **environment})
         self.model = model
         self._begin = begin
-        self._max_history = max_history
-        self.intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
+        self.intake = Intake(model, version=0, max_history=max_history)  # until the engine gives the recipe of its own
         self._replay = Replay(memory.replay_bytes)
         self.tables: HostTables | None = None  # None: the engine has tables of its own
         self._door: socket.socket | None = None  # to the process, for descriptors
         self._their_door: socket.socket | None = None
 
     async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        link = self._need_link()
-        try:
-            parts = pack_requests(requests, spent_ms)
-        except NotForTheWire as unfit:
-            self.intake.prepare_all(requests)  # raises what an engine would raise
-            raise AssertionError("an engine would accept what cannot be packed") from unfit
-        num_bytes = max(results_bytes(requests, self.model.num_tasks), size_of(parts))
-        if num_bytes > link.max_frame_bytes:
-            self.intake.prepare_all(requests)
-            raise too_large("requests", num_bytes, link)
-        results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
-        return results
+        link, came_s = self._need_link(), time.monotonic() - spent_ms / 1e3
+        for _ in range(_MOST_TRIES):
+            intake = self.intake
+            parts = pack_prepared(intake.tag, intake.prepare_all(requests), came_s)
+            num_bytes = max(results_bytes(requests, self.model.num_tasks), size_of(parts))
+            if num_bytes > link.max_frame_bytes:
+                raise too_large("requests", num_bytes, link)
+            try:
+                results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
+            except PrepareAgain as again:  # another model was swapped in meanwhile
+                self._use(again.recipe)
+                continue
+            return results
+        raise EngineClosed(f"the model was replaced {_MOST_TRIES} times while a request was on its way")
+
+    def _use(self, recipe: IntakeRecipe) -> None:
+        """Prepare requests from this recipe from now on."""
+        if recipe != self.intake.recipe:
+            self.intake = Intake.of(recipe)
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         link = self._need_link()
@@ -146,7 +158,7 @@ class ProcessPort(ChildProcess):
         await self._swap_process(model, tables)
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self.model = manifest.model
-        self.intake = Intake(manifest.model, version=0, max_history=self._max_history)
+        self._use(await self._call("intake_recipe", IntakeRecipe))
         self._replay.note_swap()
 
     async def _swap_process(self, model: str, tables: HostTables | None) -> None:
@@ -195,14 +207,15 @@ class ProcessPort(ChildProcess):
         supervisor starts another. Alpha and mode change no score: if one is refused, that is logged.
         """
         try:
+            await self._take_recipe(link)
             num_noted = -1
             while num_noted != self._replay.num_noted:  # more updates may arrive while these are applied
                 num_noted = self._replay.num_noted
                 for call in self._replay.row_calls(link.max_frame_bytes // 2):
-                    await self._repeat(link, call)
+                    await self._ask_in_time(link, call)
             for call in self._replay.setting_calls():
                 try:
-                    await self._repeat(link, call)
+                    await self._ask_in_time(link, call)
                 except HelmRecError as error:
                     if isinstance(error, EngineClosed):
                         raise
@@ -218,9 +231,21 @@ class ProcessPort(ChildProcess):
         if self._link is link:
             log.info("serving", extra={"model": self.model.name})
 
-    async def _repeat(self, link: Link, call: AdminCall) -> None:
+    async def _take_recipe(self, link: Link) -> None:
+        """Get ready to prepare requests for the engine, whose hash has a new key."""
+        packed = await self._ask_in_time(link, AdminCall("intake_recipe", {}))
+        self._use(unpack_recipe(memoryview(packed)))
+        await asyncio.to_thread(self.intake.prepare, made_up_request(self.model, 2))  # loads compiled functions
+
+    async def _ask_in_time(self, link: Link, call: AdminCall) -> bytes:
         answer = self._ask(link, FrameKind.CALL, pack_call(call.name, call.arguments))
         try:
-            await asyncio.wait_for(answer, self.hang_s)
+            value: bytes = await asyncio.wait_for(answer, self.hang_s)
+            return value
         except TimeoutError:
             raise EngineClosed(f"{call.name} was not answered for {self.hang_s:g} s") from None
+
+
+def _unset(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the variables that the environment does not set."""
+    return {name: value for name, value in variables.items() if name not in os.environ}
