@@ -52,24 +52,21 @@ class Prepared:
     times: IntArray | None = None  # (events + 1,) of the events and what follows, if attention has a bias by time
     is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
     unknown_ids: Mapping[str, int] = field(default_factory=dict)  # by table: ids read as the row for unknown ones
+    # Counted here and not for each step, whose host time is scarce.
+    num_candidates: int = field(init=False)
+    num_events: int = field(init=False)
+    num_unkept: int = field(init=False)  # last events of the window whose K/V are not kept
+    num_attending: int = field(init=False)  # tokens that are not of its cacheable history
 
-    @property
-    def num_candidates(self) -> int:
-        return self.candidate_rows.shape[1]
-
-    @property
-    def num_events(self) -> int:
-        return self.columns.shape[1]
-
-    @property
-    def num_unkept(self) -> int:
-        """Last events of the window whose K/V are not kept."""
-        return self.num_events - self.history.event_rows.shape[1]
-
-    @property
-    def num_attending(self) -> int:
-        """Tokens of the request that are not of its cacheable history."""
-        return self.num_unkept + self.request_rows.size + (0 if self.is_retrieval else self.num_candidates)
+    def __post_init__(self) -> None:
+        num_events, num_candidates = self.columns.shape[1], self.candidate_rows.shape[1]
+        num_unkept = num_events - self.history.event_rows.shape[1]
+        num_others = num_unkept + self.request_rows.size
+        put = object.__setattr__
+        put(self, "num_candidates", num_candidates)
+        put(self, "num_events", num_events)
+        put(self, "num_unkept", num_unkept)
+        put(self, "num_attending", num_others if self.is_retrieval else num_others + num_candidates)
 
 
 @dataclass(frozen=True, slots=True)
