@@ -14,29 +14,33 @@ import msgspec
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.redaction import is_secret_name
-from helmrec.serve.frame_server import FrameServer, ignore_signals, take_link
+from helmrec.serve.engine_server import EngineServer, FrontDoor
+from helmrec.serve.frame_server import ignore_signals, take_link
 from helmrec.serve.logs import log_to_stderr
 from helmrec.serve.node import swapping
 from helmrec.serve.port import Health
-from helmrec.serve.prepared_wire import pack_recipe, unpack_prepared
 from helmrec.serve.ring import Frame, Link
 from helmrec.serve.settings import ServeConfig
 from helmrec.serve.shared_rows import TableDoor
 from helmrec.serve.swap import SwappingPort
-from helmrec.serve.wire import Begin, FrameKind, unpack_call, unpack_prefill
+from helmrec.serve.wire import Begin, FrameKind, unpack_call
 
 _LOOK_EVERY_S = 0.01
 
 
-class EngineProcess(FrameServer):
+class EngineProcess(EngineServer):
     """Answers the front's frames through an engine's port."""
 
     def __init__(self, link: Link, door: TableDoor | None = None) -> None:
         super().__init__(link)
         self._door = door
         self._port: SwappingPort | None = None
+        self._socket_path: str | None = None
+        self._fronts: FrontDoor | None = None
 
     async def _close(self) -> None:
+        if self._fronts is not None:
+            self._fronts.close()
         if self._port is not None:
             await self._port.close()
 
@@ -45,29 +49,18 @@ class EngineProcess(FrameServer):
             self._start(self._begin(bytes(frame.payload)))
         elif frame.kind == FrameKind.END:
             self._is_over.set()
-        elif frame.kind == FrameKind.RANK:
-            self._rank(frame)
-        elif frame.kind == FrameKind.PREFILL:
-            result = self._ready_port().current.signal(unpack_prefill(frame.payload))
-            self._start(self._reply(FrameKind.VALUE, frame.call, asyncio.wrap_future(result)))
+        elif frame.kind == FrameKind.CALL and unpack_call(frame.payload).name == "admit_fronts":
+            self._start(self._reply(FrameKind.VALUE, frame.call, self._admit_fronts()))
         else:
-            name, arguments = unpack_call(frame.payload)
-            value = getattr(self._ready_port(), name)(**arguments)
-            self._start(self._reply(FrameKind.VALUE, frame.call, value))
-
-    def _rank(self, frame: Frame) -> None:
-        """Queue requests that the front has prepared; if it did so for an engine before, have it prepare them again."""
-        port = self._ready_port().current  # another may take over before this one has answered
-        received = unpack_prepared(frame.payload)
-        if not port.engine.is_prepared_by(received.tag):
-            self._answer(FrameKind.PREPARE_AGAIN, frame.call, pack_recipe(port.engine.intake_recipe))
-            return
-        queued = port.enqueue_prepared(received.prepared, received.spent_ms)
-        self._start(self._reply(FrameKind.RESULTS, frame.call, port.results(queued)))
+            self._serve_frame(frame)
 
     def _ready_port(self) -> SwappingPort:
         assert self._port is not None, "the front sends calls when the engine is ready"
         return self._port
+
+    async def _admit_fronts(self) -> None:
+        assert self._socket_path is not None, "the front asks only if there is a socket"
+        self._fronts = FrontDoor(self._socket_path, self._ready_port)
 
     async def _begin(self, packed: bytes) -> None:
         try:
@@ -76,6 +69,7 @@ class EngineProcess(FrameServer):
             secrets = [value for name, value in settings.items() if is_secret_name(name) and isinstance(value, str)]
             log_to_stderr(begin.serve["log_level"], secrets)
             engine, serve = EngineConfig(**begin.engine), ServeConfig(**begin.serve)
+            self._socket_path = serve.engine_socket
             port = await asyncio.to_thread(swapping, Path(begin.model), engine, serve, self._door)
         except Exception as error:
             self._give_up(error)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,32 +13,21 @@ from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
-from helmrec.engine.intake import Intake, IntakeRecipe
-from helmrec.engine.warm_up import made_up_request
+from helmrec.engine.intake import IntakeRecipe
 from helmrec.errors import EngineClosed, HelmRecError
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
 from helmrec.router.sketch import PackedSketch, RowSketch
-from helmrec.serve.child_process import ChildProcess, size_of, too_large
-from helmrec.serve.port import EngineView
-from helmrec.serve.prepared_wire import PrepareAgain, pack_prepared, unpack_recipe
+from helmrec.serve.engine_calls import EngineCalls
 from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Link
 from helmrec.serve.swap import check_fits
-from helmrec.serve.wire import (
-    Begin,
-    FrameKind,
-    NotForTheWire,
-    pack_call,
-    pack_prefill,
-    results_bytes,
-)
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
+from helmrec.serve.wire import Begin
+from helmrec.types import Ids
 
 log = logging.getLogger("helmrec.serve")
 # Memory of large requests stays with the process: given back and taken anew, each costs a hundred page faults.
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
-_MOST_TRIES = 4  # to send requests, each to another model than the one before
 
 
 class ProcessMemory(NamedTuple):
@@ -59,7 +47,7 @@ class HostTables(Protocol):
         """The process of this engine has ended."""
 
 
-class ProcessPort(ChildProcess):
+class ProcessPort(EngineCalls):
     """Runs one engine process at a time."""
 
     kind = "engine"
@@ -73,54 +61,12 @@ class ProcessPort(ChildProcess):
         memory: ProcessMemory,
         environment: Mapping[str, str],
     ) -> None:
-        super().__init__(memory.ring_bytes, {**_unset(_KEEP_FREED_MEMORY), **environment})
-        self.model = model
+        super().__init__(memory.ring_bytes, {**_unset(_KEEP_FREED_MEMORY), **environment}, model, max_history)
         self._begin = begin
-        self.intake = Intake(model, version=0, max_history=max_history)  # until the engine gives the recipe of its own
         self._replay = Replay(memory.replay_bytes)
         self.tables: HostTables | None = None  # None: the engine has tables of its own
         self._door: socket.socket | None = None  # to the process, for descriptors
         self._their_door: socket.socket | None = None
-
-    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        link, came_s = self._need_link(), time.monotonic() - spent_ms / 1e3
-        for _ in range(_MOST_TRIES):
-            intake = self.intake
-            parts = pack_prepared(intake.tag, intake.prepare_all(requests), came_s)
-            num_bytes = max(results_bytes(requests, self.model.num_tasks), size_of(parts))
-            if num_bytes > link.max_frame_bytes:
-                raise too_large("requests", num_bytes, link)
-            try:
-                results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
-            except PrepareAgain as again:  # another model was swapped in meanwhile
-                self._use(again.recipe)
-                continue
-            return results
-        raise EngineClosed(f"the model was replaced {_MOST_TRIES} times while a request was on its way")
-
-    def _use(self, recipe: IntakeRecipe) -> None:
-        """Prepare requests from this recipe from now on."""
-        if recipe != self.intake.recipe:
-            self.intake = Intake.of(recipe)
-
-    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        link = self._need_link()
-        try:
-            parts = pack_prefill(request)
-        except NotForTheWire as unfit:
-            self.intake.prepare_ahead(request)  # raises what an engine would raise
-            raise AssertionError("an engine would accept what cannot be packed") from unfit
-        if size_of(parts) > link.max_frame_bytes:
-            self.intake.prepare_ahead(request)
-            raise too_large("request", size_of(parts), link)
-        value: bytes = await self._ask(link, FrameKind.PREFILL, parts)
-        return msgspec.msgpack.decode(value, type=PrefillResult)
-
-    async def stats(self) -> EngineStats:
-        return await self._call("stats", EngineStats)
-
-    async def look(self) -> EngineView:
-        return await self._call("look", EngineView)
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", None, alpha=alpha)
@@ -147,9 +93,6 @@ class ProcessPort(ChildProcess):
     async def row_sketch(self, num_bits: int) -> RowSketch:
         packed = await self._call("row_sketch", PackedSketch, num_bits=num_bits)
         return packed.unpacked()
-
-    async def forget(self, user_id: UserId) -> None:
-        await self._call("forget", None, user_id=user_id)
 
     async def swap(self, model: str, tables: HostTables | None = None) -> None:
         """Serve another model. `tables`: those of that model, if this engine shares them."""
@@ -220,6 +163,7 @@ class ProcessPort(ChildProcess):
                     if isinstance(error, EngineClosed):
                         raise
                     log.error("a setting was not restored", extra={"call": call.name, "reason": str(error)})
+            await self._admit_fronts(link)
         except Exception as error:
             if self._link is link:  # else the process has ended, and the supervisor logs why
                 log.exception("the engine could not be resumed")
@@ -231,19 +175,10 @@ class ProcessPort(ChildProcess):
         if self._link is link:
             log.info("serving", extra={"model": self.model.name})
 
-    async def _take_recipe(self, link: Link) -> None:
-        """Get ready to prepare requests for the engine, whose hash has a new key."""
-        packed = await self._ask_in_time(link, AdminCall("intake_recipe", {}))
-        self._use(unpack_recipe(memoryview(packed)))
-        await asyncio.to_thread(self.intake.prepare, made_up_request(self.model, 2))  # loads compiled functions
-
-    async def _ask_in_time(self, link: Link, call: AdminCall) -> bytes:
-        answer = self._ask(link, FrameKind.CALL, pack_call(call.name, call.arguments))
-        try:
-            value: bytes = await asyncio.wait_for(answer, self.hang_s)
-            return value
-        except TimeoutError:
-            raise EngineClosed(f"{call.name} was not answered for {self.hang_s:g} s") from None
+    async def _admit_fronts(self, link: Link) -> None:
+        """Let other fronts join, now that the engine has all row updates."""
+        if self._begin.serve.get("engine_socket") is not None:
+            await self._ask_in_time(link, AdminCall("admit_fronts", {}))
 
 
 def _unset(variables: Mapping[str, str]) -> dict[str, str]:

@@ -82,7 +82,7 @@ def serve_until_stopped(
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     PROCESS.take_over()
-    if config.engine_process:  # else the port does this, once its engine is ready
+    if config.engine_process or config.joined_engine is not None:  # else the port does this, once its engine is ready
         PROCESS.settle()
     settings = uvicorn.Config(
         app,

@@ -74,6 +74,13 @@ class Received(NamedTuple):
     spent_ms: float
 
 
+class PackedCall(NamedTuple):
+    """A call of a port's method."""
+
+    name: str
+    arguments: dict[str, Any]  # by name
+
+
 class WireError(Struct, frozen=True):
     """An error of `errors.py` by its class name; an empty name for an unexpected failure."""
 
@@ -242,9 +249,8 @@ def pack_call(name: str, arguments: Mapping[str, Any]) -> list[bytes | memoryvie
         raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
 
 
-def unpack_call(payload: memoryview) -> tuple[str, dict[str, Any]]:
-    """Return the method's name, and its arguments by name."""
-    return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
+def unpack_call(payload: memoryview) -> PackedCall:
+    return msgspec.msgpack.decode(payload, type=PackedCall)
 
 
 def pack_error(error: BaseException) -> list[bytes | memoryview]:
