@@ -58,7 +58,10 @@ class JoinedFront(EngineServer):
 
     def __init__(self, link: Link, ready_port: Callable[[], SwappingPort]) -> None:
         super().__init__(link)
-        self._ready_port = ready_port  # type: ignore[method-assign]
+        self._find_port = ready_port
+
+    def _ready_port(self) -> SwappingPort:
+        return self._find_port()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == FrameKind.END:

@@ -113,8 +113,10 @@ def unpack_recipe(payload: memoryview) -> IntakeRecipe:
 def _plain_fields(request: Prepared) -> _SentRequest:
     history, times = request.history, request.times
     sizes = _Sizes(
-        *request.columns.shape,
-        *request.candidate_rows.shape,
+        len(request.columns),
+        request.num_events,
+        len(request.candidate_rows),
+        request.num_candidates,
         history.context_rows.size,
         request.request_rows.size,
         0 if times is None else times.size,

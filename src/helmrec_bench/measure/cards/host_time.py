@@ -2,8 +2,8 @@
 
 Each turn is a process of its own that imports one tree, so that both are measured in one run on one machine. A step is
 one of eight requests; waits for the card are left out of its host time. Intake is what a front does with requests where
-the engine has its own process, which receives them ready (`receive_ms`; earlier trees cannot). LoadGen judges this tree with requests that
-are prepared, and with requests as clients send them.
+the engine has its own process, which receives them ready (`receive_ms`; earlier trees cannot). LoadGen judges this tree
+with requests that are prepared, and with requests as clients send them.
 
     helmrec bench run host-time --before ../earlier     # on a card, against another checkout
     helmrec bench run host-time --quick                 # anywhere, one small layer: does the measurement work
