@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
@@ -91,7 +92,7 @@ def main(arguments: list[str]) -> None:
     PROCESS.take_over()
     end, outgoing, incoming, *door = map(int, arguments)
     tables = TableDoor(socket.socket(fileno=door[0])) if door else None
-    asyncio.run(EngineProcess(take_link(end, outgoing, incoming), tables).run())
+    uvloop.run(EngineProcess(take_link(end, outgoing, incoming), tables).run())
 
 
 if __name__ == "__main__":

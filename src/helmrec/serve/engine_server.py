@@ -8,24 +8,77 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from helmrec.errors import RequestError
 from helmrec.serve.frame_server import FrameServer
+from helmrec.serve.port import InProcessPort, Queued
 from helmrec.serve.prepared_wire import pack_recipe, unpack_prepared
 from helmrec.serve.ring import Frame, Link, open_ring
 from helmrec.serve.swap import SwappingPort
-from helmrec.serve.wire import FrameKind, unpack_call, unpack_prefill
+from helmrec.serve.wire import FrameKind, pack_results, unpack_call, unpack_prefill
+from helmrec.types import RankResult
 
 log = logging.getLogger("helmrec.serve")
 _NUM_RINGS = 2
 _CALLS_OF_JOINED = frozenset({"stats", "look", "intake_recipe", "forget"})
 
 
+class _WatchedCall:
+    """A call whose requests are in the engine's queue."""
+
+    __slots__ = ("answer", "num_left")
+
+    def __init__(self, num_requests: int, answer: Callable[[], None]) -> None:
+        self.num_left = num_requests  # 0 or less: it is answered
+        self.answer = answer
+
+
+class EndedCalls:
+    """Has calls answered in the event loop when they have ended, all that a step ends in one go.
+
+    A task and a wake-up for each request cost more than the rest of its way through this process.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[_WatchedCall, Future[RankResult]]] = deque()
+        self._is_woken = False
+
+    def watch(self, queued: Queued, answer: Callable[[], None]) -> None:
+        """Call `answer` in the running event loop, once, when all requests of a call have ended or one has failed."""
+        loop, call = asyncio.get_running_loop(), _WatchedCall(len(queued.futures), answer)
+
+        def note(future: "Future[RankResult]") -> None:  # in the thread that ends the request
+            self._ended.append((call, future))
+            if not self._is_woken:
+                self._is_woken = True
+                loop.call_soon_threadsafe(self._answer_ended)
+
+        for future in queued.futures:
+            future.add_done_callback(note)
+
+    def _answer_ended(self) -> None:
+        self._is_woken = False  # first: a request that ends from now on wakes the loop again
+        while self._ended:
+            call, future = self._ended.popleft()
+            was_answered = call.num_left <= 0
+            has_failed = future.cancelled() or future.exception() is not None
+            call.num_left = 0 if has_failed else call.num_left - 1
+            if call.num_left == 0 and not was_answered:
+                call.answer()
+
+
 class EngineServer(FrameServer):
     """Answers the frames of a front through an engine's port."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._ended_calls = EndedCalls()
 
     def _ready_port(self) -> SwappingPort:
         """Return the port of the engine, which is ready."""
@@ -50,7 +103,18 @@ class EngineServer(FrameServer):
             self._answer(FrameKind.PREPARE_AGAIN, frame.call, pack_recipe(port.engine.intake_recipe))
             return
         queued = port.enqueue_prepared(received.prepared, received.spent_ms)
-        self._start(self._reply(FrameKind.RESULTS, frame.call, port.results(queued)))
+        self._ended_calls.watch(queued, partial(self._answer_rank, frame.call, port, queued))
+
+    def _answer_rank(self, call: int, port: InProcessPort, queued: Queued) -> None:
+        """Answer a call that has ended."""
+        try:
+            results = port.take_results(queued)
+        except Exception as error:
+            self._fail(call, error)
+        except BaseException as error:  # an exit inside a step: the front starts another process
+            self._give_up(error)
+        else:
+            self._answer(FrameKind.RESULTS, call, pack_results(results))
 
 
 class JoinedFront(EngineServer):
@@ -70,6 +134,10 @@ class JoinedFront(EngineServer):
         if frame.kind == FrameKind.CALL and (name := unpack_call(frame.payload).name) not in _CALLS_OF_JOINED:
             raise RequestError("call", name, "the front that started the engine takes it")
         self._serve_frame(frame)
+
+    def _answer(self, kind: FrameKind, call: int, parts: Sequence[bytes | memoryview]) -> None:
+        if not self._is_over.is_set():  # else the front has left, and the link is closed
+            super()._answer(kind, call, parts)
 
     def _give_up(self, error: BaseException) -> None:
         log.error("a front that had joined is given up", exc_info=error)

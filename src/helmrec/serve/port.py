@@ -217,10 +217,27 @@ class InProcessPort:
         except Refused:
             self._record(queued.user_ids, None)
             raise
-        finally:  # requests of a call that was refused half way must not run; cancelling a finished one does nothing
-            for future in queued.futures:
-                future.cancel()
-            self._has_work.set()  # the next step removes cancelled requests from the queue
+        finally:
+            self._withdraw(queued)
+
+    def take_results(self, queued: Queued) -> list[RankResult]:
+        """Return the results of a queued call that has ended, or raise its error. One error ends a call."""
+        try:
+            failed = [future for future in queued.futures if future.done() and future.exception() is not None]
+            results = [future.result(timeout=0) for future in failed or queued.futures]
+            self._record(queued.user_ids, (time.perf_counter() - queued.started_s) * 1e3)
+            return results
+        except Refused:
+            self._record(queued.user_ids, None)
+            raise
+        finally:
+            self._withdraw(queued)
+
+    def _withdraw(self, queued: Queued) -> None:
+        """Take requests of a call that was refused half way out of the queue; finished ones stay as they are."""
+        for future in queued.futures:
+            future.cancel()
+        self._has_work.set()  # the next step removes cancelled requests from the queue
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         return await asyncio.wrap_future(self.signal(request))
