@@ -4,10 +4,11 @@
     helmrec bench run joined-fronts --quick     # anywhere, small requests: does the measurement work
 
 The first front runs the engine; the others join it through its Unix socket. Each front has a client in a process of its
-own, which keeps eight calls with binary tensors running. Users return with 16 new events each time.
+own, which keeps eight calls with binary tensors running. Its users return, the first seven times with 16 new events.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -73,13 +74,13 @@ def bodies(case: FrontCase, seed: int) -> list[bytes]:
 
 async def drive(port: int, calls: list[bytes], seconds: float) -> int:
     """Keep calls running for a while; return how many were answered."""
-    num, started_s = 0, time.perf_counter()
+    num, started_s, in_turn = 0, time.perf_counter(), itertools.cycle(calls)
 
     async def repeat() -> None:
         nonlocal num
         connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
         while time.perf_counter() - started_s < seconds:
-            reply = await connection.send(calls[num % len(calls)])
+            reply = await connection.send(next(in_turn))
             assert reply.status == 200, reply
             num += 1
 
