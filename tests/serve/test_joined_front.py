@@ -27,8 +27,9 @@ ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, path = tiny_model(), tmp_path_factory.mktemp("joined")
-    save_model(path / "tiny", made.config, made.dense, made.tables)
+    path = tmp_path_factory.mktemp("joined")
+    for name, made in (("tiny", tiny_model()), ("second", tiny_model(1))):
+        save_model(path / name, made.config, made.dense, made.tables)
     return path
 
 
@@ -46,7 +47,7 @@ class Fronts:
 
 @pytest.fixture(scope="module")
 def fronts(place: Path) -> Iterator[Fronts]:
-    first = settings(engine_process=True, engine_socket=str(place / "engine"))
+    first = settings(engine_process=True, engine_socket=str(place / "engine"), models_path=str(place))
     second = settings(joined_engine=str(place / "engine"))
     port, other = (make_port(place / "tiny", engine_config(), each) for each in (first, second))
     assert isinstance(port, ProcessPort)
@@ -96,6 +97,16 @@ def test_fronts_join_a_restarted_engine_once_it_has_its_rows(fronts: Fronts) -> 
     wait_for(lambda: fronts.joined.get("/readyz").status == 503)
     fronts.joined.wait_until_ready()
     np.testing.assert_allclose(fronts.joined.post("/v1/rank", rank_body()).json["scores"], expected, rtol=1e-5)
+
+
+def test_a_model_that_the_first_front_swaps_in_is_served_by_all(fronts: Fronts) -> None:
+    before = fronts.joined.post("/v1/rank", rank_body()).json["scores"]
+    assert fronts.joined.post("/v1/admin/model", {"name": "second"}, ADMIN).status >= 400
+    assert fronts.first.post("/v1/admin/model", {"name": "second"}, ADMIN).status == 200
+    (expected,) = tiny_engine(tiny_model(1)).rank([as_request(rank_body())])
+    assert np.abs(expected.scores - np.array(before)).max() > 1e-3
+    for caller in (fronts.joined, fronts.first):
+        np.testing.assert_allclose(caller.post("/v1/rank", rank_body()).json["scores"], expected.scores, rtol=1e-4)
 
 
 def test_other_users_of_the_machine_cannot_join(fronts: Fronts, place: Path) -> None:
