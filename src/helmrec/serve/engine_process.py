@@ -15,6 +15,7 @@ import uvloop
 from helmrec.collector import PROCESS
 from helmrec.config import EngineConfig
 from helmrec.redaction import is_secret_name
+from helmrec.serve.allocator import keep_freed_memory
 from helmrec.serve.engine_server import EngineServer, FrontDoor
 from helmrec.serve.frame_server import ignore_signals, take_link
 from helmrec.serve.logs import log_to_stderr
@@ -90,6 +91,7 @@ class EngineProcess(EngineServer):
 def main(arguments: list[str]) -> None:
     ignore_signals()
     PROCESS.take_over()
+    keep_freed_memory()
     end, outgoing, incoming, *door = map(int, arguments)
     tables = TableDoor(socket.socket(fileno=door[0])) if door else None
     uvloop.run(EngineProcess(take_link(end, outgoing, incoming), tables).run())

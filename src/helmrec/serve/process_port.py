@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ from helmrec.serve.wire import Begin
 from helmrec.types import Ids
 
 log = logging.getLogger("helmrec.serve")
-# Memory of large requests stays with the process: given back and taken anew, each costs a hundred page faults.
-_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
 
 class ProcessMemory(NamedTuple):
@@ -61,7 +58,7 @@ class ProcessPort(EngineCalls):
         memory: ProcessMemory,
         environment: Mapping[str, str],
     ) -> None:
-        super().__init__(memory.ring_bytes, {**_unset(_KEEP_FREED_MEMORY), **environment}, model, max_history)
+        super().__init__(memory.ring_bytes, environment, model, max_history)
         self._begin = begin
         self._replay = Replay(memory.replay_bytes)
         self.tables: HostTables | None = None  # None: the engine has tables of its own
@@ -179,8 +176,3 @@ class ProcessPort(EngineCalls):
         """Let other fronts join, now that the engine has all row updates."""
         if self._begin.serve.get("engine_socket") is not None:
             await self._ask_in_time(link, AdminCall("admit_fronts", {}))
-
-
-def _unset(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the variables that the environment does not set."""
-    return {name: value for name, value in variables.items() if name not in os.environ}

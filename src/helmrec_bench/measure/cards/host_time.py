@@ -41,7 +41,7 @@ from helmrec_bench.measure.cards.traffic import PreparedTraffic, serving_engine
 from helmrec_bench.measure.requests import Crowd
 
 BATCH, HOT_SHARE = 8, 0.85
-# As a front sets them for an engine's process; here for all trees.
+# As `serve/allocator.py` sets them in processes that serve; here for all trees.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
 

@@ -42,7 +42,7 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
 
-# As a front sets them for an engine's process; here for all trees.
+# As `serve/allocator.py` sets them in processes that serve; here for all trees.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 BATCH, DEPTH, REPEATS, NUM_PAGES, NUM_ROWS = 8, 10, 12, 12_000, 20_000
 CASES = {  # resident tokens, new events, candidates
