@@ -23,7 +23,7 @@ from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.engine.audit import Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, RowUpdate, less_spent, prepare_rows
+from helmrec.engine.intake import Intake, IntakeRecipe, Prepared, RowUpdate, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
@@ -185,6 +185,20 @@ class Engine:
         """
         now = self._now()
         prepared = self._intake.prepare_all(requests)
+        return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
+
+    @property
+    def intake_recipe(self) -> IntakeRecipe:
+        """What another process needs to prepare requests for this engine. Secret: it has the key of the prefix hash."""
+        return self._intake.recipe
+
+    def is_prepared_by(self, tag: bytes) -> bool:
+        """Whether requests with this tag were prepared from this engine's recipe, as its own intake would do it."""
+        return tag == self._intake.tag
+
+    def submit_prepared(self, prepared: Sequence[Prepared], spent_ms: float = 0.0) -> "list[Future[RankResult]]":
+        """As `submit_all`, for requests that were prepared from this engine's recipe."""
+        now = self._now()
         return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:

@@ -9,9 +9,11 @@ from helmrec.deltas.consumer import ConsumerLimits, RowConsumer, StreamStart
 from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.engine import Engine
+from helmrec.errors import ConfigError
 from helmrec.model.folder import read_manifest
 from helmrec.model.weights import load_dense
 from helmrec.serve.control import Steering, with_curves
+from helmrec.serve.joined_port import JoinedPort
 from helmrec.serve.port import EnginePort, InProcessPort
 from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.settings import ServeConfig, for_engine, revealed
@@ -23,7 +25,11 @@ from helmrec.serve.wire import Begin
 
 def make_port(model: Path, engine: EngineConfig, serve: ServeConfig) -> EnginePort:
     """Make the port that the settings ask for. Raises if the settings or the model's folder are wrong."""
+    if serve.joined_engine is not None:
+        return JoinedPort(serve.joined_engine, serve.ring_bytes, read_manifest(model).model, engine.max_history)
     if not serve.engine_process:
+        if serve.engine_socket is not None:
+            raise ConfigError(f"engine_socket needs engine_process=true, got {serve.engine_socket!r} without it")
         return swapping(model, engine, serve)
     return process_port(model, engine, serve, environment={})
 

@@ -45,7 +45,7 @@ class SwappingPort:
     def _serve_with(self, port: InProcessPort) -> None:
         """Make `port` the current engine. Calls go to it directly, without a wrapper for each method."""
         self.current = port
-        self.submit, self.prefill = port.submit, port.prefill
+        self.submit, self.prefill, self.intake_recipe = port.submit, port.prefill, port.intake_recipe
         self.stats, self.look, self.row_sketch = port.stats, port.look, port.row_sketch
         self.move_alpha, self.set_mode, self.update_rows = port.move_alpha, port.set_mode, port.update_rows
 
