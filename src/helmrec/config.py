@@ -204,8 +204,9 @@ class EngineConfig(Frozen):
     )
     host_rows_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
         None,
-        description="host memory that embedding rows and their index may take; other rows stay in the model's files "
-        "and are read from disk ahead of the steps that need them; unset: all rows are in host memory",
+        description="host memory that embedding rows and their index may take, in equal parts for several engines; "
+        "other rows stay in the model's files and are read from disk ahead of the steps that need them; unset: all "
+        "rows are in host memory",
     )
     disk_reads: Literal["direct", "cached"] = Field(
         "direct", description="with host_rows_bytes, read rows past the page cache (O_DIRECT), or through it"

@@ -87,9 +87,7 @@ class Host:
 
 
 def large_engines(folder: Path) -> EnginesPort:
-    port = make_engines(folder, engine_config(), SERVE)
-    port.share_tables(lambda other: RowKeeper(other, SERVE, LIMITS), folder)
-    return port
+    return make_engines(folder, engine_config(), SERVE, LIMITS)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Net, Residual, Rule, View, propose
+from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Judged, Net, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step
@@ -149,6 +149,27 @@ def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: FloatArray = FLA
         bursts.note(at, rate * FLAT, predicted_ms=None)
         found = bursts.mix(at, prediction(newest_ms), FLAT)
     return found
+
+
+def test_small_gains_are_judged_by_a_long_average() -> None:
+    judged, better = Judged(), FLAT * np.where(ALPHAS < 0.3, 0.97, 1.0)
+    for second in range(60):
+        judged.add(FLAT, window(start_s=float(second)))
+    for second in range(60, 60 + int(JUDGED_S)):
+        found = judged.add(better, window(start_s=float(second)))
+    assert found.min() == pytest.approx((FLAT.min() + better.min()) / 2, rel=0.002)
+
+
+def test_a_large_gain_of_the_last_seconds_counts_alone() -> None:
+    judged, better = Judged(), FLAT * np.where(ALPHAS < 0.3, 0.5, 1.0)
+    for second in range(60):
+        judged.add(FLAT, window(start_s=float(second)))
+    for second in range(60, 66):
+        found = judged.add(better, window(start_s=float(second)))
+    assert found.min() < 1.2 * better.min()
+    for second in range(66, 72):  # at the new split nothing is to be gained, and what was before stays forgotten
+        found = judged.add(better, window(0.2, start_s=float(second)))
+    assert found.min() < 1.1 * better.min()
 
 
 def test_without_a_burst_nothing_is_mixed_in() -> None:
@@ -329,10 +350,12 @@ def test_only_the_last_moves_are_kept() -> None:
     assert log.records[-1].time_s == 60.0 * 99 + 1
 
 
-def netted(net: Net, alpha: float, second: float, late: float = 1.0, *, is_burst: bool = False) -> float | None:
-    """Where the net goes, at a window that took `late` times as long as predicted."""
+def netted(
+    net: Net, alpha: float, second: float, late: float = 1.0, wanted: float | None = None, *, is_burst: bool = False
+) -> float | None:
+    """Where the net goes, at a window that took `late` times as long as predicted; the other layers want `wanted`."""
     view = View(window(alpha, second, mean_ms=10.0 * late), prediction(FLAT), 60.0, 10.0, None, is_burst)
-    proposal = net.propose(view)
+    proposal = net.propose(view, view.window.alpha_target if wanted is None else wanted)
     return None if proposal is None else proposal.alpha
 
 
@@ -363,6 +386,14 @@ def test_the_net_acts_once_while_requests_stay_late() -> None:
 def test_the_net_says_nothing_where_requests_are_late_at_the_split_that_was_sound() -> None:
     net = Net()
     assert [netted(net, 0.7, float(second), late=1.0 if second == 0 else 5.0) for second in range(9)] == [None] * 9
+
+
+def test_the_net_lets_the_layers_above_it_move() -> None:
+    """A node that is late crosses splits that are no better before it is where they lead it."""
+    net = Net()
+    netted(net, 0.7, 0.0)
+    assert [netted(net, 0.7 - 0.1 * step, float(step), late=5.0, wanted=0.2) for step in range(1, 5)] == [None] * 4
+    assert [netted(net, 0.2, second, late=5.0) for second in (5.0, 6.0)] == [None, 0.7]
 
 
 def test_the_net_leaves_bursts_to_others() -> None:

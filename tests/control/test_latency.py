@@ -12,6 +12,7 @@ from helmrec.control.latency import (
     _PARTS,
     ALPHAS,
     RECENT_S,
+    Arrivals,
     Bias,
     EngineModel,
     Fading,
@@ -35,9 +36,9 @@ def stream_of(num: int, rng: np.random.Generator) -> FloatArray:
     return np.stack((rng.exponential(1.0, num), rng.random(num)))
 
 
-def played(stream: FloatArray, gap_ms: float, engine: EngineModel, room: int = 1 << 30) -> float:
+def played(stream: FloatArray, gap_ms: float, engine: EngineModel, room: int = 1 << 30, queued: int = 0) -> float:
     work_ms = np.ascontiguousarray(WORK_MS[:, :, None])
-    return float(play(stream, gap_ms, np.array([0.25]), work_ms, engine, np.array([room]))[0])
+    return float(play(stream, Arrivals(gap_ms, queued), np.array([0.25]), work_ms, engine, np.array([room]))[0])
 
 
 def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> LatencyModel:
@@ -51,20 +52,22 @@ def learned_from(served: Served, alpha: float = 0.5, seconds: int = 10) -> Laten
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("most", [1, 3, 64])
 @pytest.mark.parametrize("gap_ms", [0.5, 3.0, 8.0, 50.0])
-def test_the_compiled_engine_serves_as_its_plain_twin_does(overlaps: bool, most: int, gap_ms: float) -> None:
+@pytest.mark.parametrize("queued", [0, 37])
+def test_the_compiled_engine_serves_as_its_plain_twin_does(
+    overlaps: bool, most: int, gap_ms: float, queued: int
+) -> None:
     rng = np.random.default_rng(most)
     new_users = np.array([0.0, 0.3, 1.0])
     stream, engine = stream_of(200, rng), EngineModel(0.4, 0.1, 0.5, most, overlaps)
     work_ms = rng.uniform(0.1, 3.0, (3, 2, new_users.size))
-    arrived_ms = np.cumsum(stream[0]) * gap_ms
+    arrived_ms = np.concatenate((np.zeros(queued), np.cumsum(stream[0]) * gap_ms))
     room = np.array([1, most + 1, 2 * most])
-    found = play(stream, gap_ms, new_users, work_ms, engine, room)
+    found = play(stream, Arrivals(gap_ms, queued), new_users, work_ms, engine, room)
     for split, share in enumerate(new_users):
-        kinds = np.where(stream[1] < share, 1, 0)
+        kinds = np.where(np.concatenate((stream[1, :queued], stream[1])) < share, 1, 0)
         asked = [Asked(at, *work_ms[:, kind, split]) for at, kind in zip(arrived_ms, kinds, strict=True)]
-        assert found[split] == pytest.approx(
-            np.mean(PlainEngine(engine, int(room[split])).latencies_ms(asked)), rel=1e-9
-        )
+        latencies_ms = PlainEngine(engine, int(room[split])).latencies_ms(asked)
+        assert found[split] == pytest.approx(np.mean(latencies_ms[queued:]), rel=1e-9)
 
 
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
@@ -99,6 +102,26 @@ def test_a_share_that_holds_the_kv_of_few_requests_bears_less() -> None:
     stream, engine = stream_of(500, np.random.default_rng(4)), EngineModel(0.4, 0.1, 0.5, 8, overlaps=True)
     two_steps, one_and_a_bit, half = (played(stream, 2.2, engine, room) for room in (16, 9, 4))
     assert two_steps < 0.9 * one_and_a_bit < 0.9 * half
+
+
+def test_requests_that_wait_already_delay_those_that_come_until_they_are_served() -> None:
+    stream, engine = stream_of(500, np.random.default_rng(5)), EngineModel(0.4, 0.1, 0.5, 8, overlaps=True)
+    alone, few, many = (played(stream, 4.0, engine, queued=queued) for queued in (0, 20, 100))
+    assert alone < few < many
+    assert (
+        few - alone < (many - alone) / 10
+    )  # a queue five times as long takes five times as long, for five times as many
+
+
+def test_a_queue_weighs_most_where_the_node_bears_least() -> None:
+    calm, busy = Served(Bowl(rate=200.0)), LatencyModel()
+    for second in range(10):
+        window = calm.window(0.5, float(second))
+        busy.update(replace(window, traffic=replace(window.traffic, num_queued=400)))
+    added_ms = busy.predict(Bias()).mean_ms - learned_from(calm).predict(Bias()).mean_ms
+    stages_ms = busy.predict(Bias()).stages_ms
+    assert (added_ms > 0).all()
+    assert added_ms[stages_ms.argmax()] > 1.2 * added_ms[stages_ms.argmin()]
 
 
 def test_a_split_without_room_for_two_steps_is_predicted_to_be_slow() -> None:

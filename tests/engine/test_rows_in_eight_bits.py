@@ -14,13 +14,16 @@ from helmrec.engine import setup
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import RowUpdate
 from helmrec.engine.precision import audit_tolerance, cache_version, choose_precision
+from helmrec.engine.row_values import stored
 from helmrec.errors import ConfigError, ModelError, RequestError
 from helmrec.kernels import row_codec
 from helmrec.kernels.kv_rounding import Codes
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.row_master import RowMaster
 from helmrec.model.precision import Precision, PrecisionFigures, PrecisionVerdicts
 from helmrec.model.profiles import profile
+from helmrec.model.shared_tables import row_bytes_of, values_of_bytes
 from helmrec.model.weights import LoadedModel, init_model, load_model
 from helmrec.sim.node.config import NodeConfig, make_setup
 from helmrec.sim.plan import PlanConfig
@@ -157,6 +160,16 @@ def test_differences_are_refused_by_rounded_host_memory_and_taken_by_a_rounded_p
         assert torch.equal(engine._master.gather(update.rows), old + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_update_may_have_no_rows(dtype: torch.dtype) -> None:
+    """As a skipped number of a stream has."""
+    codec = RowCodec(16, dtype, "int8")
+    none = stored(np.zeros((0, 16), np.float32), codec)
+    assert none.shape == (0, codec.width)
+    assert row_bytes_of(none).shape == (0, 32)
+    assert values_of_bytes(row_bytes_of(none), codec).shape == (0, 16)
+
+
 @pytest.mark.parametrize(("name", "least"), [("dlrmv3", 1.9), ("nvidia-bench", 1.8)])
 def test_a_pool_of_64_gib_holds_nearly_twice_the_rows(name: str, least: float) -> None:
     model, pool = profile(name, 1_000), 64 << 30
@@ -208,7 +221,7 @@ def test_bytes_over_the_bus_are_those_of_host_memory() -> None:
 def test_tables_of_a_folder_are_rounded_as_they_are_loaded(tmp_path: Path) -> None:
     init_model(tmp_path / "model", tiny_config(row_dtype="bfloat16", row_dim=48), seed=3)
     model = load_model(tmp_path / "model")
-    master = RowMaster.copied(model.tables, are_mapped=True, code="int8")
+    master = RowMaster.copied(model.tables, code="int8")
     every = torch.cat([model.tables[table.name] for table in model.config.tables])
     assert torch.equal(master.gather(np.arange(len(every))), master.codec.encode(every))
     assert master.num_bytes == len(every) * model.config.record_bytes("int8") < every.nbytes

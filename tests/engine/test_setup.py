@@ -1,5 +1,8 @@
 """What an engine is made of, where a mistake in the numbers would not show on a CPU."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +12,8 @@ from helmrec.errors import PoolTooSmall
 from helmrec.kernels import row_table
 from helmrec.kernels.row_index import IndexForm
 from helmrec.kernels.row_table import Admission, RowTable
-from tests.helpers import tiny_config, tiny_engine, tiny_geometry
+from helmrec.model.weights import load_model, save_model
+from tests.helpers import random_request, tiny_config, tiny_engine, tiny_geometry, tiny_model
 
 GEOMETRY = tiny_geometry(tiny_config())
 
@@ -57,3 +61,17 @@ def test_an_index_of_a_billion_rows_takes_what_its_pool_needs() -> None:
     config = EngineConfig(pool_bytes="1GiB", device="cuda")
     paged = without_row_index(config, GEOMETRY, num_rows=10**9)
     assert paged.sized_pool_bytes > 0.49 * config.sized_pool_bytes, "a dense one would take four times the pool"
+
+
+def test_one_buffer_is_read_from_the_files_of_a_model(tmp_path: Path) -> None:
+    made, rng = tiny_model(), np.random.default_rng(0)
+    requests = [random_request(rng, made.config, user) for user in range(4)]
+    save_model(tmp_path / "model", made.config, made.dense, made.tables)
+    expected = [result.scores for result in tiny_engine(made).rank(requests)]
+    with tiny_engine(load_model(tmp_path / "model"), row_index="device") as engine:
+        for result, wanted in zip(engine.rank(requests), expected, strict=True):
+            np.testing.assert_allclose(result.scores, wanted, atol=1e-5)
+        engine.update_rows("item", [1], np.ones((1, made.config.row_dim)))
+    again = load_model(tmp_path / "model")
+    for name, table in made.tables.items():
+        torch.testing.assert_close(again.tables[name], table)

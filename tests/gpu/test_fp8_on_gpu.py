@@ -16,8 +16,8 @@ from tests.kernels.ragged_cases import Case, Heads, Lengths, coded, in_double, o
 from tests.kernels.ragged_cases import layout as ragged_layout
 
 from helmrec.kernels import hopper_fp8_attention, triton_fp8_layer
-from helmrec.kernels.attention_plan import plan_for
-from helmrec.kernels.kv_rounding import decode, round_in_place
+from helmrec.kernels.attention_plan import multiplies_codes, plan_for
+from helmrec.kernels.kv_rounding import decode, query_lift, round_in_place
 from helmrec.kernels.layer import Form, LayerWeights
 from helmrec.kernels.triton_encode import encode_tokens
 
@@ -26,7 +26,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for Hopper"),
 ]
 
-FP8, BOUND = torch.float8_e4m3fn, 1e-2
+FP8 = torch.float8_e4m3fn
+BOUND = 1e-2  # of bfloat16 operands
+ROUNDED_WEIGHTS = 0.035  # weights of attention are rounded to eight-bit floats, which the twin does not: 2.7%
 MIXED = [Lengths(513, 300, 5), Lengths(0, 0, 0), Lengths(3000, 7, 400), Lengths(128, 128, 0), Lengths(0, 1, 2)]
 
 
@@ -40,8 +42,8 @@ def fresh() -> np.random.Generator:
 
 def attend(case: Case, repeats: int = 1) -> torch.Tensor:
     """Encode and attend, with one plan for all repeats, so that counters left behind would show."""
-    plan = plan_for(case.q, case.v, case.batch)
-    assert hopper_fp8_attention.supports(case.q, case.v, case.k_pages, case.v_pages, plan.tiling)
+    assert multiplies_codes(case.q, case.v, case.k_pages, case.v_pages)
+    plan = plan_for(case.q, case.v, case.batch, "codes")
     tokens = encode_tokens(*case)
     for _ in range(repeats):
         out = torch.full(case.v.shape, torch.nan, dtype=case.v.dtype, device="cuda")
@@ -52,9 +54,15 @@ def attend(case: Case, repeats: int = 1) -> torch.Tensor:
 
 def expected(case: Case) -> torch.Tensor:
     twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
-    round_in_place(twin.q, FP8)
+    round_in_place(twin.q, FP8, query_lift(twin.q.shape[2]))
     twin.append()
     return twin.reference(case.q.shape[2] ** -0.5, 1000.0)
+
+
+def assert_close(out: torch.Tensor, reference: torch.Tensor) -> None:
+    error = relative_error(out, reference)
+    print(f"error {error:.4f}")  # noqa: T201
+    assert error < ROUNDED_WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -63,36 +71,56 @@ def expected(case: Case) -> torch.Tensor:
 def test_attention_matches_float64(heads: Heads, page_tokens: int, fresh: np.random.Generator) -> None:
     lengths = [*MIXED, Lengths(int(fresh.integers(0, 2000)), int(fresh.integers(0, 2000)), int(fresh.integers(0, 500)))]
     plain_case = random_case(fresh, lengths, heads, page_tokens, torch.bfloat16, num_context=3, device="cuda")
-    case = coded(plain_case, FP8)
+    case = coded(plain_case, FP8, transposed=True)
     reference = expected(case)
-    assert relative_error(attend(case, 2), reference) < BOUND
+    assert_close(attend(case, 2), reference)
+
+
+@pytest.mark.parametrize(("name", "value"), [("POLYNOMIAL", True), ("HALF_SCORES", False)])
+def test_other_ways_to_weigh_match_float64(
+    name: str, value: bool, fresh: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_fp8_attention, name, value)
+    case = coded(
+        random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
+    )
+    reference = expected(case)
+    assert_close(attend(case), reference)
 
 
 @pytest.mark.parametrize("dim", [128, 256])
 def test_long_histories_match_float64(dim: int, fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 14_000, 100), Lengths(13_968, 32, 256), Lengths(0, 200, 16)]
-    case = coded(random_case(fresh, lengths, Heads(4, dim, dim), 128, torch.bfloat16, device="cuda"), FP8)
+    case = coded(
+        random_case(fresh, lengths, Heads(4, dim, dim), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
+    )
     reference = expected(case)
-    assert relative_error(attend(case), reference) < BOUND
+    assert_close(attend(case), reference)
 
 
 def test_scales_of_any_size_are_applied(fresh: np.random.Generator) -> None:
     """Tokens whose sizes differ by 2**20: a scale that is left out or of another token would show."""
-    case = coded(random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    case = coded(
+        random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
+    )
     for each in (case.q, case.k, case.v):
         each.mul_(2.0 ** torch.randint(-10, 3, (len(each), each.shape[1], 1), device="cuda"))
     reference = expected(case)
-    assert relative_error(attend(case), reference) < BOUND
+    assert_close(attend(case), reference)
 
 
 def test_codes_are_those_of_the_twin(fresh: np.random.Generator) -> None:
-    case = coded(random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    case = coded(
+        random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
+    )
     case.k[5, 1, 3], case.v[40, 0, 0], case.q[7, 2, 2] = torch.inf, torch.nan, torch.inf
     twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
-    round_in_place(twin.q, FP8)
+    round_in_place(twin.q, FP8, query_lift(twin.q.shape[2]))
     twin.append()
-    for ours, theirs in zip(encode_tokens(*case), twin[:3], strict=True):
-        values = decode(ours.codes, ours.exponents.T, torch.bfloat16)[: case.num_live]
+    tokens = encode_tokens(*case)
+    codes = tokens.q.codes, tokens.k.codes, tokens.values(case.batch)
+    for ours, exponents, theirs in zip(codes, (each.exponents for each in tokens), twin[:3], strict=True):
+        values = decode(ours, exponents.T, torch.bfloat16)[: case.num_live]
         assert torch.equal(values.nan_to_num(9.0), theirs[: case.num_live].nan_to_num(9.0))
     for one, other in zip(case[3:5], twin[3:5], strict=True):
         assert torch.equal(in_double(one).nan_to_num(9.0), in_double(other).nan_to_num(9.0))
@@ -100,7 +128,9 @@ def test_codes_are_those_of_the_twin(fresh: np.random.Generator) -> None:
 
 def test_a_token_that_is_not_finite_harms_only_rows_that_see_it(fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 300, 40), Lengths(0, 300, 40)]
-    case = coded(random_case(fresh, lengths, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8)
+    case = coded(
+        random_case(fresh, lengths, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
+    )
     case.k[150, 1, 3] = torch.inf
     out = attend(case)
     assert out[:150].isfinite().all()
@@ -110,9 +140,9 @@ def test_a_token_that_is_not_finite_harms_only_rows_that_see_it(fresh: np.random
 
 @pytest.mark.parametrize("dim", [128, 256])
 def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, fresh: np.random.Generator) -> None:
-    whole = coded(
-        random_case(fresh, [Lengths(0, 1000, 77)], Heads(4, dim, dim), 128, torch.bfloat16, device="cuda"), FP8
-    )
+    lengths = [Lengths(0, 1000, 77)]
+    whole = random_case(fresh, lengths, Heads(4, dim, dim), 128, torch.bfloat16, device="cuda")
+    whole = coded(whole, FP8, transposed=True)
     uncached = attend(whole)
     batch = on("cuda", ragged_layout([Lengths(968, 32, 77), Lengths(0, 500, 9)], 128, 0, 0, fresh))
     batch.page_table[:1] = 0
@@ -122,7 +152,9 @@ def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, f
     mates = [torch.randn((509, 4, dim), device="cuda").to(torch.bfloat16) for _ in range(3)]
     q, k, v = (torch.cat([each[own], mate]) for each, mate in zip(whole[:3], mates, strict=True))
     cached = attend(Case(q, k, v, whole.k_pages, whole.v_pages, batch))[:109]
-    assert relative_error(cached, uncached[own].double()) < 5e-3  # partial sums in another order, in bfloat16
+    error = relative_error(cached, uncached[own].double())
+    print(f"error {error:.5f}")  # noqa: T201
+    assert error < 1e-2  # partial sums in another order, which matrix units cut off after 14 digits
 
 
 def layers_of(dim: int, form: Form) -> LayerCase:

@@ -72,7 +72,8 @@ def test_a_slice_is_written_by_one_launch_that_was_compiled_before() -> None:
             staged = engine.stage_rows(update)
             torch.cuda.synchronize()
             ends = np.cumsum(slices).tolist()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            cuda = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=cuda, acc_events=True) as profile:  # else it warns that it forgets
                 for start, end in zip([0, *ends[:-1]], ends, strict=True):
                     engine.apply_rows(staged.part(start, end))
                 torch.cuda.synchronize()

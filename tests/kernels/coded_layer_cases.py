@@ -60,8 +60,8 @@ class LayerCase(NamedTuple):
     def _pages(self, num_layers: int, dtype: torch.dtype) -> tuple[Pages, Pages]:
         num_pages = 1 + sum(-(-each.new // self.page_tokens) for each in self.lengths)
         size = (num_layers, num_pages, self.page_tokens, self.heads.num, self.heads.qk)
-        k_pages, v_pages = (empty_pages(size, dtype, torch.device(self.device)) for _ in range(2))
-        return k_pages, v_pages
+        device, transposed = torch.device(self.device), dtype == torch.float8_e4m3fn
+        return empty_pages(size, dtype, device), empty_pages(size, dtype, device, transposed=transposed)
 
     def _weights(self, dtype: torch.dtype) -> LayerWeights:
         width = self.heads.num * self.heads.v

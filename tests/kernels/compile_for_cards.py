@@ -79,11 +79,12 @@ def compile_for_hopper(width: int, page_tokens: int) -> None:
     """The kernels that only Hopper runs. Pages of fewer tokens have smaller blocks, so rings of more slots."""
     heads = Heads(4, width, width)
     plain = random_case(np.random.default_rng(0), [Lengths(130, 40, 5)], heads, page_tokens, torch.bfloat16)
-    case, out, plan = coded(plain, torch.float8_e4m3fn), torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
+    case = coded(plain, torch.float8_e4m3fn, transposed=True)
+    out, plan = torch.empty_like(plain.v), plan_for(*plain[:3:2], plain.batch)
     for module, name, kernel in FOR_HOPPER:
         setattr(module, name, CompileOnly(kernel, f"hopper {width}, pages of {page_tokens}"))
     hopper_attention.launch(AttentionInputs(*plain[:5]), plain.batch, out, plan, 0.1, 10.0)
-    tokens = triton_encode.encode_tokens(*case)
+    tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
     hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
 
 
@@ -96,10 +97,10 @@ def num_variants() -> int:
     for num_context, num_new in ((0, 36), (1, 35), (3, 40)):  # in all, with seven dead rows: 48, 48 and 55 tokens
         lengths = [Lengths(130 * (1 + num_context), num_new, 5)]
         plain = random_case(np.random.default_rng(0), lengths, Heads(4, 64, 64), 64, torch.bfloat16, num_context)
-        case = coded(plain, torch.float8_e4m3fn)
+        case = coded(plain, torch.float8_e4m3fn, transposed=True)
         starts = torch.cat([torch.zeros(num_context, dtype=torch.int32), case.batch.cu_tokens])[num_context:]
         case = case._replace(batch=replace(case.batch, cu_tokens=starts))  # at any address
-        tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch)
+        tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
         pages, out = (case.k_pages, case.v_pages), torch.empty(plain.v.shape, dtype=plain.v.dtype)
         hopper_fp8_attention.launch(tokens, pages, case.batch, out, plan, (0.1, 10.0))
     return sum(len(kernel.variants) for kernel in kernels)

@@ -119,18 +119,21 @@ def random_case(  # noqa: PLR0917 - a batch has this many free choices
 def in_double(pages: Pages) -> Tensor:
     if isinstance(pages, Tensor):
         return pages.double()
-    return kv_rounding.decode(pages.codes, pages.exponents, torch.float64)
+    return pages.read(torch.arange(pages.shape[0], device=pages.codes.device), torch.float64)
 
 
-def coded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with pages of codes; NaN where nothing is kept. Exponents of a head lie side by side, as in an arena."""
+def coded(case: Case, dtype: torch.dtype, *, transposed: bool = False) -> Case:
+    """The case with pages of codes; NaN where nothing is kept. `transposed`: as attention on codes reads values."""
 
-    def encoded(pages: Tensor) -> ScaledPages:
-        codes, exponents = kv_rounding.encode(pages, dtype)
-        side_by_side = exponents.transpose(1, 2).contiguous().transpose(1, 2)
-        return ScaledPages(codes, side_by_side)
+    def encoded(pages: Tensor, transposed: bool) -> ScaledPages:
+        empty = kv_rounding.empty_pages(tuple(pages.shape), dtype, pages.device, transposed=transposed)
+        assert isinstance(empty, ScaledPages)
+        empty.codes.view(torch.uint8).fill_(0x7F)  # NaN of eight-bit floats
+        every = torch.cartesian_prod(*(torch.arange(size, device=pages.device) for size in pages.shape[:2]))
+        empty.write(every[:, 0], every[:, 1], pages.flatten(0, 1))
+        return empty
 
-    return case._replace(k_pages=encoded(case.k_pages), v_pages=encoded(case.v_pages))
+    return case._replace(k_pages=encoded(case.k_pages, False), v_pages=encoded(case.v_pages, transposed))
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

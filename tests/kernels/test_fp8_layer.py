@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and each kernel is impo
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from helmrec.kernels import attention, fused, plain, triton_fp8_layer
-from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, round_in_place
+from helmrec.kernels.kv_rounding import ScaledPages, decode, empty_pages, query_lift, round_in_place
 from helmrec.kernels.layer import Form, LayerShape, LayerWeights
 from helmrec.kernels.triton_encode import encode_tokens
 from helmrec.kernels.triton_fp8_layer import CodedRows, multiply
@@ -105,7 +105,9 @@ def test_products_of_codes_are_those_of_rounded_values() -> None:
 @pytest.mark.parametrize("wrong", ["none", "key", "value"])
 def test_codes_of_tokens_stand_for_what_the_twin_rounds(wrong: str, is_scaled: bool) -> None:
     rng = np.random.default_rng(3)
-    case = coded(random_case(rng, [Lengths(9, 20, 3), Lengths(0, 5, 2)], Heads(3, 24, 24), PAGE, torch.bfloat16), FP8)
+    lengths = [Lengths(9, 20, 3), Lengths(0, 0, 0), Lengths(64, 150, 2), Lengths(0, 70, 9)]
+    case = random_case(rng, lengths, Heads(3, 24, 24), 32, torch.bfloat16)
+    case = coded(case, FP8, transposed=True)
     if wrong != "none":
         spoil(case, wrong, [0])
     case.q[4, 1, 0] = torch.inf
@@ -115,12 +117,13 @@ def test_codes_of_tokens_stand_for_what_the_twin_rounds(wrong: str, is_scaled: b
         batch = replace(batch, v_scale=powers.to(torch.bfloat16))
     twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
     tokens = encode_tokens(*case[:5], batch)
-    round_in_place(twin.q, FP8)
+    round_in_place(twin.q, FP8, query_lift(twin.q.shape[2]))
     if batch.v_scale is not None:
         twin.v.mul_(batch.v_scale)
     twin.append()
-    for mine, theirs in zip(tokens, twin[:3], strict=True):
-        values = decode(mine.codes, mine.exponents.T, torch.bfloat16)
+    codes = tokens.q.codes, tokens.k.codes, tokens.values(batch)
+    for mine, exponents, theirs in zip(codes, (each.exponents for each in tokens), twin[:3], strict=True):
+        values = decode(mine, exponents.T, torch.bfloat16)
         assert torch.equal(values[: case.num_live].nan_to_num(9.0), theirs[: case.num_live].nan_to_num(9.0))
     for ours, theirs in zip(case[3:5], twin[3:5], strict=True):
         assert isinstance(ours, ScaledPages)

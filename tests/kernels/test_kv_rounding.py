@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helmrec.kernels.kv_rounding import FORMATS, ScaledPages, by_layer, decode, empty_pages, encode, round_in_place
+from helmrec.kernels.kv_rounding import (
+    FORMATS,
+    ScaledPages,
+    by_layer,
+    decode,
+    empty_pages,
+    encode,
+    lane_order,
+    round_in_place,
+)
 
 CODES = list(FORMATS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -84,6 +93,34 @@ def test_pages_return_what_was_written(codes: torch.dtype, rng: np.random.Genera
     round_in_place(values, codes)
     assert torch.equal(read[1, 0], values[0])
     assert torch.equal(read[0, 3], values[1])
+
+
+def test_transposed_pages_return_what_was_written(rng: np.random.Generator) -> None:
+    pages = empty_pages((3, 32, 2, 8), torch.float8_e4m3fn, torch.device("cpu"), transposed=True)
+    assert isinstance(pages, ScaledPages)
+    values = noise(rng, 32, 2, 8)
+    pages.write(torch.full((32,), 2), torch.arange(32), values)
+    round_in_place(values, torch.float8_e4m3fn)
+    assert torch.equal(pages.read(torch.tensor([2]), torch.float32)[0], values)
+
+
+def test_the_four_tokens_of_a_lane_lie_side_by_side() -> None:
+    """Of 16 scores, lane i of four holds those of tokens 2i, 2i + 1, 2i + 8, 2i + 9."""
+    places = lane_order(torch.arange(48))
+    assert sorted(places.tolist()) == list(range(48))
+    for first in (0, 16, 32):
+        for lane in range(4):
+            tokens = first + torch.tensor([0, 1, 8, 9]) + 2 * lane
+            assert places[tokens].tolist() == list(range(first + 4 * lane, first + 4 * lane + 4))
+
+
+def test_a_lift_makes_scales_larger_and_keeps_values(rng: np.random.Generator) -> None:
+    values = noise(rng, 4, 2, 128)
+    plain, lifted = encode(values, torch.float8_e4m3fn), encode(values, torch.float8_e4m3fn, lift=9)
+    assert torch.equal(lifted.exponents, plain.exponents + 9)
+    assert lifted.codes.float().abs().max() <= 448 / 2**9
+    difference = decode(*lifted, torch.float32) - decode(*plain, torch.float32)
+    assert difference.norm() < 0.01 * values.norm()
 
 
 def test_int8_is_closer_than_fp8_on_values_of_one_size(rng: np.random.Generator) -> None:

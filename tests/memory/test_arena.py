@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from helmrec.kernels.kv_rounding import ScaledPages
+from helmrec.kernels.kv_rounding import ScaledPages, by_layer
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.prefix import PageCopy
@@ -116,6 +116,29 @@ def test_copied_tokens_are_those_asked_for_in_every_layer(geometry: PageGeometry
         assert torch.equal(pages[:, 2, :2], pages[:, 0, :2])
         assert not pages[:, 2, 2:].any()
         assert not pages[:, 1].any()
+
+
+def test_transposed_values_fill_their_part_of_a_page_and_are_copied_in_groups_of_lanes() -> None:
+    geometry = PageGeometry(
+        page_tokens=32, num_layers=2, num_heads=3, qk_dim=5, v_dim=7, kv_itemsize=1, row_dim=11, row_itemsize=2,
+        kv_scale_bytes=1,
+    )  # fmt: skip
+    arena = Arena(NUM_PAGES, geometry, torch.float8_e4m3fn, torch.float16, "cpu", transposed_values=True)
+    assert isinstance(arena.v, ScaledPages)
+    codes = arena.v.codes.view(torch.uint8)
+    assert codes.shape == (2, NUM_PAGES, 32, 3, 7)
+    assert codes.stride()[2:] == (1, 7 * 32, 32)
+    for part in (arena.k_pages, arena.v_pages):
+        part.view(torch.uint8)[:, 1] = 1
+    assert arena.pages[1].count_nonzero() == 2 * 32 * 3 * (5 + 7), "K and V overlap"
+    values = torch.randn((2, 3, 7))
+    layer = next(iter(by_layer(arena.v)))
+    assert isinstance(layer, ScaledPages)
+    layer.write(torch.tensor([1, 1]), torch.tensor([9, 17]), values)
+    arena.copy_tokens(PageCopy(source=1, target=2, num_tokens=18))
+    read = layer.read(torch.tensor([1, 2]), torch.float32)
+    assert torch.equal(read[0, [9, 17]], read[1, [9, 17]])
+    assert torch.allclose(read[0, [9, 17]], values, rtol=0.07, atol=0.02)
 
 
 CODED = PageGeometry(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from helmrec.errors import ConfigError
 from helmrec.memory.row_journal import RowJournal, journal_bytes
 from helmrec.types import IntArray, RowPosition
 
@@ -140,3 +141,14 @@ def test_loading_is_remembered() -> None:
     tables.journal().note_loaded(RowPosition(4))
     assert tables.journal().is_loaded
     assert tables.journal().position == RowPosition(4)
+
+
+def test_the_stream_of_the_rows_is_known_to_the_next_process() -> None:
+    tables = Tables()
+    assert tables.journal().stream is None
+    for name in ("a stream", "ein Strom, größer"):
+        tables.journal().note_stream(name)
+        assert tables.journal().stream == name
+    with pytest.raises(ConfigError, match="at most 1024 bytes, got 2000"):
+        tables.journal().note_stream("x" * 2_000)
+    tables.journal().check()

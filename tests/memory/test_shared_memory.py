@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helmrec.errors import ConfigError
-from helmrec.memory.shared_memory import create_shared, map_shared
+from helmrec.memory.shared_memory import create_shared, interleave, map_shared, memory_nodes
 
 
 def test_two_mappings_are_one_memory_and_the_descriptor_is_not_needed() -> None:
@@ -49,3 +49,27 @@ def test_memory_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="no room in host memory for 5000 bytes of test"):
         create_shared("test", 5_000)
     assert num_open() == num_before
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"), [("0\n", [0]), ("0-1\n", [0, 1]), ("0,2-4,7\n", [0, 2, 3, 4, 7]), ("", [0])]
+)
+def test_nodes_with_memory_are_listed(tmp_path: Path, text: str, nodes: list[int]) -> None:
+    (tmp_path / "nodes").write_text(text)
+    assert memory_nodes(tmp_path / "nodes") == nodes
+    assert memory_nodes(tmp_path / "absent") == [0]
+
+
+def test_every_mapping_of_interleaved_memory_is_interleaved(caplog: pytest.LogCaptureFixture) -> None:
+    descriptor = create_shared("spread", 1 << 20)
+    first = map_shared(descriptor)
+    if not interleave(first, [0]):
+        pytest.skip("the system does not allow it")
+    second = map_shared(descriptor)
+    os.close(descriptor)
+    second[0] = 1
+    maps = [line for line in Path("/proc/self/numa_maps").read_text().splitlines() if "helmrec-spread" in line]
+    assert len(maps) == 2
+    assert all("interleave" in line for line in maps)
+    assert not interleave(first, [1_000]), "there is no such node"
+    assert "not spread over NUMA nodes [1000]: Invalid argument" in caplog.text

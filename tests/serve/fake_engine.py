@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from helmrec.engine.intake import Intake
 from helmrec.errors import EngineClosed
+from helmrec.serve.prepared_wire import pack_recipe
 from helmrec.serve.process_port import ProcessMemory, ProcessPort
 from helmrec.serve.ring import Link, open_ring, shared_file
 from helmrec.serve.wire import Begin, FrameKind, pack_error, unpack_call
@@ -72,6 +74,9 @@ class FakeEngine:
     def _call(self, link: Link, call: int, name: str, arguments: dict[str, Any]) -> None:
         if name == "stats":
             link.send(FrameKind.VALUE, call, [msgspec.msgpack.encode(tiny_engine().stats())])
+            return
+        if name == "intake_recipe":
+            link.send(FrameKind.VALUE, call, pack_recipe(Intake(tiny_config(), 1, 100).recipe))
             return
         self.calls.append(name)
         try:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from helmrec.config import EngineConfig
+from helmrec.engine.intake import Intake
 from helmrec.errors import ModelError, TooLarge
 from helmrec.model.weights import LoadedModel, save_model
 from helmrec.serve import problems
@@ -114,16 +116,24 @@ def test_wrong_bodies_are_refused_and_leave_no_trace(apart: Apart, caplog: pytes
 
 
 def test_what_can_never_fit_the_ring_is_too_large_and_not_a_matter_of_waiting(apart: Apart) -> None:
-    num = 40_000  # events; the ring takes a quarter of a mebibyte at once
-    events = {"items": [1] * num, "actions": [0] * num, "timestamps": [10] * num, "features": {"category": [1] * num}}
-    long = as_request(rank_body(**events))
-    for call in (apart.port.submit([long]), apart.port.update_rows("item", range(40_000), [[1.0] * 16] * 40_000)):
+    many = [as_request(rank_body())] * 2_000  # the ring takes a quarter of a mebibyte at once
+    for call in (apart.port.submit(many), apart.port.update_rows("item", range(40_000), [[1.0] * 16] * 40_000)):
         with pytest.raises(TooLarge, match="at most 262144 bytes fit the ring"):
             apart.caller.run(call)
     error = TooLarge("requests", "9 bytes", "at most 8")
     reply = problems.answer(problems.of_error(error, "id"), "/v1/rank", error)
     assert reply.status_code == 413
     assert "retry-after" not in reply.headers
+
+
+def test_requests_that_were_prepared_for_another_engine_are_prepared_again(apart: Apart) -> None:
+    requests, port = rank_requests(3), apart.port
+    before = port.intake
+    port.intake = Intake.of(replace(before.recipe, version=before.recipe.version + 1))  # as of a model before
+    results = apart.caller.run(port.submit(requests))
+    assert port.intake.tag == before.tag
+    for got, expected in zip(results, tiny_engine().rank(requests), strict=True):
+        np.testing.assert_allclose(got.scores, expected.scores, atol=1e-5)
 
 
 def test_knobs_and_looks_reach_the_engine(apart: Apart) -> None:

@@ -18,6 +18,7 @@ from helmrec.model.folder import find_rows, read_manifest
 from helmrec.model.shared_tables import row_bytes_of, row_codec
 from helmrec.model.table_memory import TableFiles, TableMemory
 from helmrec.model.weights import load_dense, save_model
+from helmrec.serve import shared_rows
 from helmrec.serve.keeper_process import Keeper
 from helmrec.serve.row_round import RoundLimits
 from helmrec.serve.shared_rows import SharedRows, TableDoor
@@ -326,3 +327,23 @@ def test_tables_come_through_the_door_and_a_new_keeper_too(host: Host) -> None:
     ours.close()
     wait_for(lambda: door._is_closed)
     theirs.close()
+
+
+def test_an_update_without_rows_moves_the_position_of_all_engines(host: Host) -> None:
+    """As a skipped number of a stream does."""
+    engines = host.serving()
+    host.update(0.25, np.zeros(0, np.int64), sequence=7)
+    assert [engine.row_position for engine in engines] == [RowPosition(7)] * 2
+
+
+def test_rows_that_changed_meanwhile_are_kept_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may change the same rows for as long as an engine takes to start."""
+    monkeypatch.setattr(shared_rows, "_FEW_ROWS", 100)
+    rng, found, wanted = np.random.default_rng(0), shared_rows._RowSet(), set[int]()
+    assert found.rows().size == 0
+    for _ in range(200):
+        rows = rng.choice(1_000, 10, replace=False)
+        found.add(rows)
+        wanted |= set(rows.tolist())
+        assert found._num_others <= max(100, len(wanted)), "memory is bounded by the rows, not by the updates"
+    assert found.rows().tolist() == sorted(wanted)

@@ -4,6 +4,8 @@ A request goes to the engine that is expected to answer it first (`router/`). Th
 who waits where and which users were served where; engines report the rest: split, hit rate and a sketch of their rows.
 When an engine ends, its unanswered requests go to another one: all engines compute the same scores. It starts again by
 itself. The tables are in memory once: all engines read them, and a keeper writes their updates (`serve/row_keeper.py`).
+If rows are on disk, each engine caches rows of the same files in its part of the memory, and the front writes one log
+of updates that all engines read (`serve/host_log.py`).
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +25,8 @@ from numpy.typing import ArrayLike
 
 from helmrec.cluster.dispatch import warm_up
 from helmrec.cluster.hint import Describer
+from helmrec.cluster.host_logs import HostLogs
+from helmrec.cluster.keepers import Keepers
 from helmrec.cluster.merge import merge_looks, merge_stats
 from helmrec.cluster.port import rank_by_user
 from helmrec.cluster.report import ServiceTime
@@ -29,20 +34,24 @@ from helmrec.config import EngineConfig
 from helmrec.control.rebalancer import Mode
 from helmrec.costs.learned import StageCosts
 from helmrec.costs.routing import RouterCost
+from helmrec.deltas.consumer import StreamStart
 from helmrec.engine.choose import choose_device
 from helmrec.engine.engine import EngineStats
 from helmrec.engine.intake import Intake, prepare_rows
-from helmrec.errors import ConfigError, EngineClosed
+from helmrec.errors import ConfigError, EngineClosed, ModelError
 from helmrec.failures import FailureLog
+from helmrec.model.file_check import FileCheck
 from helmrec.router.nodes import RouteRequest
 from helmrec.router.policy import Choice, EmbKVAware
 from helmrec.router.settings import StateSettings
 from helmrec.router.sketch import RowSketch
 from helmrec.router.state import ClusterState, NodeReport
+from helmrec.serve.host_log import HostLog, one_of, verify_files, with_own_log
 from helmrec.serve.node import process_port
 from helmrec.serve.port import EngineView, Health
 from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.row_keeper import RowKeeper
+from helmrec.serve.row_round import RoundLimits
 from helmrec.serve.settings import ServeConfig
 from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
 
@@ -53,22 +62,35 @@ _SKETCH_EVERY_S = 2.0
 _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
 
 
-def make_engines(model: Path, engine: EngineConfig, serve: ServeConfig) -> "EnginesPort":
-    """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong."""
-    if engine.host_rows_bytes is not None:
-        raise ConfigError("host_rows_bytes is not possible with several engines on one host, which share tables")
-    places = [f"engine {i}" for i in range(serve.engines)]
-    ports = {}
-    for i, (place, card) in enumerate(zip(places, _cards(engine, serve.engines), strict=True)):
-        own = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+def make_engines(
+    model: Path, engine: EngineConfig, serve: ServeConfig, limits: RoundLimits | None = None
+) -> "EnginesPort":
+    """Make a port to as many engines as the settings say. Raises if the settings or the model's folder are wrong.
+
+    `limits` are those of updates of the tables that they share.
+    """
+    if engine.verify == "start" and serve.row_deltas is None:
+        verify_files(model)
+
+    def make_keeper(folder: Path, start: StreamStart | None = None) -> RowKeeper:
+        return RowKeeper(folder, serve, limits, start, engine.host_row_dtype)
+
+    keeper = make_keeper(model) if engine.host_rows_bytes is None else None
+    follows_log = keeper is None and serve.row_deltas is None
+    first, shared, ports = model if keeper is None else keeper.model, one_of(engine, serve), {}
+    for i, card in enumerate(_cards(engine, serve.engines)):
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        ports[place] = process_port(model, engine, own, environment)
+        snapshots = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
+        own = shared if follows_log or keeper is not None else with_own_log(shared, model, i)
+        ports[f"engine {i}"] = process_port(first, own, snapshots, environment, follows_log=follows_log)
     settings = StateSettings(kept_from_visit=1 if engine.kv_admission == "always" else 2)
     port = EnginesPort(ports, engine.max_history, settings)
-    if serve.row_deltas is None:
-        port.share_tables(lambda folder: RowKeeper(folder, serve, row_dtype=engine.host_row_dtype), model)
-    else:
-        log.warning("each engine follows the row deltas by itself, with its own copy of the tables")
+    if engine.verify == "background" and serve.row_deltas is None:
+        port.check_files(model)
+    if keeper is not None:
+        port.tables = Keepers(make_keeper, keeper, port.engines)
+    elif follows_log:
+        port.logs = HostLogs(lambda folder: HostLog(folder, shared), model, port.engines)
     return port
 
 
@@ -116,15 +138,19 @@ class EnginesPort:
         self._watch: asyncio.Task[None] | None = None
         self._failures = FailureLog(log)
         self._replica_stats: dict[str, EngineStats] = {}
-        self._make_keeper: Callable[[Path], RowKeeper] | None = None  # None: engines have tables of their own
-        self._keepers: dict[ProcessPort, RowKeeper] = {}
+        self.tables: Keepers | None = None  # None: engines have tables of their own
+        self.logs: HostLogs | None = None  # None: engines write logs of their own, or none
+        self._check: FileCheck | None = None  # None: engines check files, or nobody
+        self._corrupt: ModelError | None = None
         self.num_retries = 0
 
-    def share_tables(self, make: Callable[[Path], RowKeeper], model: Path) -> None:
-        """Before the start: have all engines read tables that a keeper keeps, made with the folder of a model."""
-        self._make_keeper, keeper = make, make(model)
-        for port in self._ports:
-            port.tables = self._keepers[port] = keeper
+    def check_files(self, model: Path) -> None:
+        """Check the model's large files beside serving, once for all engines; if one is corrupt, refuse requests."""
+        self._corrupt = None  # before the check begins, which may end at once
+        self._check = FileCheck(model, self._stop_serving)
+
+    def _stop_serving(self, problem: ModelError) -> None:
+        self._corrupt = problem
 
     @property
     def engines(self) -> Sequence[ProcessPort]:
@@ -139,7 +165,7 @@ class EnginesPort:
     @property
     def keepers(self) -> list[RowKeeper]:
         """The keepers of the tables in use: one, and during a swap two."""
-        return list(dict.fromkeys(self._keepers.values()))
+        return [] if self.tables is None else self.tables.all
 
     @property
     def health(self) -> Health:
@@ -159,8 +185,7 @@ class EnginesPort:
         return "; ".join([*self._keeper_reasons(*Health), *down]) or None
 
     def _keeper_reasons(self, *states: Health) -> list[str]:
-        """Return why keepers in one of these states are not ready."""
-        return [f"keeper: {keeper.reason}" for keeper in self.keepers if keeper.reason and keeper.health in states]
+        return [] if self.tables is None else self.tables.reasons(*states)
 
     @property
     def num_restarts(self) -> int:
@@ -171,8 +196,10 @@ class EnginesPort:
         return self._replica_stats
 
     def start(self) -> None:
-        for process in (*self.keepers, *self._ports):
-            process.start()
+        if self.tables is not None:
+            self.tables.start(self._swap)
+        for port in self._ports:
+            port.start()
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     async def _look_after(self) -> None:
@@ -244,6 +271,8 @@ class EnginesPort:
 
     async def _send(self, request: RankRequest | PrefillRequest, call: Callable[[ProcessPort], Awaitable[T]]) -> T:
         """Make a call to the engine that answers it first, or to another one if that one ends."""
+        if self._corrupt is not None:
+            raise EngineClosed(f"serving has stopped: {self._corrupt}")
         described = self._describer.hint(request).route_request()
         first = self._choose(described, avoided=None)
         try:
@@ -276,12 +305,24 @@ class EnginesPort:
 
     async def stats(self) -> EngineStats:
         self._replica_stats = await self._answers(lambda port: port.stats())
-        return merge_stats(list(self._replica_stats.values()))
+        return await self._with_host(merge_stats(list(self._replica_stats.values())))
 
     async def look(self) -> EngineView:
         looks = await self._answers(lambda port: port.look())
         self._replica_stats = {name: look.stats for name, look in looks.items()}
-        return merge_looks(list(looks.values()))
+        merged = merge_looks(list(looks.values()))
+        return replace(merged, stats=await self._with_host(merged.stats))
+
+    async def _with_host(self, stats: EngineStats) -> EngineStats:
+        """Add what is known of all engines together: the check of files, and the stream that the keeper follows."""
+        if self._check is not None:
+            stats = replace(stats, file_check=self._check.stats())
+        if self.tables is None:
+            return stats
+        stream = await self.tables.row_stream()
+        if stream is not None:
+            self._replica_stats = {n: replace(each, row_stream=stream) for n, each in self._replica_stats.items()}
+        return replace(stats, row_stream=stream)
 
     async def _answers(self, ask: Callable[[ProcessPort], Awaitable[T]]) -> dict[str, T]:
         """Answers of the engines that are ready; EngineClosed if none is."""
@@ -304,29 +345,22 @@ class EnginesPort:
 
     async def swap(self, model: str) -> None:
         """Swap one engine after the other. Meanwhile a request is served by the old model or by the new one."""
-        if self._make_keeper is None:
-            await self._everywhere(lambda port: port.swap(model))
+        await self._swap(model, None)
+
+    async def _swap(self, model: str, start: StreamStart | None) -> None:
+        """Swap in a model whose rows have this place in the stream of row deltas; None: the place of its folder."""
+        if self.tables is not None:
+            await self.tables.swap(model, start, self._everywhere)
+        elif self.logs is not None:
+            await self.logs.swap(model, self._everywhere)
         else:
-            await self._swap_shared(model, self._make_keeper)
+            await self._everywhere(lambda port: port.swap(model))
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
+            self.check_files(Path(model))
         self.model = self._ports[0].model
         self._intake, self._describer = self._ports[0].intake, Describer(self.model)
         self._costs = {}  # of the model before
-
-    async def _swap_shared(self, model: str, make: Callable[[Path], RowKeeper]) -> None:
-        """Swap with new tables. Both are in memory until the last engine has swapped, or some engine refuses to."""
-        before, new = self.keepers, await asyncio.to_thread(make, Path(model))
-        new.start()
-
-        async def swap_one(port: ProcessPort) -> None:
-            await port.swap(model, new)
-            self._keepers[port] = new
-
-        try:
-            await new.until_ready()
-            await self._everywhere(swap_one)
-        finally:
-            unused = {*before, new} - {*self.keepers}
-            await asyncio.gather(*(keeper.close() for keeper in unused))
 
     async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:
         """Make a call to every engine; EngineClosed before any of them is called if one is not ready."""
@@ -339,8 +373,11 @@ class EnginesPort:
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Update rows on every engine. One that is not running has them before it serves again."""
         prepare_rows(self.model, table, ids, values)  # what is wrong is refused before any engine has it
-        if self._make_keeper is not None:
-            await asyncio.gather(*(keeper.update_rows(table, ids, values) for keeper in self.keepers))
+        if self.tables is not None:
+            await self.tables.update_rows(table, ids, values)
+            return
+        if self.logs is not None:
+            await self.logs.update_rows(table, ids, values)
             return
         await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
 
@@ -350,7 +387,12 @@ class EnginesPort:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         await asyncio.gather(*(port.close() for port in self._ports))
-        await asyncio.gather(*(keeper.close() for keeper in self.keepers))
+        if self.tables is not None:
+            await self.tables.close()
+        if self.logs is not None:
+            self.logs.close()
+        if self._check is not None:
+            await asyncio.to_thread(self._check.close)
 
 
 def _since_ms(came_s: float) -> float:

@@ -13,7 +13,7 @@ from helmrec.serve.port import EngineView
 
 T = TypeVar("T")
 _LARGEST = frozenset(
-    {"audit_max_error", "recent_ms", "newest", "lag_deltas", "lag_s"}
+    {"audit_max_error", "recent_ms", "newest", "lag_deltas", "lag_s", "log_rows", "log_bytes"}
 )  # and all fields whose names begin with "longest_"
 _BY_PAGES = frozenset({"alpha", "alpha_target", "alpha_min", "alpha_max"})
 _SMALLEST = frozenset({"position"})

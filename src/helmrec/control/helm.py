@@ -7,8 +7,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.explain import Explanation
-from helmrec.control.latency import Bias, Fading, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, Bursts, Chooser, Net, Proposal, Residual, Rule, View, propose
+from helmrec.control.latency import Bias, LatencyModel, Prediction
+from helmrec.control.layers import Bursts, Chooser, Judged, Net, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import Move, WindowStats
 
@@ -45,7 +45,7 @@ class Helm:
         self.prediction: Prediction | None = None  # of the window after the last one
         self.explanation: Explanation | None = None
         self._asked: _Asked | None = None  # in the last window
-        self._raw, self._corrected = Fading(JUDGED_S), Fading(JUDGED_S)
+        self._raw, self._corrected = Judged(), Judged()
 
     def decide(self, window: WindowStats) -> Move | None:
         predicted_ms = None if self.prediction is None else self.prediction.at(window.alpha)
@@ -80,23 +80,22 @@ class Helm:
     def _propose(self, window: WindowStats, predicted_ms: float | None) -> list[Proposal]:
         """What each layer says; the last one decides."""
         settings, traffic = self.settings, window.traffic
-        num, dt_s = traffic.num_served, traffic.end_s - traffic.start_s
         if settings.has_bursts and self.bursts.note(window, self.model.offered_ms(window), predicted_ms):
             self.model.start_over()
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
         self.prediction = newest = self.model.predict(bias)
-        mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), num, dt_s)
+        mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), window)
         idle_s = traffic.end_s - self.moves.idle_since_s
         view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share, self.bursts.is_burst)
         proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:
-            mean_ms = self._corrected.add(newest.mean_ms, num, dt_s)
+            mean_ms = self._corrected.add(newest.mean_ms, window)
             proposals.append(propose("residual", self._chooser, mean_ms, view))
         if settings.has_bursts:
             mixed_ms = self.bursts.mix(window, newest, mean_ms)
             if mixed_ms is not mean_ms:
                 proposals.append(propose("burst recovery", self._chooser, mixed_ms, view))
-        if settings.has_net and (back := self.net.propose(view)) is not None:
+        if settings.has_net and (back := self.net.propose(view, proposals[-1].alpha)) is not None:
             proposals.append(back)
         return proposals
 

@@ -22,7 +22,7 @@ ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
 _EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
 _PLAYED: FloatArray = ALPHAS[::_EVERY].copy()
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
-_NUM_PLAYED, _NUM_STREAMS = 256, 16  # requests that are played at each split, and orders they are played in
+_NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split: fewer form no queue; orders of them
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
 _ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
@@ -97,6 +97,14 @@ class Requests(NamedTuple):
     history: float  # tokens
     others: float  # tokens that are computed whatever is resident: candidates, mostly
     most: int  # in one step
+    queued: int  # that wait when the first one comes
+
+
+class Arrivals(NamedTuple):
+    """How requests come."""
+
+    gap_ms: float  # between two of them, on average
+    queued: int = 0  # those that wait when the first one comes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +133,7 @@ class LatencyModel:
     _turn: int = 0
     _history: float = 0.0  # as of `Requests`
     _others: float = 0.0
+    _queued: int = 0
     _room: IntArray = field(default_factory=lambda: np.ones(_PLAYED.size, np.int64))  # as of `play`
     _plain_ms: FloatArray | None = None  # (1, splits that are played): without corrections
 
@@ -141,6 +150,7 @@ class LatencyModel:
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
         self._others = max(0.0, steps.tokens / steps.requests - window.new_tokens_per_request)
         self._most = max(self._most, int(steps.most_requests))
+        self._queued = min(traffic.num_queued, _NUM_PLAYED)  # as many more would wait longer at every split
         kv_pages = window.num_pages * (1 - _PLAYED)
         request_pages = self._history / window.page_tokens + 1 / 2  # the last one is half full on average
         self._room = np.maximum(1, kv_pages / request_pages).astype(np.int64)
@@ -195,7 +205,7 @@ class LatencyModel:
         costs, work = self.estimator.costs, self.work
         assert costs is not None and work is not None
         there = Work(*(one[_EVERY * part :: _EVERY * num_parts] for one in work))
-        requests = Requests(MS_PER_S / self.rate, self._history, self._others, self._most)
+        requests = Requests(MS_PER_S / self.rate, self._history, self._others, self._most, self._queued)
         return predict_at(_streams()[self._turn], there, costs, requests, bias, self._room[part::num_parts])
 
 
@@ -229,7 +239,7 @@ def predict_at(
     stream: FloatArray, work: Work, costs: StageCosts, requests: Requests, bias: Bias, room: IntArray
 ) -> FloatArray:
     """(2, splits of `work`): stage time of a lone request, without the pace, and mean latency of a stream of them."""
-    gap_ms, history, others, most = requests
+    gap_ms, history, others, most, queued = requests
     pair_ms = costs.pair_ms * history / 2  # a history token sees half of its history, a candidate all
     new = np.minimum(np.maximum(work.new_users, _FEW), 1 - _FEW)
     computed = bias.tokens * work.computed_tokens
@@ -245,24 +255,33 @@ def predict_at(
     host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms  # whatever a step holds
     stages_ms = host_ms + bus_ms + device_ms + known_ms + new * (new_ms - known_ms)
     engine = EngineModel(bias.pace * host_ms, bias.pace * bus_ms, bias.pace * device_ms, most, costs.overlap > 0)
-    return np.stack((stages_ms, play(stream, gap_ms, new, bias.pace * work_ms, engine, room)))
+    return np.stack((stages_ms, play(stream, Arrivals(gap_ms, queued), new, bias.pace * work_ms, engine, room)))
 
 
 @numba.njit(cache=True, nogil=True)
 def play(
-    stream: FloatArray, gap_ms: float, new_users: FloatArray, work_ms: FloatArray, engine: EngineModel, room: IntArray
+    stream: FloatArray,
+    arrivals: Arrivals,
+    new_users: FloatArray,
+    work_ms: FloatArray,
+    engine: EngineModel,
+    room: IntArray,
 ) -> FloatArray:
     """Mean latency, at each split, of a stream of requests that are served in steps as an engine does.
 
     A step takes all requests that wait, up to `engine.most`. The host lays it out, then its rows are read, then it is
     computed. While a step computes, the host launches the next one if anybody waits; then it waits for the step.
+    Requests that were queued before are like the first ones of the stream, and their own latency does not count.
     `work_ms` is (stages, known or new user, splits) per request; `room` (splits,) is the number of requests whose KV
     fits the pool at once: those of both steps, since pages of a running step cannot be evicted.
     """
-    num, mean_ms = stream.shape[1], np.empty(new_users.size)
-    arrived_ms, num_new = np.cumsum(stream[0]) * gap_ms, np.zeros(num + 1)
+    queued = arrivals.queued
+    num, mean_ms = queued + stream.shape[1], np.empty(new_users.size)
+    arrived_ms, kinds = np.zeros(num), np.concatenate((stream[1, :queued], stream[1]))
+    arrived_ms[queued:] = np.cumsum(stream[0]) * arrivals.gap_ms
+    num_new = np.zeros(num + 1)
     for split in range(new_users.size):
-        num_new[1:] = np.cumsum(stream[1] < new_users[split])
+        num_new[1:] = np.cumsum(kinds < new_users[split])
         (known_host, new_host), (known_rows, new_rows), (known_compute, new_compute) = work_ms[:, :, split]
         host_ms = bus_ms = device_ms = total_ms = 0.0  # when each is free; when requests were answered, in sum
         num_running, at = 0, 0  # requests of the step that is computed, which came before `at`
@@ -270,7 +289,7 @@ def play(
             room_left = room[split] - num_running
             if num_running and (at == num or arrived_ms[at] > host_ms or not engine.overlaps or room_left <= 0):
                 host_ms = max(host_ms, device_ms)
-                total_ms += num_running * host_ms
+                total_ms += min(num_running, max(0, at - queued)) * host_ms
                 num_running = 0
                 continue
             host_ms, first, end = max(host_ms, arrived_ms[at]), at, min(num, at + min(engine.most, room_left))
@@ -282,8 +301,8 @@ def play(
             bus_ms = max(host_ms, bus_ms) + engine.rows_ms + of_known * known_rows + of_new * new_rows
             if num_running:
                 host_ms = max(host_ms, device_ms)
-                total_ms += num_running * host_ms
+                total_ms += min(num_running, max(0, first - queued)) * host_ms
             device_ms = max(bus_ms, device_ms) + engine.compute_ms + of_known * known_compute + of_new * new_compute
             num_running = at - first
-        mean_ms[split] = (total_ms - arrived_ms.sum()) / num
+        mean_ms[split] = (total_ms - arrived_ms.sum()) / (num - queued)
     return mean_ms

@@ -18,6 +18,8 @@ from helmrec.types import FloatArray
 
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
 MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals
+_LATELY_S = 2.0  # half-life of the newest predictions
+_CLEAR_GAIN = 0.05  # share of the latency that they must promise to count alone
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
@@ -93,6 +95,26 @@ def propose(layer: str, chooser: Chooser, mean_ms: FloatArray, view: View) -> Pr
     alpha = chooser.choose(mean_ms, view)
     here_ms, there_ms = value_at(mean_ms, start), value_at(mean_ms, alpha)
     return Proposal(layer, alpha, f"predicts {there_ms:.2f} ms there, {here_ms:.2f} ms here", here_ms - there_ms)
+
+
+class Judged:
+    """Predicted latency at ALPHAS, averaged over `JUDGED_S`: what layers choose on.
+
+    Small gains need long averages. When the last seconds promise a large gain, the traffic has changed, and what was
+    predicted before no longer counts.
+    """
+
+    def __init__(self) -> None:
+        self._long, self._short = Fading(JUDGED_S), Fading(_LATELY_S)
+
+    def add(self, mean_ms: FloatArray, window: WindowStats) -> FloatArray:
+        """Take in what is predicted after a window; the average."""
+        num, dt_s = window.traffic.num_served, window.traffic.end_s - window.traffic.start_s
+        long, short = self._long.add(mean_ms, num, dt_s), self._short.add(mean_ms, num, dt_s)
+        if short.min() < (1 - _CLEAR_GAIN) * value_at(short, window.alpha_target):
+            self._long.value, self._long.weight = short, self._short.weight
+            return short
+        return long
 
 
 class Residual:
@@ -206,8 +228,9 @@ class Bursts:
 class Net:
     """Goes back to the split that last served as predicted, when requests have taken much longer in two windows.
 
-    Predictions may leave out what limits an engine. It acts once, until requests are served as predicted again: in an
-    overload, or in a burst, they are late at any split.
+    Predictions may leave out what limits an engine. It acts only where the layers above would stay, since a move that
+    is under way needs its time, and once, until requests are served as predicted again: in an overload, or in a burst,
+    they are late at any split.
     """
 
     def __init__(self) -> None:
@@ -216,15 +239,16 @@ class Net:
         self._held = 0.0  # the split it went back to, and
         self._until_s = -math.inf  # stays at for so long
 
-    def propose(self, view: View) -> Proposal | None:
-        """None: nothing is wrong, or going back would not help."""
-        traffic, sound = view.window.traffic, self._sound
+    def propose(self, view: View, wanted: float) -> Proposal | None:
+        """`wanted`: by the layers above. None: nothing is wrong, or going back would not help."""
+        traffic, sound, target = view.window.traffic, self._sound, view.window.alpha_target
         late = traffic.mean_ms / view.predicted_ms if view.predicted_ms else 1.0
-        self._num_late = self._num_late + 1 if late > _MOST_BIAS and not view.is_burst else 0
+        is_staying = wanted == target and abs(view.window.alpha - target) <= SETTLED
+        self._num_late = self._num_late + 1 if late > _MOST_BIAS and is_staying and not view.is_burst else 0
         if traffic.end_s >= self._until_s:
-            if self._num_late == 0:
+            if late <= _MOST_BIAS:
                 self._sound = view.window.alpha
-            if self._num_late < 2 or sound is None or abs(sound - view.window.alpha_target) <= SETTLED:
+            if self._num_late < 2 or sound is None or abs(sound - target) <= SETTLED:
                 return None
             self._held, self._sound, self._until_s = sound, None, traffic.end_s + JUDGED_S
         return Proposal("net", self._held, f"requests took {late:.1f} times as long as predicted", 0.0)

@@ -13,17 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from helmrec.config import Frozen
 from helmrec.deltas.checks import check_delta, compile_checks
 from helmrec.deltas.delta import Delta, NamedModel
+from helmrec.deltas.slices import DeltaHead, RowSlice, TakesRows
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_stream import RowStreamStats
-from helmrec.engine.runner import StagedRows
 from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError
-from helmrec.model.config import ModelConfig
 from helmrec.types import RowPosition
 
 log = logging.getLogger("helmrec.deltas")
@@ -39,25 +37,17 @@ _AHEAD_BLOCKS = 4  # of the rows staged ahead, how many parts are staged at once
 _ASK_AGAIN_S = 5.0  # for a model that could not be swapped in
 
 
-class TakesRows(Protocol):
-    """What a consumer needs of an engine."""
-
-    @property
-    def model_config(self) -> ModelConfig: ...
-
-    def stage_rows(self, update: RowUpdate) -> StagedRows: ...
-
-    def apply_rows(self, update: StagedRows, position: RowPosition | None = None) -> None: ...
-
-    def start_at(self, position: RowPosition) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StreamStart:
     """Where the rows of a model folder stand in a stream."""
 
     stream: str | None = None  # None: of any stream, at its beginning
     sequence: int = 0
+    offset: int = 0  # rows of the next delta that are applied already
+
+    @property
+    def position(self) -> RowPosition:
+        return RowPosition(self.sequence, self.offset)
 
 
 SwapModel = Callable[[NamedModel, StreamStart], None]
@@ -66,36 +56,9 @@ SwapModel = Callable[[NamedModel, StreamStart], None]
 class ConsumerLimits(Frozen):
     """Bounds of applying deltas."""
 
-    slice_rows: int = 4_096  # most rows written between two steps
+    slice_rows: int = 16_384  # most rows written between two steps; each slice costs the host a launch
     rows_per_s: float | None = None  # None: as many as come
     ahead_rows: int = 65_536  # rows that are staged ahead; at least one slice
-
-
-class _Head(NamedTuple):
-    """A delta without its rows, whose memory the reading thread frees once they are staged."""
-
-    stream: str
-    sequence: int
-    made_s: float
-    model: NamedModel | None
-    is_skip: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slice:
-    """Rows of a delta that become visible together."""
-
-    staged: StagedRows
-    after: RowPosition  # once they are visible
-    delta: _Head
-
-    @property
-    def sequence(self) -> int:
-        return self.delta.sequence
-
-    @property
-    def num_rows(self) -> int:
-        return self.staged.rows.size
 
 
 class RowConsumer:
@@ -111,10 +74,10 @@ class RowConsumer:
         start = start or StreamStart()
         self._source, self._engine, self._limits = source, engine, limits or ConsumerLimits()
         self._changed = threading.Condition()
-        self._ahead: deque[_Slice] = deque()
-        self._position = RowPosition(start.sequence)
+        self._ahead: deque[RowSlice] = deque()
+        self._position = start.position
         self._read_to = start.sequence
-        self._stream = start.stream
+        self._stream = self.stream = start.stream  # of deltas that are read; of rows that are visible or being written
         self._newest = start.sequence
         self._target, self._target_s = start.sequence, 0.0  # what the source held at that time, until it is visible
         self._stop: str | None = None
@@ -129,6 +92,7 @@ class RowConsumer:
         self._look_s = -math.inf  # when to look at the lag again
         self._swap: SwapModel | None = None
         self._asked_s = -math.inf  # when it was last asked to
+        self._is_writing = False  # whether the first slice ahead is being made visible
         self._turn = 0  # counts rejections, so that the reader sees one that came while it waited
         self._has_looked, self._over = False, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="helmrec-row-deltas", daemon=True)
@@ -207,6 +171,11 @@ class RowConsumer:
         else:
             self._swap(first.delta.model, StreamStart(first.delta.stream, first.sequence))
 
+    def wait(self, seconds: float) -> None:
+        """Wait until rows are ahead, but not longer; for a thread that only applies them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ahead or self._over.is_set(), seconds)
+
     def stats(self) -> RowStreamStats:
         with self._changed:
             at = self._position.sequence
@@ -242,14 +211,21 @@ class RowConsumer:
 
     def _apply_slice(self) -> int:
         """Make the first slice ahead visible, if there is one; return its rows."""
-        with self._changed:  # so that no slice is staged again while it is written
+        with self._changed:
             if not self._ahead or self._ahead[0].delta.model is not None:
                 return 0
-            first = self._ahead[0]
-            try:
-                self._engine.apply_rows(first.staged, first.after)
-            except RequestError as error:
-                self._reject(first, f"does not fit: {error}")
+            first, self._is_writing = self._ahead[0], True
+            self.stream = first.delta.stream
+        problem: RequestError | None = None
+        try:
+            self._engine.apply_rows(first.staged, first.after)
+        except RequestError as error:
+            problem = error
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
+            if problem is not None:
+                self._reject(first, f"does not fit: {problem}")
                 return 0
             self._ahead.popleft()
             self._position = first.after
@@ -259,10 +235,9 @@ class RowConsumer:
                 if self._rejected == first.sequence:
                     self._rejected = None
                     self._go_on()
-            self._changed.notify_all()
         return first.num_rows
 
-    def _reject(self, first: _Slice, reason: str) -> None:
+    def _reject(self, first: RowSlice, reason: str) -> None:
         """Stop at a delta that the engine refuses, and read from there again."""
         with self._changed:
             self._ahead.clear()
@@ -337,21 +312,22 @@ class RowConsumer:
                 self._changed.notify_all()
         return True
 
-    def _stage(self, delta: Delta, update: RowUpdate, start: int, end: int) -> list[_Slice]:
+    def _stage(self, delta: Delta, update: RowUpdate, start: int, end: int) -> list[RowSlice]:
         """Stage rows [start, end) of a delta together, and cut them into slices; one without rows is one slice."""
         staged = self._engine.stage_rows(update.part(start, end))
-        head = _Head(delta.stream, delta.sequence, delta.made_s, delta.model, delta.is_skip)
-        slices: list[_Slice] = []
+        head = DeltaHead(delta.stream, delta.sequence, delta.made_s, delta.model, delta.is_skip)
+        slices: list[RowSlice] = []
         for at in range(start, max(start + 1, end), self._slice_rows):
             to = min(end, at + self._slice_rows)
             is_last = to == update.rows.size
             after = RowPosition(delta.sequence) if is_last else RowPosition(delta.sequence - 1, to)
-            slices.append(_Slice(staged.part(at - start, to - start), after, head))
+            slices.append(RowSlice(staged.part(at - start, to - start), after, head))
         return slices
 
     def _first_row(self, delta: Delta) -> int:
         """Return the row of a delta to go on from: not the first if it was applied in part before it was read again."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._is_writing or self._over.is_set())  # else it is staged again
             while self._ahead and self._ahead[-1].sequence == delta.sequence:  # staging it has failed half way
                 self._ahead.pop()
             at = self._position

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from helmrec.clock import Clock, MonotonicClock
 from helmrec.collector import PROCESS, CollectorStats
@@ -22,7 +23,7 @@ from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.engine.audit import Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, RowUpdate, less_spent, prepare_rows
+from helmrec.engine.intake import Intake, IntakeRecipe, Prepared, RowUpdate, less_spent, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
@@ -42,6 +43,7 @@ from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
 from helmrec.memory.tiered_rows import TieredRows
 from helmrec.model.file_check import FileCheck, FileCheckStats
+from helmrec.model.shared_tables import values_of_bytes
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -113,6 +115,7 @@ class Engine:
         self._lock = threading.RLock()
         self._may_step = threading.Event()  # cleared for a thread that waits for the lock: steps take it at once again
         self._may_step.set()
+        self._one_follower = threading.Lock()
         self._is_closed = self._has_warned = False
         self._gaps = GapMonitor(config.log_gaps_ms)
         follow_process(self._gaps)
@@ -133,12 +136,16 @@ class Engine:
         config: EngineConfig,
         clock: Clock | None = None,
         progress: Progress = lambda done, total: None,
+        *,
+        follows_log: bool = False,
     ) -> "Engine":
         """Load a model folder and start an engine on it.
 
         If a check beside serving (`verify`) finds a corrupt file, all waiting and later requests get EngineClosed.
+        follows_log: another process writes the log of row updates; they come by `follow_log` alone.
         """
-        engine = cls(load_model(Path(folder), verify=config.verify == "start"), config, clock, progress)
+        model = replace(load_model(Path(folder), verify=config.verify == "start"), follows_log=follows_log)
+        engine = cls(model, config, clock, progress)
         if config.verify == "background":
             engine._file_check = FileCheck(Path(folder), engine._stop_serving)
         return engine
@@ -178,6 +185,20 @@ class Engine:
         """
         now = self._now()
         prepared = self._intake.prepare_all(requests)
+        return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
+
+    @property
+    def intake_recipe(self) -> IntakeRecipe:
+        """What another process needs to prepare requests for this engine. Secret: it has the key of the prefix hash."""
+        return self._intake.recipe
+
+    def is_prepared_by(self, tag: bytes) -> bool:
+        """Whether requests with this tag were prepared from this engine's recipe, as its own intake would do it."""
+        return tag == self._intake.tag
+
+    def submit_prepared(self, prepared: Sequence[Prepared], spent_ms: float = 0.0) -> "list[Future[RankResult]]":
+        """As `submit_all`, for requests that were prepared from this engine's recipe."""
+        now = self._now()
         return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:
@@ -331,12 +352,36 @@ class Engine:
         self._conclude(ended)
 
     def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
-        """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused."""
+        """Replace rows of a table between steps, in the master and in the pool. KV computed from them is not reused.
+
+        If rows are on disk, the update survives a loss of power when this returns.
+        """
         self.apply_rows(prepare_rows(self.model_config, table, ids, values))
+        if self._tier is not None:
+            self._tier.sync()  # beside steps
+
+    def follow_log(self) -> None:
+        """Apply what another process has added to the log of row updates, if one writes it. Any thread may call it."""
+        with self._one_follower:
+            while self._tier is not None and (update := self._tier.next_logged()) is not None:
+                values = values_of_bytes(update.values.copy(), self._master.codec)
+                self.apply_rows(RowUpdate(update.rows, values))
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
         """Copy checked rows to where `apply_rows` takes them, beside running steps. Any thread may call it."""
         return self._runner.stage_rows(update)
+
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, width of a stored row)
+        """The same for values as the master keeps them."""
+        return self._runner.stage_stored(rows, values)
+
+    def reread_rows(self, rows: IntArray) -> None:
+        """Take new values of these rows from a shared master, which has them already. rows: ascending."""
+        if rows.size:
+            with self._lock:
+                self._now()
+                self._marks.mark(rows, self._clock.now())
+                self._runner.reread_rows(rows)
 
     def apply_rows(self, update: RowUpdate | StagedRows, position: RowPosition | None = None) -> None:
         """Write checked rows between steps; `position` of the stream of deltas is that of all later steps.

@@ -23,7 +23,7 @@ from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, Staging, block_bytes
 from helmrec.engine.timeline import DeviceTimeline, Mark, Timeline
-from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.kernels.attention_plan import AttentionPlan, Scores, multiplies_codes
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel
 
@@ -281,7 +281,11 @@ class GraphedDense:
         config, num_tokens = self._model.config, self._x.shape[0]
         q, v = (self._x.new_empty((num_tokens, config.num_heads, dim)) for dim in (config.qk_dim, config.v_dim))
         sizes = (self._memory.k_pages.shape[2], self._limits.num_sequences)
-        return AttentionPlan(q, v, *sizes, config.attention_window, has_bias=config.attention_bias is not None)
+        scores: Scores = "plain" if config.attention_bias is None else "biased"
+        has_plain_scores = scores == "plain" and config.attention_window is None
+        if has_plain_scores and multiplies_codes(q, v, self._memory.k_pages, self._memory.v_pages):
+            scores = "codes"
+        return AttentionPlan(q, v, *sizes, config.attention_window, scores)
 
     # Capture.
 

@@ -3,6 +3,7 @@
 Pure: it reads the model's shape and changes no state, so a refused request has no effect.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -51,24 +52,40 @@ class Prepared:
     times: IntArray | None = None  # (events + 1,) of the events and what follows, if attention has a bias by time
     is_retrieval: bool = False  # whether its candidates are scored by a dot product and are no tokens
     unknown_ids: Mapping[str, int] = field(default_factory=dict)  # by table: ids read as the row for unknown ones
+    # Counted here and not for each step, whose host time is scarce.
+    num_candidates: int = field(init=False)
+    num_events: int = field(init=False)
+    num_unkept: int = field(init=False)  # last events of the window whose K/V are not kept
+    num_attending: int = field(init=False)  # tokens that are not of its cacheable history
+
+    def __post_init__(self) -> None:
+        num_events, num_candidates = self.columns.shape[1], self.candidate_rows.shape[1]
+        num_unkept = num_events - self.history.event_rows.shape[1]
+        num_others = num_unkept + self.request_rows.size
+        put = object.__setattr__
+        put(self, "num_candidates", num_candidates)
+        put(self, "num_events", num_events)
+        put(self, "num_unkept", num_unkept)
+        put(self, "num_attending", num_others if self.is_retrieval else num_others + num_candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeRecipe:
+    """All that an `Intake` is made from, in plain values: intakes of one recipe prepare a request alike.
+
+    Never shown to clients: it has the key of the chained hash.
+    """
+
+    model: str  # its `ModelConfig` as JSON
+    version: int
+    max_history: int
+    secret: bytes = field(repr=False)
 
     @property
-    def num_candidates(self) -> int:
-        return self.candidate_rows.shape[1]
-
-    @property
-    def num_events(self) -> int:
-        return self.columns.shape[1]
-
-    @property
-    def num_unkept(self) -> int:
-        """Last events of the window whose K/V are not kept."""
-        return self.num_events - self.history.event_rows.shape[1]
-
-    @property
-    def num_attending(self) -> int:
-        """Tokens of the request that are not of its cacheable history."""
-        return self.num_unkept + self.request_rows.size + (0 if self.is_retrieval else self.num_candidates)
+    def tag(self) -> bytes:
+        """Sixteen bytes that identify the recipe and reveal nothing of its key."""
+        public = f"{self.version} {self.max_history} {self.model}"
+        return hashlib.blake2b(public.encode(), key=self.secret, digest_size=16).digest()
 
 
 class Intake:
@@ -77,6 +94,8 @@ class Intake:
     def __init__(self, config: ModelConfig, version: int, max_history: int, key: HashKey | None = None) -> None:
         """`key` is the key of the chained hash; by default a random one, since states never leave the process."""
         self._key = key or HashKey.random()
+        self.recipe = IntakeRecipe(config.model_dump_json(), version, max_history, self._key.secret)
+        self.tag = self.recipe.tag
         self._config = config
         self._version = version
         self._max_history = max_history
@@ -105,6 +124,12 @@ class Intake:
             names,
             np.array(unknown),
         )
+
+    @classmethod
+    def of(cls, recipe: IntakeRecipe) -> "Intake":
+        """Make an intake like the one that this recipe came from."""
+        config = ModelConfig.model_validate_json(recipe.model)
+        return cls(config, recipe.version, recipe.max_history, HashKey(recipe.secret))
 
     def prepare(self, request: RankRequest) -> Prepared:
         """Check and convert a request; raise RequestError that names field and value."""

@@ -83,11 +83,14 @@ def _choose(found: PrecisionVerdicts | None, candidates: Mapping[RoundedKV, Prec
 def cache_version(version: int, config: EngineConfig) -> int:
     """Return the version under which K/V are kept: of the model's weights, and of the precision that computed them.
 
-    Rows have the same values whether they are rounded in the pool or in host memory.
+    Rows have the same values whether they are rounded in the pool or in host memory. Where a page holds values with
+    tokens side by side, the version says so: pages of another layout, in a snapshot or a host tier, are not found.
     """
     precision: str = config.fixed_kv_dtype
     if config.compute_dtype != "model":
         precision += f" {config.compute_dtype}"
+    if config.kv_dtype == config.compute_dtype == "fp8_e4m3":
+        precision += " values by dim"
     if config.row_rounding != "model":
         precision += f" rows {config.row_rounding}"
     digest = hashlib.blake2b(f"{version} {precision}".encode(), digest_size=8).digest()

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from helmrec.clock import Clock
 from helmrec.engine.assemble import Outline, assemble
@@ -81,7 +82,7 @@ class Runner:
         self._model = parts.model
         self._dense = parts.dense
         self._arena = parts.arena
-        self._kv_dtype = parts.arena.k_pages.dtype
+        self._kv_dtype, self._transposed_values = parts.arena.k_pages.dtype, parts.arena.transposed_values
         self._master = parts.master
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
@@ -197,6 +198,17 @@ class Runner:
             return StagedRows(update.rows, sent=None, differences=update)
         return StagedRows(update.rows, self._dense.rows.send(update.rows, new_values(self._master, update)))
 
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, width of a stored row)
+        """The same for values as the master keeps them."""
+        return StagedRows(rows, self._dense.rows.send(rows, values) if rows.size else None)
+
+    def reread_rows(self, rows: IntArray) -> None:
+        """Read resident ones of these rows again, which a shared master has new values of. rows: ascending."""
+        changed = np.intersect1d(self._pool.rows.by_heat(), rows)
+        for part in np.array_split(changed, range(_REREAD_ROWS, changed.size, _REREAD_ROWS)):
+            if part.size:
+                self._dense.rows.write(self._dense.rows.send(part, self._master.gather(part)))
+
     def finish_reads(self) -> None:
         """Wait until launched steps have read their rows."""
         self._dense.rows.finish_reads()
@@ -220,9 +232,9 @@ class Runner:
         plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=list(range(num_pages)))
         step = assemble([(request, plan)], config, geometry.page_tokens)
         shape = (config.num_layers, max(1, num_pages), geometry.page_tokens, config.num_heads)
-        k_pages, v_pages = (
-            empty_pages((*shape, dim), self._kv_dtype, model.device) for dim in (config.qk_dim, config.v_dim)
-        )
+        k_pages = empty_pages((*shape, config.qk_dim), self._kv_dtype, model.device)
+        transposed = self._transposed_values
+        v_pages = empty_pages((*shape, config.v_dim), self._kv_dtype, model.device, transposed=transposed)
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()
         rows = self._master.codec.recode(self._master.gather(step.rows), model.row_codec).to(model.device)
@@ -230,6 +242,7 @@ class Runner:
         return scores
 
 
+_REREAD_ROWS = 65_536  # at once
 _ALL_FINITE: frozenset[int] = frozenset()
 
 

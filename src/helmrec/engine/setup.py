@@ -16,7 +16,7 @@ from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import model_kernels
-from helmrec.kernels.kv_rounding import CODE_DTYPES
+from helmrec.kernels.kv_rounding import CODE_DTYPES, LANE_TOKENS
 from helmrec.kernels.row_codec import Recoding
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import Admission, RowTable
@@ -31,6 +31,7 @@ from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows
 from helmrec.model.hstu import HstuModel
 from helmrec.model.shared_tables import row_codec
+from helmrec.model.table_memory import read_tables
 from helmrec.model.weights import LoadedModel
 
 _ADMISSIONS = {"always": Admission.ALWAYS, "second-touch": Admission.SECOND_TOUCH, "frequency": Admission.FREQUENCY}
@@ -86,7 +87,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     chosen = chosen.model_copy(update={"pool_bytes": config.pool_bytes})
     config = without_row_index(config, geometry, shape.num_rows)
     kept_as = CODE_DTYPES.get(config.kv_dtype, hstu.dtype)
-    arena = Arena(config.sized_pool_bytes // geometry.page_bytes, geometry, kept_as, codec.stored_dtype, config.device)
+    num_pages, transposed = config.sized_pool_bytes // geometry.page_bytes, has_transposed_values(config, geometry)
+    arena = Arena(num_pages, geometry, kept_as, codec.stored_dtype, config.device, transposed)
     recoding = None if master.codec == codec else Recoding(master.codec, codec)
     kernels = row_kernels(_kernels(config), recoding)
     rows = _make_rows(shape, config, geometry, arena, kernels)
@@ -104,6 +106,15 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
     choices = (device_reason, pool_reason, *precision_reasons, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
+
+
+def has_transposed_values(config: EngineConfig, geometry: PageGeometry) -> bool:
+    """Whether values lie with tokens side by side, as matrix units for products of eight-bit floats read them.
+
+    This depends on settings alone, not on the device, so that every device can read what another has kept.
+    """
+    in_fp8 = config.kv_dtype == config.compute_dtype == "fp8_e4m3"
+    return in_fp8 and geometry.page_tokens % LANE_TOKENS == 0
 
 
 def check_card_reads_codes(shape: ModelConfig, config: EngineConfig, generation: int) -> None:
@@ -160,12 +171,8 @@ def _make_dense(hstu: HstuModel, arena: Arena, geometry: PageGeometry, rows: Row
     return EagerDense(hstu, memory, rows)
 
 
-def tier_config(model: LoadedModel, config: EngineConfig) -> TierConfig:
-    """Return the sizes and files of rows on disk; ConfigError if that is not possible."""
-    shape, folder = model.config, model.folder
-    if folder is None or model.shared is not None:
-        why = "several engines that share tables" if model.shared is not None else "a model that is not in a folder"
-        raise ConfigError(f"host_rows_bytes is not possible with {why}, got {config.host_rows_bytes}")
+def tier_config(folder: Path, version: int, shape: ModelConfig, config: EngineConfig) -> TierConfig:
+    """Return the sizes and files of rows on disk, for an engine that writes its own log."""
     spans = [find_rows(folder, table, shape) for table in shape.tables]
     context = len(shape.user_context) + len(shape.request_context)
     assert config.host_rows_bytes is not None
@@ -174,16 +181,27 @@ def tier_config(model: LoadedModel, config: EngineConfig) -> TierConfig:
         codec=row_codec(shape, "model"),
         num_bytes=int(config.host_rows_bytes),
         least_rows=len(shape.features) * (shape.window + shape.max_candidates) + context,
-        log=Path(config.row_log) if config.row_log else folder.resolve().with_name(folder.resolve().name + ".rows.log"),
-        version=model.version,
+        log=Path(config.row_log) if config.row_log else row_log_of(folder),
+        version=version,
         disk_reads=config.disk_reads,
         num_threads=config.disk_threads,
     )
 
 
+def row_log_of(folder: Path) -> Path:
+    """Return where the row updates of a model are logged, unless a setting says so."""
+    return folder.resolve().with_name(folder.resolve().name + ".rows.log")
+
+
 def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> HostRows:
     if config.host_rows_bytes is not None:
-        tiered = TieredRows(tier_config(model, config))
+        if model.folder is None:
+            raise ConfigError(
+                f"host_rows_bytes is not possible with a model that is not in a folder, got {config.host_rows_bytes}"
+            )
+        assert model.shared is None, "shared tables are in memory"
+        tier = tier_config(model.folder, model.version, model.config, config)
+        tiered = TieredRows(tier._replace(follows_log=model.follows_log))
         if config.device == "cuda":
             tiered.lock()
         return tiered
@@ -193,11 +211,24 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
         if config.device == "cuda":
             model.shared.master.lock()
         return model.shared.master
+    if config.device == "cpu" and _row_index(config) == "host" and code is None:
+        return RowMaster(model.tables)
+    if model.folder is None:
+        master = RowMaster.copied(model.tables, progress, code)
+    else:
+        master = _read_master(model.folder, model.config, config, progress)
     if config.device == "cuda":
-        return RowMaster.locked(model.tables, progress, are_mapped=model.folder is not None, code=code)
-    if _row_index(config) == "device" or code is not None:
-        return RowMaster.copied(model.tables, progress, are_mapped=model.folder is not None, code=code)
-    return RowMaster(model.tables)
+        master.lock()
+    return master
+
+
+def _read_master(folder: Path, shape: ModelConfig, config: EngineConfig, progress: Progress) -> RowMaster:
+    """Read the tables from their files to one buffer, without keeping pages of the files."""
+    spans = {table.name: find_rows(folder, table, shape) for table in shape.tables}
+    sizes, row_dtype = {table.name: table.num_rows for table in shape.tables}, config.host_row_dtype
+    master = RowMaster.empty(sizes, row_codec(shape, row_dtype))
+    read_tables(shape, spans, master.row_bytes, progress, row_dtype)
+    return master
 
 
 def _make_rows(

@@ -4,16 +4,19 @@ It knows lengths and launch settings, not the tensors of a model.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
 from helmrec.types import AttentionWindow
 
+HOPPER = 9  # major compute capability
+BLOCK_OF_CODES = 128  # keys of a block of codes
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
 
@@ -32,7 +35,11 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, *, has_bias: bool = False) -> LaunchShape:
+# How weights are computed: from q.k, with a bias added, or from products of codes (`multiplies_codes`).
+Scores = Literal["plain", "biased", "codes"]
+
+
+def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, scores: Scores = "plain") -> LaunchShape:
     """Return the fastest settings measured on an H200. A block within one page is fetched in one copy.
 
     With a bias, blocks of 128 keys need 1 KiB more shared memory than the card has, and 17 times the register spills.
@@ -40,8 +47,8 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, *, has_b
     if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
     block_n, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
-    if has_bias:
-        block_n = 64
+    if scores != "plain":
+        block_n = BLOCK_OF_CODES if scores == "codes" else 64
     if page_tokens in (16, 32, 64):
         block_n = min(block_n, page_tokens)
     return LaunchShape(128, block_n, 8, num_stages)
@@ -72,12 +79,11 @@ class AttentionPlan:
         page_tokens: int,
         max_sequences: int,
         window: AttentionWindow | None = None,
-        *,
-        has_bias: bool = False,
+        scores: Scores = "plain",
     ) -> None:
         """Allocate for tensors like q and v in shape, type and device; their first dimension is the most tokens."""
         max_tokens, num_heads, qk = q.shape
-        self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens, has_bias=has_bias)
+        self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens, scores)
         block_m = self.launch.block_m
         local = (0, 0) if window is None else window
         self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS, *local)
@@ -107,10 +113,37 @@ class AttentionPlan:
         self.work.copy_(torch.from_numpy(work))
 
 
-def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch) -> AttentionPlan:
+def multiplies_codes(q: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages) -> bool:
+    """Whether the attention of Hopper on eight-bit floats can read pages like these, for scores without bias or window.
+
+    q, v: (tokens, heads, dim), projected.
+    """
+    if not (isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages) and v_pages.in_lane_order):
+        return False
+    dim, page_tokens = q.shape[2], k_pages.shape[-3]
+    if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == HOPPER and dim in {64, 128, 256}):
+        return False
+    is_fp8 = q.dtype == torch.bfloat16 and k_pages.dtype == v_pages.dtype == torch.float8_e4m3fn
+    whole_blocks = page_tokens in {32, 64} or page_tokens % BLOCK_OF_CODES == 0
+    return is_fp8 and v.shape[2] == dim and whole_blocks and q.numel() > 0 and _are_readable(k_pages, v_pages)
+
+
+def _are_readable(k_pages: ScaledPages, v_pages: ScaledPages) -> bool:
+    """Whether the copy engine can read blocks of these pages: whole rows of 16 bytes each."""
+    dim, page_tokens = k_pages.shape[-1], k_pages.shape[-3]
+    page, token, *key = k_pages.codes.stride()[-4:]
+    v_page, *value = v_pages.codes.stride()[-4:]
+    whole_rows = page % token == 0 and v_page % page_tokens == 0 and token % 16 == 0
+    aligned = all(pages.codes.data_ptr() % 16 == 0 and pages.codes.numel() > 0 for pages in (k_pages, v_pages))
+    packed = key == [dim, 1] and value == [1, dim * page_tokens, page_tokens]
+    return whole_rows and aligned and packed and k_pages.exponents.stride() == v_pages.exponents.stride()
+
+
+def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch, scores: Scores | None = None) -> AttentionPlan:
     """Make a plan for one batch. It reads the lengths from the device, so it is for tests and single calls."""
-    has_bias = batch.times is not None
-    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences, batch.window, has_bias=has_bias)
+    if scores is None:
+        scores = "plain" if batch.times is None else "biased"
+    plan = AttentionPlan(q, v, batch.page_tokens, batch.num_sequences, batch.window, scores)
     cu_tokens, num_resident, num_new = (
         np.ascontiguousarray(t.cpu().numpy(), np.int32) for t in (batch.cu_tokens, batch.num_resident, batch.num_new)
     )

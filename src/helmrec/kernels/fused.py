@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels import hopper_fp8_attention, triton_fp8_layer
-from helmrec.kernels.attention_plan import plan_for
-from helmrec.kernels.kv_rounding import Pages, ScaledPages, by_layer, holds_fp8, round_in_place
+from helmrec.kernels.attention_plan import multiplies_codes, plan_for
+from helmrec.kernels.kv_rounding import Pages, ScaledPages, by_layer, holds_fp8, query_lift, round_in_place
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_append import append_kv
@@ -61,20 +61,16 @@ def _run_coded_layer(
     """Add delta to x, and return what the layer adds to x."""
     u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)
     k_pages, v_pages = pages
-    plan = plan_for(q, v, batch) if batch.plan is None else batch.plan
     has_plain_scores = weights.relative_bias is None and batch.window is None
-    if (
-        has_plain_scores
-        and isinstance(k_pages, ScaledPages)
-        and isinstance(v_pages, ScaledPages)
-        and hopper_fp8_attention.supports(q, v, k_pages, v_pages, plan.tiling)
-    ):
+    in_codes = has_plain_scores and multiplies_codes(q, v, k_pages, v_pages)
+    plan = plan_for(q, v, batch, "codes" if in_codes else None) if batch.plan is None else batch.plan
+    if in_codes and isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages):
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
         hopper_fp8_attention.launch(tokens, (k_pages, v_pages), batch, o, plan, (shape.scale, shape.normaliser))
         return triton_fp8_layer.gate_output(u, o.flatten(1), weights, shape.form)
     if holds_fp8(k_pages):
-        round_in_place(q, torch.float8_e4m3fn)
+        round_in_place(q, torch.float8_e4m3fn, query_lift(q.shape[2]))
     append_kv(k, v, k_pages, v_pages, batch)
     settings: dict[str, Any] = {"scale": shape.scale, "normaliser": shape.normaliser, "plan": plan}
     o = attend(q, k, v, k_pages, v_pages, batch, **settings, bias=weights.relative_bias)

@@ -94,32 +94,42 @@ def publish(ticket, number, tickets, ticket_full, ticket_empty):
 
 
 @gluon.jit
-def take(number, tickets, ticket_full, ticket_empty):
+def take(number, tickets, ticket_full, ticket_empty, NUM_WARPS: gl.constexpr = 4):
     slot = number & 1
     mbarrier.wait(ticket_full.index(slot), (number >> 1) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     ticket = gl.sum(tickets.index(slot).load(layout), axis=0)
     mbarrier.arrive(ticket_empty.index(slot), count=1)
     return ticket
 
 
 @gluon.jit
-def activate(h):
-    """silu(2 h) = h + h * tanh(h): one special-function instruction, no exponential, no division."""
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=gl.float32, is_pure=True, pack=1)
-    return h + h * t
+def tanh(h):
+    """One special-function instruction; an exponential and a division would be two."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def activate_masked(h, layout, shared, block, first_row, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """As `activate`, zero where the query does not see the key."""
+def activate(h):
+    """silu(2 h) = h + h * tanh(h)."""
+    return h + h * tanh(h)
+
+
+@gluon.jit
+def sees(layout, shared, block, first_row, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which of 64 queries sees which key of a block."""
     is_resident, token = locate(block, layout, BLOCK_N)
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     columns = token + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     last = gl.where(is_resident, layout[0] - 1, gl.minimum(rows, shared - 1))
     itself = gl.where(is_resident, -1, rows)
-    visible = (columns[None, :] <= last[:, None]) | (columns[None, :] == itself[:, None])
-    return gl.where(visible, activate(h), 0.0)
+    return (columns[None, :] <= last[:, None]) | (columns[None, :] == itself[:, None])
+
+
+@gluon.jit
+def activate_masked(h, layout, shared, block, first_row, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """As `activate`, zero where the query does not see the key."""
+    return gl.where(sees(layout, shared, block, first_row, BLOCK_N, LAYOUT), activate(h), 0.0)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels.attention import append_kv, attend
-from helmrec.kernels.kv_rounding import Pages, by_layer, holds_fp8, round_in_place
+from helmrec.kernels.kv_rounding import Pages, by_layer, holds_fp8, query_lift, round_in_place
 from helmrec.kernels.layer import LayerShape, LayerWeights, gate_output, project
 from helmrec.kernels.ragged import RaggedBatch
 
@@ -28,7 +28,7 @@ def run_layer(
     if batch.v_scale is not None:
         v.mul_(batch.v_scale)
     if weights.coded is not None and holds_fp8(k_pages):
-        round_in_place(q, torch.float8_e4m3fn)  # then q.k is a product of eight-bit floats
+        round_in_place(q, torch.float8_e4m3fn, query_lift(q.shape[2]))  # then q.k is a product of eight-bit floats
     append_kv(k, v, k_pages, v_pages, batch)
     o = attend(
         q, k, v, k_pages, v_pages, batch, scale=shape.scale, normaliser=shape.normaliser, bias=weights.relative_bias

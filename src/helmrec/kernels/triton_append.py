@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.triton_rounding import FORMAT_OF, decode, encode_scaled, exponent_of, power_of_two
+from helmrec.kernels.triton_rounding import FORMAT_OF, decode, encode_scaled, exponent_of, lane_order, power_of_two
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -89,10 +89,11 @@ def _round_rows(values, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store_codes(pages, exponents, strides, exponent_strides, page, offset, kept, head, codes, biased,
-                 DIM: tl.constexpr, PADDED: tl.constexpr):
+                 DIM: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr):
     dims = tl.arange(0, PADDED)
-    at = page * strides[0] + offset * strides[1] + head * strides[2]
-    tl.store(pages + at[:, None] + dims[None, :], codes, mask=kept[:, None] & (dims < DIM)[None, :])
+    place = lane_order(offset) if LANES else offset
+    at = page * strides[0] + place * strides[1] + head * strides[2]
+    tl.store(pages + at[:, None] + dims[None, :] * strides[3], codes, mask=kept[:, None] & (dims < DIM)[None, :])
     at = page * exponent_strides[0] + offset * exponent_strides[1] + head * exponent_strides[2]
     tl.store(exponents + at, biased, mask=kept)
 
@@ -102,7 +103,7 @@ def _append_codes_kernel(k, v, k_pages, v_pages, k_exponents, v_exponents, write
                          k_page_strides, v_page_strides, k_exponent_strides, v_exponent_strides, num_tokens,
                          PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
                          QK_PADDED: tl.constexpr, V_PADDED: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
-                         FORMAT: tl.constexpr):
+                         FORMAT: tl.constexpr, LANES: tl.constexpr):
     """As `_append_kernel`, with pages of codes: k and v of every token are rounded in place too."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = rows < num_tokens
@@ -130,12 +131,12 @@ def _append_codes_kernel(k, v, k_pages, v_pages, k_exponents, v_exponents, write
         biased = tl.where(is_wrong, 255, biased.to(tl.int32)).to(tl.uint8)  # reads as NaN
         rounded = tl.where(is_wrong[:, None], float("nan"), rounded).to(k.dtype.element_ty)
         _store_codes(k_pages, k_exponents, k_page_strides, k_exponent_strides, page, offset, kept, head, codes, biased,
-                     QK, QK_PADDED)
+                     QK, QK_PADDED, False)
         tl.store(k + (rows * k_strides[0])[:, None] + head * k_strides[1] + qk_dims[None, :], rounded,
                  mask=live[:, None] & (qk_dims < QK)[None, :])
         codes, biased, rounded, _ = _round_rows(tl.where(is_wrong[:, None], 0.0, values), v.dtype.element_ty, FORMAT)
         _store_codes(v_pages, v_exponents, v_page_strides, v_exponent_strides, page, offset, kept, head, codes, biased,
-                     V, V_PADDED)
+                     V, V_PADDED, LANES)
         tl.store(v + (rows * v_strides[0])[:, None] + head * v_strides[1] + v_dims[None, :], rounded,
                  mask=live[:, None] & (v_dims < V)[None, :])
 
@@ -169,8 +170,8 @@ def _append_codes(k: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPag
         batch.write_slots if batch.v_scale is None else batch.v_scale,
         k.stride()[:2],
         v.stride()[:2],
-        k_pages.codes.stride()[:3],
-        v_pages.codes.stride()[:3],
+        k_pages.codes.stride(),
+        v_pages.codes.stride(),
         k_pages.exponents.stride(),
         v_pages.exponents.stride(),
         tokens,
@@ -183,6 +184,7 @@ def _append_codes(k: Tensor, v: Tensor, k_pages: ScaledPages, v_pages: ScaledPag
         ROWS=rows,
         SCALED=batch.v_scale is not None,
         FORMAT=FORMAT_OF[k_pages.dtype],
+        LANES=v_pages.in_lane_order,
         num_warps=4,
     )
 

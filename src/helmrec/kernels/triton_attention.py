@@ -153,6 +153,7 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
     FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr, EDGE_STEP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr, FORMAT: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     sequence, row, lo, hi = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     start, end = tl.load(cu_tokens + sequence), tl.load(cu_tokens + sequence + 1)
@@ -180,9 +181,9 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     row_at = resident + rows
     for block in tl.range(lo, tl.minimum(hi, resident // BLOCK_N)):
         k = load_paged(k_pages, k_page_strides, exponents[0], exponent_strides, table, block * BLOCK_N, resident, head,
-                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT)
+                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT, False)
         v = load_paged(v_pages, v_page_strides, exponents[1], exponent_strides, table, block * BLOCK_N, resident, head,
-                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT)
+                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT, LANES)
         acc = _add_block(acc, q, k, v, row_at, block * BLOCK_N + columns, half_scale, bias, times, num_tokens, window,
                          full, FAST_TANH, PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW)
     for block in tl.range(tl.maximum(lo, paged), tl.minimum(hi, paged + whole)):
@@ -194,9 +195,9 @@ def _attend_item(  # one tile from start to end: splitting it further would only
     # At most one block: the page the resident tokens end in.
     for block in tl.range(tl.maximum(lo, resident // BLOCK_N), tl.minimum(hi, paged), num_stages=1):
         k = load_paged(k_pages, k_page_strides, exponents[0], exponent_strides, table, block * BLOCK_N, resident, head,
-                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT)
+                       PAGE_TOKENS, BLOCK_N, QK, QK_PADDED, USE_TMA, FORMAT, False)
         v = load_paged(v_pages, v_page_strides, exponents[1], exponent_strides, table, block * BLOCK_N, resident, head,
-                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT)
+                       PAGE_TOKENS, BLOCK_N, V, V_PADDED, USE_TMA, FORMAT, LANES)
         key = block * BLOCK_N + columns
         live = key < resident
         acc = _add_masked_block(acc, q, k, v, live[None, :], live, row_at, key, half_scale, bias, times, num_tokens,
@@ -230,7 +231,7 @@ def _attention_kernel(
     V_PADDED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, NUM_EDGES: tl.constexpr,
     EDGE_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAIL: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, LANES: tl.constexpr,
 ):
     """Take (item, head) tickets until none is left; the last program to leave rewinds the counters."""
     num_tickets = tl.load(work) * NUM_HEADS
@@ -241,7 +242,7 @@ def _attention_kernel(
                      cu_tokens, num_resident, num_new, page_table, table_stride, partials, arrivals, num_context,
                      half_scale, inv_normaliser, bias, times, cu_times, window, num_full, exponents, exponent_strides,
                      NUM_HEADS, QK, V, QK_PADDED, V_PADDED, PAGE_TOKENS, BLOCK_M, BLOCK_N, USE_TMA, FAST_TANH,
-                     PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW, HAS_TAIL, FORMAT)
+                     PRECISION, NUM_EDGES, EDGE_STEP, HAS_BIAS, HAS_WINDOW, HAS_TAIL, FORMAT, LANES)
         ticket = tl.atomic_add(state, 1, sem="relaxed")
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state, 0)
@@ -315,8 +316,8 @@ def _launch(
         q.stride()[:2],
         k.stride()[:2],
         v.stride()[:2],
-        k_pages.stride()[:3],
-        v_pages.stride()[:3],
+        k_pages.stride(),
+        v_pages.stride(),
         out.stride()[:2],
         batch.cu_tokens,
         batch.num_resident,
@@ -338,6 +339,7 @@ def _launch(
         **_constants(sources, batch, plan, bias),
         USE_TMA=use_tma,
         FORMAT=kept.format,
+        LANES=kept.lanes,
         num_warps=launch.num_warps,
         # A bias and decoded blocks take shared memory too.
         num_stages=launch.num_stages if bias is None and not kept.format else min(2, launch.num_stages),

@@ -26,6 +26,18 @@ def format_of(code: str | None) -> int:
 
 
 @triton.jit
+def lane_order(token):
+    """As its twin: the place of a token's value in its page, where tokens lie side by side."""
+    return (token & ~15) | ((token & 6) << 1) | ((token & 8) >> 2) | (token & 1)
+
+
+@triton.jit
+def token_at(place):
+    """The token whose `lane_order` is this place."""
+    return (place & ~15) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
+
+
+@triton.jit
 def exponent_of(peak, FORMAT: tl.constexpr):
     """Exponents of the scales for these largest absolute values, float32."""
     bits = peak.to(tl.int32, bitcast=True)

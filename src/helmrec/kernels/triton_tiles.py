@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helmrec.kernels.attention_plan import AttentionInputs, padded
 from helmrec.kernels.kv_rounding import Pages
-from helmrec.kernels.triton_rounding import AS_THEY_ARE, FORMAT_OF, decode
+from helmrec.kernels.triton_rounding import AS_THEY_ARE, FORMAT_OF, decode, lane_order
 
 _AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 
@@ -42,8 +42,11 @@ def load_flat(source, strides, row, row_end, head, ROWS: tl.constexpr, DIM: tl.c
 @triton.jit
 def load_paged(source, strides, exponents, exponent_strides, table, token, num_tokens, head,
                PAGE_TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-               USE_TMA: tl.constexpr, FORMAT: tl.constexpr):
-    """ROWS history tokens of one head; with TMA they must lie inside one page. Codes are decoded to float32."""
+               USE_TMA: tl.constexpr, FORMAT: tl.constexpr, LANES: tl.constexpr):
+    """ROWS history tokens of one head; with TMA they must lie inside one page. Codes are decoded to float32.
+
+    If LANES, the tokens of a page are in lane order.
+    """
     if USE_TMA:
         page = tl.load(table + token // PAGE_TOKENS)
         tile = tl.reshape(source.load([page, token % PAGE_TOKENS, head * DIM]), (ROWS, PADDED))
@@ -52,8 +55,11 @@ def load_paged(source, strides, exponents, exponent_strides, table, token, num_t
         dims = tl.arange(0, PADDED)
         live = tokens < num_tokens
         pages = tl.load(table + tokens // PAGE_TOKENS, mask=live, other=0).to(tl.int64)
-        at = pages * strides[0] + (tokens % PAGE_TOKENS) * strides[1] + head * strides[2]
-        tile = tl.load(source + at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0)
+        offsets = tokens % PAGE_TOKENS
+        if LANES:
+            offsets = lane_order(offsets)
+        at = (pages * strides[0] + offsets * strides[1] + head * strides[2])[:, None] + dims[None, :] * strides[3]
+        tile = tl.load(source + at, mask=live[:, None] & (dims < DIM)[None, :], other=0)
     if FORMAT != _AS_THEY_ARE:
         tokens = token + tl.arange(0, ROWS)
         live = tokens < num_tokens
@@ -74,6 +80,7 @@ class KeptPages(NamedTuple):
     exponents: tuple[Tensor, Tensor]
     exponent_strides: tuple[int, ...]
     format: int
+    lanes: bool = False  # whether values are in lane order
 
     @classmethod
     def of(cls, k: Pages, v: Pages, unused: Tensor) -> "KeptPages":
@@ -85,7 +92,7 @@ class KeptPages(NamedTuple):
         strides = k.exponents.stride()
         assert strides == v.exponents.stride(), "K and V are kept alike"
         k_codes, v_codes = (pages.codes.view(torch.uint8) for pages in (k, v))
-        return cls(k_codes, v_codes, (k.exponents, v.exponents), strides, FORMAT_OF[k.dtype])
+        return cls(k_codes, v_codes, (k.exponents, v.exponents), strides, FORMAT_OF[k.dtype], v.in_lane_order)
 
 
 def tma_can_read(sources: AttentionInputs, block_n: int) -> bool:

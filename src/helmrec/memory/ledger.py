@@ -42,7 +42,7 @@ class PageLedger:
 
     @property
     def num_free(self) -> int:
-        return self._counts[Owner.FREE]
+        return len(self._free)
 
     def count(self, owner: Owner) -> int:
         return self._counts[owner]

@@ -71,7 +71,7 @@ class HashKey:
 
     def __init__(self, secret: bytes) -> None:
         assert len(secret) >= SECRET_BYTES, "a short secret can be guessed"
-        self._secret = secret
+        self.secret = secret  # only for processes that hash histories for the same cache
         self.fingerprint = self._derive(b"fingerprint", 8).hex()  # identifies the key without revealing it
         self._fields = self._field_keys(_FIRST_FIELDS)
         numbers = np.frombuffer(self._derive(b"chain", 48), "<u8").astype(np.uint64)
@@ -101,7 +101,7 @@ class HashKey:
         return np.frombuffer(derived, "<u4").astype(np.uint64).reshape(num_fields, 4)
 
     def _derive(self, purpose: bytes, num_bytes: int) -> bytes:
-        return hashlib.shake_256(_DOMAIN + purpose + b" " + self._secret).digest(num_bytes)
+        return hashlib.shake_256(_DOMAIN + purpose + b" " + self.secret).digest(num_bytes)
 
     def __repr__(self) -> str:
         return f"HashKey({self.fingerprint})"

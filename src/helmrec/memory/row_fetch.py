@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from helmrec.errors import RowsUnreadable
 from helmrec.memory.disk_reads import Bytes, DiskReads, ReadEnd
 from helmrec.memory.row_frames import NO_SLOT, Frames, RowFrames
-from helmrec.memory.row_log import RowLog
+from helmrec.memory.row_log import FollowedLog, LoggedRows, RowLog
 from helmrec.types import IntArray
 
 _SMOOTHING = 0.2
@@ -320,6 +320,14 @@ class RowFetcher:
             self._memory[frames[filled], : self._log.row_bytes] = values[filled]
             for i in there[~is_filled].tolist():
                 self._late[int(rows[i])] = values[i].copy()
+
+    def next_logged(self) -> LoggedRows | None:
+        """Return the next update of a log that another process writes, for `write` to take; None: there is none."""
+        return self._log.next_update() if isinstance(self._log, FollowedLog) else None
+
+    def sync(self) -> None:
+        """Wait until updates written so far survive a loss of power. No lock may be held that steps need."""
+        self._log.sync()
 
     def discard_updates(self) -> None:
         """Forget the log: rows have the values of the model's files again. No ticket may be open."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.errors import ConfigError
 from helmrec.types import IntArray, RowPosition
 
 RowBytes = NDArray[np.uint8]  # (rows, row_bytes)
@@ -29,9 +30,11 @@ class _Word(IntEnum):
     OFFSET = 6
     DONE_SEQUENCE = 7  # position of the rows in the tables
     DONE_OFFSET = 8
+    STREAM_BYTES = 9  # of the identity of the stream; 0: none is known
 
 
 _HEADER_BYTES = 4_096
+_STREAM_AT, _MOST_STREAM_BYTES = 1_024, 1_024
 
 
 class JournalEntry(NamedTuple):
@@ -60,12 +63,30 @@ class RowJournal:
         self._rows = np.frombuffer(memory, np.int64, max_rows, _HEADER_BYTES)
         values = np.frombuffer(memory, np.uint8, max_rows * row_bytes, _HEADER_BYTES + 8 * max_rows)
         self._values = values.reshape(max_rows, row_bytes)
+        self._stream = np.frombuffer(memory, np.uint8, _MOST_STREAM_BYTES, _STREAM_AT)
         self.max_rows = max_rows
 
     @property
     def is_loaded(self) -> bool:
         """Whether the tables have been filled."""
         return bool(self._words[_Word.IS_LOADED])
+
+    @property
+    def stream(self) -> str | None:
+        """Identity of the stream of deltas that the rows are from; None if none is known."""
+        num = int(self._words[_Word.STREAM_BYTES])
+        return self._stream[:num].tobytes().decode() if num else None
+
+    def note_stream(self, stream: str) -> None:
+        """Record which stream the next updates are from; ConfigError if its name is too long."""
+        if stream == self.stream:
+            return
+        name = np.frombuffer(stream.encode(), np.uint8)
+        if name.size > _MOST_STREAM_BYTES:
+            raise ConfigError(f"the name of a stream has at most {_MOST_STREAM_BYTES} bytes, got {name.size}")
+        self._words[_Word.STREAM_BYTES] = 0
+        self._stream[: name.size] = name
+        self._words[_Word.STREAM_BYTES] = name.size
 
     def note_loaded(self, position: RowPosition) -> None:
         """Record that the tables hold rows of this position."""
@@ -102,9 +123,11 @@ class RowJournal:
         return JournalEntry(number, rows, values, RowPosition(sequence, offset))
 
     def write(self, write: Callable[[IntArray, RowBytes], None]) -> None:
-        """Write the update in the journal to the tables with `write`."""
-        self._words[_Word.BEGUN] = self._words[_Word.ENTERED]
-        self.redo(write)
+        """Write the update in the journal to the tables with `write`. Only who has entered it may call this."""
+        number, num = int(self._words[_Word.ENTERED]), int(self._words[_Word.NUM_ROWS])
+        self._words[_Word.BEGUN] = number
+        write(self._rows[:num], self._values[:num])  # not a copy: engines are held meanwhile
+        self._note_done(number)
 
     def redo(self, write: Callable[[IntArray, RowBytes], None]) -> None:
         """Complete an update whose write has begun, if there is one."""
@@ -112,9 +135,12 @@ class RowJournal:
         if not self._is_half_written or entry.number != self._words[_Word.BEGUN]:
             return  # another process has completed it, and perhaps entered the next one while this one read
         write(entry.rows, entry.values)
-        position = entry.position
-        self._words[[_Word.DONE_SEQUENCE, _Word.DONE_OFFSET]] = position.sequence, position.offset
-        self._words[_Word.DONE] = entry.number
+        self._note_done(entry.number)
+
+    def _note_done(self, number: int) -> None:
+        """Record that the update in the journal, which has this number, is written."""
+        self._words[[_Word.DONE_SEQUENCE, _Word.DONE_OFFSET]] = self._words[[_Word.SEQUENCE, _Word.OFFSET]]
+        self._words[_Word.DONE] = number
 
     @property
     def _is_half_written(self) -> bool:

@@ -1,12 +1,11 @@
 """The row master: every embedding row in host memory; rows of all tables share one id space.
 
 For a CPU the tables are used in place, perhaps as memory-mapped files: updates then stay in private pages and do not
-change the file. For a card, or if rows are rounded, they are copied into one buffer, locked for a card, whose kernels
-read it over the bus. Several engines of a host share one buffer, which another process has filled and writes.
+change the file. For a card, or if rows are rounded, they are read or copied into one buffer, locked for a card, whose
+kernels read it over the bus. Several engines of a host share one buffer, which another process has filled and writes.
 """
 
 import contextlib
-import ctypes
 import mmap
 import os
 import weakref
@@ -32,8 +31,6 @@ _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
 _CODED_BYTES = 8 << 20  # of rows that one thread rounds at a time
 _THREADS = min(8, os.cpu_count() or 1)
-_PAGE_OUT = 21  # MADV_PAGEOUT
-_LIBC = ctypes.CDLL(None)
 _MAPPED = 2  # cudaHostRegisterMapped
 
 
@@ -133,40 +130,31 @@ class RowMaster:
 
     @classmethod
     def locked(
-        cls,
-        tables: Mapping[str, Tensor],
-        progress: Progress = lambda done, total: None,
-        *,
-        are_mapped: bool = False,
-        code: str | None = None,
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, code: str | None = None
     ) -> "RowMaster":
-        """Copy the tables to locked memory, which a card can read until `close`. `are_mapped`, `code`: as `copied`."""
-        master = cls.copied(tables, progress, are_mapped=are_mapped, code=code)
+        """Copy the tables to locked memory, which a card can read until `close`. `code`: as `copied`."""
+        master = cls.copied(tables, progress, code)
         master.lock()
         return master
 
     @classmethod
     def copied(
-        cls,
-        tables: Mapping[str, Tensor],
-        progress: Progress = lambda done, total: None,
-        *,
-        are_mapped: bool = False,
-        code: str | None = None,
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, code: str | None = None
     ) -> "RowMaster":
-        """Copy the tables into one buffer. `are_mapped`: they are files, whose pages leave memory once copied.
+        """Copy the tables into one buffer. code: eight bits to which rows are rounded; None: they stay as they are."""
+        first = next(iter(tables.values()))
+        codec = RowCodec(first.shape[1], first.dtype, code)
+        master = cls.empty({name: table.shape[0] for name, table in tables.items()}, codec)
+        _fill(master, tables, progress)
+        return master
 
-        code: the eight bits to which rows are rounded; None: they stay as they are.
-        """
-        first, num_rows = next(iter(tables.values())), sum(table.shape[0] for table in tables.values())
+    @classmethod
+    def empty(cls, sizes: Mapping[str, int], codec: RowCodec) -> "RowMaster":
+        """Take one buffer for tables of these sizes, to be filled."""
+        num_rows = sum(sizes.values())
         if num_rows > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {num_rows}")
-        codec = RowCodec(first.shape[1], first.dtype, code)
-        master = cls.over(
-            LockedBuffer(num_rows * codec.stride), {name: table.shape[0] for name, table in tables.items()}, codec
-        )
-        _fill(master, tables, progress, are_mapped=are_mapped)
-        return master
+        return cls.over(LockedBuffer(num_rows * codec.stride), sizes, codec)
 
     @classmethod
     def over(cls, buffer: LockedBuffer, sizes: Mapping[str, int], codec: RowCodec) -> "RowMaster":
@@ -189,6 +177,13 @@ class RowMaster:
         """All rows of a copied master in one strided view, for kernels."""
         assert self._buffer is not None, "only a copied master is one buffer"
         return self._buffer.rows(self.codec)
+
+    @property
+    def row_bytes(self) -> NDArray[np.uint8]:  # (rows, bytes of a stored row)
+        """All stored rows of a master that is one buffer, as bytes."""
+        assert self._buffer is not None, "only a copied master is one buffer"
+        every = self._buffer.data.numpy().reshape(int(self._starts[-1]), -1)
+        return every[:, : self.codec.width * self.codec.stored_dtype.itemsize]
 
     @property
     def num_bytes(self) -> int:
@@ -216,7 +211,7 @@ class RowMaster:
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
 
 
-def _fill(master: RowMaster, tables: Mapping[str, Tensor], progress: Progress, *, are_mapped: bool) -> None:
+def _fill(master: RowMaster, tables: Mapping[str, Tensor], progress: Progress) -> None:
     """Store the rows of tables in a master; ModelError if a value is not finite."""
     codec, done, total = master.codec, 0, sum(table.nbytes for table in tables.values())
     is_coded = codec.code is not None
@@ -230,8 +225,6 @@ def _fill(master: RowMaster, tables: Mapping[str, Tensor], progress: Progress, *
                 if wrong is not None:
                     threads.shutdown(cancel_futures=True)
                     raise non_finite_row(f"table {name!r}", first + wrong)
-                if are_mapped:
-                    page_out(source)
                 first += len(source)
                 done += source.nbytes
                 progress(done, total)
@@ -250,6 +243,8 @@ def _store(codec: RowCodec, source: Tensor, target: Tensor) -> int | None:
 def encode_on_host(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
     """Write the records of rows, (rows, dim) of the codec's dtype, to `out`, in this thread alone."""
     assert codec.code is not None, "rows that are stored as they are have no records"
+    if not len(rows):  # torch cannot view them as bytes
+        return
     values = rows.contiguous().view(torch.uint8).numpy()
     encode_rows(values, str(codec.dtype).removeprefix("torch."), codec.code, out.numpy())
 
@@ -258,12 +253,6 @@ def encoded_on_host(rows: Tensor, codec: RowCodec) -> Tensor:  # (rows, codec.wi
     out = torch.empty((len(rows), codec.width), dtype=torch.uint8)
     encode_on_host(rows, codec, out)
     return out
-
-
-def page_out(mapped: Tensor) -> None:
-    """Let the pages of a mapped file leave memory; they are read again if they are needed. An old kernel keeps them."""
-    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start), _PAGE_OUT)
 
 
 def first_non_finite(rows: Tensor) -> int | None:

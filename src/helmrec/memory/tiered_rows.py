@@ -16,7 +16,7 @@ from helmrec.kernels.row_codec import RowCodec
 from helmrec.memory.disk_reads import BlockReader, DiskReads, FileReader
 from helmrec.memory.row_fetch import RowFetcher, TableFile, TicketState
 from helmrec.memory.row_frames import Frames, RowFrames
-from helmrec.memory.row_log import RowLog
+from helmrec.memory.row_log import FollowedLog, RowLog
 from helmrec.memory.row_master import LockedBuffer
 from helmrec.types import IntArray
 
@@ -42,6 +42,7 @@ class TierConfig(NamedTuple):
     version: int  # of the model
     disk_reads: Literal["direct", "cached"] = "direct"
     num_threads: int = 32
+    follows_log: bool = False  # another process writes it
 
     @property
     def row_bytes(self) -> int:
@@ -55,10 +56,19 @@ class TierConfig(NamedTuple):
     def num_rows(self) -> int:
         return sum(file.num_rows for file in self.files)
 
+    def make_log(self) -> RowLog:
+        """Return the log of row updates, not read yet."""
+        kind = FollowedLog if self.follows_log else RowLog
+        return kind(self.log, self.version, self.row_bytes, self.num_rows)
+
     @property
     def num_frames(self) -> int:
-        """Rows in host memory; ConfigError if they are fewer than one request may read."""
-        num = RowFrames.frames_for(self.num_bytes, self.num_rows, self.stride)
+        """Rows in host memory."""
+        return RowFrames.frames_for(self.num_bytes, self.num_rows, self.stride)
+
+    def check(self) -> None:
+        """Raise ConfigError if fewer rows fit in host memory than one request may read."""
+        num = self.num_frames
         if num < min(self.least_rows, self.num_rows):
             per_row = -(-(self.num_bytes - 4 * self.num_rows) // max(1, num)) if num > 0 else 2 * self.stride
             needed = 4 * self.num_rows + min(self.least_rows, self.num_rows) * per_row
@@ -66,7 +76,6 @@ class TierConfig(NamedTuple):
                 f"host_rows_bytes must be at least {needed} for the index of {self.num_rows} rows and the "
                 f"{self.least_rows} rows that one request may read, got {self.num_bytes}"
             )
-        return num
 
 
 class TieredRows:
@@ -75,6 +84,7 @@ class TieredRows:
     is_shared = False
 
     def __init__(self, config: TierConfig, reader: BlockReader | None = None) -> None:
+        config.check()
         num_frames = config.num_frames
         assert config.codec.code is None, "files hold rows as they are"
         self.codec = config.codec
@@ -83,11 +93,10 @@ class TieredRows:
         self.rows = self._buffer.rows(config.codec)  # (frames, row_dim)
         disk = DiskReads(reader or FileReader(config.disk_reads), config.row_bytes, config.num_threads)
         tables = [TableFile(disk.add(file.path), file.start, file.num_rows) for file in config.files]
-        log = RowLog(config.log, config.version, config.row_bytes, config.num_rows)
         memory = self._buffer.data.numpy().reshape(num_frames, config.stride)
         frames = RowFrames(config.num_rows, num_frames)
         self.num_bytes = self._buffer.data.nbytes + frames.num_bytes
-        self.fetcher = RowFetcher(frames, memory, disk, tables, log)
+        self.fetcher = RowFetcher(frames, memory, disk, tables, config.make_log())
 
     def lock(self) -> None:
         """Let a card read the frames, until `close`."""

@@ -40,11 +40,16 @@ def row_codec(config: ModelConfig, row_dtype: FixedRowDtype) -> RowCodec:
 
 
 def row_bytes_of(values: Tensor) -> RowBytes:  # (rows, bytes of a stored row)
-    """Return stored rows as bytes, as a journal takes them."""
-    rows: RowBytes = values.contiguous().view(torch.uint8).numpy()
-    return rows
+    """Return stored rows as bytes, as a journal takes them; there may be none."""
+    flat: RowBytes = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat.reshape(len(values), values.shape[1] * values.element_size())
+
+
+def rows_of_bytes(values: RowBytes, dtype: torch.dtype) -> Tensor:  # (rows, width of a stored row)
+    """Return the stored rows of an entry of a journal; there may be none."""
+    return torch.from_numpy(values.reshape(-1)).view(dtype).view(len(values), values.shape[1] // dtype.itemsize)
 
 
 def values_of_bytes(rows: RowBytes, codec: RowCodec) -> NDArray[np.float32]:  # (rows, row_dim)
-    """Return the values of the rows of an entry of a journal."""
-    return codec.decode(torch.from_numpy(rows).view(codec.stored_dtype), torch.float32).numpy()
+    """Return the values of stored rows that are given as bytes."""
+    return codec.decode(rows_of_bytes(rows, codec.stored_dtype), torch.float32).numpy()

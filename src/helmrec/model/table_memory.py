@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from helmrec.config import FixedRowDtype
 from helmrec.errors import ConfigError, ModelError
 from helmrec.memory.row_journal import RowBytes, RowJournal, journal_bytes
-from helmrec.memory.shared_memory import create_shared, map_shared
+from helmrec.memory.shared_memory import create_shared, interleave, map_shared, memory_nodes
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import TableSpan
 from helmrec.types import IntArray, RowPosition
@@ -60,8 +60,8 @@ class TableMemory:
             raise ConfigError(f"shared tables must have {self.num_bytes} bytes for this model, got {found}")
         self.memory = map_shared(files.rows)
         self.journal = RowJournal(map_shared(files.journal), _max_rows(config, record_bytes), record_bytes)
-        self._config = config
-        self._row_dtype = row_dtype
+        self.config = config
+        self.row_dtype = row_dtype
         every = np.frombuffer(self.memory, np.uint8).reshape(config.num_rows, stride)
         self._rows = every[:, :record_bytes]
 
@@ -75,23 +75,35 @@ class TableMemory:
         ModelError names a row that is not finite. `position` of a stream of deltas is that of the rows in the files.
         """
         if not self.journal.is_loaded:
-            self._read(spans, progress)
+            if len(nodes := memory_nodes()) > 1:  # cards of every node read them
+                interleave(self.memory, nodes)
+            read_tables(self.config, spans, self._rows, progress, self.row_dtype)
             self.journal.note_loaded(position)
         self.journal.redo(self.write)
 
-    def _read(self, spans: Mapping[str, TableSpan], progress: Progress) -> None:
-        done, total = 0, sum(span.num_rows * span.row_bytes for span in spans.values())
-        for name, span in spans.items():
-            first = self._config.offsets[name]
-            target = self._rows[first : first + span.num_rows]
-            reader = _Reader(span, target, self._config.row_dtype, self._row_dtype)
-            with ThreadPoolExecutor(_THREADS) as threads, reader:
-                for num_rows, wrong in threads.map(reader.read, _chunks(span)):
-                    if wrong is not None:
-                        threads.shutdown(cancel_futures=True)
-                        raise ModelError(f"table {name!r}: row {wrong} holds values that are not finite")
-                    done += num_rows * span.row_bytes
-                    progress(done, total)
+
+def read_tables(
+    config: ModelConfig,
+    spans: Mapping[str, TableSpan],
+    rows: RowBytes,
+    progress: Progress,
+    row_dtype: FixedRowDtype = "model",
+) -> None:
+    """Read the tables of a model, by name, to `rows`, (all rows, bytes of a stored row), rounded to `row_dtype`.
+
+    Pages of the files leave memory as soon as they are copied. ModelError names a row that is not finite.
+    """
+    done, total = 0, sum(span.num_rows * span.row_bytes for span in spans.values())
+    for name, span in spans.items():
+        first = config.offsets[name]
+        reader = _Reader(span, rows[first : first + span.num_rows], config.row_dtype, row_dtype)
+        with ThreadPoolExecutor(_THREADS) as threads, reader:
+            for num_rows, wrong in threads.map(reader.read, _chunks(span)):
+                if wrong is not None:
+                    threads.shutdown(cancel_futures=True)
+                    raise ModelError(f"table {name!r}: row {wrong} holds values that are not finite")
+                done += num_rows * span.row_bytes
+                progress(done, total)
 
 
 class _Part(NamedTuple):

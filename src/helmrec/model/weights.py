@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from helmrec.model.ranker import HstuRanker
 
 _CHUNK_BYTES = 16 << 20
+_LENGTH = struct.Struct("<Q")
+_BLOCK_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class LoadedModel:
     shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
     precision: PrecisionVerdicts | None = None  # of these weights
     folder: Path | None = None  # that it was loaded from
+    follows_log: bool = False  # whether another process writes the log of row updates, if rows are on disk
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
@@ -212,16 +215,22 @@ def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator)
 def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
     """Write a safetensors file in chunks; the library's writer needs the whole table in memory."""
     row_bytes = shape[1] * getattr(torch, dtype).itemsize
-    entry = {"dtype": SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, shape[0] * row_bytes]}
-    header = json.dumps({"rows": entry}).encode()
-    header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(table_head(shape, dtype))
         rest, done = b"", 0  # the incomplete last value of a part, and the bytes before it
         for part in parts:
             rest, done = _check_part(path, rest + part, done, row_bytes, getattr(torch, dtype))
             file.write(part)
             progress(len(part))
+
+
+def table_head(shape: tuple[int, int], dtype: str) -> bytes:
+    """Return the head of a table's file. It fills whole blocks of a disk, so that few rows are in two blocks."""
+    num_bytes = shape[0] * shape[1] * getattr(torch, dtype).itemsize
+    entry = {"dtype": SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [0, num_bytes]}
+    header = json.dumps({"rows": entry}).encode()
+    header += b" " * (-(len(header) + _LENGTH.size) % _BLOCK_BYTES)
+    return _LENGTH.pack(len(header)) + header
 
 
 def _check_part(path: Path, part: bytes, start: int, row_bytes: int, dtype: torch.dtype) -> tuple[bytes, int]:

@@ -20,6 +20,7 @@ import msgspec
 from helmrec.errors import EngineClosed, QueueFull, TooLarge
 from helmrec.failures import FailureLog
 from helmrec.serve.port import Health
+from helmrec.serve.prepared_wire import PrepareAgain, unpack_recipe
 from helmrec.serve.ring import Frame, Link, open_ring, shared_file
 from helmrec.serve.wire import FrameKind, pack_call, unpack_error, unpack_results
 
@@ -163,7 +164,7 @@ class ChildProcess:
                 self.reason = f"it cannot be run ({type(error).__name__}: {error})"
                 self._link = None
                 self._kill()
-                self._fail_pending(EngineClosed(f"the {self.kind} ended: {self.reason}"))
+                self._lose_calls()
             self._stopped()
             if self._is_over:
                 return
@@ -206,7 +207,7 @@ class ChildProcess:
                 self.health = Health.RESTARTING
             code = await asyncio.to_thread(_wait_for, process, _EXIT_CODE_TIMEOUT_S)
             self.reason = self._failure or _exit_reason(code)
-            self._fail_pending(EngineClosed(f"the {self.kind} ended: {self.reason}"))
+            self._lose_calls()
             if code is None:
                 await asyncio.to_thread(_end, process)
             link.close()
@@ -295,6 +296,8 @@ class ChildProcess:
             answer.set_exception(unpack_error(frame.payload))
         elif frame.kind == FrameKind.RESULTS:
             answer.set_result(unpack_results(frame.payload))
+        elif frame.kind == FrameKind.PREPARE_AGAIN:
+            answer.set_exception(PrepareAgain(unpack_recipe(frame.payload)))
         else:
             answer.set_result(bytes(frame.payload))
 
@@ -303,7 +306,9 @@ class ChildProcess:
         if answer is not None and not answer.done():
             answer.set_exception(error)
 
-    def _fail_pending(self, error: EngineClosed) -> None:
+    def _lose_calls(self) -> None:
+        """Fail all calls that have no answer yet: the process has ended."""
+        error = EngineClosed(f"the {self.kind} ended: {self.reason}")
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -2,7 +2,7 @@
 
 `python -m helmrec.serve.keeper_process SOCKET OUTGOING INCOMING DOOR ROWS JOURNAL` (descriptors). The memory has no
 name and outlives the keeper: one that starts after another was killed finds the tables, and completes what that one had
-begun. Ends with the front. Without torch, so that it is small and starts at once.
+begun. Ends with the front. Without torch, so that it is small and starts at once, unless it follows a stream of deltas.
 """
 
 import asyncio
@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from helmrec.collector import PROCESS
 from helmrec.config import FixedRowDtype
+from helmrec.engine.row_stream import RowStreamStats
 from helmrec.memory.row_journal import RowBytes
+from helmrec.model.config import ModelConfig
 from helmrec.model.folder import VERIFY_BYTES, check_file, find_rows, read_manifest, table_file
 from helmrec.model.table_memory import TableFiles, TableMemory
 from helmrec.serve.frame_server import FrameServer, ignore_signals, take_link
@@ -42,19 +44,54 @@ from helmrec.serve.row_round import (
 from helmrec.serve.wire import FrameKind, unpack_call
 from helmrec.types import IntArray, RowPosition
 
+if TYPE_CHECKING:
+    from helmrec.serve.keeper_stream import KeeperStream
+
 log = logging.getLogger("helmrec.serve")
 _SHORTEST_WAIT_S = 0.005
 _LOG_EVERY_S = 5.0
 
 
+class StreamBegin(msgspec.Struct, frozen=True):
+    """The stream of row deltas that a keeper follows."""
+
+    place: str
+    slice_rows: int
+    rows_per_s: float | None
+    stream: str | None  # with `sequence`: the place of the tables in the stream
+    sequence: int
+
+
 class KeeperBegin(msgspec.Struct, frozen=True):
     """First message to a keeper."""
 
-    model: str
+    folder: str  # with the tables
+    config: str  # of the model, as JSON
     log_level: str
+    secrets: list[str]  # that no log may show
     hold_s: float
     cut_off_s: float
-    row_dtype: FixedRowDtype
+    row_dtype: FixedRowDtype  # of the rows in shared memory
+    stream: StreamBegin | None
+    has_engines: bool  # whether some may read the tables already
+
+
+class EndEngine(msgspec.Struct, frozen=True, tag=True):
+    """Notice to the front: end an engine that does not let rows be updated."""
+
+    engine: str
+
+
+class AskSwap(msgspec.Struct, frozen=True, tag=True):
+    """Notice to the front: the stream names a model, whose rows have this place in it."""
+
+    folder: str
+    version: int
+    stream: str
+    sequence: int
+
+
+Notice = EndEngine | AskSwap
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +105,7 @@ class KeeperStats:
     cut_off: int = 0  # engines that were ended, since they did not answer
     held_s: float = 0.0  # time in which engines were held, in all
     longest_held_s: float = 0.0
+    row_stream: RowStreamStats | None = None  # None: no stream is followed
 
 
 class Keeper:
@@ -102,13 +140,18 @@ class Keeper:
         self._arriving = {}
         self.stats = replace(self.stats, engines=len(self._engines))
 
-    async def update(self, rows: IntArray, values: RowBytes, position: RowPosition | None = None) -> None:
-        """Write rows, which all engines then see. More than the journal takes are written in parts."""
+    async def update(
+        self, rows: IntArray, values: RowBytes | Callable[[], RowBytes], position: RowPosition | None = None
+    ) -> None:
+        """Write rows, which all engines then see. More than the journal takes are written in parts.
+
+        `values` may be a function, which is called when all earlier updates are written.
+        """
         async with self._one_at_a_time:
-            most = self._tables.journal.max_rows
+            most, new = self._tables.journal.max_rows, values() if callable(values) else values
             for start in range(0, max(1, rows.size), most):
                 some = slice(start, start + most)
-                await self._update(rows[some], values[some], position or self._tables.journal.position)
+                await self._update(rows[some], new[some], position or self._tables.journal.position)
 
     async def _update(self, rows: IntArray, values: RowBytes, position: RowPosition) -> None:
         number = self._tables.journal.enter(rows, values, position)
@@ -202,8 +245,11 @@ class KeeperProcess(FrameServer):
         self._door = door
         self._files = files
         self._keeper: Keeper | None = None
+        self._stream: KeeperStream | None = None
 
     async def _close(self) -> None:
+        if self._stream is not None:
+            await asyncio.to_thread(self._stream.close)
         if self._keeper is not None:
             self._keeper.close()
         self._door.close()
@@ -219,23 +265,39 @@ class KeeperProcess(FrameServer):
                 "join": self._join,
                 "write": self._write,
                 "stats": self._stats,
+                "follow": self._follow,
+                "reject_model": self._reject_model,
             }
             value = calls[name](**arguments)
             self._start(self._reply(FrameKind.VALUE, frame.call, value))
 
     async def _begin(self, begin: KeeperBegin) -> None:
         try:
-            log_to_stderr(begin.log_level, [])
-            tables = await asyncio.to_thread(load_tables, Path(begin.model), self._files, begin.row_dtype)
+            log_to_stderr(begin.log_level, begin.secrets)
+            tables = await asyncio.to_thread(load_tables, begin, self._files)
+            limits = RoundLimits(hold_s=begin.hold_s, cut_off_s=begin.cut_off_s)
+            self._keeper = Keeper(tables, limits, self._ask_to_end)
+            if begin.stream is not None:
+                await self._read_stream(begin.stream, tables, catches_up=not begin.has_engines)
         except Exception as error:
             self._give_up(error)
             return
-        limits = RoundLimits(hold_s=begin.hold_s, cut_off_s=begin.cut_off_s)
-        self._keeper = Keeper(tables, limits, self._ask_to_end)
         self._answer(FrameKind.READY, 0, [])
 
+    async def _read_stream(self, begin: StreamBegin, tables: TableMemory, *, catches_up: bool) -> None:
+        """Read the stream ahead. `catches_up`: apply what it holds, since no engine reads the tables yet."""
+        from helmrec.serve.keeper_stream import follow  # noqa: PLC0415 - torch, which only a stream needs
+
+        self._stream = follow(begin, self._files, tables, self._ready_keeper(), self._notify)
+        await asyncio.to_thread(self._stream.start)
+        if catches_up:
+            await asyncio.to_thread(self._stream.catch_up)
+
     def _ask_to_end(self, engine: str) -> None:
-        self._answer(FrameKind.NOTICE, 0, [msgspec.msgpack.encode(engine)])
+        self._notify(msgspec.msgpack.encode(EndEngine(engine)))
+
+    def _notify(self, notice: bytes) -> None:
+        self._answer(FrameKind.NOTICE, 0, [notice])
 
     def _ready_keeper(self) -> Keeper:
         assert self._keeper is not None, "the front sends calls when the keeper is ready"
@@ -251,21 +313,35 @@ class KeeperProcess(FrameServer):
         await self._ready_keeper().update(ids, np.frombuffer(values, np.uint8).reshape(ids.size, -1))
 
     async def _stats(self) -> KeeperStats:
-        return self._ready_keeper().stats
+        stream = None if self._stream is None else self._stream.stats()
+        return replace(self._ready_keeper().stats, row_stream=stream)
+
+    async def _follow(self) -> None:
+        """Apply the stream from now on: the front has sent the list of all engines."""
+        if self._stream is not None:
+            self._stream.apply()
+
+    async def _reject_model(self, reason: str) -> None:
+        assert self._stream is not None, "only a stream names models"
+        self._stream.reject_model(reason)
 
 
-def load_tables(folder: Path, files: TableFiles, row_dtype: FixedRowDtype) -> TableMemory:
-    """Map the tables, and fill them from a model's folder if no earlier keeper has."""
-    manifest, started_s = read_manifest(folder), time.monotonic()
-    config, tables = manifest.model, TableMemory(manifest.model, files, row_dtype)
+def load_tables(begin: KeeperBegin, files: TableFiles) -> TableMemory:
+    """Map the tables, and fill them from their folder if no earlier keeper has: it may be gone by then."""
+    config, started_s = ModelConfig.model_validate_json(begin.config), time.monotonic()
+    tables = TableMemory(config, files, begin.row_dtype)
     if was_loaded := tables.journal.is_loaded:
         tables.load({}, tables.journal.position, _log_progress())
     else:
+        folder, stream = Path(begin.folder), begin.stream
+        manifest = read_manifest(folder)
         for table in config.tables:
             name, record = table_file(table.name), manifest.files[table_file(table.name)]
             check_file(folder / name, record, verify=record.bytes <= VERIFY_BYTES, progress=lambda _: None)
         spans = {table.name: find_rows(folder, table, config) for table in config.tables}
-        tables.load(spans, RowPosition(), _log_progress())
+        if stream is not None and stream.stream is not None:
+            tables.journal.note_stream(stream.stream)
+        tables.load(spans, RowPosition(0 if stream is None else stream.sequence), _log_progress())
     fields = {"bytes": tables.num_bytes, "seconds": round(time.monotonic() - started_s, 3)}
     log.info("tables found" if was_loaded else "tables loaded", extra=fields)
     return tables

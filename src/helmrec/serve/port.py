@@ -9,7 +9,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from helmrec.control.rebalancer import Mode
 from helmrec.deltas.consumer import SwapModel
 from helmrec.engine.choose import device_name
 from helmrec.engine.engine import Engine, EngineStats
+from helmrec.engine.intake import IntakeRecipe, Prepared
 from helmrec.engine.row_stream import RowStreamStats
 from helmrec.engine.start_up import COMPILED
 from helmrec.engine.warm_up import warm_up
@@ -189,9 +190,18 @@ class InProcessPort:
 
     def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> Queued:
         """Queue all requests of a call or none. Their arrays are not read after this returns."""
-        user_ids, started_s = [request.user_id for request in requests], time.perf_counter()
+        user_ids = [request.user_id for request in requests]
+        return self._enqueue(user_ids, lambda: self.engine.submit_all(requests, spent_ms))
+
+    def enqueue_prepared(self, prepared: Sequence[Prepared], spent_ms: float) -> Queued:
+        """As `enqueue`, for requests that were prepared from the recipe of this port's engine."""
+        user_ids = [each.history.user_id for each in prepared]
+        return self._enqueue(user_ids, lambda: self.engine.submit_prepared(prepared, spent_ms))
+
+    def _enqueue(self, user_ids: list[UserId], submit: "Callable[[], list[Future[RankResult]]]") -> Queued:
+        started_s = time.perf_counter()
         try:
-            return Queued(user_ids, self.engine.submit_all(requests, spent_ms), started_s)
+            return Queued(user_ids, submit(), started_s)
         except Refused:
             self._record(user_ids, None)
             raise
@@ -207,10 +217,27 @@ class InProcessPort:
         except Refused:
             self._record(queued.user_ids, None)
             raise
-        finally:  # requests of a call that was refused half way must not run; cancelling a finished one does nothing
-            for future in queued.futures:
-                future.cancel()
-            self._has_work.set()  # the next step removes cancelled requests from the queue
+        finally:
+            self._withdraw(queued)
+
+    def take_results(self, queued: Queued) -> list[RankResult]:
+        """Return the results of a queued call that has ended, or raise its error. One error ends a call."""
+        try:
+            failed = [future for future in queued.futures if future.done() and future.exception() is not None]
+            results = [future.result(timeout=0) for future in failed or queued.futures]
+            self._record(queued.user_ids, (time.perf_counter() - queued.started_s) * 1e3)
+            return results
+        except Refused:
+            self._record(queued.user_ids, None)
+            raise
+        finally:
+            self._withdraw(queued)
+
+    def _withdraw(self, queued: Queued) -> None:
+        """Take requests of a call that was refused half way out of the queue; finished ones stay as they are."""
+        for future in queued.futures:
+            future.cancel()
+        self._has_work.set()  # the next step removes cancelled requests from the queue
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         return await asyncio.wrap_future(self.signal(request))
@@ -262,6 +289,14 @@ class InProcessPort:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         await asyncio.to_thread(self.engine.update_rows, table, ids, values)
+
+    async def follow_log(self) -> None:
+        """Apply the row updates that the front has added to their log."""
+        await asyncio.to_thread(self.engine.follow_log)
+
+    async def intake_recipe(self) -> IntakeRecipe:
+        """Return what a front needs to prepare requests for this engine."""
+        return self.engine.intake_recipe
 
     async def row_sketch(self, num_bits: int) -> PackedSketch:
         """Describe the resident rows to a router."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -12,26 +13,17 @@ from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
-from helmrec.engine.intake import Intake
+from helmrec.engine.intake import IntakeRecipe
 from helmrec.errors import EngineClosed, HelmRecError
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
 from helmrec.router.sketch import PackedSketch, RowSketch
-from helmrec.serve.child_process import ChildProcess, size_of, too_large
-from helmrec.serve.port import EngineView
+from helmrec.serve.engine_calls import EngineCalls
 from helmrec.serve.replay import AdminCall, Replay
 from helmrec.serve.ring import Link
 from helmrec.serve.swap import check_fits
-from helmrec.serve.wire import (
-    Begin,
-    FrameKind,
-    NotForTheWire,
-    pack_call,
-    pack_prefill,
-    pack_requests,
-    results_bytes,
-)
-from helmrec.types import Ids, PrefillRequest, PrefillResult, RankRequest, RankResult, UserId
+from helmrec.serve.wire import Begin
+from helmrec.types import Ids
 
 log = logging.getLogger("helmrec.serve")
 
@@ -53,7 +45,14 @@ class HostTables(Protocol):
         """The process of this engine has ended."""
 
 
-class ProcessPort(ChildProcess):
+class WrittenLog(Protocol):
+    """The log of row updates that the front writes and engine processes read."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class ProcessPort(EngineCalls):
     """Runs one engine process at a time."""
 
     kind = "engine"
@@ -67,48 +66,13 @@ class ProcessPort(ChildProcess):
         memory: ProcessMemory,
         environment: Mapping[str, str],
     ) -> None:
-        super().__init__(memory.ring_bytes, environment)
-        self.model = model
+        super().__init__(memory.ring_bytes, environment, model, max_history)
         self._begin = begin
-        self._max_history = max_history
-        self.intake = Intake(model, version=0, max_history=max_history)  # names what is wrong with a request
         self._replay = Replay(memory.replay_bytes)
         self.tables: HostTables | None = None  # None: the engine has tables of its own
+        self.log: WrittenLog | None = None  # of row updates, if this process writes it
         self._door: socket.socket | None = None  # to the process, for descriptors
         self._their_door: socket.socket | None = None
-
-    async def submit(self, requests: Sequence[RankRequest], spent_ms: float = 0.0) -> list[RankResult]:
-        link = self._need_link()
-        try:
-            parts = pack_requests(requests, spent_ms)
-        except NotForTheWire as unfit:
-            self.intake.prepare_all(requests)  # raises what an engine would raise
-            raise AssertionError("an engine would accept what cannot be packed") from unfit
-        num_bytes = max(results_bytes(requests, self.model.num_tasks), size_of(parts))
-        if num_bytes > link.max_frame_bytes:
-            self.intake.prepare_all(requests)
-            raise too_large("requests", num_bytes, link)
-        results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
-        return results
-
-    async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
-        link = self._need_link()
-        try:
-            parts = pack_prefill(request)
-        except NotForTheWire as unfit:
-            self.intake.prepare_ahead(request)  # raises what an engine would raise
-            raise AssertionError("an engine would accept what cannot be packed") from unfit
-        if size_of(parts) > link.max_frame_bytes:
-            self.intake.prepare_ahead(request)
-            raise too_large("request", size_of(parts), link)
-        value: bytes = await self._ask(link, FrameKind.PREFILL, parts)
-        return msgspec.msgpack.decode(value, type=PrefillResult)
-
-    async def stats(self) -> EngineStats:
-        return await self._call("stats", EngineStats)
-
-    async def look(self) -> EngineView:
-        return await self._call("look", EngineView)
 
     async def move_alpha(self, alpha: float) -> None:
         await self._call("move_alpha", None, alpha=alpha)
@@ -132,21 +96,24 @@ class ProcessPort(ChildProcess):
         except EngineClosed:
             self._replay.note_rows_of_next(table, ids, values)
 
+    async def follow_log_now_or_later(self) -> None:
+        """Have the engine apply what is new in the log; one that is not running does it before it serves."""
+        with suppress(EngineClosed):
+            await self._call("follow_log", None)
+
     async def row_sketch(self, num_bits: int) -> RowSketch:
         packed = await self._call("row_sketch", PackedSketch, num_bits=num_bits)
         return packed.unpacked()
 
-    async def forget(self, user_id: UserId) -> None:
-        await self._call("forget", None, user_id=user_id)
-
-    async def swap(self, model: str, tables: HostTables | None = None) -> None:
-        """Serve another model. `tables`: those of that model, if this engine shares them."""
+    async def swap(self, model: str, tables: HostTables | None = None, row_log: WrittenLog | None = None) -> None:
+        """Serve another model. `tables` and `row_log`: those of that model, if this engine shares them."""
         manifest = await asyncio.to_thread(read_manifest, Path(model))
         check_fits(manifest.model, self.model)
         await self._swap_process(model, tables)
+        self.log = row_log
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self.model = manifest.model
-        self.intake = Intake(manifest.model, version=0, max_history=self._max_history)
+        self._use(await self._call("intake_recipe", IntakeRecipe))
         self._replay.note_swap()
 
     async def _swap_process(self, model: str, tables: HostTables | None) -> None:
@@ -195,18 +162,16 @@ class ProcessPort(ChildProcess):
         supervisor starts another. Alpha and mode change no score: if one is refused, that is logged.
         """
         try:
-            num_noted = -1
-            while num_noted != self._replay.num_noted:  # more updates may arrive while these are applied
-                num_noted = self._replay.num_noted
-                for call in self._replay.row_calls(link.max_frame_bytes // 2):
-                    await self._repeat(link, call)
+            await self._take_recipe(link)
+            await self._repeat_rows(link)
             for call in self._replay.setting_calls():
                 try:
-                    await self._repeat(link, call)
+                    await self._ask_in_time(link, call)
                 except HelmRecError as error:
                     if isinstance(error, EngineClosed):
                         raise
                     log.error("a setting was not restored", extra={"call": call.name, "reason": str(error)})
+            await self._admit_fronts(link)
         except Exception as error:
             if self._link is link:  # else the process has ended, and the supervisor logs why
                 log.exception("the engine could not be resumed")
@@ -218,9 +183,18 @@ class ProcessPort(ChildProcess):
         if self._link is link:
             log.info("serving", extra={"model": self.model.name})
 
-    async def _repeat(self, link: Link, call: AdminCall) -> None:
-        answer = self._ask(link, FrameKind.CALL, pack_call(call.name, call.arguments))
-        try:
-            await asyncio.wait_for(answer, self.hang_s)
-        except TimeoutError:
-            raise EngineClosed(f"{call.name} was not answered for {self.hang_s:g} s") from None
+    async def _repeat_rows(self, link: Link) -> None:
+        """Apply all row updates that are kept here or in the log. More may arrive while these are applied."""
+        num_noted = num_bytes = -1
+        while num_noted != self._replay.num_noted:
+            num_noted = self._replay.num_noted
+            for call in self._replay.row_calls(link.max_frame_bytes // 2):
+                await self._ask_in_time(link, call)
+        while self.log is not None and num_bytes != self.log.num_bytes:
+            num_bytes = self.log.num_bytes
+            await self._ask_in_time(link, AdminCall("follow_log", {}))
+
+    async def _admit_fronts(self, link: Link) -> None:
+        """Let other fronts join, now that the engine has all row updates."""
+        if self._begin.serve.get("engine_socket") is not None:
+            await self._ask_in_time(link, AdminCall("admit_fronts", {}))

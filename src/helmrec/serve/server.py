@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from helmrec.collector import PROCESS
 from helmrec.errors import ConfigError
+from helmrec.serve.allocator import keep_freed_memory
 from helmrec.serve.front import Front
 from helmrec.serve.settings import ServeConfig
 
@@ -82,7 +83,8 @@ def serve_until_stopped(
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     PROCESS.take_over()
-    if config.engine_process:  # else the port does this, once its engine is ready
+    keep_freed_memory()
+    if config.engine_process or config.joined_engine is not None:  # else the port does this, once its engine is ready
         PROCESS.settle()
     settings = uvicorn.Config(
         app,

@@ -50,6 +50,16 @@ class ServeConfig(Frozen):
         ge=1,
         description="engines on this host, each in its own process, with its own pool and, if any, card",
     )
+    engine_socket: str | None = Field(
+        None,
+        min_length=1,
+        description="Unix socket at which more fronts join the engine; needs engine_process; unset: none can",
+    )
+    joined_engine: str | None = Field(
+        None,
+        min_length=1,
+        description="engine_socket of a server here: be one more front of its engine; unset: an engine of one's own",
+    )
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
         ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
     )
@@ -85,7 +95,7 @@ class ServeConfig(Frozen):
     row_deltas_trimmed: bool = Field(
         False, description="remove deltas that all kept snapshots include; every server must start from a snapshot then"
     )
-    row_slice: int = Field(4_096, ge=1, description="most rows of a delta written between two steps")
+    row_slice: int = Field(16_384, ge=1, description="most rows of a delta written between two steps")
     row_rate: float | None = Field(
         None, gt=0, description="most rows of deltas written per second; unset: as many as come"
     )

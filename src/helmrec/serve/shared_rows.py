@@ -12,20 +12,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from helmrec.config import FixedRowDtype
 from helmrec.deltas.consumer import SwapModel
 from helmrec.engine.engine import Engine
-from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_stream import RowStreamStats
+from helmrec.engine.runner import StagedRows
 from helmrec.errors import EngineClosed
 from helmrec.memory.row_journal import JournalEntry
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
-from helmrec.model.shared_tables import SharedTables, row_bytes_of, values_of_bytes
+from helmrec.model.shared_tables import SharedTables, rows_of_bytes
 from helmrec.model.table_memory import TableFiles
 from helmrec.serve.row_round import CALL_BYTES, RowCall, RowMessage, read_call
 from helmrec.types import IntArray
@@ -33,6 +33,7 @@ from helmrec.types import IntArray
 log = logging.getLogger("helmrec.serve")
 _PAYLOAD_BYTES = 16_384
 _NUM_FILES = 3  # rows, journal, connection
+_FEW_ROWS = 1 << 20
 _FAILED = 70  # exit code of an engine that could not take an update
 
 
@@ -44,7 +45,7 @@ class SharedRows:
         self.tables = SharedTables(config, files, row_dtype)
         self._engine: Engine | None = None
         self._made: Engine | None = None
-        self._missed: list[IntArray] = []  # rows that changed before the engine served
+        self._missed = _RowSet()  # that changed before the engine served
         self._is_at_rest = threading.Lock()  # held while the keeper may write, and while an engine is attached
         self._is_known = threading.Event()  # to the keeper: from then on it waits for this engine
         self._connection: socket.socket | None = None
@@ -67,12 +68,9 @@ class SharedRows:
         """Let the engine take part in updates from now on; give it the rows that changed while it started."""
         assert self._made is not None
         with self._is_at_rest:
-            if self._missed:
-                rows = np.unique(np.concatenate(self._missed))
-                changed = row_bytes_of(self.tables.master.gather(rows))
-                self._made.apply_rows(RowUpdate(rows, values_of_bytes(changed, self.tables.master.codec)))
+            self._made.reread_rows(self._missed.rows())
             self._made.start_at(self.tables.journal.position)
-            self._engine, self._missed = self._made, []
+            self._engine, self._missed = self._made, _RowSet()
 
     def catch_up(self) -> None:
         """The tables are always up to date."""
@@ -112,35 +110,44 @@ class SharedRows:
 
     def _obey(self, connection: socket.socket) -> None:
         """Do what the keeper says until it ends."""
-        entry: JournalEntry | None = None
+        new: _NewRows | None = None
         while (call := _receive(connection)) is not None:
             if call.message is RowMessage.WELCOME:
                 self._is_known.set()
             elif call.message is RowMessage.ASK:
-                entry = self.tables.journal.entry()
+                new = self._take(call.number, new)
                 with self._rest():
                     pass  # the engine comes between two steps: it does not hang
                 _send(connection, RowCall(RowMessage.HAS, call.number, call.turn))
             elif call.message is RowMessage.HOLD:
-                assert entry is not None, "an engine is held for an update that it does not have"
-                self._hold(connection, call, entry)
+                assert new is not None, "an engine is held for an update that it does not have"
+                self._hold(connection, call, new)
 
-    def _hold(self, connection: socket.socket, call: RowCall, entry: JournalEntry) -> None:
+    def _take(self, number: int, before: "_NewRows | None") -> "_NewRows":
+        """Copy the update in the journal to where it is made visible at once, beside running steps."""
+        if before is not None and before.entry.number == number:  # asked again
+            return before
+        entry, engine = self.tables.journal.entry(), self._engine
+        return _NewRows(entry, None if engine is None else self._stage(entry, engine))
+
+    def _stage(self, entry: JournalEntry, engine: Engine) -> StagedRows:
+        return engine.stage_stored(entry.rows, rows_of_bytes(entry.values, self.tables.master.codec.stored_dtype))
+
+    def _hold(self, connection: socket.socket, call: RowCall, new: "_NewRows") -> None:
         """Read no row until the update is written or given up; then make it visible if it is written."""
         with self._is_at_rest, self._rest() as engine:
             _send(connection, RowCall(RowMessage.HELD, call.number, call.turn))
             answer, journal = _receive(connection), self.tables.journal
             if answer is None:  # the keeper has ended, perhaps while it wrote
                 self.tables.redo()
-            if journal.done >= entry.number if answer is None else answer.message is RowMessage.WRITTEN:
-                self._make_visible(entry, engine)
+            if journal.done >= new.entry.number if answer is None else answer.message is RowMessage.WRITTEN:
+                self._make_visible(new, engine)
 
-    def _make_visible(self, entry: JournalEntry, engine: Engine | None) -> None:
+    def _make_visible(self, new: "_NewRows", engine: Engine | None) -> None:
         if engine is None:
-            self._missed.append(entry.rows)
+            self._missed.add(new.entry.rows)
             return
-        values = values_of_bytes(entry.values, self.tables.master.codec)
-        engine.apply_rows(RowUpdate(entry.rows, values), entry.position)
+        engine.apply_rows(new.staged or self._stage(new.entry, engine), new.entry.position)
 
     @contextmanager
     def _rest(self) -> Iterator[Engine | None]:
@@ -153,6 +160,34 @@ class SharedRows:
                 except EngineClosed:
                     engine = None
             yield engine
+
+
+class _NewRows(NamedTuple):
+    """An update that the keeper is about to write."""
+
+    entry: JournalEntry
+    staged: StagedRows | None  # None: no engine served when it came
+
+
+class _RowSet:
+    """Rows, each once: a stream changes the same ones again and again."""
+
+    def __init__(self) -> None:
+        self._distinct = np.zeros(0, np.int64)
+        self._others: list[IntArray] = []
+        self._num_others = 0
+
+    def add(self, rows: IntArray) -> None:
+        self._others.append(rows)
+        self._num_others += rows.size
+        if self._num_others > max(_FEW_ROWS, self._distinct.size):
+            self.rows()
+
+    def rows(self) -> IntArray:
+        """Return the rows in ascending order."""
+        self._distinct = np.unique(np.concatenate([self._distinct, *self._others]))
+        self._others, self._num_others = [], 0
+        return self._distinct
 
 
 def _receive(connection: socket.socket) -> RowCall | None:

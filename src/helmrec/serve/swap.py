@@ -36,6 +36,7 @@ class SwappingPort:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._following: set[Future[None]] = set()  # swaps that the stream of row deltas asked for
         self._retiring: list[InProcessPort] = []
+        self._next: InProcessPort | None = None  # that is to take over
         self._one_at_a_time = asyncio.Lock()
         self._is_over = False
         self.num_swaps = 0  # completed: the new engine has taken over
@@ -44,7 +45,7 @@ class SwappingPort:
     def _serve_with(self, port: InProcessPort) -> None:
         """Make `port` the current engine. Calls go to it directly, without a wrapper for each method."""
         self.current = port
-        self.submit, self.prefill = port.submit, port.prefill
+        self.submit, self.prefill, self.intake_recipe = port.submit, port.prefill, port.intake_recipe
         self.stats, self.look, self.row_sketch = port.stats, port.look, port.row_sketch
         self.move_alpha, self.set_mode, self.update_rows = port.move_alpha, port.set_mode, port.update_rows
 
@@ -93,6 +94,11 @@ class SwappingPort:
         await port.update_rows(table, ids, values)
         return num_swaps
 
+    async def follow_log(self) -> None:
+        """Apply the row updates that the front has added to their log, also to an engine that is about to take over."""
+        for port in (self.current,) if self._next is None else (self.current, self._next):
+            await port.follow_log()
+
     async def forget(self, user_id: UserId) -> None:
         for port in (self.current, *self._retiring):
             await port.forget(user_id)
@@ -115,12 +121,16 @@ class SwappingPort:
         try:
             check_fits(new.model, old.model)
             if start is not None:
-                _check_tables(new.model, old.model)
+                check_tables(new.model, old.model)
             await asyncio.to_thread(new.inherit, old)
             await self._get_ready(new)
+            self._next = new
+            await new.follow_log()  # what was added since it was made
         except BaseException:
+            self._next = None
             await new.retire()
             raise
+        self._next = None
         self._serve_with(new)
         self.num_swaps += start is None  # of admin calls: the front does not see those of a stream
         self._retiring.append(old)
@@ -154,7 +164,7 @@ def check_fits(new: ModelConfig, old: ModelConfig) -> None:
             raise ModelError(f"the model cannot be swapped in: its {field} must be {kept!r}, got {found!r}")
 
 
-def _check_tables(new: ModelConfig, old: ModelConfig) -> None:
+def check_tables(new: ModelConfig, old: ModelConfig) -> None:
     """Raise ModelError unless both have the same rows, as stored histories and later deltas need it."""
     sizes = [{table.name: table.num_rows for table in model.tables} for model in (new, old)]
     if sizes[0] != sizes[1]:

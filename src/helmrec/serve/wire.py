@@ -37,6 +37,7 @@ class FrameKind(IntEnum):
     FAILED = 9  # the engine ends, with the reason
     PREFILL = 10  # to the engine
     NOTICE = 11  # from a keeper: something to do
+    PREPARE_AGAIN = 12  # from the engine: the requests were prepared for another one; its own recipe
 
 
 class Begin(Struct, frozen=True):
@@ -45,6 +46,7 @@ class Begin(Struct, frozen=True):
     model: str
     engine: dict[str, Any]
     serve: dict[str, Any]
+    follows_log: bool = False  # the front writes the log of row updates
 
 
 class _WireRequest(Struct, frozen=True, array_like=True):
@@ -71,6 +73,13 @@ class Received(NamedTuple):
 
     requests: list[RankRequest]
     spent_ms: float
+
+
+class PackedCall(NamedTuple):
+    """A call of a port's method."""
+
+    name: str
+    arguments: dict[str, Any]  # by name
 
 
 class WireError(Struct, frozen=True):
@@ -108,13 +117,13 @@ def pack_requests(requests: Sequence[RankRequest], spent_ms: float) -> list[byte
     came_s, lines = time.monotonic() - spent_ms / 1e3, [_lines_of(request) for request in requests]
     headers = [_header(request, arrays) for request, arrays in zip(requests, lines, strict=True)]
     header = _readable(_WireRequests(came_s, headers), _REQUESTS)
-    return _joined(header, [_raw(line) for arrays in lines for line in arrays.values()])
+    return joined(header, [raw(line) for arrays in lines for line in arrays.values()])
 
 
 def pack_prefill(request: PrefillRequest) -> list[bytes | memoryview]:
     """Pack a signal; NotForTheWire if it could not be unpacked."""
     lines = _lines_of(request)
-    return _joined(_readable(_header(request, lines), _PREFILL), [_raw(line) for line in lines.values()])
+    return joined(_readable(_header(request, lines), _PREFILL), [raw(line) for line in lines.values()])
 
 
 def _lines_of(request: RankRequest | PrefillRequest) -> dict[str, NDArray[np.integer]]:
@@ -165,14 +174,14 @@ def _line(values: Ids) -> NDArray[np.integer]:
     return line
 
 
-def _raw(line: NDArray[np.integer]) -> bytes | memoryview:
+def raw(line: NDArray[np.integer]) -> bytes | memoryview:
     """Return the memory of an array."""
     return line.data.cast("B") if line.size else b""
 
 
 def unpack_requests(payload: memoryview) -> Received:
     """Unpack requests. Their arrays are views of the payload."""
-    header, at = _split(payload)
+    header, at = split_header(payload)
     sent, requests = _REQUESTS.decode(header), []
     for each in sent.requests:
         requests.append(_unpacked(RankRequest, each, payload, at))
@@ -182,7 +191,7 @@ def unpack_requests(payload: memoryview) -> Received:
 
 def unpack_prefill(payload: memoryview) -> PrefillRequest:
     """Unpack a signal. Its arrays are views of the payload."""
-    header, at = _split(payload)
+    header, at = split_header(payload)
     return _unpacked(PrefillRequest, _PREFILL.decode(header), payload, at)
 
 
@@ -202,7 +211,7 @@ def _unpacked(kind: type[R], sent: _WireRequest, payload: memoryview, at: int) -
 
 def pack_results(results: Sequence[RankResult]) -> list[bytes | memoryview]:
     headers = [(each.scores.shape, *(getattr(each, name) for name in _RESULT_FIELDS)) for each in results]
-    return _joined(_ENCODER.encode(headers), [np.ascontiguousarray(each.scores).tobytes() for each in results])
+    return joined(_ENCODER.encode(headers), [np.ascontiguousarray(each.scores).tobytes() for each in results])
 
 
 def results_bytes(requests: Sequence[RankRequest], num_tasks: int) -> int:
@@ -212,7 +221,7 @@ def results_bytes(requests: Sequence[RankRequest], num_tasks: int) -> int:
 
 def unpack_results(payload: memoryview) -> list[RankResult]:
     """Unpack results. Scores are copies, independent of the payload."""
-    header, at = _split(payload)
+    header, at = split_header(payload)
     headers: list[Any] = _RESULTS.decode(header)
     sizes = [shape[0] * shape[1] * 4 for shape, *_ in headers]
     return [
@@ -221,13 +230,13 @@ def unpack_results(payload: memoryview) -> list[RankResult]:
     ]
 
 
-def _joined(header: bytes, blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+def joined(header: bytes, blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """Return the header's length, the header padded to a multiple of eight bytes, then the arrays."""
     filled = header + b"\0" * (-len(header) % 8)
     return [len(header).to_bytes(_HEADER_BYTES, "little"), filled, *blobs]
 
 
-def _split(payload: memoryview) -> tuple[memoryview, int]:
+def split_header(payload: memoryview) -> tuple[memoryview, int]:
     """Return the header, and the offset of the first array."""
     length = int.from_bytes(payload[:_HEADER_BYTES], "little")
     return payload[_HEADER_BYTES : _HEADER_BYTES + length], _HEADER_BYTES + length + -length % 8
@@ -241,9 +250,8 @@ def pack_call(name: str, arguments: Mapping[str, Any]) -> list[bytes | memoryvie
         raise RequestError("body", str(error), "numbers of 64 bits are needed") from None
 
 
-def unpack_call(payload: memoryview) -> tuple[str, dict[str, Any]]:
-    """Return the method's name, and its arguments by name."""
-    return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
+def unpack_call(payload: memoryview) -> PackedCall:
+    return msgspec.msgpack.decode(payload, type=PackedCall)
 
 
 def pack_error(error: BaseException) -> list[bytes | memoryview]:

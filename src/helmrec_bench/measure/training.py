@@ -78,6 +78,11 @@ class Follower:
         self._apply_s = 0.0  # of the thread that steps the engine
         self._consumer.start()
 
+    def catch_up(self) -> None:
+        """Apply what there is, as a server does before it is ready. Lags count from then on."""
+        self._consumer.catch_up()
+        self._seen = self._engine.row_position.sequence
+
     def tick(self, now: float) -> None:
         started_s = time.perf_counter()
         self._consumer.apply(now)
@@ -85,7 +90,7 @@ class Follower:
         at = self._engine.row_position.sequence
         if at > self._seen:
             wall_s = time.time()
-            self.lags_s += [wall_s - self._source.made_s.pop(each) for each in range(self._seen + 1, at + 1)]
+            self.lags_s += [wall_s - self._source.made_s[each] for each in range(self._seen + 1, at + 1)]
             self._seen = at
 
     def record(self, user_id: UserId, latency_ms: float | None) -> None:

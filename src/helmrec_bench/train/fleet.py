@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from helmrec.control.latency import ALPHAS, RECENT_S, EngineModel, play
+from helmrec.control.latency import ALPHAS, RECENT_S, Arrivals, EngineModel, play
 from helmrec.control.layers import JUDGED_S
 from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
@@ -143,7 +143,7 @@ def _serve(rng: np.random.Generator, node: Any, mix: FloatArray, rate: float) ->
 def _play(stream: FloatArray, rate: float, new: FloatArray, work_ms: FloatArray, engine: EngineModel) -> FloatArray:
     """Mean latency at splits, of `work_ms` (stages, known or new user, splits). KV of two steps fits everywhere."""
     room = np.full(new.size, 2 * engine.most)
-    return play(stream, MS_PER_S / rate, new, work_ms.reshape((3, 2, new.size)), engine, room)
+    return play(stream, Arrivals(MS_PER_S / rate, 0), new, work_ms.reshape((3, 2, new.size)), engine, room)
 
 
 @numba.njit(cache=True)

@@ -51,7 +51,7 @@ def test_times_are_shown_before_the_failures(
     monkeypatch.setattr(precision, "failed_checks", lambda *_: ["FAILED one"])
     monkeypatch.setattr(precision, "layer_times", lambda: LAYERS)
     monkeypatch.setattr(precision, "write_measurement", lambda _, found: written.append(dict(found)))
-    flags = Namespace(device="cuda", skip_layers=False, only_layers=True, out=tmp_path / "found.json")
+    flags = Namespace(variants=False, device="cuda", skip_layers=False, only_layers=True, out=tmp_path / "found.json")
     with pytest.raises(SystemExit) as ended:
         precision.main(flags)
     assert ended.value.code == 1

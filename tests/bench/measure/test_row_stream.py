@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helmrec_bench.measure.cards.row_stream import EXACT, LAGGING, WITHOUT, judged, order_of
+from helmrec_bench.measure.controller.turns import LiveCourse
 from helmrec_bench.measure.training import UpdateRate, distinct_items
 from helmrec_bench.registry import REGISTERED
 
@@ -50,6 +51,15 @@ def test_the_trainer_draws_popular_items_once_each() -> None:
     assert UpdateRate(100.0, 5).num_kept(64) == 1_200
 
 
+def test_a_course_is_cut_at_a_time() -> None:
+    requests: list[Any] = ["a", "b", "c"]
+    course = LiveCourse([], requests, np.array([0.5, 1.0, 1.5]), ["all"] * 3)
+    assert course.until(1.0).requests == requests[:2]
+    assert course.until(1.0).due_s.tolist() == [0.5, 1.0]
+    assert course.until(0.1).requests == requests[:1], "at least one"
+    assert course.until(9.0).requests == requests
+
+
 @pytest.mark.slow
 def test_a_small_model_goes_through_and_a_second_call_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
@@ -62,6 +72,10 @@ def test_a_small_model_goes_through_and_a_second_call_goes_on(tmp_path: Path) ->
     assert first["runs"][f"{LAGGING} 0"]["stream"]["deltas"] > 0
     REGISTERED["row-stream"].run(small)
     assert json.loads(out.read_text())["runs"] == first["runs"], "what is done is kept"
+    REGISTERED["row-stream"].run([*small, "--anew", "--exact-seconds", "0.2"])
+    anew = json.loads(out.read_text())["runs"]
+    assert all(anew[name] != first["runs"][name] for name in anew), "nothing of before is kept"
+    assert anew[f"{EXACT} 0"]["offered"] < anew[f"{LAGGING} 0"]["offered"]
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
 """Host time of a step and of intake, and requests per second, of this tree and of an earlier one by turns.
 
 Each turn is a process of its own that imports one tree, so that both are measured in one run on one machine. A step is
-one of eight requests; waits for the card are left out of its host time. LoadGen judges this tree with requests that
-are prepared, and with requests as clients send them.
+one of eight requests; waits for the card are left out of its host time. Intake is what a front does with requests where
+the engine has its own process, which receives them ready (`receive_ms`; earlier trees cannot). LoadGen judges this tree
+with requests that are prepared, and with requests as clients send them.
 
     helmrec bench run host-time --before ../earlier     # on a card, against another checkout
     helmrec bench run host-time --quick                 # anywhere, one small layer: does the measurement work
 """
 
+import importlib
 import json
 import os
 import statistics
@@ -27,6 +29,7 @@ import torch
 
 # What an earlier tree has too: a turn runs this file with the modules of that tree.
 from helmrec.engine.engine import Engine
+from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
@@ -38,6 +41,8 @@ from helmrec_bench.measure.cards.traffic import PreparedTraffic, serving_engine
 from helmrec_bench.measure.requests import Crowd
 
 BATCH, HOT_SHARE = 8, 0.85
+# As `serve/allocator.py` sets them in processes that serve; here for all trees.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
 
 class Visit(NamedTuple):
@@ -99,10 +104,23 @@ def waits_s() -> Iterator[list[float]]:
         yield waited
 
 
+def received(engine: Engine, prepared: list[Prepared]) -> tuple[list[Prepared], float]:
+    """The requests as an engine's process gets them from a front, and the milliseconds that this takes it."""
+    try:
+        wire = importlib.import_module("helmrec.serve.prepared_wire")
+    except ModuleNotFoundError:  # an earlier tree
+        return prepared, 0.0
+    tag = engine.intake_recipe.tag
+    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
+    started = time.perf_counter()
+    got = [wire.unpack_prepared(frame).prepared[0] for frame in frames]
+    return got, (time.perf_counter() - started) * 1e3
+
+
 def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
-    """Milliseconds of eight requests: of intake, and of a step from the queue to the results."""
+    """Milliseconds of eight requests: of intake, of receiving them ready, and of a step from queue to results."""
     probe, model, rng = EngineProbe(engine), engine.model_config, np.random.default_rng(0)
-    num_items, steps, intakes = model.features[0].num_rows, [], []
+    num_items, steps, intakes, receipts = model.features[0].num_rows, [], [], []
     user = 1 << 30
     for _ in range(repeats):
         timed = []
@@ -116,15 +134,18 @@ def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
         with waits_s() as waited:
             started = time.perf_counter()
             prepared = [probe.prepare(request) for request in timed]
-            intake = time.perf_counter()
+            intakes.append((time.perf_counter() - started) * 1e3)
+            prepared, receive_ms = received(engine, prepared)
+            receipts.append(receive_ms)
+            started = time.perf_counter()
             futures = [probe.submit(each) for each in prepared]
             while engine.step():
                 pass
             ended = time.perf_counter()
         assert all(future.result(timeout=0).reused_tokens == visit.resident for future in futures)
-        steps.append((ended - intake - sum(waited)) * 1e3)
-        intakes.append((intake - started) * 1e3)
-    return {"step_ms": round(statistics.median(steps), 3), "intake_ms": round(statistics.median(intakes), 3)}
+        steps.append((ended - started - sum(waited)) * 1e3)
+    times = {"step_ms": steps, "intake_ms": intakes, "receive_ms": receipts}
+    return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
 
 def saturated(traffic: PreparedTraffic, num: int) -> dict[str, float]:
@@ -201,7 +222,7 @@ def run_turn(tree: Path, flags: Namespace, *, has_loadgen: bool) -> dict[str, An
         out = Path(folder) / "turn.json"
         command = [sys.executable, "-P", __file__, "--turn", str(out), *(["--quick"] if flags.quick else [])]
         command += ["--loadgen"] if has_loadgen else []
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(tree / "src")})
+        subprocess.run(command, check=True, env={**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": str(tree / "src")})
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

@@ -222,9 +222,14 @@ def run_checks(*names: str) -> None:
     subprocess.run(_check_command(names), check=True)
 
 
-def failed_checks(*names: str) -> list[str]:
+def failed_checks(*names: str, limit_s: float | None = None) -> list[str]:
     """Run the tests as `run_checks` does, and return a line for each one that failed."""
-    done = subprocess.run(_check_command(names), stdout=subprocess.PIPE, text=True, check=False)
+    command = _check_command(names)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired as stopped:
+        print(stopped.stdout, flush=True)
+        return [f"the checks were stopped after {limit_s} s"]
     print(done.stdout, flush=True)
     if done.returncode == 0:
         return []

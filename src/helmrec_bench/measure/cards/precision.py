@@ -2,6 +2,7 @@
 
 helmrec bench run precision                                  # on a card: every precision in one run
 helmrec bench run precision --only-layers                    # on a card: checks of the kernels, then layer times
+helmrec bench run precision --variants                       # the same without engines, in more ways
 helmrec bench run precision --device cpu --requests 200      # without layer times
 helmrec bench run precision --device cpu --model DIR --held-out FILE    # quality of a trained model too
 """
@@ -43,18 +44,11 @@ from helmrec_bench.measure.cards.kernels import (
     measure,
     times_ms,
 )
+from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_times
 from helmrec_bench.report.files import markdown_table
 
 KV_DTYPES: tuple[FixedKVDtype, ...] = ("model", "fp8_e4m3", "int8")
 TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-layers"])
-TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
-    "nvidia-bench 8 x 4096+256",
-    "dlrmv3 8 x 6700+2048",
-    "dlrmv3 8 x 4096+256",
-    "dlrmv3 1 x 6700+2048",
-    "dlrmv3 8 x 6668 of 6700 cached, 2048",
-    "nvidia-bench 8 x 3968 of 4096 cached, 256",
-)
 POOL_BYTES = 64 << 30
 NUM_USERS, BATCH, HEADS = 40, 4, 4
 
@@ -93,7 +87,7 @@ def attention_times() -> list[dict[str, Any]]:
         plain = AttentionRun.random(dim, tokens, candidates)
         pairs = 8 * (tokens * (tokens + 1) // 2 + candidates * (tokens + 1))
         operations = 4 * HEADS * dim * pairs
-        timed = {"bf16": plain.in_bf16, "encode": plain.encode, "fp8 q.k": plain.in_fp8}
+        timed = {"bf16": plain.in_bf16, "encode": plain.encode, "fp8": plain.in_fp8}
         found = {name: statistics.median(times_ms(run)) for name, run in timed.items()}
         rates = {f"{name} tflops": round(operations / ms / 1e9) for name, ms in found.items() if name != "encode"}
         rows.append({"dim": dim, **{f"{name} ms": round(ms, 4) for name, ms in found.items()}, **rates})
@@ -107,6 +101,7 @@ class AttentionRun:
         """projected: (tokens, 3, heads, dim)."""
         self._q, self._k, self._v = projected.unbind(1)
         self._pages, self._batch, self._plan = (pages[0], pages[1]), batch, plan_for(self._q, self._v, batch)
+        self._codes_plan = plan_for(self._q, self._v, batch, "codes")
         self._tokens = self.encode()
         self._out = torch.empty_like(self._v)
 
@@ -124,7 +119,8 @@ class AttentionRun:
         batch = RaggedBatch(starts, counts[0], counts[1], table, slots.flatten(), num_context=0, page_tokens=page)
         projected = torch.randn((8 * length, 3, HEADS, dim), device="cuda").to(torch.bfloat16)
         shape = (8 * num_pages, page, HEADS, dim)
-        pages = [empty_pages(shape, torch.float8_e4m3fn, projected.device) for _ in range(2)]
+        fp8, device = torch.float8_e4m3fn, projected.device
+        pages = [empty_pages(shape, fp8, device, transposed=transposed) for transposed in (False, True)]
         return cls(projected, [each for each in pages if isinstance(each, ScaledPages)], batch)
 
     def encode(self) -> Any:
@@ -136,7 +132,7 @@ class AttentionRun:
     def in_fp8(self) -> None:
         from helmrec.kernels import hopper_fp8_attention  # noqa: PLC0415 - triton is not on every machine
 
-        hopper_fp8_attention.launch(self._tokens, self._pages, self._batch, self._out, self._plan, (0.1, 4_096.0))
+        hopper_fp8_attention.launch(self._tokens, self._pages, self._batch, self._out, self._codes_plan, (0.1, 4_096.0))
 
     def in_bf16(self) -> None:
         from helmrec.kernels.triton_attention import attend  # noqa: PLC0415 - triton is not on every machine
@@ -257,10 +253,24 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a trained model whose quality is measured too")
     parser.add_argument("--held-out", type=Path, help="its held-out requests, as for helmrec model check --precision")
     parser.add_argument("--only-layers", action="store_true", help="check kernels and time layers, nothing else")
+    parser.add_argument("--variants", action="store_true", help="time layers without an engine in more ways, only that")
     parser.add_argument("--skip-layers", action="store_true", help="time no layers; always so on a CPU")
 
 
+def time_variants(out: Path) -> None:
+    """Time layers in every variant, then check the kernels; the table comes last."""
+    found: dict[str, Any] = {"layers": all_times()}
+    write_measurement(out, found)
+    found["failed_checks"] = failed_checks("fp8", limit_s=90)
+    write_measurement(out, found)
+    print("Checks that failed:", *found["failed_checks"] or ["none"], sep="\n")
+    print_times(found["layers"])
+
+
 def main(flags: Namespace) -> None:
+    if flags.variants:
+        time_variants(flags.out)
+        return
     found: dict[str, Any] = {"capacity": capacity()}
     if flags.device == "cuda" and not flags.skip_layers:
         found["failed_checks"] = failed_checks("fp8")  # times are taken all the same: a card is scarce

@@ -1,12 +1,13 @@
 """What a stream of new rows costs requests on a card: dlrmv3 shape, a share of what the node bears, open loop.
 
-    helmrec bench run row-stream                     # on a card; call it again until it says that all runs are done
+    helmrec bench run row-stream --anew              # on a card, all runs: about eight minutes
+    helmrec bench run row-stream                     # go on with the runs that the file lacks
     helmrec bench run row-stream --quick             # a small model on the CPU: that it runs, no figures
 
 Runs with and without the stream take turns on one engine and one course of requests, from empty caches and the same
 warm-up. KV may lag behind rows by `--lag` seconds; the ages of prefixes are spread over that time first, as they are
-after a long time of serving. One more run has exact freshness. A run that is done is kept in the file, with the rate of
-arrivals, so a call that begins no further run after `--limit-s` is continued by the next call.
+after a long time of serving. One more, shorter run has exact freshness. A run that is done is kept in the file, with
+the rate of arrivals, so a call that begins no further run after `--limit-s` is continued by the next call.
 """
 
 import json
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.collector import PROCESS
+from helmrec.deltas.consumer import ConsumerLimits
 from helmrec.engine.engine import Engine
 from helmrec.engine.probe import EngineProbe
 from helmrec.load import arrival_times
@@ -92,6 +94,8 @@ class StreamStand:
             probe.spread_checks(np.random.default_rng(4), 0.0 if kind == EXACT else lag_s)
             before = engine.stats().pool
             engine.reset_pauses()
+            if follower is not None:
+                follower.catch_up()
             Driver(engine, course, follower, run).go()
             after, stream = engine.stats().pool, None if follower is None else follower.describe()
         assert engine.stats().background_failures == 0
@@ -170,10 +174,12 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic in a run")
+    parser.add_argument("--exact-seconds", type=float, default=20.0, help="of traffic in the run of exact freshness")
+    parser.add_argument("--anew", action="store_true", help="leave out the runs that the file has")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--lag", type=float, default=300.0, help="seconds by which KV may lag behind rows")
     parser.add_argument("--load", type=float, default=0.7, help="share of what the engine bears")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="begin no further run after so long")
+    parser.add_argument("--limit-s", type=float, default=460.0, help="begin no further run after so long")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
 
 
@@ -184,8 +190,15 @@ def default_out(flags: Namespace) -> str:
 def main(flags: Namespace) -> None:
     started_s = time.perf_counter()
     plan = QUICK if flags.quick else FULL
-    asked = {"seconds": flags.seconds, "lag_s": flags.lag, "load": flags.load, "updates_per_s": plan.updates.rows_per_s}
-    found = json.loads(flags.out.read_text()) if flags.out.exists() else {}
+    asked = {
+        "seconds": flags.seconds,
+        "exact_seconds": flags.exact_seconds,
+        "lag_s": flags.lag,
+        "load": flags.load,
+        "updates_per_s": plan.updates.rows_per_s,
+        "slice_rows": ConsumerLimits().slice_rows,
+    }
+    found = json.loads(flags.out.read_text()) if flags.out.exists() and not flags.anew else {}
     if found.get("asked") != asked:
         found = {"asked": asked, "runs": {}}
     stand = StreamStand(plan, is_quick=flags.quick)
@@ -199,7 +212,7 @@ def main(flags: Namespace) -> None:
         if time.perf_counter() - started_s > flags.limit_s:
             print(f"not done: {kind} {number} and later ones; run the command again", flush=True)
             break
-        run = stand.run(course, kind, flags.lag)
+        run = stand.run(course.until(flags.exact_seconds) if kind == EXACT else course, kind, flags.lag)
         found["runs"][f"{kind} {number}"] = {"at": provenance(this_command()), **run}
         found["judged"] = judged(found["runs"])
         write_measurement(flags.out, _without_provenance(found))

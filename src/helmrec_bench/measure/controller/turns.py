@@ -44,6 +44,11 @@ class LiveCourse:
     due_s: NDArray[np.float64]
     stretch: list[str]  # that each belongs to
 
+    def until(self, seconds: float) -> "LiveCourse":
+        """Return the requests that are due up to then, at least one."""
+        num = max(1, int(np.searchsorted(self.due_s, seconds, side="right")))
+        return LiveCourse(self.warm_up, self.requests[:num], self.due_s[:num], self.stretch[:num])
+
 
 @dataclass
 class LiveRun:

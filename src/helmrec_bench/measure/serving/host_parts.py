@@ -1,7 +1,9 @@
 """Host time of a step by part, without a card: an engine whose graphs, streams and copies do nothing.
 
 The engine plans, lays out, stages and commits steps of eight requests as on a card. Of the CUDA runtime only the number
-of calls is in it. Times are of the one busy thread of this process; compare trees that are measured by turns.
+of calls is in it. Times are of the one busy thread of this process; compare trees that are measured by turns. Intake is
+what a front does with a request where the engine has its own process, which then only receives it; trees that cannot
+hand requests over ready do all of intake in the engine's process.
 
     helmrec bench run host-parts --before ../earlier
 """
@@ -18,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -31,6 +33,7 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Memory
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import GraphedDense
+from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.timeline import DeviceTimeline
 from helmrec.engine.warm_up import make_request
@@ -39,6 +42,8 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
 
+# As `serve/allocator.py` sets them in processes that serve; here for all trees.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 BATCH, DEPTH, REPEATS, NUM_PAGES, NUM_ROWS = 8, 10, 12, 12_000, 20_000
 CASES = {  # resident tokens, new events, candidates
     "dlrmv3 hits": ("dlrmv3", (6_668, 32, 2_048)),
@@ -173,6 +178,25 @@ class PartTimes:
         return timed
 
 
+class RunTimes(NamedTuple):
+    """CPU milliseconds of eight requests."""
+
+    intake_ms: float
+    receive_ms: float  # by the engine's process, of requests that are handed over ready
+    step_ms: float
+
+
+def handed_over(engine: Engine, prepared: list[Prepared]) -> list[tuple[Callable[[Any], Prepared], Any]]:
+    """Return the requests as an engine's process gets them, each with what unpacks it; as they are in earlier trees."""
+    try:
+        wire = importlib.import_module("helmrec.serve.prepared_wire")
+    except ModuleNotFoundError:
+        return [(lambda request: request, each) for each in prepared]
+    tag = engine.intake_recipe.tag
+    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
+    return [(lambda frame: wire.unpack_prepared(frame).prepared[0], frame) for frame in frames]
+
+
 class HostRuns:
     """Runs of steps of one case."""
 
@@ -184,14 +208,18 @@ class HostRuns:
     def close(self) -> None:
         self._engine.close()
 
-    def run(self, times: PartTimes | None = None) -> tuple[float, float]:
-        """Return the CPU milliseconds of intake and of the rest, for eight requests."""
+    def run(self, times: PartTimes | None = None) -> RunTimes:
+        """Return the CPU milliseconds of eight requests."""
         probe, requests = EngineProbe(self._engine), [self._visitor() for _ in range(BATCH * DEPTH)]
         while self._engine.step():
             pass
         start_s = time.thread_time()
         prepared = [probe.prepare(request) for request in requests]
         taken_in_s = time.thread_time()
+        frames = handed_over(self._engine, prepared)
+        start_receive_s = time.thread_time()
+        prepared = [unpack(frame) for unpack, frame in frames]
+        received_s = time.thread_time()
         _CALLS.clear()
         if times is not None:
             times.by_part.clear()
@@ -200,7 +228,8 @@ class HostRuns:
             pass
         end_s = time.thread_time()
         assert all(future.result(timeout=0).reused_tokens == self._visit[0] for future in futures)
-        return (taken_in_s - start_s) * 1e3 / DEPTH, (end_s - taken_in_s) * 1e3 / DEPTH
+        took = (taken_in_s - start_s, received_s - start_receive_s, end_s - received_s)
+        return RunTimes(*(each_s * 1e3 / DEPTH for each_s in took))
 
     def _visitor(self) -> RankRequest:
         resident, new, num_candidates = self._visit
@@ -233,10 +262,10 @@ def turn() -> dict[str, Any]:
     with idle_card():
         for name in CASES:
             runs = HostRuns(name)
-            both = np.array([runs.run() for _ in range(2 + REPEATS)])[2:]
-            intake_ms, step_ms = np.median(both, axis=0).round(3).tolist()
+            times = np.array([runs.run() for _ in range(2 + REPEATS)])[2:]
+            medians = dict(zip(RunTimes._fields, np.median(times, axis=0).round(3).tolist(), strict=True))
             calls = {call: num / DEPTH for call, num in _CALLS.items()}
-            results[name] = {"intake_ms": intake_ms, "step_ms": step_ms, "us_by_part": runs.parts(), "calls": calls}
+            results[name] = {**medians, "us_by_part": runs.parts(), "calls": calls}
             runs.close()
     return results
 
@@ -253,7 +282,8 @@ def main(flags: Namespace) -> None:
         out = Path(folder) / "turn.json"
         for _ in range(flags.turns):
             for name, tree in trees.items():
-                environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "OMP_NUM_THREADS": "1"}
+                environment = {**os.environ, **KEEP_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
+                environment["PYTHONPATH"] = str(tree.resolve() / "src")
                 subprocess.run([sys.executable, "-P", __file__, str(out)], check=True, env=environment)
                 results[name].append(json.loads(out.read_text()))
                 print(name, *results[name][-1].items(), sep="\n  ", flush=True)
