@@ -6,6 +6,7 @@ The trainer pushes new rows of popular items, as requests draw them, until it is
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,25 @@ from helmrec_bench.measure.requests import popular_items
 IN_MEMORY = Path("/dev/shm")
 _KEPT_S, _KEPT_BYTES = 60.0, 2 << 30  # deltas of this time stay, but not more than so many bytes
 _SPARE_BYTES = 1 << 30
+
+
+_TRAINER_CORES = 2
+
+
+def leave_cores_to_trainer() -> None:
+    """Keep this process off the cores that a trainer will have: in production it is another machine's.
+
+    To be called before threads start. Where there are few cores, all share them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 4 * _TRAINER_CORES:
+        os.sched_setaffinity(0, cores[:-_TRAINER_CORES])
+
+
+def _take_other_cores(pid: int) -> None:
+    """Keep a trainer to the cores that were left to it."""
+    if others := set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0):
+        os.sched_setaffinity(pid, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,7 @@ def pushing(folder: str, model: ModelConfig, rate: UpdateRate, num_kept: int) ->
     sizes = {"rows": model.features[0].num_rows, "row-dim": model.row_dim, "rows-per-s": rate.rows_per_s}
     flags = [f"--{name}={value}" for name, value in (sizes | {"delta-rows": rate.delta_rows}).items()]
     trainer = subprocess.Popen([sys.executable, "-m", __name__, folder, *flags, f"--keep={num_kept}"])
+    _take_other_cores(trainer.pid)
     try:
         source = open_source(folder)
         while not source.newest():

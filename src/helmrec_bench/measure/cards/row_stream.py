@@ -33,7 +33,7 @@ from helmrec_bench.measure.cards.traffic import card_crowd, equal_rows_model, hi
 from helmrec_bench.measure.controller.live import Requests
 from helmrec_bench.measure.controller.turns import Driver, LiveCourse, LiveRun, figures, serve_all
 from helmrec_bench.measure.requests import Crowd
-from helmrec_bench.measure.training import Follower, UpdateRate, training
+from helmrec_bench.measure.training import Follower, UpdateRate, leave_cores_to_trainer, training
 
 WITHOUT, LAGGING, EXACT = "without stream", "lagging", "exact"
 ALPHA, HOT_SHARE = 0.3, 0.85
@@ -201,6 +201,7 @@ def main(flags: Namespace) -> None:
     found = json.loads(flags.out.read_text()) if flags.out.exists() and not flags.anew else {}
     if found.get("asked") != asked:
         found = {"asked": asked, "runs": {}}
+    leave_cores_to_trainer()
     stand = StreamStand(plan, is_quick=flags.quick)
     print(f"{time.perf_counter() - started_s:6.1f} s  ready\n{stand.engine.report()}", flush=True)
     if "capacity_per_s" not in found:
