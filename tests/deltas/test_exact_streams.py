@@ -244,13 +244,13 @@ def admit_old_rows(self: Runner, running: Running) -> None:
     running.launched.admit()
 
 
-def keep_old_copies(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
+def keep_old_copies(values: Any, rows: Any, first: int, num: int, targets: RowTargets, **_: Any) -> None:
     """An update that reaches the master only."""
     assert targets.master is not None
     targets.master[rows[first : first + num]] = values[first : first + num]
 
 
-def write_the_first_slice_again(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
+def write_the_first_slice_again(values: Any, rows: Any, first: int, num: int, targets: RowTargets, **_: Any) -> None:
     """Every slice of a delta writes the values of its first one."""
     WRITE(values, rows, 0, num, targets)
 

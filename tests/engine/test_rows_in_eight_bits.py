@@ -44,9 +44,12 @@ def rows_in(here: str, host: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("here", "host"), PLACES, ids=PLACE_IDS)
 def test_streams_over_rounded_rows_never_return_a_wrong_score(here: str, host: str) -> None:
     """The reference rounds every row that it reads; the tolerance is that of rows as they are."""
-    seen.clear()
-    run(20, number=1, precision=rows_in(here, host))
     needed = {"reused", "row hits", "row evictions", "row refills", "boundary moves", "scored inside a delta"}
+    seen.clear()
+    for number in range(1, 9):  # a place that is rare takes a few more
+        run(20, number=number, precision=rows_in(here, host))
+        if not needed & set(missed_places()):
+            return
     assert not needed & set(missed_places()), dict(seen)
 
 
