@@ -161,9 +161,15 @@ class Reference:
     """Scores of one model; rows can be replaced, as an online trainer would."""
 
     def __init__(
-        self, config: ModelConfig, dense: Mapping[str, Any], tables: Mapping[str, Any], kv_dtype: str = "model"
+        self,
+        config: ModelConfig,
+        dense: Mapping[str, Any],
+        tables: Mapping[str, Any],
+        kv_dtype: str = "model",
+        row_dtype: str = "model",
     ) -> None:
         self.config = config
+        self._row_dtype = row_dtype  # to which rows are rounded
         self._shape = layer_shape(config, kv_dtype)
         self._dense: Weights = {name: value.double().numpy() for name, value in dense.items()}
         self._tables = {name: value.double().numpy().copy() for name, value in tables.items()}
@@ -173,6 +179,10 @@ class Reference:
 
     def rows(self, table: str, ids: Sequence[int]) -> Array:
         return self._tables[table][list(ids)]
+
+    def _read(self, table: str, ids: NDArray[np.int64]) -> Array:
+        rows = self._tables[table][ids]
+        return rows if self._row_dtype == "model" else rounded(rows, self._row_dtype)
 
     def scores(self, request: RankRequest) -> Array:
         config, w = self.config, self._dense
@@ -241,14 +251,14 @@ class Reference:
 
     def _events(self, items: Any, features: Mapping[str, Any], skip: int) -> dict[str, Array]:
         return {
-            table.name: self._tables[table.name][np.asarray(items if i == 0 else features[table.name], np.int64)[skip:]]
+            table.name: self._read(table.name, np.asarray(items if i == 0 else features[table.name], np.int64)[skip:])
             for i, table in enumerate(self.config.features)
         }
 
     def _context(self, request: RankRequest) -> tuple[Array, Array]:
         rows = []
         for i, table in enumerate((*self.config.user_context, *self.config.request_context)):
-            row = self._tables[table.name][request.context[table.name]]
+            row = self._read(table.name, np.asarray(request.context[table.name]))
             rows.append(row @ self._dense["context.weight"][i] + self._dense["context.bias"][i])
         stacked = np.array(rows).reshape(-1, self.config.dim)
         split = len(self.config.user_context)

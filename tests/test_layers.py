@@ -17,7 +17,7 @@ SOURCE = Path(helmrec.__file__).parents[1]
 PACKAGES = ("helmrec", "helmrec_bench")
 BASE = (
     *("types", "errors", "redaction", "clock", "collector", "pauses", "steps", "extensions", "jit"),
-    *("config", "failures", "queueing", "user_ids"),
+    *("codes", "config", "failures", "queueing", "user_ids"),
 )
 PRODUCT = (
     *BASE,

@@ -40,6 +40,8 @@ RoundedKV = Literal["fp8_e4m3", "int8"]
 FixedKVDtype = Literal["model"] | RoundedKV
 KVDtype = FixedKVDtype | Literal["auto"]
 ComputeDtype = Literal["model", "fp8_e4m3"]
+FixedRowDtype = FixedKVDtype
+RowDtype = KVDtype
 Freshness = Literal["exact"] | Annotated[float, Field(gt=0)]
 
 
@@ -176,6 +178,17 @@ class EngineConfig(Frozen):
         description="model: products of the layers take the model's dtype; fp8_e4m3: eight-bit floats with a scale per "
         "token and per output, and q.k too where K/V are kept as fp8_e4m3; a Hopper card computes both faster",
     )
+    row_dtype: RowDtype = Field(
+        "model",
+        description="of embedding rows in the pool. model: as in the model's files; fp8_e4m3 or int8: eight bits, and "
+        "a scale per row; auto: eight bits where `helmrec model check --precision` has found that scores allow it, or "
+        "where host_row_dtype has rounded the rows already",
+    )
+    host_row_dtype: FixedRowDtype = Field(
+        "model",
+        description="of embedding rows in host memory, in the same words; rows are rounded when tables are loaded. If "
+        "this and row_dtype are both of eight bits, they are the same",
+    )
     kv_admission: Literal["always", "second-visit", "benefit"] = Field(
         "second-visit",
         description="when a prefix is admitted; prefixes of one-time users must not evict those of returning users",
@@ -249,6 +262,18 @@ class EngineConfig(Frozen):
         return self.kv_dtype
 
     @property
+    def fixed_row_dtype(self) -> FixedRowDtype:
+        """`row_dtype`, where it must be known: in a simulation, and once an engine has chosen it."""
+        if self.row_dtype == "auto":
+            raise ConfigError("row_dtype must be 'model', 'fp8_e4m3' or 'int8' here, got 'auto'")
+        return self.row_dtype
+
+    @property
+    def row_rounding(self) -> FixedRowDtype:
+        """To what the rows that scores are computed from are rounded, in the pool or in host memory."""
+        return self.fixed_row_dtype if self.host_row_dtype == "model" else self.host_row_dtype
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens computed ahead in one step."""
         return self.relay.chunk_tokens or min(8_192, self.max_batch_tokens)
@@ -259,6 +284,15 @@ class EngineConfig(Frozen):
             raise ConfigError(f"row_admission 'frequency' needs row_order 'frequency', got {self.row_order!r}")
         if self.row_admission == "frequency" and self.row_index == "host":
             raise ConfigError("row_admission 'frequency' needs the index on the device, got row_index 'host'")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_rounded_once(self) -> Self:
+        here, host = self.row_dtype, self.host_row_dtype
+        if host != "model" and here not in {"model", "auto", host}:
+            raise ConfigError(f"row_dtype must be 'model' or {host!r} with host_row_dtype {host!r}, got {here!r}")
+        if host != "model" and self.host_rows_bytes is not None:
+            raise ConfigError(f"host_row_dtype must be 'model' with host_rows_bytes, got {host!r}")
         return self
 
     @model_validator(mode="after")

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from helmrec.cluster.engines import make_engines
+from helmrec.config import EngineConfig
 from helmrec.deltas.delta import Delta
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.deltas.producer import DeltaProducer, skip_to
@@ -102,10 +104,10 @@ class StreamHost(Host):
         assert np.array_equal(found.numpy(), stream.table)
 
 
-def serving(folder: Path, model: str = "large", **more: Any) -> Caller:
+def serving(folder: Path, engine: EngineConfig | None = None, **more: Any) -> Caller:
     places = {"row_deltas": str(folder / "deltas"), "row_slice": NUM_ROWS}
     serve = SERVE.model_copy(update=places | more)
-    return Caller(make_app(make_engines(folder / model, engine_config(), serve, LIMITS), serve))
+    return Caller(make_app(make_engines(folder / "large", engine or engine_config(), serve, LIMITS), serve))
 
 
 def host_of(caller: Caller) -> StreamHost:
@@ -132,6 +134,47 @@ def test_both_engines_follow_with_one_copy_of_the_tables(stream: Stream, tmp_pat
         metrics = caller.get("/metrics").body.decode()
         assert 'helmrec_row_delta_position{replica="engine 1"} 4.0' in metrics
         assert host.run(host.keeper.stats).engines == 2
+
+
+@pytest.mark.parametrize("here", ["model", "int8"])
+def test_a_keeper_of_rounded_tables_rounds_the_rows_of_the_stream(tmp_path: Path, here: str) -> None:
+    """Slices, calls and a later keeper round as an engine rounds its own rows; differences stop the stream."""
+    save(tmp_path / "large", large_model())
+    producer = DeltaProducer(str(tmp_path / "deltas"))
+    rows: dict[str, Any] = {"row_dtype": here, "host_row_dtype": "int8"}
+    new = [np.random.default_rng(i).standard_normal((NUM_ROWS, 16)).astype(np.float32) for i in range(4)]
+    twin = tiny_engine(large_model(), **rows)
+    producer.push("item", IDS, new[0], step=1)
+    with serving(tmp_path, engine_config(**rows), row_slice=5) as caller:
+        host = host_of(caller)
+
+        def check(sequence: int, values: Any) -> None:
+            host.wait()
+            host.until(sequence)
+            twin.update_rows("item", IDS, values)
+            for engine in range(2):
+                for found, wanted in zip(host.scores(engine), scores_of(twin), strict=True):
+                    np.testing.assert_allclose(found, wanted, atol=1e-5)
+            tables = SharedTables(host.port.model, host.keeper.files, "int8").master.tables
+            assert torch.equal(tables["item"], twin._master.tables["item"])  # type: ignore[attr-defined]
+
+        check(1, new[0])
+        producer.push("item", IDS, new[1], step=2)
+        check(2, new[1])
+        host.caller.run(host.port.update_rows("item", IDS, new[2].tolist()))
+        check(2, new[2])
+        producer.push("item", IDS, new[3], step=3, add=True)
+        refused = "rows of int8 (host_row_dtype) take new values only"
+        wait_for(lambda: refused in (caller.get("/v1/pool").json["row_stream"]["stop"] or ""))
+        assert host.keeper.num_restarts == 0, "serving goes on, and so does the keeper"
+        os.kill(host.pid(host.keeper), signal.SIGKILL)
+        wait_for(lambda: host.keeper.num_restarts and host.keeper.health is Health.READY)
+        wait_for(lambda: refused in (caller.get("/v1/pool").json["row_stream"]["stop"] or ""))
+        assert skip_to(DeltaFolder(tmp_path / "deltas"), 2, 3, also_readable=True) == [3]
+        producer.push("item", IDS, new[3], step=4)
+        check(4, new[3])
+    producer.close()
+    twin.close()
 
 
 def test_slices_of_a_delta_are_visible_to_both_at_the_same_position(stream: Stream, tmp_path: Path) -> None:

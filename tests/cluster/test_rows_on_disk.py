@@ -28,11 +28,9 @@ from tests.serve.test_process_port import engine_config
 NUM_FRAMES = 90  # of each engine, of 349 rows; one request may read 50
 
 
-def two_engines(folder: Path, model: LoadedModel, **settings: Any) -> EnginesPort:
-    host_rows_bytes = 2 * bytes_for(NUM_FRAMES, model)
-    return make_engines(
-        folder, engine_config(host_rows_bytes=host_rows_bytes), ServeConfig(**SERVE.model_dump() | settings)
-    )
+def two_engines(folder: Path, model: LoadedModel, row_dtype: str = "model", **settings: Any) -> EnginesPort:
+    engine = engine_config(host_rows_bytes=2 * bytes_for(NUM_FRAMES, model), row_dtype=row_dtype)
+    return make_engines(folder, engine, ServeConfig(**SERVE.model_dump() | settings))
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +172,24 @@ def test_a_front_that_starts_again_has_all_updates(tmp_path: Path) -> None:
                 assert_equal(scores(Host(port, caller), engine), scores_of(expected))
             caller.run(port.update_rows("item", IDS, values(value)))
             expected.update_rows("item", IDS, values(value))
+
+
+def test_a_pool_of_rounded_rows_reads_files_and_log_as_they_are(tmp_path: Path) -> None:
+    folder, expected = save(tmp_path / "rounded", tiny_model()), tiny_engine(row_dtype="int8")
+    port = two_engines(folder, tiny_model(), row_dtype="int8")
+    with Caller(make_app(port, ServeConfig())) as caller:
+        caller.wait_until_ready()
+        for value in (None, 0.3):
+            if value is not None:
+                caller.run(port.update_rows("item", IDS, values(value)))
+                expected.update_rows("item", IDS, values(value))
+            for engine in range(2):
+                assert_equal(scores(Host(port, caller), engine), scores_of(expected))
+
+
+def test_rounded_host_memory_is_refused_with_rows_on_disk() -> None:
+    with pytest.raises(ConfigError, match="host_row_dtype must be 'model' with host_rows_bytes, got 'int8'"):
+        engine_config(host_rows_bytes=2 * bytes_for(NUM_FRAMES, tiny_model()), host_row_dtype="int8")
 
 
 def test_memory_that_is_too_small_for_each_is_refused_before_an_engine_starts(folder: Path, tmp_path: Path) -> None:

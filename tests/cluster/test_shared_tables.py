@@ -139,6 +139,26 @@ def test_an_update_is_seen_by_both_exactly(host: Host) -> None:
     assert host.run(host.keeper.stats).engines == 2
 
 
+def test_rounded_tables_are_shared_and_updated_as_an_engine_rounds_its_own(tmp_path: Path) -> None:
+    settings = engine_config(row_dtype="int8", host_row_dtype="int8")
+    expected, folder = (
+        tiny_engine(tiny_model(), row_dtype="int8", host_row_dtype="int8"),
+        save(tmp_path / "model", tiny_model()),
+    )
+    with Caller(make_app(make_engines(folder, settings, SERVE), ServeConfig())) as caller:
+        host = Host(caller.app.state.front.port, caller)
+        caller.wait_until_ready()
+        host.wait()
+        for value in (None, 0.3):
+            if value is not None:
+                host.caller.run(host.port.update_rows("item", IDS, values(value).tolist()))
+                expected.update_rows("item", IDS, values(value))
+            for engine in range(2):
+                for found, wanted in zip(host.scores(engine), scores_of(expected), strict=True):
+                    np.testing.assert_allclose(found, wanted, atol=1e-5)
+        assert sum(pss_bytes(pid, "helmrec-tables") for pid in host.pids) > 0
+
+
 async def load(host: Host, states: list[list[Any]], is_over: asyncio.Event) -> int:
     """Ask until it is over; every answer must be of one state of the rows. Returns the number of answers."""
     num = 0

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from helmrec.clock import ManualClock
-from helmrec.config import KVDtype, RelayConfig
+from helmrec.config import FixedRowDtype, KVDtype, RelayConfig
 from helmrec.deltas.checks import check_delta
 from helmrec.deltas.delta import Delta, TablePart
 from helmrec.engine import engine as engine_module
@@ -64,6 +64,8 @@ class Streams(RuleBasedStateMachine):
     """A few users whose histories change in every way a client can think of."""
 
     kv_dtype: KVDtype = "model"
+    row_dtype: FixedRowDtype = "model"
+    host_row_dtype: FixedRowDtype = "model"
     keeps_order = True  # whether no request runs before an earlier one
 
     @initialize(
@@ -92,8 +94,10 @@ class Streams(RuleBasedStateMachine):
         fixed = {"max_batch_requests": 3, "move_bytes_per_step": 4_096, "relay": relay}
         index = IndexForm.COMPACT if seed % 2 else IndexForm.DENSE
         with patch.object(row_table, "index_form", return_value=index):
-            self.engine = self.make_engine(model, kv_dtype=self.kv_dtype, **fixed | policies)
-        self.reference = Reference(model.config, model.dense, model.tables, self.kv_dtype)
+            rows = {"row_dtype": self.row_dtype, "host_row_dtype": self.host_row_dtype}
+            self.engine = self.make_engine(model, kv_dtype=self.kv_dtype, **fixed | policies | rows)
+        rounding = self.engine.config.row_rounding
+        self.reference = Reference(model.config, model.dense, model.tables, self.kv_dtype, rounding)
         self.config = model.config
         self.histories: list[list[Event]] = [[] for _ in range(NUM_USERS)]
         self.countries = [user % 5 for user in range(NUM_USERS)]
@@ -321,6 +325,7 @@ class Streams(RuleBasedStateMachine):
     )
     def follow_deltas(self, asks: list[int], num: int, is_difference: bool, slice_rows: int) -> None:
         """A delta comes in slices while requests are served: each is scored at the position that it says."""
+        is_difference = is_difference and self.host_row_dtype == "model"
         requests = [self._request(user, "whole", 0.0) for user in asks]
         futures = [self.engine.submit(request) for request in requests]
         recent = sorted({event[0] for history in self.histories for event in history[-20:]} - {*self.spoiled}) or [0]
@@ -446,7 +451,7 @@ def values_of(pages: Pages) -> torch.Tensor:
     return pages if isinstance(pages, torch.Tensor) else decode(pages.codes, pages.exponents, torch.float32)
 
 
-def run(num_streams: int, number: int | None = None, kv_dtype: KVDtype = "model", **extra: Any) -> None:
+def run(num_streams: int, number: int | None = None, precision: dict[str, str] | None = None, **extra: Any) -> None:
     """Streams of the given number are always the same; without one they are others each time, or as `extra` says."""
     options: dict[str, Any] = {
         "max_examples": num_streams,
@@ -455,7 +460,7 @@ def run(num_streams: int, number: int | None = None, kv_dtype: KVDtype = "model"
         "database": None,
         "suppress_health_check": list(HealthCheck),
     }
-    streams = type("Streams", (Streams,), {"kv_dtype": kv_dtype})
+    streams = type("Streams", (Streams,), precision or {})
     numbered = streams if number is None else seed(number)(streams)
     run_state_machine_as_test(numbered, settings=settings(**options | extra))
 
@@ -488,7 +493,7 @@ CODES: list[KVDtype] = ["fp8_e4m3", "int8"]
 def check_codes(kv_dtype: KVDtype, num_streams: int, **extra: Any) -> None:
     """With eight bits, all but a few scores are those of a reference that rounds every key and value the same way."""
     seen.clear()
-    run(num_streams, kv_dtype=kv_dtype, **extra)
+    run(num_streams, precision={"kv_dtype": kv_dtype}, **extra)
     share = seen["scores with another code"] / seen["scores"]
     assert share <= SHARE_OF_OTHER_CODES, f"off by more than {TOLERANCE:g}: {share:.1%} of the scores"
 
@@ -597,7 +602,7 @@ def move_rows_without_their_data(self: Arena, source: Any, target: Any) -> None:
     """A shrink that moves index entries only."""
 
 
-def keep_old_copies_of_rows(values: Any, rows: Any, first: int, num: int, targets: RowTargets) -> None:
+def keep_old_copies_of_rows(values: Any, rows: Any, first: int, num: int, targets: RowTargets, **_: Any) -> None:
     """An update that reaches the master only."""
     assert targets.master is not None
     targets.master[rows[first : first + num]] = values[first : first + num]
@@ -637,7 +642,7 @@ def compute_again_what_did_not_stay(self: Relay, job: Any) -> bool:
 
 def take_differences_for_values(master: RowMaster, update: RowUpdate) -> torch.Tensor:
     """Rows become what was to be added to them."""
-    return torch.from_numpy(update.values).to(master.dtype)
+    return torch.from_numpy(update.values).to(master.codec.dtype)
 
 
 PLANTED: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -1,5 +1,6 @@
 """K/V of eight bits in an engine: the same scores alone, in a batch, resident or not; and twice as many tokens."""
 
+import hashlib
 import itertools
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_a_history_has_other_hashes_in_another_precision(rng: np.random.Generato
     states = [Intake(config, version, 100, key).prepare(request).history.states for version in versions]
     for one, other in itertools.combinations(states, 2):
         assert not np.intersect1d(one, other).size
+
+
+def test_pages_whose_values_lay_token_by_token_are_not_found_any_more() -> None:
+    """The layout of pages with K/V and products in fp8_e4m3 has changed; all other caches stay as they are."""
+
+    def before(precision: str) -> int:
+        return int.from_bytes(hashlib.blake2b(f"7 {precision}".encode(), digest_size=8).digest(), "little") >> 1
+
+    fp8 = EngineConfig(kv_dtype="fp8_e4m3", compute_dtype="fp8_e4m3")
+    with_rows = fp8.model_copy(update={"row_dtype": "fp8_e4m3"})
+    assert cache_version(7, fp8) != before("fp8_e4m3 fp8_e4m3")
+    assert cache_version(7, with_rows) != before("fp8_e4m3 fp8_e4m3 rows fp8_e4m3")
+    assert cache_version(7, EngineConfig(kv_dtype="fp8_e4m3")) == before("fp8_e4m3")
+    assert cache_version(7, EngineConfig(kv_dtype="int8", compute_dtype="fp8_e4m3")) == before("int8 fp8_e4m3")
 
 
 @pytest.mark.parametrize(("name", "least"), [("dlrmv3", 1.9), ("nvidia-bench", 1.9), ("kuairand", 1.9)])

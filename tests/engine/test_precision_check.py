@@ -75,9 +75,10 @@ def test_every_precision_is_close_and_has_a_verdict_of_its_own() -> None:
         assert 0 < figures.mean_difference < 0.05 * figures.spread
         verdicts = verdicts.with_verdict(precision, figures)
     for name, precision in LOW_PRECISIONS.items():
-        assert verdicts.verdict_about(precision).figures.source == name
-    assert set(verdicts.kv_dtype) == {"fp8_e4m3", "int8"}
-    assert set(verdicts.fp8_products) == {"model", "fp8_e4m3"}
+        verdict = verdicts.about(precision)
+        assert verdict is not None
+        assert verdict.figures.source == name
+    assert verdicts.about(Precision("int8", row_dtype="fp8_e4m3")) is None
 
 
 def test_labels_give_quality_in_both_precisions(rng: np.random.Generator) -> None:
@@ -145,7 +146,7 @@ def test_a_verdict_is_bound_to_its_weights(folder: Path) -> None:
     assert read_verdicts(folder, model.version + 1) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 2}', '{"version": "1", "kv_dtype": {"fp4": {}}}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"version": "1", "verdicts": {"fp4": {}}}'])
 def test_a_damaged_verdict_is_an_error_that_names_the_file(folder: Path, content: str) -> None:
     (folder / "precision.json").write_text(content)
     with pytest.raises(ModelError, match=r"precision\.json"):
@@ -162,8 +163,9 @@ def test_the_command_writes_the_verdict_and_its_status_says_it(folder: Path, tmp
     run = CliRunner().invoke
     result = run(app, ["model", "check", str(folder), "--precision", "fp8", "--seed", "3"])
     found = json.loads((folder / "precision.json").read_text())
-    assert found["kv_dtype"]["fp8_e4m3"]["figures"]["source"] == "random, seed 3"
-    assert result.exit_code == (1 if found["kv_dtype"]["fp8_e4m3"]["objections"] else 0)
+    verdict = found["verdicts"][str(LOW_PRECISIONS["fp8"])]
+    assert verdict["figures"]["source"] == "random, seed 3"
+    assert result.exit_code == (1 if verdict["objections"] else 0)
     asked = tmp_path / "asked.jsonl"
     rng, config = np.random.default_rng(0), load_model(folder).config
     lines = []
@@ -180,12 +182,13 @@ def test_the_command_writes_the_verdict_and_its_status_says_it(folder: Path, tmp
     result = run(app, ["model", "check", str(folder), "--precision", "int8", "--requests", str(asked)])
     assert result.exit_code == 1, "three requests are too few"
     assert "3 requests are fewer than 100" in " ".join(result.output.split())
-    kept = json.loads((folder / "precision.json").read_text())["kv_dtype"]
-    assert set(kept) == {"fp8_e4m3", "int8"}
-    assert kept["int8"]["figures"]["labelled"] == 3
+    kept = json.loads((folder / "precision.json").read_text())["verdicts"]
+    assert set(kept) == {str(LOW_PRECISIONS[name]) for name in ("fp8", "int8")}
+    assert kept[str(LOW_PRECISIONS["int8"])]["figures"]["labelled"] == 3
     asked.write_text(json.dumps({**lines[0], "labels": [1]}))
     result = run(app, ["model", "check", str(folder), "--precision", "int8", "--requests", str(asked)])
     assert result.exit_code != 0
     assert "line 1" in result.output
     result = run(app, ["model", "check", str(folder), "--precision", "fp4"])
-    assert "--precision must be fp8, int8, fp8-products or fp8-all, got 'fp4'" in result.output
+    known = "fp8, int8, fp8-products, fp8-rows, int8-rows, fp8-layers, int8-caches or fp8-all"
+    assert f"--precision must be {known}, got 'fp4'" in " ".join(result.output.split())

@@ -38,12 +38,32 @@ def test_every_option_scores_as_it_would_without_caches(option: str, dtype: str)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_codes_score_as_they_would_without_caches(kv_dtype: FixedKVDtype, dtype: str, head_dim: int) -> None:
-    compare_with_uncached(dtype, "concat", head_dim, 64, {}, kv_dtype)
+    compare_with_uncached(dtype, "concat", head_dim, 64, {}, {"kv_dtype": kv_dtype})
+
+
+@pytest.mark.parametrize(
+    ("here", "host"), [("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "model"), ("model", "fp8_e4m3")]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_rows_score_as_they_would_without_caches(dtype: str, here: str, host: str) -> None:
+    compare_with_uncached(dtype, "concat", 64, 128, {}, {"row_dtype": here, "host_row_dtype": host})
+
+
+def test_everything_in_eight_bits_scores_as_it_would_without_caches() -> None:
+    every = dict.fromkeys(("kv_dtype", "compute_dtype", "row_dtype", "host_row_dtype"), "fp8_e4m3")
+    compare_with_uncached("bfloat16", "concat", 64, 128, {}, every)
 
 
 def compare_with_uncached(
-    dtype: str, form: str, head_dim: int, page_tokens: int, options: dict[str, Any], kv_dtype: FixedKVDtype = "model"
+    dtype: str,
+    form: str,
+    head_dim: int,
+    page_tokens: int,
+    options: dict[str, Any],
+    precision: dict[str, Any] | None = None,
 ) -> None:
+    precision = precision or {}
+    is_smaller = bool({"kv_dtype", "row_dtype"} & precision.keys())
     model = tiny_model(
         **options,
         dtype=dtype,
@@ -63,8 +83,8 @@ def compare_with_uncached(
         model,
         device="cuda",
         page_tokens=page_tokens,
-        pool_bytes=(8 if head_dim == 64 else 2) * (1 << 20) // (1 if kv_dtype == "model" else 2),
-        kv_dtype=kv_dtype,
+        pool_bytes=(8 if head_dim == 64 else 2) * (1 << 20) // (2 if is_smaller else 1),
+        **precision,
         kv_admission="always",
         max_batch_requests=2,  # so that steps overlap
         **host,
@@ -73,7 +93,8 @@ def compare_with_uncached(
     rng = np.random.default_rng(0)
     histories = {user: random_request(rng, model.config, user, 400) for user in range(12)}
     worst = 0.0
-    for i in range(700 if (dtype, form, head_dim) == ("bfloat16", "concat", 64) else 60):  # three requests each
+    is_long = (dtype, form, head_dim) == ("bfloat16", "concat", 64) and not {"row_dtype"} & precision.keys()
+    for i in range(700 if is_long else 60):  # three requests each
         if i % 15 == 0:
             engine.move_alpha(ALPHAS[i // 15 % len(ALPHAS)])
         requests = []

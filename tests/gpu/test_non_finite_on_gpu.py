@@ -92,7 +92,7 @@ def test_a_bad_row_fails_its_requests_and_heals_while_batch_mates_stay_exact(
 def _write_bad_row(engine: Any) -> None:
     """As if it had passed every check."""
     rows = np.array([BAD + engine.model_config.offsets["item"]])
-    values = torch.full((1, engine.model_config.row_dim), torch.nan, dtype=engine._master.dtype)
+    values = torch.full((1, engine.model_config.row_dim), torch.nan, dtype=engine._master.codec.dtype)
     engine.check()
     engine._pool.row_epochs.mark(rows)
     engine._runner.write_rows(engine._dense.rows.send(rows, values))

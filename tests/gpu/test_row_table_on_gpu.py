@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helmrec.engine.capture import GraphMaker
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.kernels.row_index import ABSENT, CompactIndex, IndexForm
 from helmrec.kernels.row_kernels import row_kernels
 from helmrec.kernels.row_lookup import Lookup
@@ -38,7 +39,7 @@ class Driven:
         """index_slots: size a compact index for so many slots instead of all."""
         device = torch.device("cuda" if kernels == "triton" else "cpu")
         self._buffer = LockedBuffer(ROWS * DIM * 4)
-        self.master = self._buffer.rows(DIM, DIM * 4, torch.int32)
+        self.master = self._buffer.rows(RowCodec(DIM, torch.int32))
         self.master.copy_(torch.arange(ROWS, dtype=torch.int32)[:, None].expand(ROWS, DIM))
         if device.type == "cuda":
             self._buffer.lock()

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 from tests.kernels.row_write_cases import ROWS, random_targets, random_update
 
 from helmrec.kernels import row_write
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.kernels.row_index import INDEXES, IndexForm
 from helmrec.kernels.row_write import RowTargets
 from helmrec.kernels.triton_row_write import write_rows
@@ -27,7 +28,7 @@ def test_rows_of_every_size_and_type_match_the_twin(row_dim: int, dtype: torch.d
     stride = twin.master.stride(0) * dtype.itemsize
     buffer = LockedBuffer(ROWS * stride)
     buffer.lock()
-    master = buffer.rows(row_dim, stride, dtype)
+    master = buffer.rows(RowCodec(row_dim, dtype))
     master.copy_(twin.master)
     arena = torch.empty((len(twin.arena_rows), twin.arena_rows.stride(0)), dtype=dtype, device="cuda")[:, :row_dim]
     arena.copy_(twin.arena_rows)
@@ -48,7 +49,7 @@ def test_rows_beyond_31_bits_are_written_in_their_place(form: IndexForm) -> None
     num_rows = ((2 << 30) + (64 << 20)) // stride
     buffer = LockedBuffer(num_rows * stride)
     buffer.lock()
-    master = buffer.rows(512, stride, torch.float16)
+    master = buffer.rows(RowCodec(512, torch.float16))
     arena = torch.zeros((num_rows, 512), dtype=torch.float16, device="cuda")
     index = INDEXES[form].allocate(num_rows, num_rows, torch.device("cuda"))
     index.insert(*(torch.tensor([num_rows - 1, 0], device="cuda") for _ in range(2)))

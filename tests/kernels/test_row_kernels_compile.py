@@ -14,7 +14,8 @@ CHECK = dedent("""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from helmrec.kernels import triton_row_lookup as lookup, triton_row_table as table, triton_row_write as write
+    from helmrec.kernels import triton_embed as embed, triton_row_lookup as lookup, triton_row_recode as recode
+    from helmrec.kernels import triton_row_table as table, triton_row_write as write
 
     TYPES = {
         "heat": "*fp32", "claim_heat": "*fp32", "victim_heat": "*fp32", "control": "*fp64", "is_missed": "*i8",
@@ -24,9 +25,10 @@ CHECK = dedent("""
     }
     VALUES = {"BLOCK": 256, "SHIFT": 10, "MOST": 15, "SIZE": 65536, "WORDS": 1024}
 
-    def build(kernel, **flags):
+    def build(kernel, kinds={}, **flags):
         values = {name: VALUES.get(name, flags.get(name)) for name in kernel.arg_names if name.isupper()}
-        types = {name: "constexpr" if name in values else TYPES.get(name, "*i32") for name in kernel.arg_names}
+        known = {**TYPES, **kinds, **dict.fromkeys(values, "constexpr")}
+        types = {name: known.get(name, "*i32") for name in kernel.arg_names}
         constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
         source = ASTSource(fn=kernel, signature=types, constexprs=constants)
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
@@ -42,6 +44,19 @@ CHECK = dedent("""
     for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._place_kernel):
         build(kernel)
     build(table._claim_by_frequency_kernel)
+    for source, target in ((0, 1), (0, 2), (1, 0), (2, 0)):  # formats: rows as they are, fp8_e4m3, int8
+        of = {0: "*fp16", 1: "*u8", 2: "*u8"}
+        kinds = {"master": of[source], "values": of[source], "arena": of[target], "out": of[target], "places": "*i64"}
+        strides = {"MASTER_STRIDE": (512, 528, 528)[source], "VALUES_STRIDE": (512, 528, 528)[source]}
+        strides |= {"ARENA_STRIDE": (512, 528, 528)[target], "OUT_STRIDE": (512, 528, 528)[target]}
+        shape = {**strides, "DIM": 512, "PADDED": 512, "ROWS": 32, "SKIPPED": -(2**31)}
+        shape |= {"SOURCE": source, "TARGET": target}
+        build(recode._gather_kernel, kinds, **shape, HAS_PLACES=True, HAS_COUNT=True)
+        build(recode._write_kernel, kinds, **shape, HAS_MASTER=True, BUCKETS=0)
+    for form in (1, 2):
+        kinds = {"rows": "*u8", "features": "*i64", "out": "*bf16"}
+        kinds |= {name: "i32" for name in ("feature_stride", "row_stride", "num_rows")}
+        build(embed._pool_kernel, kinds, NUM_FEATURES=3, WIDTH=512, PADDED=512, ROWS=8, FORMAT=form, IN_FLOAT16=True)
     print("compiled")
 """)
 

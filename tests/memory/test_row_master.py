@@ -19,7 +19,7 @@ def make_master() -> RowMaster:
 
 def test_rows_of_all_tables_share_one_id_space() -> None:
     master = make_master()
-    assert (master.row_dim, master.num_bytes) == (2, 40)
+    assert (master.codec.dim, master.num_bytes) == (2, 40)
     assert master.gather(np.array([4, 0, 3, 2])).tolist() == [[102, 103], [0, 1], [100, 101], [4, 5]]
 
 
@@ -85,7 +85,7 @@ def odd_tables() -> dict[str, torch.Tensor]:
 def test_a_locked_master_answers_as_a_plain_one(runtime: FakeRuntime) -> None:
     plain, locked = RowMaster(odd_tables()), RowMaster.locked(odd_tables())
     rows = np.array([306, 0, 299, 300, 5, 5])
-    assert (locked.row_dim, locked.num_bytes) == (plain.row_dim, plain.num_bytes)
+    assert (locked.codec, locked.num_bytes) == (plain.codec, plain.num_bytes)
     assert torch.equal(locked.gather(rows), plain.gather(rows))
 
 

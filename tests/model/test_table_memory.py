@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from helmrec.config import FixedRowDtype
 from helmrec.errors import ConfigError, ModelError
 from helmrec.model import table_memory
 from helmrec.model.folder import find_rows, read_manifest, table_file
-from helmrec.model.shared_tables import SharedTables
+from helmrec.model.shared_tables import SharedTables, row_bytes_of, values_of_bytes
 from helmrec.model.table_memory import TableFiles, TableMemory
 from helmrec.model.weights import init_model, load_dense, load_model
 from helmrec.types import RowPosition
@@ -62,6 +63,32 @@ def test_engines_read_what_the_files_hold(folder: Path, files: TableFiles, monke
     assert loaded.version == model.version
     assert loaded.dense.keys() == model.dense.keys()
     assert loaded.tables["item"].data_ptr() == shared.master.tables["item"].data_ptr(), "no copy"
+
+
+@pytest.mark.parametrize("code", ["fp8_e4m3", "int8"])
+def test_rows_are_rounded_as_they_are_read(folder: Path, code: FixedRowDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch rounds them, in less memory; an update and a value of it survive the journal."""
+    monkeypatch.setattr(table_memory, "_CHUNK_BYTES", 300)
+    config, model = read_manifest(folder).model, load_model(folder)
+    files = TableFiles.create(config, code)
+    memory = TableMemory(config, files, code)
+    spans = {table.name: find_rows(folder, table, config) for table in config.tables}
+    memory.load(spans, START, lambda done, total: None)
+    shared = SharedTables(config, files, code)
+    codec = shared.master.codec
+    assert codec.code == code
+    assert memory.num_bytes == config.num_rows * config.record_bytes(code)
+    for name, rows in model.tables.items():
+        assert torch.equal(shared.master.tables[name], codec.encode(rows))
+    new = codec.encode(torch.randn(2, config.row_dim).to(codec.dtype))
+    memory.journal.enter(np.array([4, 1]), row_bytes_of(new), START)
+    entered = values_of_bytes(memory.journal.entry().values, codec)
+    assert np.array_equal(entered, codec.decode(new, torch.float32).numpy())
+    memory.journal.write(memory.write)
+    assert torch.equal(shared.master.gather(np.array([4, 1])), new)
+    loaded = load_dense(folder, shared)
+    assert loaded.tables["item"].data_ptr() == shared.master.tables["item"].data_ptr(), "no copy"
+    files.close()
 
 
 def test_a_second_keeper_reads_nothing_and_completes_what_was_begun(folder: Path, files: TableFiles) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from helmrec.config import FixedRowDtype
 from helmrec.engine.engine import Engine
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows, read_manifest
-from helmrec.model.shared_tables import row_bytes_of
+from helmrec.model.shared_tables import row_bytes_of, row_codec
 from helmrec.model.table_memory import TableFiles, TableMemory
 from helmrec.model.weights import load_dense, save_model
 from helmrec.serve import shared_rows
@@ -42,10 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Host:
     """A keeper in the loop of a thread of its own, and engines that share its tables."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, row_dtype: FixedRowDtype = "model") -> None:
         self.folder = folder
         self.config: ModelConfig = read_manifest(folder).model
-        self.files = TableFiles.create(self.config)
+        self.row_dtype = row_dtype
+        self.files = TableFiles.create(self.config, row_dtype)
         self.cut_off: list[str] = []
         self.ends: dict[str, socket.socket] = {}  # the keeper's ends of its connections
         self.loop = asyncio.new_event_loop()
@@ -56,7 +58,7 @@ class Host:
         self.start_keeper()
 
     def start_keeper(self) -> None:
-        self.memory = TableMemory(self.config, self.files)
+        self.memory = TableMemory(self.config, self.files, self.row_dtype)
         spans = {table.name: find_rows(self.folder, table, self.config) for table in self.config.tables}
         self.memory.load(spans, RowPosition(), lambda done, total: None)
         self.keeper = Keeper(self.memory, LIMITS, self.cut_off.append)
@@ -76,12 +78,12 @@ class Host:
         rows.wait()
 
     def tables(self, name: str) -> SharedRows:
-        rows = SharedRows(self.config, self.files)
+        rows = SharedRows(self.config, self.files, self.row_dtype)
         self.connect(rows, name)
         return rows
 
     def engine(self, rows: SharedRows) -> Engine:
-        made = Engine(load_dense(self.folder, rows.tables), engine_config())
+        made = Engine(load_dense(self.folder, rows.tables), engine_config(host_row_dtype=self.row_dtype))
         rows.follow_with(made)
         self.engines.append(made)
         return made
@@ -98,7 +100,8 @@ class Host:
         self.call(lambda: self.keeper.update(rows, self.values(value, rows.size), RowPosition(sequence)))
 
     def values(self, value: float, num: int = ROWS.size) -> Any:
-        return row_bytes_of(torch.full((num, self.config.row_dim), value, dtype=torch.float32))
+        codec = row_codec(self.config, self.row_dtype)
+        return row_bytes_of(codec.encode(torch.full((num, self.config.row_dim), value)))
 
     def close(self) -> None:
         for engine in self.engines:
@@ -144,6 +147,26 @@ def test_engines_see_an_update_that_was_written_once(host: Host) -> None:
             assert engine.stats().audit_mismatches == 0
     stats = host.keeper.stats
     assert (stats.updates, stats.rows, stats.turns, stats.engines) == (2, 6, 2, 2)
+
+
+@pytest.mark.parametrize("code", ["fp8_e4m3", "int8"])
+def test_engines_that_share_rounded_tables_score_as_one_with_its_own(folder: Path, code: FixedRowDtype) -> None:
+    host = Host(folder, code)
+    rows = host.tables("late")
+    late, engines = host.engine(rows), host.serving()
+    score(late)
+    with tiny_engine(tiny_model(), host_row_dtype=code) as alone:
+        before = score(alone)
+        assert all(np.array_equal(score(engine), before) for engine in engines)
+        host.update(0.3)
+        alone.update_rows("item", ROWS, np.full((ROWS.size, host.config.row_dim), 0.3, np.float32))
+        rows.start()
+        for engine in (*engines, late):
+            for _ in range(2):
+                np.testing.assert_allclose(score(engine), score(alone), atol=1e-6)
+            assert engine.stats().audit_mismatches == 0
+    host.rows.append(rows)
+    host.close()
 
 
 def test_rows_that_changed_while_an_engine_started_are_right_when_it_serves(host: Host) -> None:
@@ -291,7 +314,7 @@ def test_tables_come_through_the_door_and_a_new_keeper_too(host: Host) -> None:
     def send(name: str, engine: str) -> None:
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         host.call(lambda: host.keeper.join(engine, left))
-        payload = f"{name} {host.folder}".encode()
+        payload = f"{name} model {host.folder}".encode()
         socket.send_fds(ours, [payload], [*host.files, right.fileno()])
         right.close()
 

@@ -60,7 +60,8 @@ def check(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Compare eight bits with the model's dtype instead: fp8 or int8 (K/V), fp8-products or fp8-all.",
+            help="Compare eight bits with the model's dtype instead: fp8 or int8 (K/V), fp8-products, fp8-rows or "
+            "int8-rows; together: fp8-layers, int8-caches or fp8-all.",
             show_default="none",
         ),
     ] = None,
@@ -77,7 +78,7 @@ def check(
     """Compare the scores of an engine on the CPU, caches on, with those of the plain PyTorch module.
 
     With --precision, compare scores in low and in full precision, and write the verdict to precision.json in the model
-    folder, which an engine with kv_dtype="auto" obeys. Status 1 if low precision is not allowed.
+    folder, which an engine with kv_dtype="auto" or row_dtype="auto" obeys. Status 1 if low precision is not allowed.
     """
     from helmrec.engine.model_check import check_model
     from helmrec.model.weights import load_model
@@ -113,5 +114,9 @@ def _model_table(folder: Path, config: ModelConfig, dense: int, version: int) ->
         ("KV per token", f"{kv_bytes:,} bytes; {rounded_bytes:,} with a kv_dtype of eight bits"),
         ("tables", ", ".join(f"{t.name} ({t.num_rows:,})" for t in config.tables)),
         ("table bytes", f"{total_table_bytes(config):,} ({config.row_dtype}, {config.row_dim} wide)"),
+        (
+            "a row in memory",
+            f"{config.row_stride:,} bytes; {config.record_bytes('int8'):,} with a row_dtype of eight bits",
+        ),
     )
     return pairs_table(f"{config.name} in {folder}", rows)

@@ -28,9 +28,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
         list[str] | None,
         typer.Option("--pool-bytes", "--pool", help="Memory of a node's pool; may repeat.", show_default="80GB"),
     ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="Precision of K/V: model, fp8_e4m3 or int8. Times stay the calibration's.")
-    ] = "model",
+    kv_dtype: Annotated[str, typer.Option(help="Type of K/V: model, fp8_e4m3 or int8; times do not change.")] = "model",
+    row_dtype: Annotated[str, typer.Option(help="Type of rows in the pool, in the same words.")] = "model",
     host_rows: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +67,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per flag
             "rate": rate,
             "slo_ms": milliseconds(slo),
             "kv_dtype": kv_dtype,
+            "row_dtype": row_dtype,
             "host_rows_bytes": host_rows,
             "disk_rows_per_s": disk_reads,
             "profile": profile,

@@ -21,7 +21,8 @@ def check_precision_of(folder: Path, name: str, requests: Path | None, seed: int
 
     names = {**LOW_PRECISIONS, "fp8_e4m3": LOW_PRECISIONS["fp8"]}
     if name not in names:
-        raise ConfigError(f"--precision must be {', '.join(list(LOW_PRECISIONS)[:-1])} or fp8-all, got {name!r}")
+        *most, last = LOW_PRECISIONS
+        raise ConfigError(f"--precision must be {', '.join(most)} or {last}, got {name!r}")
     if device not in {"cpu", "cuda"}:
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     precision, model = names[name], load_model(folder)
@@ -33,7 +34,7 @@ def check_precision_of(folder: Path, name: str, requests: Path | None, seed: int
     verdicts = model.precision or PrecisionVerdicts(version=f"{model.version:016x}")
     verdicts = verdicts.with_verdict(precision, figures)
     write_verdicts(folder, verdicts)
-    verdict = verdicts.verdict_about(precision)
+    verdict = verdicts.verdicts[str(precision)]
     _show(folder, precision, verdict)
     return verdict.is_allowed
 

@@ -71,7 +71,11 @@ def make_engines(
     """
     if engine.verify == "start" and serve.row_deltas is None:
         verify_files(model)
-    keeper = RowKeeper(model, serve, limits) if engine.host_rows_bytes is None else None
+
+    def make_keeper(folder: Path, start: StreamStart | None = None) -> RowKeeper:
+        return RowKeeper(folder, serve, limits, start, engine.host_row_dtype)
+
+    keeper = make_keeper(model) if engine.host_rows_bytes is None else None
     follows_log = keeper is None and serve.row_deltas is None
     first, shared, ports = model if keeper is None else keeper.model, one_of(engine, serve), {}
     for i, card in enumerate(_cards(engine, serve.engines)):
@@ -84,7 +88,7 @@ def make_engines(
     if engine.verify == "background" and serve.row_deltas is None:
         port.check_files(model)
     if keeper is not None:
-        port.tables = Keepers(lambda folder, start: RowKeeper(folder, serve, limits, start), keeper, port.engines)
+        port.tables = Keepers(make_keeper, keeper, port.engines)
     elif follows_log:
         port.logs = HostLogs(lambda folder: HostLog(folder, shared), model, port.engines)
     return port

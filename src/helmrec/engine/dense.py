@@ -120,7 +120,7 @@ class EagerDense:
 
     @torch.inference_mode()
     def score(self, step: Assembly, values: Tensor, wait_for_pages: WaitForPages) -> Tensor:  # (candidates, tasks)
-        """Compute logits. values: (rows, row_dim), in the order of `Assembly.rows`."""
+        """Compute logits. values: (rows, width), stored as in the pool, in the order of `Assembly.rows`."""
         model, tokens = self._model, self._input(step, values)
         num_tokens = int(step.cu_tokens[-1])
         x = torch.empty((num_tokens + 1, model.config.dim), dtype=model.dtype, device=model.device)

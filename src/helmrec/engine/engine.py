@@ -43,7 +43,7 @@ from helmrec.memory.row_fetch import RowTierStats
 from helmrec.memory.stats import PoolStats
 from helmrec.memory.tiered_rows import TieredRows
 from helmrec.model.file_check import FileCheck, FileCheckStats
-from helmrec.model.shared_tables import rows_of_bytes
+from helmrec.model.shared_tables import values_of_bytes
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.pauses import Cause, GapMonitor, PauseStats, follow_process
 from helmrec.steps import Steps
@@ -364,14 +364,14 @@ class Engine:
         """Apply what another process has added to the log of row updates, if one writes it. Any thread may call it."""
         with self._one_follower:
             while self._tier is not None and (update := self._tier.next_logged()) is not None:
-                values = rows_of_bytes(update.values.copy(), self._master.dtype)
-                self.apply_rows(RowUpdate(update.rows, values.float().numpy()))
+                values = values_of_bytes(update.values.copy(), self._master.codec)
+                self.apply_rows(RowUpdate(update.rows, values))
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
         """Copy checked rows to where `apply_rows` takes them, beside running steps. Any thread may call it."""
         return self._runner.stage_rows(update)
 
-    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, row_dim)
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, width of a stored row)
         """The same for values as the master keeps them."""
         return self._runner.stage_stored(rows, values)
 

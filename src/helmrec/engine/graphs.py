@@ -129,7 +129,7 @@ class GraphedDense:
         self._form = StepForm(config, memory.k_pages.shape[2], limits.num_sequences)
         self._row_shape = RowShape(len(config.features), self._form.num_tables, limits.num_sequences, largest)
         self.row_graphs = RowGraphs(rows, self._row_shape)
-        self._head_rows = self.row_graphs.values.new_zeros((len(model.head_features), most, config.row_dim))
+        self._head_rows = self.row_graphs.values.new_zeros((len(model.head_features), most, model.row_codec.width))
         self._x = torch.zeros((self._num_tokens(largest), config.dim), dtype=model.dtype, device=device)
         self._plan = self._make_plan()
         parts = [self._head_fields(most), self._common_fields(), self._step_fields(largest)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from helmrec.engine.assemble import Assembly
 from helmrec.engine.row_values import pinned_block, split_block
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.kernels.row_kernels import RowKernels
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Missed
@@ -28,7 +29,7 @@ class Reading(Protocol):
 
     @property
     def values(self) -> Tensor:
-        """Row values, (rows, row_dim), in the order of `Assembly.rows`."""
+        """Rows as the pool stores them, (rows, width), in the order of `Assembly.rows`."""
 
     def count_misses(self) -> IntArray:  # (requests,)
         """Count the rows that came from the host, by request; called once, when the step has ended."""
@@ -42,7 +43,7 @@ class SentRows:
     """New rows where a stage writes them from: all that were sent together, or a part of them."""
 
     rows: IntArray  # of this part
-    values: Tensor  # (rows sent, row_dim) as the master keeps them
+    values: Tensor  # (rows sent, width) as the master stores them
     places: Tensor | None = None  # (rows sent,) all rows on the device, for an index there
     sent: torch.cuda.Event | None = None  # after the copy to a card
     first: int = 0  # where this part begins in `values`, `places` and `on_host`
@@ -103,10 +104,12 @@ class HostRowStage:
 
     stream = None
 
-    def __init__(self, cache: EmbeddingCache, arena: Arena, master: HostRows) -> None:
+    def __init__(self, cache: EmbeddingCache, arena: Arena, master: HostRows, codec: RowCodec) -> None:
+        """codec: of rows in the arena."""
         self._cache = cache
         self._arena = arena
         self._master = master
+        self._codec = codec
         self._refills = not isinstance(master, TieredRows)  # evicted rows may be on disk
 
     def read(self, step: Assembly) -> HostReading:
@@ -114,7 +117,7 @@ class HostRowStage:
         slots = self._cache.lookup(rows)
         absent, repeats = np.flatnonzero(slots == ABSENT), repeats_of(slots)
         device = self._arena.rows.device
-        values = self._master.gather(rows[absent]).to(device)
+        values = self._recoded(self._master.gather(rows[absent])).to(device)
         if absent.size < rows.size:
             missed, values = values, self._arena.rows[torch.from_numpy(np.maximum(slots, 0)).to(device)]
             values[torch.from_numpy(absent).to(device)] = missed
@@ -122,6 +125,10 @@ class HostRowStage:
             places, sources = (torch.from_numpy(each).to(device) for each in (repeats.places, repeats.sources))
             values[places] = values[sources]
         return HostReading(self, step, values, rows, absent)
+
+    def _recoded(self, rows: Tensor) -> Tensor:
+        """Return rows of the master as the arena stores them."""
+        return self._master.codec.recode(rows, self._codec)
 
     def admit(self, missed: IntArray, gathered: Tensor, positions: IntArray) -> None:
         """Copy admitted rows from the values a step has read, so that no row crosses the bus twice."""
@@ -138,9 +145,9 @@ class HostRowStage:
     def refill(self, budget_bytes: int) -> None:
         if not self._refills:
             return
-        refill = self._cache.refill(budget_bytes // self._arena.row_bytes)
+        refill = self._cache.refill(budget_bytes // self._master.codec.stride)
         try:
-            self._arena.write_rows(refill.slots, self._master.gather(refill.rows))
+            self._arena.write_rows(refill.slots, self._recoded(self._master.gather(refill.rows)))
         except BaseException:
             self._cache.withdraw(refill)
             raise
@@ -156,7 +163,7 @@ class HostRowStage:
             self._master.update(new.rows, values)
         slots = self._cache.peek(new.rows)
         resident = slots != ABSENT
-        self._arena.write_rows(slots[resident], values[torch.from_numpy(resident)])
+        self._arena.write_rows(slots[resident], self._recoded(values[torch.from_numpy(resident)]))
 
     def finish_reads(self) -> None:
         """A launched step has read its rows."""
@@ -188,10 +195,11 @@ class DeviceRowStage:
     """Reads rows through an index on the device, on its own stream, operation by operation. Twin: `row_graphs.py`."""
 
     def __init__(self, cache: DeviceRows, arena: Arena, master: HostRows, kernels: RowKernels) -> None:
+        """kernels: they convert rows of the master, if the arena stores them in another form."""
         self.cache = cache
         self.stream = cache.stream
         self.arena_rows = arena.rows
-        self._row_bytes = arena.row_bytes
+        self._row_bytes = master.codec.stride
         self._master_rows = master.rows
         self._tier = master if isinstance(master, TieredRows) else None
         written = None if master.is_shared or self._tier is not None else master.rows
@@ -236,7 +244,7 @@ class DeviceRowStage:
         missed, repeats = lookup.missed, lookup.repeats
         self.cache.find(rows, lookup)
         with fork(self._beside):
-            kernels.gather_rows(arena, master, lookup.sources, values)
+            kernels.gather_rows(arena, arena, lookup.sources, values)
             if meanwhile is not None:
                 meanwhile()
         from_host = kernels.gather_host if is_alone else kernels.gather_few

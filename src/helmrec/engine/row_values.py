@@ -12,30 +12,41 @@ from torch import Tensor
 
 from helmrec.engine.intake import RowUpdate
 from helmrec.errors import RequestError
-from helmrec.memory.row_master import HostRows, first_non_finite
+from helmrec.kernels.row_codec import RowCodec
+from helmrec.memory.row_codes import widened
+from helmrec.memory.row_master import HostRows, encoded_on_host, first_non_finite
 from helmrec.types import IntArray
 
 _ALIGN = 256  # of the rows behind the values of a block
 _ROW_BYTES = 8  # of a row id
-_BIAS = np.float32(2.0**112)  # between the exponents of float16 and float32
 _HALF = np.float32(0.5)  # its last bit is the smallest float16
 _HALF_BITS = np.uint32(126 << 23)
 _BLOCK = 4_096  # numbers that stay in the nearest cache
 
 
-def new_values(master: HostRows, update: RowUpdate) -> Tensor:  # (rows, row_dim)
-    """Convert an update, and add its differences to the present rows; RequestError if a sum is not finite."""
+def new_values(master: HostRows, update: RowUpdate) -> Tensor:  # (rows, width of a stored row)
+    """Convert an update as the master stores rows; RequestError if the sum of a difference and a row is not finite.
+
+    Rows in eight bits take no differences: their sums would be rounded again and again.
+    """
+    codec = master.codec
     if update.is_added is None:
-        return converted(update.values, master.dtype)
-    if not master.dtype.is_floating_point:
-        raise RequestError("values", "differences", f"rows of {master.dtype} take new values only")
+        return stored(update.values, codec)
+    if codec.code is not None:
+        raise RequestError("values", "differences", f"rows of {codec.code} (host_row_dtype) take new values only")
     new = update.values.astype(np.float32)
     with np.errstate(over="ignore"):  # a sum may be too large, which is looked for below
         new[update.is_added] += master.gather(update.rows[update.is_added]).float().numpy()
-    sums = converted(new, master.dtype)
+    sums = converted(new, codec.dtype)
     if (at := first_non_finite(sums)) is not None:
         raise RequestError("values", f"a difference to row {update.rows[at]}", "the sum must be finite")
     return sums
+
+
+def stored(values: NDArray[np.float32] | NDArray[np.float16], codec: RowCodec) -> Tensor:
+    """Return values as a codec stores them: rounded to the model's dtype first, as the rows in its files are."""
+    rounded = converted(values, codec.dtype)
+    return rounded if codec.code is None else encoded_on_host(rounded, codec)
 
 
 def converted(values: NDArray[np.float32] | NDArray[np.float16], dtype: torch.dtype) -> Tensor:
@@ -45,30 +56,12 @@ def converted(values: NDArray[np.float32] | NDArray[np.float16], dtype: torch.dt
         return torch.from_numpy(_rounded_to_float16(flat.view(np.uint32))).view(dtype).view(values.shape)
     if dtype == torch.float16:
         return torch.from_numpy(values if values.flags.writeable else values.copy())
-    wide = _widened(np.ascontiguousarray(values).view(np.uint16)) if values.dtype == np.float16 else values
+    wide = widened(np.ascontiguousarray(values).view(np.uint16)) if values.dtype == np.float16 else values
     if dtype == torch.bfloat16:
         flat = np.ascontiguousarray(wide).reshape(-1)
         return torch.from_numpy(_rounded_to_bfloat16(flat.view(np.uint32))).view(dtype).view(values.shape)
     wide = wide if wide.flags.writeable else wide.copy()
     return torch.from_numpy(wide).to(dtype)
-
-
-def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return float16, given by their bits, as float32; NumPy takes five times as long."""
-    return _widen(bits.reshape(-1)).reshape(bits.shape)
-
-
-@numba.njit(cache=True, nogil=True)
-def _widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    wide = np.empty(bits.size, np.uint32)
-    numbers = wide.view(np.float32)
-    for i in range(bits.size):
-        wide[i] = (np.uint32(bits[i]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for i in range(bits.size):
-        numbers[i] *= _BIAS
-    for i in range(bits.size):
-        wide[i] |= (np.uint32(bits[i]) & np.uint32(0x8000)) << np.uint32(16)
-    return numbers
 
 
 @numba.njit(cache=True, nogil=True)

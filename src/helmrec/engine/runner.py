@@ -138,7 +138,7 @@ class Runner:
             row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
             row_misses=row_misses,
             num_missed=num_missed,
-            missed_bytes=num_missed * self._pool.geometry.row_stride,
+            missed_bytes=num_missed * self._master.codec.stride,
             ended_ago_s=scored.ended_ago_s,
             times=running.timeline.stages(has_loads=running.num_loads > 0),
             running=running,
@@ -184,7 +184,7 @@ class Runner:
             self._master.warm(rows)
             return
         self._pool.rows.expect(rows)
-        for _ in range(1 + rows.size * self._pool.geometry.row_stride // budget_bytes):
+        for _ in range(1 + rows.size * self._master.codec.stride // budget_bytes):
             self._dense.rows.refill(budget_bytes)
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
@@ -198,7 +198,7 @@ class Runner:
             return StagedRows(update.rows, sent=None, differences=update)
         return StagedRows(update.rows, self._dense.rows.send(update.rows, new_values(self._master, update)))
 
-    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, row_dim)
+    def stage_stored(self, rows: IntArray, values: Tensor) -> StagedRows:  # values: (rows, width of a stored row)
         """The same for values as the master keeps them."""
         return StagedRows(rows, self._dense.rows.send(rows, values) if rows.size else None)
 
@@ -237,7 +237,7 @@ class Runner:
         v_pages = empty_pages((*shape, config.v_dim), self._kv_dtype, model.device, transposed=transposed)
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()
-        rows = self._master.gather(step.rows).to(model.device)
+        rows = self._master.codec.recode(self._master.gather(step.rows), model.row_codec).to(model.device)
         scores: NDArray[np.float32] = plain.score(step, rows, _no_pages_to_wait_for).cpu().numpy()
         return scores
 

@@ -11,12 +11,13 @@ from helmrec.engine.capture import GraphMaker
 from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.graphs import GraphedDense, GraphLimits
-from helmrec.engine.precision import KV_DTYPES, choose_kv_dtype
+from helmrec.engine.precision import choose_precision
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import model_kernels
-from helmrec.kernels.kv_rounding import LANE_TOKENS
+from helmrec.kernels.kv_rounding import CODE_DTYPES, LANE_TOKENS
+from helmrec.kernels.row_codec import Recoding
 from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import Admission, RowTable
 from helmrec.memory.arena import Arena
@@ -29,6 +30,7 @@ from helmrec.memory.tiered_rows import RowFile, TierConfig, TieredRows
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows
 from helmrec.model.hstu import HstuModel
+from helmrec.model.shared_tables import row_codec
 from helmrec.model.table_memory import read_tables
 from helmrec.model.weights import LoadedModel
 
@@ -65,7 +67,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
 
     config, device_reason = choose_device(config)
     _check_device(config)
-    config, kv_reasons = choose_kv_dtype(config, model)
+    config, precision_reasons = choose_precision(config, model)
     shape = model.config
     if config.device == "cuda" and config.kv_dtype != "model":
         check_card_reads_codes(shape, config, torch.cuda.get_device_capability()[0])
@@ -75,7 +77,8 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     start_up.begin("weights")
     dense_weights = {name: tensor.to(config.device) for name, tensor in model.dense.items()}
     in_fp8 = config.compute_dtype == "fp8_e4m3"
-    hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)), in_fp8=in_fp8)
+    codec = row_codec(shape, config.fixed_row_dtype)
+    hstu = HstuModel(shape, dense_weights, model_kernels(_kernels(config)), codec, in_fp8=in_fp8)
     start_up.begin("tables")
     master = _master(model, config, follow)
     start_up.begin("pool")
@@ -83,19 +86,25 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     config, pool_reason = choose_pool(config, shape, geometry)
     chosen = chosen.model_copy(update={"pool_bytes": config.pool_bytes})
     config = without_row_index(config, geometry, shape.num_rows)
-    kept_as = KV_DTYPES.get(config.kv_dtype, hstu.dtype)
+    kept_as = CODE_DTYPES.get(config.kv_dtype, hstu.dtype)
     num_pages, transposed = config.sized_pool_bytes // geometry.page_bytes, has_transposed_values(config, geometry)
-    arena = Arena(num_pages, geometry, kept_as, master.dtype, config.device, transposed)
-    rows = _make_rows(shape, config, geometry, arena)
+    arena = Arena(num_pages, geometry, kept_as, codec.stored_dtype, config.device, transposed)
+    recoding = None if master.codec == codec else Recoding(master.codec, codec)
+    kernels = row_kernels(_kernels(config), recoding)
+    rows = _make_rows(shape, config, geometry, arena, kernels)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
     pool = Pool(config, geometry, demand, arena, rows)
-    dense = _make_dense(hstu, arena, geometry, _row_stage(rows, arena, master, config), config)
+    stage = (
+        HostRowStage(rows, arena, master, codec)
+        if isinstance(rows, EmbeddingCache)
+        else DeviceRowStage(rows, arena, master, kernels)
+    )
+    dense = _make_dense(hstu, arena, geometry, stage, config)
     start_up.begin("kernels and graphs")
     dense.warm_up(follow)
     start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    kernels = row_kernels(_kernels(config))
-    choices = (device_reason, pool_reason, *kv_reasons, *_slower_path(shape, config))
+    choices = (device_reason, pool_reason, *precision_reasons, *_slower_path(shape, config))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
 
 
@@ -169,8 +178,7 @@ def tier_config(folder: Path, version: int, shape: ModelConfig, config: EngineCo
     assert config.host_rows_bytes is not None
     return TierConfig(
         files=[RowFile(span.path, span.start, span.num_rows) for span in spans],
-        row_dim=shape.row_dim,
-        dtype=getattr(torch, shape.row_dtype),
+        codec=row_codec(shape, "model"),
         num_bytes=int(config.host_rows_bytes),
         least_rows=len(shape.features) * (shape.window + shape.max_candidates) + context,
         log=Path(config.row_log) if config.row_log else row_log_of(folder),
@@ -197,42 +205,39 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
         if config.device == "cuda":
             tiered.lock()
         return tiered
+    code = None if config.host_row_dtype == "model" else config.host_row_dtype
     if model.shared is not None:
+        assert model.shared.master.codec.code == code, "the keeper of the tables has other settings"
         if config.device == "cuda":
             model.shared.master.lock()
         return model.shared.master
-    if config.device == "cpu" and _row_index(config) == "host":
+    if config.device == "cpu" and _row_index(config) == "host" and code is None:
         return RowMaster(model.tables)
-    master = RowMaster.copied(model.tables, progress) if model.folder is None else _read_master(model, progress)
+    if model.folder is None:
+        master = RowMaster.copied(model.tables, progress, code)
+    else:
+        master = _read_master(model.folder, model.config, config, progress)
     if config.device == "cuda":
         master.lock()
     return master
 
 
-def _read_master(model: LoadedModel, progress: Progress) -> RowMaster:
+def _read_master(folder: Path, shape: ModelConfig, config: EngineConfig, progress: Progress) -> RowMaster:
     """Read the tables from their files to one buffer, without keeping pages of the files."""
-    shape = model.config
-    assert model.folder is not None
-    spans = {table.name: find_rows(model.folder, table, shape) for table in shape.tables}
-    like = torch.empty((0, shape.row_dim), dtype=getattr(torch, shape.row_dtype))
-    master = RowMaster.empty({table.name: table.num_rows for table in shape.tables}, like)
-    read_tables(shape, spans, master.row_bytes, progress)
+    spans = {table.name: find_rows(folder, table, shape) for table in shape.tables}
+    sizes, row_dtype = {table.name: table.num_rows for table in shape.tables}, config.host_row_dtype
+    master = RowMaster.empty(sizes, row_codec(shape, row_dtype))
+    read_tables(shape, spans, master.row_bytes, progress, row_dtype)
     return master
 
 
 def _make_rows(
-    shape: ModelConfig, config: EngineConfig, geometry: PageGeometry, arena: Arena
+    shape: ModelConfig, config: EngineConfig, geometry: PageGeometry, arena: Arena, kernels: RowKernels
 ) -> EmbeddingCache | DeviceRows:
     if _row_index(config) == "host":
         return make_host_rows(config, geometry, shape.num_rows)
     policy = RowPolicy(is_lru=config.row_order == "lru", admission=_ADMISSIONS[config.row_admission])
-    return DeviceRows(shape.num_rows, arena.rows, geometry.rows_per_page, policy, row_kernels(_kernels(config)))
-
-
-def _row_stage(rows: EmbeddingCache | DeviceRows, arena: Arena, master: HostRows, config: EngineConfig) -> RowStage:
-    if isinstance(rows, EmbeddingCache):
-        return HostRowStage(rows, arena, master)
-    return DeviceRowStage(rows, arena, master, row_kernels(_kernels(config)))
+    return DeviceRows(shape.num_rows, arena.rows, geometry.rows_per_page, policy, kernels)
 
 
 def _row_index(config: EngineConfig) -> str:
@@ -270,4 +275,5 @@ def graph_limits(shape: ModelConfig, geometry: PageGeometry, config: EngineConfi
 
 def page_geometry(shape: ModelConfig, config: EngineConfig) -> PageGeometry:
     """Return the page geometry of this model's pool."""
-    return shape.page_geometry(config.page_tokens or _PAGE_TOKENS[config.device], config.fixed_kv_dtype)
+    page_tokens = config.page_tokens or _PAGE_TOKENS[config.device]
+    return shape.page_geometry(page_tokens, config.fixed_kv_dtype, config.fixed_row_dtype, config.host_row_dtype)

@@ -11,6 +11,7 @@ from helmrec.kernels.embed import Lookups
 from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.row_codec import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class ModelKernels:
     """The kernels of a model, plain or compiled. `plain` and `embed` document the contracts."""
 
     run_layers: Callable[[Tensor, Sequence[LayerWeights], LayerShape, Pages, Pages, RaggedBatch], Tensor]
-    pool_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    pool_rows: Callable[[Tensor, Tensor, torch.dtype, RowCodec], Tensor]
     gate_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
     sum_parts: Callable[[Tensor, Tensor, Lookups, Tensor, Tensor, Tensor], None]
 

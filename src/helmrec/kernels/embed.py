@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helmrec.kernels.row_codec import RowCodec
+
 NORM_EPS = 1e-5
 
 
@@ -24,14 +26,21 @@ class Lookups:
     gaps: Tensor
 
 
-def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # (n, row_dim) of dtype
+def pool_rows(
+    rows: Tensor, features: Tensor, dtype: torch.dtype, codec: RowCodec | None = None
+) -> Tensor:  # (n, row_dim) of dtype
     """Sum the rows of some features, in float32 or wider.
 
-    rows: (all features, n, row_dim), features: (chosen,) int64.
+    rows: (all features, n, width), features: (chosen,) int64. codec: of the rows, if they are not stored as they are.
     """
-    total = rows[features[0]].to(torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def values_of(feature: Tensor) -> Tensor:
+        return rows[feature].to(wide) if codec is None else codec.decode(rows[feature], codec.dtype).to(wide)
+
+    total = values_of(features[0])
     for feature in features[1:]:
-        total = total + rows[feature]
+        total = total + values_of(feature)
     return total.to(dtype)
 
 

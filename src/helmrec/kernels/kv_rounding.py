@@ -16,21 +16,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-NAN_EXPONENT = 255  # as a scale it reads as infinity, and infinity times a code of zero is NaN
+from helmrec.codes import CODE_FORMATS, NAN_EXPONENT
 
-
-class CodeFormat(NamedTuple):
-    """How values become codes: scaled so that the largest one fits, then rounded to the nearest code, ties to even."""
-
-    top: int  # exponent of the largest code, which is c * 2**top with 1 <= c < 2
-    carry: int  # 2**23 - 1 less the 23 bits of c after its leading one: added to a float32, it carries beyond c
-    lowest: int  # smallest exponent of a scale: the smallest step is 2**-24, which float16 still holds
-
-
-FORMATS = {
-    torch.float8_e4m3fn: CodeFormat(top=8, carry=0x1FFFFF, lowest=-15),  # up to 448
-    torch.int8: CodeFormat(top=6, carry=0x1FFFF, lowest=-24),  # up to 127
-}
+CODE_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+FORMATS = {dtype: CODE_FORMATS[name] for name, dtype in CODE_DTYPES.items()}
 
 
 LANE_TOKENS = 16  # that `lane_order` rearranges among themselves

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from helmrec.kernels import page_copy, row_gather, row_lookup, row_table, row_write
+from helmrec.kernels.row_codec import Recoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +22,39 @@ class RowKernels:
     load_pages: Callable[..., None]
 
 
-def row_kernels(name: str) -> RowKernels:
-    """Return the kernels named "torch", which run anywhere, or "triton", which need a card or Triton's interpreter."""
+def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
+    """Return the kernels named "torch", which run anywhere, or "triton", which need a card or Triton's interpreter.
+
+    recoding: from the master's form of rows to the pool's, if they differ.
+    """
+    from_host: Callable[..., None]
+    write: Callable[..., None]
     if name == "torch":
         table, gather = row_table, row_gather.gather_rows
         find, load_pages = row_lookup.find, page_copy.load_pages
-        return RowKernels(find, table.claim, table.publish, gather, gather, gather, row_write.write_rows, load_pages)
+        from_host, write = partial(gather, recoding=recoding), partial(row_write.write_rows, recoding=recoding)
+        return RowKernels(find, table.claim, table.publish, gather, from_host, from_host, write, load_pages)
     # Triton is not everywhere.
     from helmrec.kernels import (  # noqa: PLC0415
         triton_page_copy,
         triton_row_gather,
         triton_row_lookup,
+        triton_row_recode,
         triton_row_table,
         triton_row_write,
     )
 
-    compiled, gather = triton_row_table, triton_row_gather.gather_rows
+    from_host, write = triton_row_gather.gather_rows, triton_row_write.write_rows
+    if recoding is not None:
+        from_host = partial(triton_row_recode.gather_rows, recoding=recoding)
+        write = partial(triton_row_recode.write_rows, recoding=recoding)
     return RowKernels(
         triton_row_lookup.find,
-        compiled.claim,
-        compiled.publish,
-        gather,
-        partial(gather, launch=triton_row_gather.BUS_ALONE),
-        partial(gather, launch=triton_row_gather.BESIDE_COMPUTE),
-        triton_row_write.write_rows,
+        triton_row_table.claim,
+        triton_row_table.publish,
+        triton_row_gather.gather_rows,
+        partial(from_host, launch=triton_row_gather.BUS_ALONE),
+        partial(from_host, launch=triton_row_gather.BESIDE_COMPUTE),
+        write,
         triton_page_copy.load_pages,
     )

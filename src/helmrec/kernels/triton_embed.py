@@ -10,7 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.embed import NORM_EPS, Lookups
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.kernels.triton_layer import launch_rows, load_norm, norm_rows
+from helmrec.kernels.triton_rounding import AS_THEY_ARE, decode, format_of
+
+_AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -18,14 +22,22 @@ from helmrec.kernels.triton_layer import launch_rows, load_norm, norm_rows
 
 @triton.jit
 def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_FEATURES: tl.constexpr,
-                 WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+                 WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr,
+                 IN_FLOAT16: tl.constexpr):
+    """IN_FLOAT16: rows of codes stand for float16, which does not hold all that a code times its scale may be."""
     at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, PADDED)
     live = (at < num_rows)[:, None] & (columns < WIDTH)[None, :]
     total = tl.zeros((ROWS, PADDED), tl.float32)
     for i in tl.static_range(NUM_FEATURES):
         plane = rows + tl.load(features + i) * feature_stride
-        total += tl.load(plane + at[:, None] * row_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
+        stored = tl.load(plane + at[:, None] * row_stride + columns[None, :], mask=live, other=0)
+        if FORMAT == _AS_THEY_ARE:
+            total += stored.to(tl.float32)
+        else:
+            biased = tl.load(plane + at * row_stride + WIDTH, mask=at < num_rows, other=0)
+            values = decode(stored, biased, FORMAT)
+            total += values.to(tl.float16).to(tl.float32) if IN_FLOAT16 else values
     tl.store(out + at[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
@@ -65,12 +77,15 @@ def _sum_kernel(x, at, actions, action_table, positions, position_table, gaps, t
 # fmt: on
 
 
-def pool_rows(rows: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:  # (n, row_dim) of dtype
-    """The sum of the rows of some features, added up in float32; shapes as the twin's, `features` on the device."""
-    _, num_rows, width = rows.shape
-    out = torch.empty((num_rows, width), dtype=dtype, device=rows.device)
+def pool_rows(
+    rows: Tensor, features: Tensor, dtype: torch.dtype, codec: RowCodec | None = None
+) -> Tensor:  # (n, row_dim) of dtype
+    """The sum of the rows of some features, added up in float32; arguments as the twin's, `features` on the device."""
+    width, form = (rows.shape[2], AS_THEY_ARE) if codec is None else (codec.dim, format_of(codec.code))
+    out = torch.empty((rows.shape[1], width), dtype=dtype, device=rows.device)
     strides = rows.stride(0), rows.stride(1)
-    launch_rows(_pool_kernel, out.shape, rows, features, out, *strides, NUM_FEATURES=features.numel())
+    constants = {"FORMAT": form, "IN_FLOAT16": codec is not None and codec.dtype == torch.float16}
+    launch_rows(_pool_kernel, out.shape, rows, features, out, *strides, NUM_FEATURES=features.numel(), **constants)
     return out
 
 

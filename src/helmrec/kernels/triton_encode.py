@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from helmrec.kernels.kv_rounding import NAN_EXPONENT, Codes, ScaledPages, query_lift
+from helmrec.codes import NAN_EXPONENT
+from helmrec.kernels.kv_rounding import Codes, ScaledPages, query_lift
 from helmrec.kernels.kv_rounding import lane_order as lanes_of
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_rounding import FP8, encode_finite, exponent_of, lane_order, power_of_two, token_at

@@ -1,4 +1,4 @@
-"""Codes of K/V in Triton: the fast twin of `encode` and `decode` in `kv_rounding.py`.
+"""Codes of K/V and of rows in Triton: the fast twin of `encode` and `decode` in `kv_rounding.py`.
 
 Written with integer operations, so that cards without eight-bit floats and the interpreter run them too.
 """
@@ -11,13 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from helmrec.kernels.kv_rounding import FORMATS
+from helmrec.kernels.kv_rounding import CODE_DTYPES, FORMATS
 
-AS_THEY_ARE, FP8, INT8 = 0, 1, 2  # FORMAT of pages
+AS_THEY_ARE, FP8, INT8 = 0, 1, 2  # FORMAT of pages and rows
 FORMAT_OF = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
 _FP8, _INT8 = (tl.constexpr(each) for each in (FP8, INT8))
 _FP8_TOP, _FP8_CARRY, _FP8_LOWEST = (tl.constexpr(each) for each in FORMATS[torch.float8_e4m3fn])
 _INT8_TOP, _INT8_CARRY, _INT8_LOWEST = (tl.constexpr(each) for each in FORMATS[torch.int8])
+
+
+def format_of(code: str | None) -> int:
+    """Return the FORMAT of a name of `CODE_DTYPES`; None: values as they are."""
+    return AS_THEY_ARE if code is None else FORMAT_OF[CODE_DTYPES[code]]
 
 
 @triton.jit

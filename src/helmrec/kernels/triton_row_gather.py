@@ -93,8 +93,7 @@ def gather_rows(
         return
     padded = triton.next_power_of_2(width)
     rows = max(1, launch.tile_bytes // (padded * out.element_size()))
-    programs = min(triton.cdiv(num_entries, rows), launch.programs or _full_grid(out.device, launch.num_warps))
-    _gather_kernel[(programs,)](
+    _gather_kernel[(num_programs(num_entries, rows, launch, out.device),)](
         arena_rows,
         master,
         sources,
@@ -114,6 +113,11 @@ def gather_rows(
         HAS_COUNT=count is not None,
         num_warps=launch.num_warps,
     )
+
+
+def num_programs(num_entries: int, rows_at_once: int, launch: Launch, device: torch.device) -> int:
+    """Return the size of the grid of a launch."""
+    return min(triton.cdiv(num_entries, rows_at_once), launch.programs or _full_grid(device, launch.num_warps))
 
 
 def as_words(*tensors: Tensor) -> list[Tensor]:

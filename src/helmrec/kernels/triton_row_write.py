@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.row_write import RowTargets
-from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words
+from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words, num_programs
 from helmrec.kernels.triton_row_index import slots_of
 
 # One argument a line would bury the kernel.
@@ -53,13 +53,12 @@ def write_rows(
     """
     if not num:
         return
-    assert launch.programs is not None
     master = targets.arena_rows if targets.master is None else targets.master
     values, arena_rows, master = as_words(values, targets.arena_rows, master)
     width = values.shape[1]
     padded = triton.next_power_of_2(width)
     rows_at_once = max(1, launch.tile_bytes // (padded * values.element_size()))
-    _write_kernel[(min(triton.cdiv(num, rows_at_once), launch.programs),)](
+    _write_kernel[(num_programs(num, rows_at_once, launch, values.device),)](
         values,
         rows,
         targets.index.data,

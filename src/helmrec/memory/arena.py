@@ -21,7 +21,7 @@ class Arena:
     As KV, a page is, per layer, a K block (page_tokens, heads, qk) followed by a V block (page_tokens, heads, v). If
     these are codes, the exponents of their scales follow all layers: per layer those of K, (heads, page_tokens), then
     those of V. With `transposed_values` the V block is (heads, v, page_tokens), its tokens in lane order. As rows, a
-    page is `rows_per_page` records of `row_stride` bytes.
+    page is `rows_per_page` records of `row_stride` bytes, as a `RowCodec` stores them.
     """
 
     def __init__(
@@ -42,14 +42,11 @@ class Arena:
         k_block = geometry.page_tokens * geometry.num_heads * geometry.qk_dim
         self.v_pages = self._kv_view(num_pages, kv_dtype, geometry.v_dim, k_block, transposed=transposed_values)
         self.k_exponents, self.v_exponents = (self._exponents_view(num_pages, of) for of in (0, 1))
-        self.rows = self._buffer.view(row_dtype).as_strided(  # (slots, row_dim)
-            (num_pages * geometry.rows_per_page, geometry.row_dim), (geometry.row_stride // geometry.row_itemsize, 1)
+        per_row = geometry.row_stride // geometry.row_itemsize
+        width = per_row if geometry.row_scale_bytes else geometry.row_dim
+        self.rows = self._buffer.view(row_dtype).as_strided(  # (slots, row_dim), or of records with their padding
+            (num_pages * geometry.rows_per_page, width), (per_row, 1)
         )
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one slot, with padding."""
-        return self._geometry.row_stride
 
     def _kv_view(self, num_pages: int, dtype: torch.dtype, dim: int, offset: int, *, transposed: bool) -> Tensor:
         """Return a view of shape (layers, pages, page_tokens, heads, dim)."""

@@ -20,6 +20,8 @@ class PageGeometry:
     row_dim: int
     row_itemsize: int
     kv_scale_bytes: int = 0  # of each token and head, for K and for V; 0: values are kept as they are
+    row_scale_bytes: int = 0  # of each row; 0: values are kept as they are
+    host_row_bytes: int | None = None  # of a row in host memory; None: as in the pool
 
     @property
     def token_bytes(self) -> int:
@@ -29,7 +31,13 @@ class PageGeometry:
 
     @property
     def row_stride(self) -> int:
-        return _round_up(self.row_dim * self.row_itemsize, _ALIGN_ROW)
+        """Bytes of a row in the pool, with its scale and padding."""
+        return _round_up(self.row_dim * self.row_itemsize + self.row_scale_bytes, _ALIGN_ROW)
+
+    @property
+    def host_row_stride(self) -> int:
+        """Bytes of a row in host memory, which cross the bus when it is missed."""
+        return self.row_stride if self.host_row_bytes is None else _round_up(self.host_row_bytes, _ALIGN_ROW)
 
     @property
     def page_bytes(self) -> int:

@@ -146,9 +146,9 @@ class Pool:
 
     def bytes_moved(self) -> dict[str, int]:
         """Return the bytes moved over the bus or inside the pool, by cause."""
-        rows, stride = self.rows, self.geometry.row_stride
-        by_rows = {"row-miss": rows.misses, "row-refill": rows.refills, "boundary-compact": rows.moves}
-        return {**{cause: num * stride for cause, num in by_rows.items()}, **self.bytes_by_cause}
+        rows, stride, host_stride = self.rows, self.geometry.row_stride, self.geometry.host_row_stride
+        from_host = {"row-miss": rows.misses * host_stride, "row-refill": rows.refills * host_stride}
+        return {**from_host, "boundary-compact": rows.moves * stride, **self.bytes_by_cause}
 
     def stats(self) -> PoolStats:
         count = self.ledger.count

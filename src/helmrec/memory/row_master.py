@@ -1,14 +1,17 @@
 """The row master: every embedding row in host memory; rows of all tables share one id space.
 
 For a CPU the tables are used in place, perhaps as memory-mapped files: updates then stay in private pages and do not
-change the file. For a card they are read or copied into one locked buffer that kernels read over the bus. Several
-engines of a host share one buffer, which another process has filled and writes.
+change the file. For a card, or if rows are rounded, they are read or copied into one buffer, locked for a card, whose
+kernels read it over the bus. Several engines of a host share one buffer, which another process has filled and writes.
 """
 
 import contextlib
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +19,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helmrec.codes import NAN_EXPONENT
 from helmrec.errors import ConfigError, ModelError
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.kernels.row_gather import MAX_ROWS
+from helmrec.memory.row_codes import encode_rows
 
 Progress = Callable[[int, int], None]  # called with the bytes done and the total
 
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 256 << 20
-_ALIGN_ROW = 16  # a card reads 16 bytes at a time
+_CODED_BYTES = 8 << 20  # of rows that one thread rounds at a time
+_THREADS = min(8, os.cpu_count() or 1)
 _MAPPED = 2  # cudaHostRegisterMapped
 
 
@@ -36,23 +43,21 @@ class HostRows(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """What kernels read, (any, row_dim), by row or by frame."""
+        """What kernels read, (any, codec.width), by row or by frame."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
 
     @property
-    def row_dim(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+    def codec(self) -> RowCodec:
+        """How it stores rows."""
 
     def gather(self, rows: NDArray[np.int64]) -> Tensor:
-        """Return the values of rows, (rows, row_dim)."""
+        """Return rows as they are stored, (rows, codec.width)."""
 
     def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
-        """Write new values of rows."""
+        """Write new rows, as they are stored."""
 
     def close(self) -> None:
         """A card may not read the memory any more."""
@@ -71,9 +76,10 @@ class LockedBuffer:
         self.data = whole[start : start + num_bytes]
         self._unlock: weakref.finalize[[int], LockedBuffer] | None = None
 
-    def rows(self, row_dim: int, stride: int, dtype: torch.dtype) -> Tensor:  # (rows, row_dim)
-        """Return the buffer as rows of `stride` bytes."""
-        return self.data.view(dtype).view(-1, stride // dtype.itemsize)[:, :row_dim]
+    def rows(self, codec: RowCodec) -> Tensor:  # (rows, codec.width)
+        """Return the buffer as stored rows."""
+        dtype = codec.stored_dtype
+        return self.data.view(dtype).view(-1, codec.stride // dtype.itemsize)[:, : codec.width]
 
     def lock(self) -> None:
         """Register the memory with the driver."""
@@ -108,44 +114,53 @@ def _cuda_runtime() -> Any:
 class RowMaster:
     """Every row of every table, by table offset."""
 
-    def __init__(self, tables: Mapping[str, Tensor], buffer: LockedBuffer | None = None) -> None:
-        """Use the tables in place; updates write to them. `buffer` is the memory they fill, if it is one buffer."""
+    def __init__(
+        self, tables: Mapping[str, Tensor], buffer: LockedBuffer | None = None, codec: RowCodec | None = None
+    ) -> None:
+        """Use the tables in place; updates write to them.
+
+        `buffer` is the memory they fill, if it is one buffer; `codec` says how they store rows, if not as they are.
+        """
         self.tables = dict(tables)
         self._tables = list(tables.values())
+        self.codec = codec or RowCodec(self._tables[0].shape[1], self._tables[0].dtype)
         sizes = [table.shape[0] for table in self._tables]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._buffer = buffer
 
     @classmethod
-    def locked(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Copy the tables to locked memory, which a card can read until `close`."""
-        master = cls.copied(tables, progress)
+    def locked(
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, code: str | None = None
+    ) -> "RowMaster":
+        """Copy the tables to locked memory, which a card can read until `close`. `code`: as `copied`."""
+        master = cls.copied(tables, progress, code)
         master.lock()
         return master
 
     @classmethod
-    def copied(cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None) -> "RowMaster":
-        """Copy the tables into one buffer."""
+    def copied(
+        cls, tables: Mapping[str, Tensor], progress: Progress = lambda done, total: None, code: str | None = None
+    ) -> "RowMaster":
+        """Copy the tables into one buffer. code: eight bits to which rows are rounded; None: they stay as they are."""
         first = next(iter(tables.values()))
-        master = cls.empty({name: table.shape[0] for name, table in tables.items()}, first)
-        copy_tables(tables, master.tables, progress)
+        codec = RowCodec(first.shape[1], first.dtype, code)
+        master = cls.empty({name: table.shape[0] for name, table in tables.items()}, codec)
+        _fill(master, tables, progress)
         return master
 
     @classmethod
-    def empty(cls, sizes: Mapping[str, int], like: Tensor) -> "RowMaster":
-        """Take one buffer for tables of these sizes, to be filled. `like`: as `over`."""
+    def empty(cls, sizes: Mapping[str, int], codec: RowCodec) -> "RowMaster":
+        """Take one buffer for tables of these sizes, to be filled."""
         num_rows = sum(sizes.values())
         if num_rows > MAX_ROWS:
             raise ConfigError(f"a card serves at most {MAX_ROWS} rows over all tables, got {num_rows}")
-        stride = -(-like.shape[1] * like.itemsize // _ALIGN_ROW) * _ALIGN_ROW
-        return cls.over(LockedBuffer(num_rows * stride), sizes, like)
+        return cls.over(LockedBuffer(num_rows * codec.stride), sizes, codec)
 
     @classmethod
-    def over(cls, buffer: LockedBuffer, sizes: Mapping[str, int], like: Tensor) -> "RowMaster":
-        """Use a buffer of all rows, table after table. `like` has the dtype of rows, and their width."""
-        stride = buffer.data.nbytes // sum(sizes.values())
-        rows = buffer.rows(like.shape[1], stride, like.dtype)
-        return cls(dict(zip(sizes, rows.split(list(sizes.values())), strict=True)), buffer)
+    def over(cls, buffer: LockedBuffer, sizes: Mapping[str, int], codec: RowCodec) -> "RowMaster":
+        """Use a buffer of all rows, table after table."""
+        rows = buffer.rows(codec)
+        return cls(dict(zip(sizes, rows.split(list(sizes.values())), strict=True)), buffer, codec)
 
     @property
     def is_shared(self) -> bool:
@@ -158,38 +173,30 @@ class RowMaster:
         self._buffer.lock()
 
     @property
-    def rows(self) -> Tensor:  # (rows, row_dim) on the host
+    def rows(self) -> Tensor:  # (rows, codec.width) on the host
         """All rows of a copied master in one strided view, for kernels."""
         assert self._buffer is not None, "only a copied master is one buffer"
-        return self._buffer.rows(self.row_dim, self._tables[0].stride(0) * self.dtype.itemsize, self.dtype)
+        return self._buffer.rows(self.codec)
 
     @property
-    def row_bytes(self) -> NDArray[np.uint8]:  # (rows, row_bytes)
-        """All rows of a master that is one buffer, as bytes."""
+    def row_bytes(self) -> NDArray[np.uint8]:  # (rows, bytes of a stored row)
+        """All stored rows of a master that is one buffer, as bytes."""
         assert self._buffer is not None, "only a copied master is one buffer"
         every = self._buffer.data.numpy().reshape(int(self._starts[-1]), -1)
-        return every[:, : self.row_dim * self.dtype.itemsize]
+        return every[:, : self.codec.width * self.codec.stored_dtype.itemsize]
 
     @property
     def num_bytes(self) -> int:
         return sum(table.nbytes for table in self._tables)
 
-    @property
-    def row_dim(self) -> int:
-        return self._tables[0].shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tables[0].dtype
-
-    def gather(self, rows: NDArray[np.int64]) -> Tensor:  # (rows, row_dim)
-        out = torch.empty((rows.size, self.row_dim), dtype=self.dtype)
+    def gather(self, rows: NDArray[np.int64]) -> Tensor:  # (rows, codec.width)
+        out = torch.empty((rows.size, self.codec.width), dtype=self.codec.stored_dtype)
         for table, start, where in self._by_table(rows):
             out[where] = table[torch.from_numpy(rows[where] - start)]
         return out
 
     def update(self, rows: NDArray[np.int64], values: Tensor) -> None:
-        """Write new values of rows. A card that reads this memory writes it by itself (`DeviceRowStage.write`)."""
+        """Write new rows. A card that reads this memory writes it by itself (`DeviceRowStage.write`)."""
         for table, start, where in self._by_table(rows):
             table[torch.from_numpy(rows[where] - start)] = values[where]
 
@@ -204,18 +211,48 @@ class RowMaster:
         return [(self._tables[i], int(self._starts[i]), np.flatnonzero(owner == i)) for i in found]
 
 
-def copy_tables(tables: Mapping[str, Tensor], copies: Mapping[str, Tensor], progress: Progress) -> None:
-    """Copy tables to others of the same shape; ModelError if a value is not finite."""
-    done, total = 0, sum(table.nbytes for table in tables.values())
-    for name, table in tables.items():
-        chunk_rows, first = max(1, _CHUNK_BYTES // (table.shape[1] * table.itemsize)), 0
-        for source, target in zip(table.split(chunk_rows), copies[name].split(chunk_rows), strict=True):
-            target.copy_(source)
-            if (row := first_non_finite(source)) is not None:
-                raise non_finite_row(f"table {name!r}", first + row)
-            first += len(source)
-            done += source.nbytes
-            progress(done, total)
+def _fill(master: RowMaster, tables: Mapping[str, Tensor], progress: Progress) -> None:
+    """Store the rows of tables in a master; ModelError if a value is not finite."""
+    codec, done, total = master.codec, 0, sum(table.nbytes for table in tables.values())
+    is_coded = codec.code is not None
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, table in tables.items():
+            part_rows = max(1, (_CODED_BYTES if is_coded else _CHUNK_BYTES) // (table.shape[1] * table.itemsize))
+            sources, targets, first = table.split(part_rows), master.tables[name].split(part_rows), 0
+            store = partial(_store, codec)
+            stored = threads.map(store, sources, targets) if is_coded else map(store, sources, targets)
+            for source, wrong in zip(sources, stored, strict=True):
+                if wrong is not None:
+                    threads.shutdown(cancel_futures=True)
+                    raise non_finite_row(f"table {name!r}", first + wrong)
+                first += len(source)
+                done += source.nbytes
+                progress(done, total)
+
+
+def _store(codec: RowCodec, source: Tensor, target: Tensor) -> int | None:
+    """Store rows; return the first with a value that is not finite."""
+    if codec.code is None:
+        target.copy_(source)
+        return first_non_finite(source)
+    encode_on_host(source, codec, target)
+    wrong = np.flatnonzero(target[:, codec.dim].numpy() == NAN_EXPONENT)
+    return int(wrong[0]) if wrong.size else None
+
+
+def encode_on_host(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
+    """Write the records of rows, (rows, dim) of the codec's dtype, to `out`, in this thread alone."""
+    assert codec.code is not None, "rows that are stored as they are have no records"
+    if not len(rows):  # torch cannot view them as bytes
+        return
+    values = rows.contiguous().view(torch.uint8).numpy()
+    encode_rows(values, str(codec.dtype).removeprefix("torch."), codec.code, out.numpy())
+
+
+def encoded_on_host(rows: Tensor, codec: RowCodec) -> Tensor:  # (rows, codec.width)
+    out = torch.empty((len(rows), codec.width), dtype=torch.uint8)
+    encode_on_host(rows, codec, out)
+    return out
 
 
 def first_non_finite(rows: Tensor) -> int | None:

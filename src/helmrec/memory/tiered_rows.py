@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from helmrec.errors import ConfigError
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.memory.disk_reads import BlockReader, DiskReads, FileReader
 from helmrec.memory.row_fetch import RowFetcher, TableFile, TicketState
 from helmrec.memory.row_frames import Frames, RowFrames
@@ -19,7 +20,6 @@ from helmrec.memory.row_log import FollowedLog, RowLog
 from helmrec.memory.row_master import LockedBuffer
 from helmrec.types import IntArray
 
-_ALIGN_ROW = 16  # a card reads 16 bytes at a time
 _WARM_SHARE = 0.75  # of the frames that are filled before the first request
 
 
@@ -35,8 +35,7 @@ class TierConfig(NamedTuple):
     """Sizes and files of a tier."""
 
     files: Sequence[RowFile]  # in the order of row ids
-    row_dim: int
-    dtype: torch.dtype
+    codec: RowCodec  # of the files: rows as they are
     num_bytes: int  # of host memory, with the index of all rows
     least_rows: int  # of one request
     log: Path
@@ -47,11 +46,11 @@ class TierConfig(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        return self.row_dim * self.dtype.itemsize
+        return self.codec.dim * self.codec.dtype.itemsize
 
     @property
     def stride(self) -> int:
-        return -(-self.row_bytes // _ALIGN_ROW) * _ALIGN_ROW
+        return self.codec.stride
 
     @property
     def num_rows(self) -> int:
@@ -87,10 +86,11 @@ class TieredRows:
     def __init__(self, config: TierConfig, reader: BlockReader | None = None) -> None:
         config.check()
         num_frames = config.num_frames
-        self.row_dim, self.dtype = config.row_dim, config.dtype
+        assert config.codec.code is None, "files hold rows as they are"
+        self.codec = config.codec
         self._row_bytes = config.row_bytes
         self._buffer = LockedBuffer(num_frames * config.stride)
-        self.rows = self._buffer.rows(config.row_dim, config.stride, config.dtype)  # (frames, row_dim)
+        self.rows = self._buffer.rows(config.codec)  # (frames, row_dim)
         disk = DiskReads(reader or FileReader(config.disk_reads), config.row_bytes, config.num_threads)
         tables = [TableFile(disk.add(file.path), file.start, file.num_rows) for file in config.files]
         memory = self._buffer.data.numpy().reshape(num_frames, config.stride)
@@ -108,7 +108,7 @@ class TieredRows:
 
     def gather(self, rows: IntArray) -> Tensor:  # (rows, row_dim)
         """Return the values of any rows. Those that no step holds may come from disk, for which this waits."""
-        out = torch.empty((rows.size, self.row_dim), dtype=self.dtype)
+        out = torch.empty((rows.size, self.codec.dim), dtype=self.codec.dtype)
         if rows.size:
             self.fetcher.gather(rows, out.view(torch.uint8).numpy())
         return out

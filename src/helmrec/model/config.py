@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from helmrec.config import FixedKVDtype, Frozen
+from helmrec.config import FixedKVDtype, FixedRowDtype, Frozen
 from helmrec.memory.geometry import PageGeometry
 from helmrec.types import AttentionWindow
 
@@ -202,22 +202,32 @@ class ModelConfig(Frozen):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the values of a row."""
+        """Bytes of the values of a row in the model's files."""
         return self.row_dim * _ITEMSIZE[self.row_dtype]
 
     @property
     def row_stride(self) -> int:
-        """Bytes from one row to the next, in the pool and in the tables."""
+        """Bytes from one row of the model's dtype to the next, in a pool and in host memory."""
         return self.page_geometry(1).row_stride
+
+    def record_bytes(self, row_dtype: FixedRowDtype) -> int:
+        """Bytes of a row that is stored in this type: of its values, or of a record of codes with its padding."""
+        return self.row_bytes if row_dtype == "model" else self.page_geometry(1, row_dtype=row_dtype).row_stride
 
     @property
     def score_scale(self) -> float:
         """The factor of q.k."""
         return self.qk_dim**-0.5 if self.qk_scale is None else self.qk_scale
 
-    def page_geometry(self, page_tokens: int, kv_dtype: FixedKVDtype = "model") -> PageGeometry:
+    def page_geometry(
+        self,
+        page_tokens: int,
+        kv_dtype: FixedKVDtype = "model",
+        row_dtype: FixedRowDtype = "model",
+        host_row_dtype: FixedRowDtype = "model",
+    ) -> PageGeometry:
         """Pages of a pool for this model."""
-        is_rounded = kv_dtype != "model"
+        is_rounded, is_coded = kv_dtype != "model", row_dtype != "model"
         return PageGeometry(
             page_tokens=page_tokens,
             num_layers=self.num_layers,
@@ -227,7 +237,9 @@ class ModelConfig(Frozen):
             kv_itemsize=1 if is_rounded else _ITEMSIZE[self.dtype],
             kv_scale_bytes=int(is_rounded),
             row_dim=self.row_dim,
-            row_itemsize=_ITEMSIZE[self.row_dtype],
+            row_itemsize=1 if is_coded else _ITEMSIZE[self.row_dtype],
+            row_scale_bytes=int(is_coded),
+            host_row_bytes=self.row_bytes if host_row_dtype == "model" else self.row_dim + 1,
         )
 
     @cached_property

@@ -20,6 +20,7 @@ from helmrec.kernels.embed import NORM_EPS, Lookups
 from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.layer import LayerShape, LayerWeights, RelativeBias
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.kernels.row_codec import RowCodec
 from helmrec.model.config import EncoderConfig, ModelConfig, RetrievalHead, StateHead
 
 L2_EPS = 1e-6  # smallest length that a vector is divided by
@@ -39,12 +40,12 @@ class QueryTerms:
 class DenseInput:
     """One step's tokens. Flat order per sequence: user context, new events, request context, candidates."""
 
-    event_rows: Tensor  # (features, events, row_dim); "events" are new events and candidates here
+    event_rows: Tensor  # (features, events, width of a stored row); "events" are new events and candidates here
     event_at: Tensor  # (events,) flat position
     actions: Tensor  # (events,) action, or the placeholder for candidates
     positions: Tensor  # (events,)
     gaps: Tensor  # (events,) time bucket
-    context_rows: Tensor  # (context tokens, row_dim), grouped by context table
+    context_rows: Tensor  # (context tokens, width of a stored row), grouped by context table
     context_at: Tensor  # (context tokens,) flat position
     context_counts: tuple[int, ...]  # tokens of each context table
     ragged: RaggedBatch
@@ -180,10 +181,17 @@ class HstuModel:
     """Dense weights on one device, and the arithmetic over them: embed, layers, head."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: ModelKernels, *, in_fp8: bool = False
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        kernels: ModelKernels,
+        row_codec: RowCodec | None = None,
+        *,
+        in_fp8: bool = False,
     ) -> None:
-        """in_fp8: the products of the layers take eight-bit floats."""
+        """in_fp8: the products of the layers take eight-bit floats. row_codec: of the rows that a step reads."""
         self.config = config
+        self.row_codec = row_codec or RowCodec(config.row_dim, getattr(torch, config.row_dtype))
         self._kernels = kernels
         self._weights = dict(weights)
         edges = bias_edges(config, self.device)
@@ -198,6 +206,7 @@ class HstuModel:
         self._head_inputs = _Inputs.of(config.candidate_encoder, range(len(self.head_features)), self.device)
         self._mlp_inputs = [inputs for inputs in self._event_inputs if inputs.encoder.kind == "mlp"]
         self._linear_inputs = [inputs for inputs in self._event_inputs if inputs.encoder.kind == "linear"]
+        self._first = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._norm_weight, self._norm_bias = (
             torch.stack([weights[f"encoders.{inputs.encoder.name}.3.{part}"] for inputs in self._mlp_inputs])
             if self._mlp_inputs
@@ -242,7 +251,7 @@ class HstuModel:
         return self._kernels.run_layers(x, self._layers, self._shape, k_pages, v_pages, batch)
 
     def head(self, x: Tensor, rows: Tensor, query: QueryTerms | None = None) -> Tensor:  # (candidates, tasks) float32
-        """Compute logits from the candidates' tokens and their rows, (head_features, candidates, row_dim).
+        """Compute logits from the candidates' tokens and their rows, (head_features, candidates, width).
 
         With a retrieval head, x has the state of the request's last token for each candidate.
         """
@@ -264,7 +273,7 @@ class HstuModel:
 
     def _embed_context(self, tokens: DenseInput) -> Tensor:  # (context tokens, dim)
         weight, bias = self._weights["context.weight"], self._weights["context.bias"]
-        rows, query = tokens.context_rows.to(self.dtype), tokens.query
+        rows, query = self._sum(tokens.context_rows[None], self._first), tokens.query
         if query is not None:
             rows = rows.masked_fill(query.context_kept == 0, 0.0)  # not a product, since zero times NaN is NaN
         groups = rows.split(list(tokens.context_counts))
@@ -274,10 +283,13 @@ class HstuModel:
         return embedded
 
     def _pool(self, inputs: "_Inputs", rows: Tensor) -> Tensor:  # (n, fan-in of the encoder)
-        """Combine the rows of an encoder's tables; rows: (all features, n, row_dim)."""
+        """Combine the rows of an encoder's tables; rows: (all features, n, width)."""
         if inputs.encoder.pooling == "sum" or len(inputs.features) == 1:
-            return self._kernels.pool_rows(rows, inputs.on_device, self.dtype)
-        return torch.cat([rows[feature].to(self.dtype) for feature in inputs.features], dim=1)
+            return self._sum(rows, inputs.on_device)
+        return torch.cat([self._sum(rows, feature) for feature in inputs.on_device.split(1)], dim=1)
+
+    def _sum(self, rows: Tensor, features: Tensor) -> Tensor:  # (n, row_dim)
+        return self._kernels.pool_rows(rows, features, self.dtype, self.row_codec)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._weights[f"{name}.0.weight"], self._weights[f"{name}.0.bias"])

@@ -1,7 +1,7 @@
 """The verdict about low precision in a model folder: precision.json, beside config.json and bound to its weights.
 
-`helmrec model check --precision` writes it, and an engine with `kv_dtype="auto"` obeys it. It does not know how the
-figures were measured.
+`helmrec model check --precision` writes it, and an engine with `kv_dtype` or `row_dtype` `"auto"` obeys it. It does not
+know how the figures were measured.
 """
 
 import json
@@ -11,28 +11,34 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from helmrec.config import ComputeDtype, FixedKVDtype, Frozen, RoundedKV
+from helmrec.config import ComputeDtype, FixedKVDtype, FixedRowDtype, Frozen, RoundedKV
 from helmrec.errors import ConfigError, ModelError
 
 FILE = "precision.json"
 
 
 class Precision(NamedTuple):
-    """What an engine rounds: K/V, and the inputs of products."""
+    """What an engine rounds: K/V, the inputs of products, and embedding rows."""
 
     kv_dtype: FixedKVDtype = "model"
     compute_dtype: ComputeDtype = "model"
+    row_dtype: FixedRowDtype = "model"
 
     def __str__(self) -> str:
-        return f"kv_dtype {self.kv_dtype}, compute_dtype {self.compute_dtype}"
+        return f"kv_dtype {self.kv_dtype}, compute_dtype {self.compute_dtype}, row_dtype {self.row_dtype}"
 
 
 FULL_PRECISION = Precision()
+ROUNDED: tuple[RoundedKV, ...] = ("fp8_e4m3", "int8")
 LOW_PRECISIONS = {  # by the names of `helmrec model check --precision`: each alone, and all together
     "fp8": Precision("fp8_e4m3"),
     "int8": Precision("int8"),
     "fp8-products": Precision(compute_dtype="fp8_e4m3"),
-    "fp8-all": Precision("fp8_e4m3", "fp8_e4m3"),
+    "fp8-rows": Precision(row_dtype="fp8_e4m3"),
+    "int8-rows": Precision(row_dtype="int8"),
+    "fp8-layers": Precision("fp8_e4m3", "fp8_e4m3"),
+    "int8-caches": Precision("int8", row_dtype="int8"),
+    "fp8-all": Precision("fp8_e4m3", "fp8_e4m3", "fp8_e4m3"),
 }
 
 
@@ -89,30 +95,18 @@ class PrecisionVerdict(Frozen):
 class PrecisionVerdicts(Frozen):
     """The content of precision.json."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     version: str = Field(description="of the weights that were checked")
     thresholds: Thresholds = Thresholds()
-    kv_dtype: dict[RoundedKV, PrecisionVerdict] = Field(default_factory=dict)
-    fp8_products: dict[FixedKVDtype, PrecisionVerdict] = Field(
-        default_factory=dict, description="with compute_dtype fp8_e4m3, by kv_dtype"
-    )
-
-    def best_kv_dtype(self) -> RoundedKV | None:
-        """Return the allowed dtype of K/V whose scores are closest to full precision."""
-        allowed = {name: verdict for name, verdict in self.kv_dtype.items() if verdict.is_allowed}
-        return min(allowed, key=lambda name: allowed[name].figures.mean_difference, default=None)
+    verdicts: dict[str, PrecisionVerdict] = Field(default_factory=dict, description="by precision, as in its words")
 
     def with_verdict(self, precision: Precision, figures: PrecisionFigures) -> "PrecisionVerdicts":
         verdict = PrecisionVerdict(figures=figures, objections=tuple(figures.objections(self.thresholds)))
-        field = "kv_dtype" if precision.compute_dtype == "model" else "fp8_products"
-        return self.model_copy(update={field: {**getattr(self, field), precision.kv_dtype: verdict}})
+        return self.model_copy(update={"verdicts": {**self.verdicts, str(precision): verdict}})
 
-    def verdict_about(self, precision: Precision) -> PrecisionVerdict:
-        """Return the verdict about a precision that was checked."""
-        if precision.compute_dtype != "model":
-            return self.fp8_products[precision.kv_dtype]
-        assert precision.kv_dtype != "model", "full precision needs no verdict"
-        return self.kv_dtype[precision.kv_dtype]
+    def about(self, precision: Precision) -> PrecisionVerdict | None:
+        """Return the verdict about a precision, if it was checked."""
+        return self.verdicts.get(str(precision))
 
 
 def read_verdicts(folder: Path, version: int) -> PrecisionVerdicts | None:

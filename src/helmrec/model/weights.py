@@ -47,7 +47,7 @@ class LoadedModel:
     config: ModelConfig
     version: int
     dense: dict[str, Tensor]
-    tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps
+    tables: dict[str, Tensor]  # (num_rows, row_dim), private memory maps; shared ones as they are stored
     shared: SharedTables | None = None  # the memory that they are in, if other engines read it too
     precision: PrecisionVerdicts | None = None  # of these weights
     folder: Path | None = None  # that it was loaded from
@@ -55,7 +55,7 @@ class LoadedModel:
 
     def __post_init__(self) -> None:
         """Raise ModelError if a table differs from the configuration, which defines the layout of the caches."""
-        for table in self.config.tables:
+        for table in self.config.tables if self.shared is None else ():
             rows, shape = self.tables[table.name], (table.num_rows, self.config.row_dim)
             if tuple(rows.shape) != shape or rows.dtype != getattr(torch, self.config.row_dtype):
                 seen = f"{tuple(rows.shape)} of {str(rows.dtype).removeprefix('torch.')}"

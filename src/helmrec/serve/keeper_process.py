@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from helmrec.collector import PROCESS
+from helmrec.config import FixedRowDtype
 from helmrec.engine.row_stream import RowStreamStats
 from helmrec.memory.row_journal import RowBytes
 from helmrec.model.config import ModelConfig
@@ -70,6 +71,7 @@ class KeeperBegin(msgspec.Struct, frozen=True):
     secrets: list[str]  # that no log may show
     hold_s: float
     cut_off_s: float
+    row_dtype: FixedRowDtype  # of the rows in shared memory
     stream: StreamBegin | None
     has_engines: bool  # whether some may read the tables already
 
@@ -286,7 +288,7 @@ class KeeperProcess(FrameServer):
         """Read the stream ahead. `catches_up`: apply what it holds, since no engine reads the tables yet."""
         from helmrec.serve.keeper_stream import follow  # noqa: PLC0415 - torch, which only a stream needs
 
-        self._stream = follow(begin, self._files, tables.config, self._ready_keeper(), self._notify)
+        self._stream = follow(begin, self._files, tables, self._ready_keeper(), self._notify)
         await asyncio.to_thread(self._stream.start)
         if catches_up:
             await asyncio.to_thread(self._stream.catch_up)
@@ -327,7 +329,7 @@ class KeeperProcess(FrameServer):
 def load_tables(begin: KeeperBegin, files: TableFiles) -> TableMemory:
     """Map the tables, and fill them from their folder if no earlier keeper has: it may be gone by then."""
     config, started_s = ModelConfig.model_validate_json(begin.config), time.monotonic()
-    tables = TableMemory(config, files)
+    tables = TableMemory(config, files, begin.row_dtype)
     if was_loaded := tables.journal.is_loaded:
         tables.load({}, tables.journal.position, _log_progress())
     else:

@@ -25,7 +25,7 @@ from helmrec.engine.runner import StagedRows
 from helmrec.memory.row_journal import RowBytes
 from helmrec.model.config import ModelConfig
 from helmrec.model.shared_tables import SharedTables, row_bytes_of
-from helmrec.model.table_memory import TableFiles
+from helmrec.model.table_memory import TableFiles, TableMemory
 from helmrec.serve.keeper_process import AskSwap, Keeper, StreamBegin
 from helmrec.types import RowPosition
 
@@ -48,7 +48,10 @@ class KeptRows:
         self._keeper, self._loop = keeper, asyncio.get_running_loop()
 
     def stage_rows(self, update: RowUpdate) -> StagedRows:
-        """Convert rows to the type of the tables. Differences wait for the rows that they are added to."""
+        """Convert rows to the type of the tables. Differences wait for the rows that they are added to.
+
+        Tables in eight bits refuse differences when they are applied: the stream stops there.
+        """
         if update.is_added is not None:
             return StagedRows(update.rows, sent=None, differences=update)
         return StagedRows(update.rows, SentRows(update.rows, new_values(self._master, update)))
@@ -135,7 +138,8 @@ class KeeperStream:
 
 
 def follow(
-    begin: StreamBegin, files: TableFiles, config: ModelConfig, keeper: Keeper, notify: Callable[[bytes], None]
+    begin: StreamBegin, files: TableFiles, loaded: TableMemory, keeper: Keeper, notify: Callable[[bytes], None]
 ) -> KeeperStream:
     """Make the stream of a keeper whose tables are loaded."""
-    return KeeperStream(begin, SharedTables(config, files), config, keeper, notify)
+    config = loaded.config
+    return KeeperStream(begin, SharedTables(config, files, loaded.row_dtype), config, keeper, notify)

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 from numpy.typing import ArrayLike
 
+from helmrec.config import FixedRowDtype
 from helmrec.deltas.consumer import StreamStart, SwapModel
 from helmrec.deltas.delta import NamedModel
 from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.intake import prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
+from helmrec.engine.row_values import stored
 from helmrec.errors import EngineClosed, QueueFull
 from helmrec.model.folder import DENSE, read_manifest
-from helmrec.model.shared_tables import row_bytes_of
+from helmrec.model.shared_tables import row_bytes_of, row_codec
 from helmrec.model.table_memory import TableFiles
 from helmrec.redaction import secrets_in_url
 from helmrec.serve.child_process import ChildProcess
@@ -55,10 +56,12 @@ class RowKeeper(ChildProcess):
         serve: ServeConfig,
         limits: RoundLimits | None = None,
         start: StreamStart | None = None,
+        row_dtype: FixedRowDtype = "model",
     ) -> None:
         """Keep the tables of a model, or of its newest snapshot, and follow the stream of row deltas if there is one.
 
-        `start`: the tables are those of the model itself, which have this place in the stream.
+        `start`: the tables are those of the model itself, which have this place in the stream. `row_dtype`: of the rows
+        in shared memory.
         """
         super().__init__(serve.ring_bytes, {"CUDA_VISIBLE_DEVICES": ""})
         limits, place = limits or RoundLimits(), _find_tables(model, serve, start)
@@ -71,11 +74,12 @@ class RowKeeper(ChildProcess):
             secrets=list(secrets_in_url(serve.row_deltas or "")),
             hold_s=limits.hold_s,
             cut_off_s=limits.cut_off_s,
+            row_dtype=row_dtype,
             stream=_stream_of(serve, place),
             has_engines=False,
         )
         self._limits = limits
-        self.files = TableFiles.create(self.config)
+        self.files = TableFiles.create(self.config, row_dtype)
         self._swap: SwapModel | None = None
         self._name = secrets.token_hex(8)  # of the tables: a model may be loaded twice
         self._engines: dict[ProcessPort, socket.socket] = {}  # with the doors of their processes
@@ -123,7 +127,7 @@ class RowKeeper(ChildProcess):
             await self._call_by(link, "join", None, engine=name)
             try:
                 files = [self.files.rows, self.files.journal, theirs.fileno()]
-                socket.send_fds(door, [f"{self._name} {self.model}".encode()], files)
+                socket.send_fds(door, [f"{self._name} {self._begin.row_dtype} {self.model}".encode()], files)
             except OSError:
                 log.debug("an engine ended while it was given its tables")
 
@@ -157,7 +161,7 @@ class RowKeeper(ChildProcess):
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Write rows that all engines then see. If the keeper ends meanwhile, the next one writes them."""
         update = prepare_rows(self.config, table, ids, values)
-        new = torch.from_numpy(update.values).to(getattr(torch, self.config.row_dtype))
+        new = stored(update.values, row_codec(self.config, self._begin.row_dtype))
         rows, packed = update.rows.tobytes(), row_bytes_of(new).tobytes()
         async with self._one_at_a_time:
             while True:

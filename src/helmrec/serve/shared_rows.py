@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from helmrec.config import FixedRowDtype
 from helmrec.deltas.consumer import SwapModel
 from helmrec.engine.engine import Engine
 from helmrec.engine.row_stream import RowStreamStats
@@ -39,8 +40,9 @@ _FAILED = 70  # exit code of an engine that could not take an update
 class SharedRows:
     """Follows the updates of one model's shared tables for one engine. Its thread alone talks to the keeper."""
 
-    def __init__(self, config: ModelConfig, files: TableFiles) -> None:
-        self.tables = SharedTables(config, files)
+    def __init__(self, config: ModelConfig, files: TableFiles, row_dtype: FixedRowDtype = "model") -> None:
+        """row_dtype: of the rows in these tables."""
+        self.tables = SharedTables(config, files, row_dtype)
         self._engine: Engine | None = None
         self._made: Engine | None = None
         self._missed = _RowSet()  # that changed before the engine served
@@ -129,7 +131,7 @@ class SharedRows:
         return _NewRows(entry, None if engine is None else self._stage(entry, engine))
 
     def _stage(self, entry: JournalEntry, engine: Engine) -> StagedRows:
-        return engine.stage_stored(entry.rows, rows_of_bytes(entry.values, self.tables.master.dtype))
+        return engine.stage_stored(entry.rows, rows_of_bytes(entry.values, self.tables.master.codec.stored_dtype))
 
     def _hold(self, connection: socket.socket, call: RowCall, new: "_NewRows") -> None:
         """Read no row until the update is written or given up; then make it visible if it is written."""
@@ -234,18 +236,19 @@ class TableDoor:
             if not payload:
                 break
             rows, journal, connection = files
-            name, _, model = payload.decode().partition(" ")
+            name, row_dtype, model = payload.decode().split(" ", 2)
             with self._changed:
-                self._enter(name, Path(model), TableFiles(rows, journal)).connect(socket.socket(fileno=connection))
+                tables = self._enter(name, Path(model), TableFiles(rows, journal), cast("FixedRowDtype", row_dtype))
+                tables.connect(socket.socket(fileno=connection))
                 self._changed.notify_all()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _enter(self, name: str, model: Path, files: TableFiles) -> SharedRows:
+    def _enter(self, name: str, model: Path, files: TableFiles, row_dtype: FixedRowDtype) -> SharedRows:
         """Return the tables of this name; they may be known from an earlier keeper."""
         self._rows = {known: rows for known, rows in self._rows.items() if not rows.is_over}
         if name not in self._rows:
-            self._rows[name] = self._unused[model] = SharedRows(read_manifest(model).model, files)
+            self._rows[name] = self._unused[model] = SharedRows(read_manifest(model).model, files, row_dtype)
         files.close()
         return self._rows[name]

@@ -193,5 +193,7 @@ def _learned_on(engine: Engine) -> dict[str, str | int]:
         "pool_bytes": config.sized_pool_bytes,
         "kv_dtype": config.kv_dtype,
         "compute_dtype": config.compute_dtype,
+        "row_dtype": config.row_dtype,
+        "host_row_dtype": config.host_row_dtype,
         "device": device_name(config.device),
     }

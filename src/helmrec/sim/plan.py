@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ByteSize, Field
 
-from helmrec.config import EngineConfig, FixedKVDtype, Frozen
+from helmrec.config import EngineConfig, FixedKVDtype, FixedRowDtype, Frozen
 from helmrec.control.static import Static, StaticSettings
 from helmrec.costs.calibrated import CostModel
 from helmrec.costs.routing import RouterCost
@@ -46,6 +46,7 @@ class PlanConfig(Frozen):
     )
     disk_rows_per_s: float | None = Field(None, gt=0, description="random reads a second of each node's disk")
     kv_dtype: FixedKVDtype = Field("model", description="of K/V, as in the engine's settings")
+    row_dtype: FixedRowDtype = Field("model", description="of rows in the pool, as in the engine's settings")
     profile: str = Field("dlrmv3", description="model shape")
     preset: str = Field("dlrmv3", description="data set whose items and candidates are used")
     history: float = Field(6_700.0, gt=0, description="median events of a user")
@@ -177,6 +178,7 @@ def _node(config: PlanConfig, trace: Trace, alpha: float) -> NodeConfig:
         alpha=min(alpha, 0.9),
         max_batch_requests=8,
         kv_dtype=config.kv_dtype,
+        row_dtype=config.row_dtype,
         host_rows_bytes=config.host_rows_bytes,
     )
     model = profile(config.profile, trace.catalogue.num_items)

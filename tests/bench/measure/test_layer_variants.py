@@ -12,7 +12,7 @@ from helmrec_bench.measure.cards.layer_variants import TIMED, VARIANTS, LayerRun
 ROW = KernelRow("small", "demo", [Sequence(130, 20, 5), Sequence(0, 40, 3)])
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8-products", "fp8-all"])
+@pytest.mark.parametrize("name", ["bf16", "fp8-products", "fp8-layers"])
 def test_layers_of_a_variant_run_over_resident_and_new_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_variants, "DEVICE", "cpu")
     out = LayerRun(ROW, VARIANTS[name].precision).run()

@@ -34,7 +34,10 @@ class NodeConfig(Frozen):
 
     @property
     def geometry(self) -> PageGeometry:
-        return self.model.page_geometry(self.engine.page_tokens or _PAGE_TOKENS, self.engine.fixed_kv_dtype)
+        engine, page_tokens = self.engine, self.engine.page_tokens or _PAGE_TOKENS
+        return self.model.page_geometry(
+            page_tokens, engine.fixed_kv_dtype, engine.fixed_row_dtype, engine.host_row_dtype
+        )
 
     @property
     def num_pages(self) -> int:
@@ -75,7 +78,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         num_request_context=len(config.model.request_context),
         rows_per_event=len(config.model.features),
         page_bytes=page_bytes,
-        row_bytes=geometry.row_stride,
+        row_bytes=config.model.row_stride,  # smaller rows take no less time on the bus
         rows_per_page=geometry.rows_per_page,
         rate=rate,
         max_batch_tokens=engine.max_batch_tokens,

@@ -38,7 +38,7 @@ TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
     "dlrmv3 8 x 6668 of 6700 cached, 2048",
     "nvidia-bench 8 x 3968 of 4096 cached, 256",
 )
-_PROFILED = {"bf16", "fp8-all"}
+_PROFILED = {"bf16", "fp8-layers"}
 _MARK = "found "  # begins a line that the other process reads
 
 
@@ -139,14 +139,14 @@ class Variant(NamedTuple):
 
 
 _ATTENTION, _PLAN = "helmrec.kernels.hopper_fp8_attention", "helmrec.kernels.attention_plan"
-_ALL = LOW_PRECISIONS["fp8-all"]
+_LAYERS = LOW_PRECISIONS["fp8-layers"]
 VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
-    "fp8-all": Variant(_ALL),
-    "polynomial": Variant(_ALL, ((f"{_ATTENTION}.POLYNOMIAL", True),)),
-    "blocks of 64": Variant(_ALL, ((f"{_PLAN}.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
-    "float32 scores": Variant(_ALL, ((f"{_ATTENTION}.HALF_SCORES", False),), (TIMED[1], TIMED[4])),
+    "fp8-layers": Variant(_LAYERS),
+    "polynomial": Variant(_LAYERS, ((f"{_ATTENTION}.POLYNOMIAL", True),)),
+    "blocks of 64": Variant(_LAYERS, ((f"{_PLAN}.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
+    "float32 scores": Variant(_LAYERS, ((f"{_ATTENTION}.HALF_SCORES", False),), (TIMED[1], TIMED[4])),
 }
 
 

@@ -48,7 +48,7 @@ from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_t
 from helmrec_bench.report.files import markdown_table
 
 KV_DTYPES: tuple[FixedKVDtype, ...] = ("model", "fp8_e4m3", "int8")
-TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-all"])
+TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-layers"])
 POOL_BYTES = 64 << 30
 NUM_USERS, BATCH, HEADS = 40, 4, 4
 
@@ -64,7 +64,7 @@ def layer_times() -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {row.name: {"work": row.name} for row in rows}
     for name in dict.fromkeys(row.profile for row in rows):
         for precision in TIMED_PRECISIONS:
-            engine = make_engine(name, *precision)
+            engine = make_engine(name, precision.kv_dtype, precision.compute_dtype)
             users = KernelUsers(engine.model_config)
             for row in rows:
                 if row.profile == name:
@@ -143,16 +143,20 @@ class AttentionRun:
 
 
 def capacity() -> list[dict[str, Any]]:
-    """Tokens that a pool of 64 GiB holds at alpha 0, on a card."""
-    rows = []
+    """Tokens that a pool of 64 GiB holds at alpha 0 on a card, and rows at alpha 1."""
+    found = []
     for name in ("dlrmv3", "nvidia-bench", "kuairand", "paper"):
         model = profile(name, 1_000)
         tokens: dict[str, int] = {}
-        for kv_dtype in KV_DTYPES:
-            geometry = page_geometry(model, EngineConfig(device="cuda", kv_dtype=kv_dtype))
-            tokens[kv_dtype] = POOL_BYTES // geometry.page_bytes * geometry.page_tokens
-        rows.append({"profile": name, **tokens, "ratio": round(tokens["int8"] / tokens["model"], 3)})
-    return rows
+        rows: dict[str, int] = {}
+        for dtype in KV_DTYPES:
+            geometry = page_geometry(model, EngineConfig(device="cuda", kv_dtype=dtype))
+            tokens[dtype] = POOL_BYTES // geometry.page_bytes * geometry.page_tokens
+            geometry = page_geometry(model, EngineConfig(device="cuda", row_dtype=dtype))
+            rows[dtype] = POOL_BYTES // geometry.page_bytes * geometry.rows_per_page
+        for kind, held in (("tokens", tokens), ("rows", rows)):
+            found.append({"profile": name, "of": kind, **held, "ratio": round(held["int8"] / held["model"], 3)})
+    return found
 
 
 def random_model(config: ModelConfig) -> LoadedModel:

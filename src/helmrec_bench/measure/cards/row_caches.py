@@ -97,7 +97,7 @@ class CacheSetup:
         return self.pages(share) * self.profile.geometry.rows_per_page
 
     def new_rows(self, num: int) -> Tensor:
-        return torch.zeros((num, self.master.row_dim), dtype=self.master.dtype, device=self.device)
+        return torch.zeros((num, self.master.codec.dim), dtype=self.master.codec.dtype, device=self.device)
 
     def wait(self) -> None:
         if self.is_card:
@@ -109,7 +109,7 @@ class Ours:
 
     def __init__(self, place: CacheSetup, share: float, policy: RowPolicy, form: IndexForm = IndexForm.DENSE) -> None:
         profile = place.profile
-        arena = Arena(place.pages(share), profile.geometry, torch.bfloat16, place.master.dtype, str(place.device))
+        arena = Arena(place.pages(share), profile.geometry, torch.bfloat16, place.master.codec.dtype, str(place.device))
         per_page = profile.geometry.rows_per_page
         self._rows = DeviceRows(profile.num_rows, arena.rows, per_page, policy, place.kernels, form)
         self._stage = DeviceRowStage(self._rows, arena, place.master, place.kernels)
@@ -198,8 +198,8 @@ class PlainTorch:
         self._slot_of = torch.full((place.profile.num_rows,), -1)
         self._row_of = torch.full((num_slots,), -1)
         self._last = torch.full((num_slots,), -1)
-        shape = (place.profile.step_rows, place.master.row_dim)
-        self._staged = torch.empty(shape, dtype=place.master.dtype, pin_memory=place.is_card)
+        shape = (place.profile.step_rows, place.master.codec.dim)
+        self._staged = torch.empty(shape, dtype=place.master.codec.dtype, pin_memory=place.is_card)
         self._sent = torch.cuda.Event() if place.is_card else None
         self._now = 0
         self.hits = 0
@@ -279,7 +279,7 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
     place.wait()
     seconds = time.perf_counter() - started
     lookups = profile.measured * profile.step_rows
-    row_bytes = place.master.row_dim * place.master.dtype.itemsize
+    row_bytes = place.master.codec.dim * place.master.codec.dtype.itemsize
     return {
         "hit_rate": round((reader.hits - hits) / lookups, 4),
         "lookups_per_s": round(lookups / seconds),
@@ -314,7 +314,9 @@ def systems(
 
 def over_the_bus(place: CacheSetup, share: float, steps: IntArray) -> dict[str, Any]:
     """Rows and bytes that cross the bus in a measured step: each row once, and each lookup by itself, as it was."""
-    arena = Arena(place.pages(share), place.profile.geometry, torch.bfloat16, place.master.dtype, str(place.device))
+    arena = Arena(
+        place.pages(share), place.profile.geometry, torch.bfloat16, place.master.codec.dtype, str(place.device)
+    )
     per_page = place.profile.geometry.rows_per_page
     cache = DeviceRows(place.profile.num_rows, arena.rows, per_page, SECOND_TOUCH, place.kernels)
     stage = DeviceRowStage(cache, arena, place.master, place.kernels)
@@ -328,7 +330,7 @@ def over_the_bus(place: CacheSetup, share: float, steps: IntArray) -> dict[str, 
         if i >= place.profile.warm_up:
             missed = int(reading.lookup.missed.count)
             once, each = once + missed, each + missed + int(reading.lookup.repeats.count)
-    measured, row_bytes = place.profile.measured, place.master.row_dim * place.master.dtype.itemsize
+    measured, row_bytes = place.profile.measured, place.master.codec.dim * place.master.codec.dtype.itemsize
     return {
         "share": share,
         "slots": place.slots(share),
