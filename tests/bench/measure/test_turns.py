@@ -34,7 +34,7 @@ def flags_for(out: Path, limit_s: float) -> Namespace:
 
 @pytest.fixture(autouse=True)
 def described(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"scored": {}, "whole": {}, "moves": []}
+    plain: dict[str, Any] = {"scored": {}, "whole": {}, "moves": []}
     monkeypatch.setattr(turns, "describe", lambda course, run, after_s: dict(plain))
 
 
