@@ -78,7 +78,7 @@ def make_engines(
     keeper = make_keeper(model) if engine.host_rows_bytes is None else None
     follows_log = keeper is None and serve.row_deltas is None
     first, shared, ports = model if keeper is None else keeper.model, one_of(engine, serve), {}
-    for i, card in enumerate(_cards(engine, serve.engines)):
+    for i, card in enumerate(cards_of(engine, serve.engines)):
         environment = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
         snapshots = serve if serve.snapshot_path is None else _with_path(serve, f"{serve.snapshot_path}.{i}")
         own = shared if follows_log or keeper is not None else with_own_log(shared, model, i)
@@ -98,7 +98,7 @@ def _with_path(serve: ServeConfig, path: str) -> ServeConfig:
     return serve.model_copy(update={"snapshot_path": path})
 
 
-def _cards(engine: EngineConfig, num: int) -> Sequence[str | None]:
+def cards_of(engine: EngineConfig, num: int) -> Sequence[str | None]:
     """The card of each engine, as CUDA_VISIBLE_DEVICES names it; None on a CPU, where engines share the cores."""
     if choose_device(engine).config.device == "cpu":
         return [None] * num

@@ -216,13 +216,13 @@ def _master(model: LoadedModel, config: EngineConfig, progress: Progress) -> Hos
     if model.folder is None:
         master = RowMaster.copied(model.tables, progress, code)
     else:
-        master = _read_master(model.folder, model.config, config, progress)
+        master = read_master(model.folder, model.config, config, progress)
     if config.device == "cuda":
         master.lock()
     return master
 
 
-def _read_master(folder: Path, shape: ModelConfig, config: EngineConfig, progress: Progress) -> RowMaster:
+def read_master(folder: Path, shape: ModelConfig, config: EngineConfig, progress: Progress) -> RowMaster:
     """Read the tables from their files to one buffer, without keeping pages of the files."""
     spans = {table.name: find_rows(folder, table, shape) for table in shape.tables}
     sizes, row_dtype = {table.name: table.num_rows for table in shape.tables}, config.host_row_dtype

@@ -91,7 +91,7 @@ def save_model(
     _make_empty(folder)
     _save_dense(folder, dense)
     for name, rows in tables.items():
-        _write_table(folder / table_file(name), shapes[name], config.row_dtype, parts_of(rows), lambda _: None)
+        write_table(folder / table_file(name), shapes[name], config.row_dtype, parts_of(rows), lambda _: None)
     _write_manifest(folder, config, lambda _: None)
 
 
@@ -108,7 +108,7 @@ def stream_model(
     _save_dense(folder, dense)
     for table in config.tables:
         shape = (table.num_rows, config.row_dim)
-        _write_table(folder / table_file(table.name), shape, config.row_dtype, tables[table.name], progress)
+        write_table(folder / table_file(table.name), shape, config.row_dtype, tables[table.name], progress)
     _write_manifest(folder, config, progress)
 
 
@@ -212,7 +212,7 @@ def _random_rows(shape: tuple[int, int], dtype: str, generator: torch.Generator)
         yield rows.view(torch.uint8).numpy().tobytes()
 
 
-def _write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
+def write_table(path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Progress) -> None:
     """Write a safetensors file in chunks; the library's writer needs the whole table in memory."""
     row_bytes = shape[1] * getattr(torch, dtype).itemsize
     with path.open("wb") as file:

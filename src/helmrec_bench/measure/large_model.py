@@ -63,7 +63,7 @@ def write_large_model(folder: Path, config: ModelConfig, note: Note) -> None:
         writer = _TableWriter(config, lambda done: note(f"{done / GIB:.1f} of {total / GIB:.1f} GiB are written"))
         with (
             patch("helmrec.model.weights.checksum", _checksum_of_small),
-            patch("helmrec.model.weights._write_table", writer.write),
+            patch("helmrec.model.weights.write_table", writer.write),
         ):
             dense = random_dense(config, torch.Generator().manual_seed(0))
             stream_model(folder, config, dense, {table.name: () for table in config.tables})
@@ -93,7 +93,7 @@ class _TableWriter:
         self._part = row.repeat(max(1, _PART_BYTES // config.row_bytes), 1)
 
     def write(self, path: Path, shape: tuple[int, int], dtype: str, parts: Iterable[bytes], progress: Any) -> None:
-        """Write a table, in place of `helmrec.model.weights._write_table`."""
+        """Write a table, in place of `helmrec.model.weights.write_table`."""
         head = table_head(shape, dtype)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:

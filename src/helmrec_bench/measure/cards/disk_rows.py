@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from helmrec.config import EngineConfig
+from helmrec.engine.dense import Progress
 from helmrec.engine.engine import Engine
 from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
@@ -228,11 +229,16 @@ def make_engine(folder: Path, plan: DiskPlan, memory_bytes: int | None, *, has_g
     return Engine(load_model(folder), EngineConfig(**settings | batches | limits))
 
 
+def _copy_mapped(folder: Path, _shape: ModelConfig, _config: EngineConfig, progress: Progress) -> RowMaster:
+    """Copy the tables from mapped files, in place of `helmrec.engine.setup.read_master`: as before."""
+    return RowMaster.copied(load_model(folder).tables, progress)
+
+
 def run_case(folder: Path, plan: DiskPlan, case: DiskCase, whole: Mapping[str, float], main_s: float) -> dict[str, Any]:
     """Measure one case. whole: requests/s of each traffic with all rows in memory, if they are known."""
     note = partial(note_since, main_s)
     note(f"{case.name}: its process runs")
-    keep = patch("helmrec.engine.setup._read_master", lambda model, progress: RowMaster.copied(model.tables, progress))
+    keep = patch("helmrec.engine.setup.read_master", _copy_mapped)
     began_s, before = time.perf_counter(), read_bytes()
     with keep if case.is_before else nullcontext():
         engine = make_engine(folder, plan, case.memory_bytes, has_graphs=not case.is_before)

@@ -9,9 +9,11 @@ The setup is that of the trade-off map (experiment `trade-off`): 24 rows a token
 where they do not (with a smaller table, to be ready sooner). One engine serves all runs of a setup; between runs both
 caches are emptied and the same warm-up is served. Arrivals are open-loop at 70% of what the best constant bears in each
 of three mixes, measured first. Constants are screened on a short course of the same kind; then the policies take turns
-on one long course, which is scored as a whole and after its first minute.
+on one long course, which is scored as a whole and after its first minute. A call that begins no further run after
+`--limit-s` is continued by the next call, at the same arrivals.
 """
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +34,7 @@ from helmrec_bench.measure.controller.turns import (
     SLO_MS,
     LiveCourse,
     LiveRun,
+    earlier,
     serve_all,
     serve_course,
     start_of,
@@ -193,25 +196,33 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", choices=(24, 1), default=[24, 1])
     parser.add_argument("--course", choices=COURSES, default="all")
     turn_options(parser)
+    parser.add_argument("--anew", action="store_true", help="leave out the runs that the file has")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
 
 
 def main(flags: Namespace) -> None:
     setup = {"pool_bytes": POOL_BYTES, "table_bytes": TABLES, "hot_users": NUM_HOT, "load": LOAD, "slo_ms": SLO_MS}
-    setups = dict[str, Any]()
+    setups: dict[str, Any] = {} if flags.anew else earlier(flags).get("setups", {})
     for rows in flags.rows:
         stand = Stand(rows, COURSES[flags.course], flags.quick)
         print(f"{rows} rows a token: ready", flush=True)
-        capacity = capacities(stand)
-        stand.rates = rates_for(capacity)
-        setups[str(rows)] = {
-            "capacity": {f"{share:g}": {f"{a:g}": rate for a, rate in by.items()} for share, by in capacity.items()},
-            "arrivals_per_s": {f"{share:g}": round(rate, 1) for share, rate in stand.rates.items()},
-            "stretches": [stretch._asdict() for stretch in stand.stretches],
-        }
-        take_turns(
-            stand, flags, setups[str(rows)], lambda: write_measurement(flags.out, {"setup": setup, "setups": setups})
+        found = setups.setdefault(str(rows), {})
+        stretches = json.loads(json.dumps([stretch._asdict() for stretch in stand.stretches]))
+        if found.get("stretches") != stretches:
+            capacity = capacities(stand)
+            found.clear()
+            found |= {
+                "capacity": {
+                    f"{share:g}": {f"{a:g}": rate for a, rate in by.items()} for share, by in capacity.items()
+                },
+                "arrivals_per_s": {f"{share:g}": round(rate, 1) for share, rate in rates_for(capacity).items()},
+                "stretches": stretches,
+            }
+        stand.rates = {float(share): rate for share, rate in found["arrivals_per_s"].items()}
+        is_done = take_turns(
+            stand, flags, found, lambda: write_measurement(flags.out, {"setup": setup, "setups": setups})
         )
+        print("all runs are done" if is_done else "not done: run the command again", flush=True)
         stand.engine.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

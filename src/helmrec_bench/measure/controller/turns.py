@@ -3,6 +3,8 @@
 Knows neither the model nor the device; `live` and `live_cpu` bring engines and courses.
 """
 
+import json
+import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -241,12 +243,14 @@ def turn_options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")
     parser.add_argument("--score-after", type=float, default=60.0, help="seconds of a run that are scored apart")
     parser.add_argument("--screen-s", type=float, default=20.0, help="of traffic for each constant screened; 0: none")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no run that would end after so long")
 
 
-def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: Callable[[], None]) -> None:
+def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: Callable[[], None]) -> bool:
     """Screen constants on a short course, then let the policies take turns on a long one.
 
-    Results are added to `found`, and `save` is called after every run: a run that is cut off leaves what it had.
+    Results are added to `found`, and `save` is called after every run: a run that is cut off leaves what it had. Runs
+    that `found` has are not made again. False: some are left for another call.
     """
     started_s = time.perf_counter()
     found |= {"duration_s": flags.seconds, "score_after_s": flags.score_after, "screen_s": flags.screen_s}
@@ -256,16 +260,33 @@ def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: 
         print(f"{time.perf_counter() - started_s:6.1f} s  {text}", flush=True)
         save()
 
-    if flags.screen_s:
-        course = stand.course(flags.screen_s)
-        for alpha in SCREENED:
-            screened[f"{alpha:g}"] = figures(stand.run(course, f"static:{alpha:g}").latency_ms)
-            say(f"screened {alpha:g}: {screened[f'{alpha:g}']}")
+    def is_late(run_s: float) -> bool:
+        return time.perf_counter() - started_s + run_s + DRAIN_S > flags.limit_s
+
+    left = [f"{alpha:g}" for alpha in SCREENED if flags.screen_s and f"{alpha:g}" not in screened]
+    course = stand.course(flags.screen_s) if left else None
+    for alpha in left:
+        if is_late(flags.screen_s):
+            return False
+        assert course is not None
+        screened[alpha] = figures(stand.run(course, f"static:{alpha}").latency_ms)
+        say(f"screened {alpha}: {screened[alpha]}")
     best = min(screened, key=lambda alpha: screened[alpha]["mean_ms"]) if screened else "0.3"
     policies = dict.fromkeys(f"static:{best}" if name == BEST else name for name in flags.policies)
-    course = stand.course(flags.seconds)
-    for _ in range(flags.repeats):
-        for name in policies:
-            described = describe(course, stand.run(course, name), flags.score_after)
-            runs.setdefault(name, []).append(described)
-            say("\n".join((f"{name}: {described['scored']}, whole {described['whole']}", *described["moves"])))
+    turns = [(turn, name) for turn in range(flags.repeats) for name in policies if len(runs.get(name, [])) <= turn]
+    course = stand.course(flags.seconds) if turns else None
+    for _, name in turns:
+        if is_late(flags.seconds):
+            return False
+        assert course is not None
+        described = describe(course, stand.run(course, name), flags.score_after)
+        runs.setdefault(name, []).append(described)
+        say("\n".join((f"{name}: {described['scored']}, whole {described['whole']}", *described["moves"])))
+    return True
+
+
+def earlier(flags: Namespace) -> dict[str, Any]:
+    """What the output file has of an earlier call with the same courses; nothing, if there is none."""
+    found: dict[str, Any] = json.loads(flags.out.read_text()) if flags.out.exists() else {}
+    asked = {"duration_s": flags.seconds, "score_after_s": flags.score_after, "screen_s": flags.screen_s}
+    return found if any(asked.items() <= each.items() for each in (found, *found.get("setups", {}).values())) else {}

@@ -86,7 +86,7 @@ class SharedStand:
     def __init__(self, folder: Path, device: str, pool: str, note: Note) -> None:
         batches = {"max_batch_requests": 8, "max_batch_tokens": 70_016} if device == "cuda" else {}  # as `disk-rows`
         engine = EngineConfig(device=device, pool_bytes=pool, alpha=0.1, verify="never", **batches)
-        same_card = patch("helmrec.cluster.engines._cards", lambda engine, num: ["0"] * num)
+        same_card = patch("helmrec.cluster.engines.cards_of", lambda engine, num: ["0"] * num)
         with same_card if device == "cuda" else nullcontext():
             serve = ServeConfig(engines=2, policy="none", log_level="warning")
             self.port: EnginesPort = make_engines(folder, engine, serve)
