@@ -111,7 +111,7 @@ def test_compute_grows_with_tokens(engine: Engine, way: str) -> None:
     steps = steps_of(engine, np.random.default_rng(2), [64, LONG] * 8)[4:]
     short, long = steps[::2], steps[1::2]
     assert long[:, Step.TOKENS].min() > 30 * short[:, Step.TOKENS].max()
-    assert np.median(long[:, Step.COMPUTE_MS]) > 1.5 * np.median(short[:, Step.COMPUTE_MS])
+    assert long[:, Step.COMPUTE_MS].min() > 1.5 * short[:, Step.COMPUTE_MS].min()
 
 
 def test_reading_rows_takes_longer_the_more_of_them_are_missed(engine: Engine, way: str) -> None:
@@ -125,7 +125,7 @@ def test_reading_rows_takes_longer_the_more_of_them_are_missed(engine: Engine, w
     hit, miss = np.concatenate(hits[2:]), np.concatenate(misses[2:])
     assert (miss[:, Step.ROWS_READ] == hit[:, Step.ROWS_READ]).all()
     assert np.median(miss[:, Step.ROWS_MISSED]) > 3 * np.median(hit[:, Step.ROWS_MISSED])
-    assert np.median(miss[:, Step.ROWS_MS]) > np.median(hit[:, Step.ROWS_MS])
+    assert miss[:, Step.ROWS_MS].min() > hit[:, Step.ROWS_MS].min()
 
 
 def test_pages_from_the_host_are_part_of_the_row_stage(engine: Engine, way: str) -> None:
@@ -143,4 +143,4 @@ def test_pages_from_the_host_are_part_of_the_row_stage(engine: Engine, way: str)
     assert (resident[:, Step.PAGES_RELOADED] == 0).all()
     assert (reloaded[:, Step.PAGES_RELOADED] == 31).all()
     if way == "graphs":  # called one by one, operations take the host longer than pages take the bus
-        assert np.median(reloaded[:, Step.ROWS_MS]) > np.median(resident[:, Step.ROWS_MS])
+        assert reloaded[:, Step.ROWS_MS].min() > resident[:, Step.ROWS_MS].min()
