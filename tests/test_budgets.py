@@ -13,7 +13,6 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 
 LONG_FILES: dict[str, str] = {
-    "helmrec/serve/port.py": "one interface, and its simplest form: an engine in this process",
     "helmrec/engine/engine.py": "one class: the loop, and the background work between its steps",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
     "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",

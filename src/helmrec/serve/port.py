@@ -9,9 +9,9 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -178,8 +178,7 @@ class InProcessPort:
         self._device = device_name(engine.config.device)
         self._controller = None if steering is None else Controller(steering, engine, self._failures, time.time())
         self._has_work = threading.Event()
-        self._is_over = False
-        self._has_inherited = self._is_retired = False
+        self._is_over = self._has_inherited = self._is_retired = False
         self._stepper = threading.Thread(target=self._run, name="helmrec-steps", daemon=True)
 
     def start(self) -> None:
@@ -190,8 +189,7 @@ class InProcessPort:
 
     def enqueue(self, requests: Sequence[RankRequest], spent_ms: float) -> Queued:
         """Queue all requests of a call or none. Their arrays are not read after this returns."""
-        user_ids = [request.user_id for request in requests]
-        return self._enqueue(user_ids, lambda: self.engine.submit_all(requests, spent_ms))
+        return self._enqueue([each.user_id for each in requests], lambda: self.engine.submit_all(requests, spent_ms))
 
     def enqueue_prepared(self, prepared: Sequence[Prepared], spent_ms: float) -> Queued:
         """As `enqueue`, for requests that were prepared from the recipe of this port's engine."""
@@ -210,23 +208,21 @@ class InProcessPort:
 
     async def results(self, queued: Queued) -> list[RankResult]:
         """Wait for the results of a queued call."""
-        try:
-            results = await asyncio.gather(*map(asyncio.wrap_future, queued.futures))
-            self._record(queued.user_ids, (time.perf_counter() - queued.started_s) * 1e3)
-            return results
-        except Refused:
-            self._record(queued.user_ids, None)
-            raise
-        finally:
-            self._withdraw(queued)
+        with self._ending(queued):
+            return await asyncio.gather(*map(asyncio.wrap_future, queued.futures))
 
     def take_results(self, queued: Queued) -> list[RankResult]:
         """Return the results of a queued call that has ended, or raise its error. One error ends a call."""
-        try:
+        with self._ending(queued):
             failed = [future for future in queued.futures if future.done() and future.exception() is not None]
-            results = [future.result(timeout=0) for future in failed or queued.futures]
+            return [future.result(timeout=0) for future in failed or queued.futures]
+
+    @contextmanager
+    def _ending(self, queued: Queued) -> Iterator[None]:
+        """Report how a call ends to the controller, and withdraw what is left of it."""
+        try:
+            yield
             self._record(queued.user_ids, (time.perf_counter() - queued.started_s) * 1e3)
-            return results
         except Refused:
             self._record(queued.user_ids, None)
             raise

@@ -134,7 +134,7 @@ class RowKeeper(ChildProcess):
     def _notice(self, frame: Frame) -> None:
         notice: Notice = msgspec.msgpack.decode(bytes(frame.payload), type=EndEngine | AskSwap)
         if isinstance(notice, AskSwap):
-            assert self._swap is not None, "a keeper that follows a stream is told who swaps"
+            assert self._swap is not None, "a keeper that follows a stream has a callback for models"
             self._swap(NamedModel(notice.folder, notice.version), StreamStart(notice.stream, notice.sequence))
         elif (engine := self._names.get(notice.engine)) is not None:
             engine.end(f"it did not let rows be updated for {self._limits.cut_off_s:g} s")
