@@ -19,7 +19,7 @@ from helmrec.types import FloatArray
 JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
 MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals
 _LATELY_S = 2.0  # half-life of the newest predictions
-_CLEAR_GAIN = 0.05  # share of the latency that they must promise to count alone
+_CLEAR_GAIN = 0.1  # share of the latency that they must promise to count alone
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
