@@ -308,7 +308,7 @@ def _served(stand: DiskStand, whole: float | None) -> dict[str, Any]:
     return found | {"asked_per_s": asked, "paced_requests": len(requests), "p50_ms": p50, "p99_ms": p99}
 
 
-def rehearse(folder: Path, plan: DiskPlan, main_s: float) -> None:
+def compile_ahead(folder: Path, plan: DiskPlan, main_s: float) -> None:
     """Compile what cases run, on small tables of the same shape, with and without rows on disk."""
     small = plan._replace(table_bytes=plan.table_bytes // 16, num_cold=8, most_requests=8)
     write_large_model(folder, large_config(small.device, small.table_bytes), lambda _: None)
@@ -368,7 +368,7 @@ def main(flags: Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = flags.folder or Path(name) / "model"
         with ProcessPoolExecutor(1, mp_context=fresh) as process:
-            compiled = process.submit(rehearse, Path(name) / "small", plan, main_s)
+            compiled = process.submit(compile_ahead, Path(name) / "small", plan, main_s)
             write_large_model(folder, large_config(plan.device, plan.table_bytes), note)
             compiled.result()
         longest_s = plan.case_s
