@@ -120,7 +120,9 @@ def test_what_is_too_little_to_know_costs_is_too_little_after_a_restart() -> Non
     assert second.costs is not None
 
 
-def added_plainly(steps: np.ndarray, half_life: float, moments: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
+def added_plainly(
+    steps: np.ndarray, half_life: float, terms: np.ndarray, moments: np.ndarray, targets: np.ndarray
+) -> tuple[float, ...]:
     """The plain twin of `add_steps`."""
     steps = steps[np.isfinite(steps[:, STAGES]).all(axis=1)]
     keep = 2.0 ** (-len(steps) / half_life)
@@ -129,22 +131,26 @@ def added_plainly(steps: np.ndarray, half_life: float, moments: np.ndarray, targ
     for place, stage in enumerate(STAGES):
         work = np.zeros((len(steps), targets.shape[1]))
         work[:, 0], work[:, 1 : 1 + len(WORK[place])] = 1, steps[:, WORK[place]]
-        weight = 1 / np.maximum(steps[:, stage], 1e-3) ** 2
+        took_ms, expected_ms = steps[:, stage], work @ terms[place]
+        scale_ms = np.where(expected_ms > 0, np.maximum(expected_ms, took_ms / 2), took_ms)
+        weight = 1 / np.maximum(scale_ms, 1e-3) ** 2
         moments[place] += (work.T * weight) @ work
         targets[place] += work.T @ (weight * steps[:, stage])
     num_overlapped = np.count_nonzero(steps[1:, Step.BEGIN_S] < steps[:-1, Step.END_S])
     return float(len(steps)), float(num_overlapped), keep
 
 
+@pytest.mark.parametrize("is_fitted", [False, True])
 @pytest.mark.parametrize("num", [0, 1, 50])
-def test_steps_are_added_as_plain_sums_are(num: int) -> None:
+def test_steps_are_added_as_plain_sums_are(num: int, is_fitted: bool) -> None:
     rng = np.random.default_rng(num)
     steps = timed(work_of(num, rng)) if num else no_steps()
     steps[::7, Step.COMPUTE_MS] = np.nan
     steps[::5, Step.HOST_MS] = 0.0
     before = rng.random((len(STAGES), 4, 4)), rng.random((len(STAGES), 4))
+    terms = rng.random((len(STAGES), 4)) * is_fitted
     ours, plain = ([one.copy() for one in before] for _ in range(2))
-    assert add_steps(steps, 100.0, *ours) == pytest.approx(added_plainly(steps, 100.0, *plain))
+    assert add_steps(steps, 100.0, terms, *ours) == pytest.approx(added_plainly(steps, 100.0, terms, *plain))
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other)
 

@@ -52,12 +52,13 @@ class Estimator:
     def __init__(self) -> None:
         self._moments = np.zeros((len(_STAGES), _NUM_TERMS, _NUM_TERMS))  # of a one and the work of each stage
         self._targets = np.zeros((len(_STAGES), _NUM_TERMS))  # of the work with what the stage took
+        self._terms = np.zeros((len(_STAGES), _NUM_TERMS))  # as fitted last; all 0: too few steps were seen
         self._seen = np.zeros(1 + 2)  # steps in all; with older ones fading; those of them that overlapped
         self.costs: StageCosts | None = None  # None: too few steps were seen
 
     def update(self, steps: Steps) -> None:
         """Steps in the order of their ends; those with a stage that was not timed are left out."""
-        num, num_overlapped, keep = add_steps(steps, _HALF_LIFE_STEPS, self._moments, self._targets)
+        num, num_overlapped, keep = add_steps(steps, _HALF_LIFE_STEPS, self._terms, self._moments, self._targets)
         if num:
             self._seen *= (1.0, keep, keep)
             self._seen += (num, num, num_overlapped)
@@ -66,7 +67,8 @@ class Estimator:
     def _know(self) -> None:
         num_steps, weight, num_overlapped = self._seen.tolist()
         if num_steps >= _FEWEST_STEPS:
-            host, rows, compute = fit_stages(self._moments, self._targets).tolist()
+            self._terms = fit_stages(self._moments, self._targets)
+            host, rows, compute = self._terms.tolist()
             self.costs = StageCosts._make((*host, *rows, *compute[:-1], num_overlapped / weight))
 
     @property
@@ -98,12 +100,14 @@ def fit_stages(moments: FloatArray, targets: FloatArray) -> FloatArray:
 
 @numba.njit(cache=True, nogil=True)
 def add_steps(
-    steps: Steps, half_life_steps: float, moments: FloatArray, targets: FloatArray
+    steps: Steps, half_life_steps: float, terms: FloatArray, moments: FloatArray, targets: FloatArray
 ) -> tuple[float, float, float]:
     """Fade the moments by as many steps as were timed in all stages, and add theirs.
 
     Returns how many those are, how many of them were launched while the one before was under way, and the share of the
-    earlier moments that was kept. A step is weighted by the inverse square of what the stage took: relative errors.
+    earlier moments that was kept. Errors are relative to what a stage takes by the `terms` so far. Relative to what it
+    took, short ones would count more than long ones of as much work, and all terms would come out too small. Only where
+    it took more than twice as long as expected is it weighted by that: something else delayed it.
     """
     is_timed = np.ones(len(steps), np.bool_)
     for stage in _STAGES:
@@ -119,5 +123,7 @@ def add_steps(
         for place, stage in enumerate(_STAGES):
             for term, column in enumerate(_COLUMNS[place]):
                 work[1 + term] = steps[at, column] if column >= 0 else 0.0
-            add_one(moments[place], targets[place], work, steps[at, stage], _LEAST_MS)
+            took_ms, expected_ms = steps[at, stage], np.dot(terms[place], work)
+            scale_ms = max(expected_ms, took_ms / 2, _LEAST_MS) if expected_ms > 0 else max(took_ms, _LEAST_MS)
+            add_one(moments[place], targets[place], work, took_ms, scale_ms)
     return float(num), num_overlapped, keep

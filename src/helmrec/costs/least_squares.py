@@ -7,10 +7,9 @@ from helmrec.types import FloatArray
 
 
 @numba.njit(cache=True, nogil=True)
-def add_one(moments: FloatArray, target: FloatArray, work: FloatArray, took: float, least: float) -> None:
-    """Add one step to the moments of its work; its error is relative to what it took, or to `least` if that is more."""
-    longer = max(took, least)
-    weight = 1.0 / (longer * longer)
+def add_one(moments: FloatArray, target: FloatArray, work: FloatArray, took: float, scale: float) -> None:
+    """Add one step to the moments of its work; its error is relative to `scale`."""
+    weight = 1.0 / (scale * scale)
     for term in range(work.size):
         weighted = weight * work[term]
         target[term] += weighted * took

@@ -27,7 +27,7 @@ class StepCosts:
         """Update the fit with a step that has ended."""
         least_s = max(_LEAST_S, self.seconds(num_tokens, num_pairs, is_whole_step=True))
         work = np.array([1.0, num_tokens, num_pairs])
-        terms = _refit(self._moments, self._target, _KEEP, work, seconds, least_s)
+        terms = _refit(self._moments, self._target, _KEEP, work, seconds, max(seconds, least_s))
         self._floor_s, self._token_s, self._pair_s = terms.tolist()
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
@@ -37,10 +37,10 @@ class StepCosts:
 
 @numba.njit(cache=True, nogil=True)
 def _refit(
-    moments: FloatArray, target: FloatArray, keep: float, work: FloatArray, took: float, least: float
+    moments: FloatArray, target: FloatArray, keep: float, work: FloatArray, took: float, scale: float
 ) -> FloatArray:
     """Fade the moments, add one step, and solve for all terms."""
     moments *= keep
     target *= keep
-    add_one(moments, target, work, took, least)
+    add_one(moments, target, work, took, scale)
     return fit(moments, target, _RIDGE)

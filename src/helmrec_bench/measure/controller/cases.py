@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA
+from helmrec.costs import calibrated, reload
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.curves import record_curves
 from helmrec.sim.scenario import Scenario, load_scenario
@@ -29,7 +30,8 @@ from helmrec_bench.lab.store import digest_of_code
 BUILD, SCENARIOS = Path("build"), Path(scenarios.__file__).parent
 FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
 BURSTS = ("burst", "flood", "flash")  # names of phases
-SIMULATOR = digest_of_code("sim", "traffic", "memory", "costs", also=[drawn_module.__file__])  # when a run begins
+_NODE_COSTS = (calibrated.__file__, reload.__file__)  # what a simulated node takes of `costs`
+SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[*_NODE_COSTS, drawn_module.__file__])  # when a run begins
 CONTROLLER = digest_of_code("control", "costs")
 
 
