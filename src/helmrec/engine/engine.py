@@ -508,7 +508,15 @@ class Engine:
             return self._pool.ledger.owners().tobytes()
 
     def curves(self) -> JointCurves | None:
-        """Return estimated hits at other splits for recent traffic; None without `miss_curves` or enough requests."""
+        """Return estimated hits at other splits for recent traffic; None without `miss_curves` or enough requests.
+
+        Does not wait for served requests that its thread has yet to observe; `settled_curves` does.
+        """
+        with self._lock:
+            return None if self._curves is None else self._curves.newest()
+
+    def settled_curves(self) -> JointCurves | None:
+        """Return the estimates of `curves` once all served requests are observed."""
         with self._lock:
             return None if self._curves is None else self._curves.curves()
 

@@ -197,7 +197,7 @@ def _change_everything(engine: Engine) -> None:
         pass
     engine.warm(engine.hot_rows())
     engine.forget(requests[3].user_id)
-    engine.curves()
+    engine.settled_curves()
 
 
 def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:

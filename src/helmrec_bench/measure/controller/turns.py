@@ -5,6 +5,7 @@ Knows neither the model nor the device; `live` and `live_cpu` bring engines and 
 
 import json
 import math
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from helmrec.engine.probe import EngineProbe
 from helmrec.pauses import PauseStats
 from helmrec.policies import make_policy
 from helmrec.serve.control import Steering
+from helmrec.serve.server import SWITCH_INTERVAL_S
 from helmrec.types import RankResult, UserId
 from helmrec_bench.measure.cards.traffic import hit_rates
 
@@ -64,6 +66,7 @@ class LiveRun:
     before: Any = None  # of the pool
     after: Any = None
     pauses: PauseStats | None = None
+    num_unobserved: int = 0  # requests that the miss curves were not shown
 
 
 def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
@@ -156,6 +159,8 @@ class Notes:
             said["predicted_ms"] = self._forecast.at(window.alpha)
         self._forecast = self._policy.prediction
         said |= {"arrivals_per_s": traffic.arrival_rate, "queued": traffic.num_queued, "idle": traffic.idle_share}
+        if decision.explanation is not None:
+            said |= {f"{one.layer} wants": one.alpha for one in decision.explanation.proposals}
         self._run.windows.append({name: round(float(value), 4) for name, value in said.items()})
         if move is not None:
             self._run.moves.append(f"{at_s:.1f} s, {window.alpha_target:.3f} -> {move.alpha:.3f}: {move.reason}")
@@ -187,11 +192,13 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
         adaptive = limited.policy
         Steering(policy, SLO_MS).warm_up()  # as a server does before it is ready
         rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, adaptive))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a server: the thread of the miss curves works beside the loop
     PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
     run.before = engine.stats().pool
     engine.reset_pauses()
     Driver(engine, course, rebalancer, run).go()
     run.after, run.pauses = engine.stats().pool, engine.stats().pauses
+    run.num_unobserved = EngineProbe(engine).num_unobserved
     if adaptive is not None and adaptive.model.estimator.costs is not None:
         run.costs = adaptive.model.estimator.costs._asdict()
     assert engine.stats().background_failures == 0
@@ -228,6 +235,7 @@ def describe(course: LiveCourse, run: LiveRun, score_after_s: float) -> dict[str
         "prediction_error": prediction_error(run, score_after_s),
         "windows": run.windows,
         "costs": run.costs,
+        "unobserved": run.num_unobserved,
     }
 
 
