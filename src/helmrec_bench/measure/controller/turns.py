@@ -92,7 +92,15 @@ class BetweenSteps(Protocol):
 class Driver:
     """Offers requests when they are due and steps the engine in between. Latency counts from when one was due."""
 
-    def __init__(self, engine: Engine, course: LiveCourse, beside: BetweenSteps | None, run: LiveRun) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        course: LiveCourse,
+        beside: BetweenSteps | None,
+        run: LiveRun,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self._drain_s = drain_s
         self._engine, self._course, self._beside, self._run = engine, course, beside, run
         self._probe = EngineProbe(engine)
         self._running: set[Future[RankResult]] = set()
@@ -100,7 +108,7 @@ class Driver:
 
     def go(self) -> None:
         due_s, num, at = self._course.due_s, len(self._course.requests), 0
-        end_s, next_look_s = float(due_s[-1]) + DRAIN_S, 0.0
+        end_s, next_look_s = float(due_s[-1]) + self._drain_s, 0.0
         self._started_s = time.perf_counter()
         while (now_s := self._elapsed_s()) < end_s:
             while at < num and due_s[at] <= now_s:
@@ -251,6 +259,7 @@ def turn_options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")
     parser.add_argument("--score-after", type=float, default=60.0, help="seconds of a run that are scored apart")
     parser.add_argument("--screen-s", type=float, default=20.0, help="of traffic for each constant screened; 0: none")
+    parser.add_argument("--cost-repeats", type=int, default=0, help="measure what curves and controller cost so often")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no run that would end after so long")
 
 
