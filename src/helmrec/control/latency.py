@@ -20,7 +20,9 @@ from helmrec.types import FloatArray, IntArray
 
 ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
 _EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
-_PLAYED: FloatArray = ALPHAS[::_EVERY].copy()
+_SPLITS: IntArray = np.arange(0, ALPHAS.size, _EVERY)  # those that are played
+_SPLITS_OF = [_SPLITS[part::_PARTS].copy() for part in range(_PARTS)]  # and those of each part
+_PLAYED: FloatArray = ALPHAS[_SPLITS]
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split: fewer form no queue; orders of them
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
@@ -47,7 +49,7 @@ class Fading:
         if self.value is None:
             self.value = value
         elif weight > 0:
-            self.value = self.value + (value - self.value) * (weight / self.weight)
+            self.value = _toward(self.value, value, weight / self.weight)
         return self.value
 
     def start_over(self) -> None:
@@ -99,6 +101,8 @@ class Requests(NamedTuple):
     others: float  # tokens that are computed whatever is resident: candidates, mostly
     most: int  # in one step
     queued: int  # that wait when the first one comes
+    pool_pages: int
+    pages: float  # of KV of each
 
 
 class Arrivals(NamedTuple):
@@ -135,7 +139,8 @@ class LatencyModel:
     _history: float = 0.0  # as of `Requests`
     _others: float = 0.0
     _queued: int = 0
-    _room: IntArray = field(default_factory=lambda: np.ones(_PLAYED.size, np.int64))  # as of `play`
+    _pool_pages: int = 1
+    _pages: float = 1.0
     _plain_ms: FloatArray | None = None  # (1, splits that are played): without corrections
 
     @property
@@ -151,14 +156,13 @@ class LatencyModel:
         steps = sum_steps(window.steps)
         if self.estimator.costs is None or self._work is None or not traffic.num_served or not steps.requests:
             return False
-        self.rate = float(self._rates.add(np.array(traffic.arrival_rate), dt_s, dt_s))
+        self.rate = float(self._rates.add(np.array([traffic.arrival_rate]), dt_s, dt_s)[0])
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
         self._others = max(0.0, steps.tokens / steps.requests - window.new_tokens_per_request)
         self._most = max(self._most, int(steps.most_requests))
         self._queued = min(traffic.num_queued, _NUM_PLAYED)  # as many more would wait longer at every split
-        kv_pages = window.num_pages * (1 - _PLAYED)
-        request_pages = self._history / window.page_tokens + 1 / 2  # the last one is half full on average
-        self._room = np.maximum(1, kv_pages / request_pages).astype(np.int64)
+        self._pool_pages = window.num_pages
+        self._pages = self._history / window.page_tokens + 1 / 2  # the last one is half full on average
         self._turn = (self._turn + 1) % _NUM_STREAMS
         return True
 
@@ -186,28 +190,33 @@ class LatencyModel:
         self._rates.start_over()
         self._work = self._newest
         assert self._rates.value is not None
-        self.rate = float(self._rates.value)
+        self.rate = float(self._rates.value[0])
 
     def predict(self, bias: Bias) -> Prediction:
         """With corrections, once `update` has returned True."""
-        return Prediction(*between(self._play(bias, 0, 1), _PLAYED, ALPHAS))
+        return Prediction(*between(self._play(bias, _SPLITS), _PLAYED, ALPHAS))
 
     def uncorrected_ms(self) -> FloatArray:
         """Mean latency at ALPHAS without corrections. It is only shown: to save time, a window renews a part of it."""
         if self._plain_ms is None:
-            self._plain_ms = self._play(Bias(), 0, 1)[1:]
+            self._plain_ms = self._play(Bias(), _SPLITS)[1:]
         part = self._turn % _PARTS
-        self._plain_ms[0, part::_PARTS] = self._play(Bias(), part, _PARTS)[1]
+        self._plain_ms[0, part::_PARTS] = self._play(Bias(), _SPLITS_OF[part])[1]
         return between(self._plain_ms, _PLAYED, ALPHAS)[0]
 
-    def _play(self, bias: Bias, part: int, num_parts: int) -> FloatArray:
-        """Stage time and mean latency, at a part of the splits that are played."""
+    def _play(self, bias: Bias, splits: IntArray) -> FloatArray:
+        """Stage time and mean latency, at some of ALPHAS."""
         costs, work = self.estimator.costs, self._work
         assert costs is not None and work is not None
-        there = np.ascontiguousarray(work[:, _EVERY * part :: _EVERY * num_parts])  # compiled loops are faster on it
-        room = np.ascontiguousarray(self._room[part::num_parts])
-        requests = Requests(MS_PER_S / self.rate, self._history, self._others, self._most, self._queued)
-        return predict_at(_streams()[self._turn], there, costs, requests, bias, room)
+        gap_ms, pages = MS_PER_S / self.rate, (self._pool_pages, self._pages)
+        requests = Requests(gap_ms, self._history, self._others, self._most, self._queued, *pages)
+        return predict_at(_streams()[self._turn], splits, work, costs, requests, bias)
+
+
+@numba.njit(cache=True)
+def _toward(old: FloatArray, new: FloatArray, share: float) -> FloatArray:
+    """A share of the way from one to the other. Compiled: NumPy's own takes longer to call than to calculate."""
+    return old + (new - old) * share
 
 
 @numba.njit(cache=True)
@@ -257,19 +266,20 @@ def _streams() -> FloatArray:
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def predict_at(
-    stream: FloatArray, work: FloatArray, costs: StageCosts, requests: Requests, bias: Bias, room: IntArray
+    stream: FloatArray, splits: IntArray, work: FloatArray, costs: StageCosts, requests: Requests, bias: Bias
 ) -> FloatArray:
     """(2, splits): stage time of a lone request, without the pace, and mean latency of a stream of them.
 
-    `work` is (curves, splits), in the order of `Work`.
+    `splits` are some of ALPHAS, by their numbers; `work` is (curves of `Work`, ALPHAS).
     """
-    gap_ms, history, others, most, queued = requests
+    gap_ms, history, others, most, queued, pool_pages, pages = requests
     pair_ms = costs.pair_ms * history / 2  # a history token sees half of its history, a candidate all
     host_ms, bus_ms, device_ms = costs.host_step_ms, costs.rows_step_ms, costs.compute_step_ms  # whatever a step holds
-    share_new, stages_ms = np.empty(room.size), np.empty(room.size)
-    work_ms = np.empty((1 + 2, 2, room.size))
-    for split in range(room.size):
-        computed_tokens, missed_rows, read_rows, new_users = work[:, split]
+    room, share_new, stages_ms = np.empty(splits.size, np.int64), np.empty(splits.size), np.empty(splits.size)
+    work_ms = np.empty((1 + 2, 2, splits.size))
+    for split, place in enumerate(splits):
+        computed_tokens, missed_rows, read_rows, new_users = work[:, place]
+        room[split] = max(1, int(pool_pages * (1 - ALPHAS[place]) / pages))
         new = min(max(new_users, _FEW), 1 - _FEW)
         computed = bias.tokens * computed_tokens
         of_new = min(computed / new, history)  # where none are found
@@ -310,7 +320,9 @@ def play(
     while a step of one split needs what the step before it left.
     """
     queued, num, num_splits = arrivals.queued, arrivals.queued + stream.shape[1], new_users.size
-    arrived_ms, num_new = _arrived(stream[0], arrivals), _count_new(stream[1], queued, new_users)
+    num_new = _count_new(np.concatenate((stream[1, :queued], stream[1])), new_users)
+    arrived_ms = np.full(num + _LOOKED_AT, np.inf)  # after the last request none comes
+    arrived_ms[:queued], arrived_ms[queued:num] = 0.0, np.cumsum(stream[0]) * arrivals.gap_ms
     host_ms, bus_ms, device_ms = np.zeros(num_splits), np.zeros(num_splits), np.zeros(num_splits)  # when each is free
     total_ms = np.zeros(num_splits)  # when requests were answered, in sum
     num_running = np.zeros(num_splits, np.int64)  # requests of the step that is computed, which came before
@@ -342,15 +354,6 @@ def play(
 
 
 @numba.njit(cache=True, nogil=True)
-def _arrived(gaps: FloatArray, arrivals: Arrivals) -> FloatArray:
-    """When each request comes, those that are queued first; and after the last one, as many as are looked at, never."""
-    arrived_ms = np.zeros(arrivals.queued + gaps.size + _LOOKED_AT)
-    arrived_ms[arrivals.queued : -_LOOKED_AT] = np.cumsum(gaps) * arrivals.gap_ms
-    arrived_ms[-_LOOKED_AT:] = np.inf
-    return arrived_ms
-
-
-@numba.njit(cache=True, nogil=True)
 def _first_after(arrived_ms: FloatArray, now_ms: float, first: int, end: int) -> int:
     """The first request from `first` on that comes after `now_ms`; `end`, if that is before it.
 
@@ -365,15 +368,12 @@ def _first_after(arrived_ms: FloatArray, now_ms: float, first: int, end: int) ->
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_new(kinds: FloatArray, queued: int, new_users: FloatArray) -> IntArray:
+def _count_new(kinds: FloatArray, new_users: FloatArray) -> IntArray:
     """(splits, requests + 1): how many of the first requests are by new users."""
-    num_new = np.zeros((new_users.size, queued + kinds.size + 1), np.int32)
-    for split in range(new_users.size):
-        num, share = 0, new_users[split]
-        for at in range(queued):
-            num += kinds[at] < share
+    num_new = np.zeros((new_users.size, kinds.size + 1), np.int64)
+    for split, share in enumerate(new_users):
+        num = 0
+        for at, kind in enumerate(kinds):
+            num += kind < share
             num_new[split, 1 + at] = num
-        for at in range(kinds.size):
-            num += kinds[at] < share
-            num_new[split, 1 + queued + at] = num
     return num_new

@@ -60,8 +60,8 @@ class Estimator:
         """Steps in the order of their ends; those with a stage that was not timed are left out."""
         num, num_overlapped, keep = add_steps(steps, _HALF_LIFE_STEPS, self._terms, self._moments, self._targets)
         if num:
-            self._seen *= (1.0, keep, keep)
-            self._seen += (num, num, num_overlapped)
+            num_steps, weight, overlapped = self._seen.tolist()
+            self._seen[:] = num_steps + num, keep * weight + num, keep * overlapped + num_overlapped
             self._know()
 
     def _know(self) -> None:
