@@ -1,6 +1,7 @@
 """Our embedding cache beside other ways to cache rows, FBGEMM's own among them: same traces, slots and table.
 
 helmrec bench run row-caches --fbgemm FOLDER          # on a machine with a card; FOLDER holds the package fbgemm_gpu
+helmrec bench run row-caches --only drifting          # one of the two traces
 helmrec bench run row-caches --device cpu --quick     # a minute's trial of the script itself; its figures mean nothing
 
 Every system is given row ids on the host and must leave the rows, in order, on the device. `ours` is the engine's own
@@ -361,6 +362,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--limit-s", type=float, default=240, help="start no further system after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("steady", "drifting"), help="one of the traces; repeats go with steady")
     parser.add_argument("--fbgemm", type=Path, help="folder with the package fbgemm_gpu, if it is not installed")
 
 
@@ -376,7 +378,10 @@ def placed(profile: Profile, device: str) -> Iterator[CacheSetup]:
 def main(flags: Namespace) -> None:
     started, results = time.monotonic(), []
     has_fbgemm = flags.device == "cuda" and find_fbgemm(flags.fbgemm)
-    profiles = (QUICK, replace(QUICK, drift=0.005)) if flags.quick else (FULL, DRIFTING)
+    named = {"steady": FULL, "drifting": DRIFTING}
+    if flags.quick:
+        named = {"steady": QUICK, "drifting": replace(QUICK, drift=0.005)}
+    profiles = [profile for name, profile in named.items() if flags.only in (None, name)]
     with torch.inference_mode(), placed(profiles[0], flags.device) as full:
         for profile in profiles:
             steps, place = zipf_steps(profile, flags.seed), replace(full, profile=profile)
@@ -388,12 +393,28 @@ def main(flags: Namespace) -> None:
                     found = measure(place, make, steps) if is_run else {"why": "time limit"}
                     results.append({**about, "run": is_run, **found})
                     print(results[-1], f"({time.monotonic() - started:.1f} s)", flush=True)
-    repeating = replace(REPEATING, warm_up=5, measured=5) if flags.quick else REPEATING
-    with torch.inference_mode(), placed(repeating, flags.device) as place:
-        steps = zipf_steps(repeating, flags.seed)
-        repeats = [over_the_bus(place, share, steps) for share in repeating.shares]
+    repeating, repeats = replace(REPEATING, warm_up=5, measured=5) if flags.quick else REPEATING, []
+    if flags.only != "drifting":
+        with torch.inference_mode(), placed(repeating, flags.device) as place:
+            steps = zipf_steps(repeating, flags.seed)
+            repeats = [over_the_bus(place, share, steps) for share in repeating.shares]
     if not has_fbgemm:
         results.append({"system": "FBGEMM", "run": False, "why": "fbgemm_gpu is not installed here"})
     traces = {"profiles": [asdict(profile) for profile in (*profiles, repeating)], "seed": flags.seed}
     found = {"trace": traces, "systems": results, "repeats": repeats, "index_bytes": index_bytes(profiles[0].shares)}
     write_measurement(flags.out, found)
+    print(*table(found), sep="\n", flush=True)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """One line for each figure."""
+    lines = [f"{'system':40}{'drift':>7}{'share':>7}{'ms a step':>11}{'hits':>8}"]
+    for each in found["systems"]:
+        about = f"{each['system']:40}{each.get('drift', ''):>7}{each.get('share', ''):>7}"
+        lines.append(about + (f"{each['ms_per_step']:>11}{each['hit_rate']:>8}" if each["run"] else f"  {each['why']}"))
+    for each in found["repeats"]:
+        kib = [each[name] / 1024 for name in ("bytes_each_lookup", "bytes_once_a_step")]
+        lines.append(
+            f"repeats, share {each['share']}: KiB a step over the bus {kib[0]:.0f} each lookup, {kib[1]:.0f} once"
+        )
+    return lines

@@ -17,7 +17,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,6 +178,20 @@ class PartTimes:
         return timed
 
 
+@contextmanager
+def timed(times: PartTimes, others: Sequence[tuple[Any, str, str]] = ()) -> Iterator[None]:
+    """Time the parts of a step, and other functions: owner, name, part."""
+    with ExitStack() as stack:
+        for module, owner, name, part in PARTS:
+            where = importlib.import_module(f"helmrec.{module}")
+            where = where if owner is None else getattr(where, owner)
+            if name in where.__dict__:
+                stack.enter_context(patch.object(where, name, times.wrap(where.__dict__[name], part)))
+        for where, name, part in others:
+            stack.enter_context(patch.object(where, name, times.wrap(getattr(where, name), part)))
+        yield
+
+
 class RunTimes(NamedTuple):
     """CPU milliseconds of eight requests."""
 
@@ -243,12 +257,7 @@ class HostRuns:
     def parts(self) -> dict[str, float]:
         """Microseconds of a step by part."""
         times, found = PartTimes(), list[Counter[str]]()
-        with ExitStack() as stack:
-            for module, owner, name, part in PARTS:
-                where = importlib.import_module(f"helmrec.{module}")
-                where = where if owner is None else getattr(where, owner)
-                if name in where.__dict__:
-                    stack.enter_context(patch.object(where, name, times.wrap(where.__dict__[name], part)))
+        with timed(times):
             for _ in range(REPEATS):
                 self.run(times)
                 found.append(times.by_part.copy())
