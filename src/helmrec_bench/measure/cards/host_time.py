@@ -119,16 +119,23 @@ def waits_s() -> Iterator[list[float]]:
         yield waited
 
 
+def sent(wire: Any, tag: bytes, request: Prepared) -> tuple[Any, ...]:
+    """A request as it lies in the memory that a front shares with an engine's process."""
+    packed = wire.pack_prepared(tag, [request], 0.0)
+    if isinstance(packed, list):  # a tree whose engine copies the arrays
+        return (memoryview(bytearray(b"".join(packed))),)
+    return memoryview(bytearray(b"".join(packed.header))), np.frombuffer(bytearray(b"".join(packed.arrays)), np.int64)
+
+
 def received(engine: Engine, prepared: list[Prepared]) -> tuple[list[Prepared], float]:
     """The requests as an engine's process gets them from a front, and the milliseconds that this takes it."""
     try:
         wire = importlib.import_module("helmrec.serve.prepared_wire")
     except ModuleNotFoundError:  # an earlier tree
         return prepared, 0.0
-    tag = engine.intake_recipe.tag
-    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
+    frames = [sent(wire, engine.intake_recipe.tag, each) for each in prepared]
     started = time.perf_counter()
-    got = [wire.unpack_prepared(frame).prepared[0] for frame in frames]
+    got = [wire.unpack_prepared(*frame).prepared[0] for frame in frames]
     return got, (time.perf_counter() - started) * 1e3
 
 

@@ -207,8 +207,15 @@ def handed_over(engine: Engine, prepared: list[Prepared]) -> list[tuple[Callable
     except ModuleNotFoundError:
         return [(lambda request: request, each) for each in prepared]
     tag = engine.intake_recipe.tag
-    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
-    return [(lambda frame: wire.unpack_prepared(frame).prepared[0], frame) for frame in frames]
+    frames: list[tuple[Any, ...]] = []
+    for each in prepared:
+        packed = wire.pack_prepared(tag, [each], 0.0)
+        if isinstance(packed, list):  # a tree whose engine copies the arrays
+            frames.append((memoryview(bytearray(b"".join(packed))),))
+        else:
+            header, arrays = (bytearray(b"".join(parts)) for parts in packed)
+            frames.append((memoryview(header), np.frombuffer(arrays, np.int64)))
+    return [(lambda frame: wire.unpack_prepared(*frame).prepared[0], frame) for frame in frames]
 
 
 class HostRuns:
