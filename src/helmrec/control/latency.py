@@ -355,7 +355,7 @@ def play(
 
 @numba.njit(cache=True, nogil=True)
 def _first_after(arrived_ms: FloatArray, now_ms: float, first: int, end: int) -> int:
-    """The first request from `first` on that comes after `now_ms`; `end`, if that is before it.
+    """The first request after `first` that comes after `now_ms`; `end`, if that is before it.
 
     It looks at several at once, since a processor cannot foresee after how many of them to stop.
     """
@@ -364,7 +364,7 @@ def _first_after(arrived_ms: FloatArray, now_ms: float, first: int, end: int) ->
         at += arrived_ms[first + place] <= now_ms
     while at < end and arrived_ms[at] <= now_ms:
         at += 1
-    return min(at, end)
+    return max(first + 1, min(at, end))  # `now_ms` may be no number, if steps are timed wrongly
 
 
 @numba.njit(cache=True, nogil=True)
