@@ -22,6 +22,7 @@ from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_rounding import FP8, encode_scaled, exponent_of, lane_order, power_of_two, token_at
 
 OWN_TOKENS = 128  # tokens of a block of own values, which lie as pages of so many tokens would
+REGISTERS: int | None = None  # of a thread, at most; None: as many as the compiler takes
 MOST_ROWS, MOST_VALUES = 32, 16_384  # tokens of a program, and values of each operand that its registers hold
 _FP8, _NAN_EXPONENT = tl.constexpr(FP8), tl.constexpr(NAN_EXPONENT)
 _BEYOND = tl.constexpr(0x7F780000)  # 31 * 2**123; rounded to eight bits, this and more is infinite in bfloat16
@@ -167,19 +168,19 @@ def _encode_apart(k, v, flats, pages, bytes_of, exponents, page_exponents, k_pag
                   PAIRS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
                   NATIVE: tl.constexpr):
     """Keys and values of tokens whose slots are anywhere, or of which some are not finite: one of four at a time."""
-    FOURS: tl.constexpr = ROWS // 4
-    index = tl.arange(0, FOURS * HEADS)
-    heads, own_bytes = index // FOURS, bytes_of[0] + block.to(tl.int64) * (NUM_HEADS * 2 * PAIRS * OWN_TOKENS) + chunk
+    fours: tl.constexpr = ROWS // 4
+    index = tl.arange(0, fours * HEADS)
+    heads, own_bytes = index // fours, bytes_of[0] + block.to(tl.int64) * (NUM_HEADS * 2 * PAIRS * OWN_TOKENS) + chunk
     of_head = heads < NUM_HEADS
     for i in range(4):
-        place = index % FOURS * 4 + i
+        place = index % fours * 4 + i
         tokens = first_token + token_at(place)
         is_token = (tokens < end) & of_head
         keys = _load_pairs(k, strides[1], tokens, heads, is_token, PAIRS, PADDED)
         values = _load_values(v, strides[2], v_scale, tokens, heads, is_token, PAIRS, PADDED, SCALED)
         k_peaks, v_peaks = _peak_bits(keys), _peak_bits(values)
-        of_token = tl.max(tl.reshape(tl.maximum(k_peaks, v_peaks), (HEADS, FOURS)), axis=0)
-        of_row = tl.reshape(tl.broadcast_to(of_token[None, :], (HEADS, FOURS)), (FOURS * HEADS,))
+        of_token = tl.max(tl.reshape(tl.maximum(k_peaks, v_peaks), (HEADS, fours)), axis=0)
+        of_row = tl.reshape(tl.broadcast_to(of_token[None, :], (HEADS, fours)), (fours * HEADS,))
         is_wrong = of_row >= _BEYOND  # a token is isolated as a whole
         slots = tl.load(write_slots + tokens, mask=is_token, other=-1)
         kept = is_token & (slots >= 0)
@@ -208,6 +209,14 @@ def _encode_apart(k, v, flats, pages, bytes_of, exponents, page_exponents, k_pag
 
 
 @triton.jit
+def _store_four_exponents(to, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3, stride):
+    tl.store(to + t0 * stride, (e0 + 127).to(tl.uint8), mask=is0)
+    tl.store(to + t1 * stride, (e1 + 127).to(tl.uint8), mask=is1)
+    tl.store(to + t2 * stride, (e2 + 127).to(tl.uint8), mask=is2)
+    tl.store(to + t3 * stride, (e3 + 127).to(tl.uint8), mask=is3)
+
+
+@triton.jit
 def _encode_keys_and_values(k, v, flats, pages, bytes_of, exponents, page_exponents, k_page_strides, v_page_strides,
                             v_byte_strides, exponent_strides, write_slots, v_scale, strides, block, chunk, first_token,
                             end, num_tokens, PAGE_TOKENS: tl.constexpr, OWN_TOKENS: tl.constexpr,
@@ -216,10 +225,9 @@ def _encode_keys_and_values(k, v, flats, pages, bytes_of, exponents, page_expone
     """Values are taken in four parts, the first, second, .. of every four places, so that codes of the four tokens that
     lie side by side are made in one register.
     """
-    FOURS: tl.constexpr = ROWS // 4
-    VALUES: tl.constexpr = 2 * PAIRS
-    rows, index, index4 = tl.arange(0, ROWS), tl.arange(0, ROWS * HEADS), tl.arange(0, FOURS * HEADS)
-    heads, heads4, four = index // ROWS, index4 // FOURS, index4 % FOURS
+    fours: tl.constexpr = ROWS // 4
+    rows, index, index4 = tl.arange(0, ROWS), tl.arange(0, ROWS * HEADS), tl.arange(0, fours * HEADS)
+    heads, heads4, four = index // ROWS, index4 // fours, index4 % fours
     tokens = first_token + index % ROWS
     t0, t1 = first_token + token_at(four * 4), first_token + token_at(four * 4 + 1)
     t2, t3 = first_token + token_at(four * 4 + 2), first_token + token_at(four * 4 + 3)
@@ -253,30 +261,21 @@ def _encode_keys_and_values(k, v, flats, pages, bytes_of, exponents, page_expone
         f2, f3 = power_of_two(-e2)[:, None], power_of_two(-e3)[:, None]
         low = _encode_fours(_low(v0) * f0, _low(v1) * f1, _low(v2) * f2, _low(v3) * f3, NATIVE)
         high = _encode_fours(_high(v0) * f0, _high(v1) * f1, _high(v2) * f2, _high(v3) * f3, NATIVE)
-        own_block = flats[2] + block.to(tl.int64) * (NUM_HEADS * VALUES * OWN_TOKENS // 4) + chunk // 4
-        in_block = heads4 * (VALUES * OWN_TOKENS // 4) + four
+        own_block = flats[2] + block.to(tl.int64) * (NUM_HEADS * 2 * PAIRS * OWN_TOKENS // 4) + chunk // 4
+        in_block = heads4 * (2 * PAIRS * OWN_TOKENS // 4) + four
         _store_fours(own_block, in_block, low, high, of_head4, OWN_TOKENS // 4, PAIRS, PADDED)
         of_values = exponents[2] + heads4 * num_tokens
-        _store_four_exponents(of_values, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3)
+        _store_four_exponents(of_values, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3, 1)
         if is_whole:
             to = pages[1] + page * v_page_strides[0] + place // 4
             _store_fours(to, heads4 * v_page_strides[1] + four, low, high, of_head4, PAGE_TOKENS // 4, PAIRS, PADDED)
             of_values = page_exponents[1] + page * exponent_strides[0] + heads4 * exponent_strides[2]
-            a0, a1 = (place + t0 - first_token) * exponent_strides[1], (place + t1 - first_token) * exponent_strides[1]
-            a2, a3 = (place + t2 - first_token) * exponent_strides[1], (place + t3 - first_token) * exponent_strides[1]
-            _store_four_exponents(of_values, a0, a1, a2, a3, e0, e1, e2, e3, is0, is1, is2, is3)
+            of_values += (place - first_token) * exponent_strides[1]
+            _store_four_exponents(of_values, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3, exponent_strides[1])
     else:
         _encode_apart(k, v, flats, pages, bytes_of, exponents, page_exponents, k_page_strides, v_byte_strides,
                       exponent_strides, write_slots, v_scale, strides, block, chunk, first_token, end, num_tokens,
                       PAGE_TOKENS, OWN_TOKENS, NUM_HEADS, HEADS, PAIRS, PADDED, ROWS, SCALED, NATIVE)
-
-
-@triton.jit
-def _store_four_exponents(to, a0, a1, a2, a3, e0, e1, e2, e3, is0, is1, is2, is3):
-    tl.store(to + a0, (e0 + 127).to(tl.uint8), mask=is0)
-    tl.store(to + a1, (e1 + 127).to(tl.uint8), mask=is1)
-    tl.store(to + a2, (e2 + 127).to(tl.uint8), mask=is2)
-    tl.store(to + a3, (e3 + 127).to(tl.uint8), mask=is3)
 
 
 @triton.jit
@@ -297,7 +296,8 @@ def _encode_queries(q, flats, exponents, strides, first_token, end, num_tokens, 
     tl.store(exponents[0] + heads * num_tokens + tokens, biased, mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"],
+            do_not_specialize_on_alignment=["cu_tokens"])
 def _encode_kernel(q, k, v, flats, pages, bytes_of, exponents, page_exponents, k_page_strides, v_page_strides,
                    v_byte_strides, exponent_strides, write_slots, v_scale, cu_tokens, strides, num_tokens,
                    num_sequences, PAGE_TOKENS: tl.constexpr, OWN_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr,
@@ -350,8 +350,8 @@ def encode_tokens(
 ) -> CodedTokens:
     """Round q, k and v, (tokens, heads, dim) of one dim, to codes, and write K/V of kept tokens to their pages.
 
-    They are bfloat16. Tokens whose key or value is not finite are isolated. Values are scaled by the batch's `v_scale` first. Pages of
-    values are transposed. Codes of rows that belong to no sequence are not written.
+    They are bfloat16. Tokens whose key or value is not finite are isolated. Values are scaled by the batch's `v_scale`
+    first. Pages of values are transposed. Codes of rows that belong to no sequence are not written.
     """
     num_tokens, num_heads, dim = q.shape
     assert k.shape == v.shape == q.shape, f"q, k and v are alike, got {q.shape}, {k.shape}, {v.shape}"
@@ -364,7 +364,7 @@ def encode_tokens(
     codes = [torch.empty(shape, dtype=torch.uint8, device=q.device) for shape in shapes]
     exponents = [torch.empty((num_heads, num_tokens), dtype=torch.uint8, device=q.device) for _ in range(3)]
     heads, padded = triton.next_power_of_2(num_heads), max(16, triton.next_power_of_2(dim))
-    rows = max(16, min(MOST_ROWS, MOST_VALUES // (heads * padded)))
+    rows = max(16, min(MOST_ROWS, batch.page_tokens, MOST_VALUES // (heads * padded)))
     by_head = v_pages.codes.view(torch.uint8).permute(0, 2, 3, 1)  # (pages, heads, dim, page_tokens)
     in_pairs = [each.view(torch.int32) for each in (q, k, v)]
     in_pages = k_pages.codes.view(torch.int16), by_head.view(torch.int32)
@@ -396,6 +396,7 @@ def encode_tokens(
         LIFT=query_lift(dim),
         NATIVE=q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9),
         num_warps=max(4, heads * padded * rows // 1024),
+        maxnreg=REGISTERS,
     )
     pairs = zip(codes, exponents, strict=True)
     return CodedTokens(*(Codes(each.view(torch.float8_e4m3fn), scales) for each, scales in pairs))

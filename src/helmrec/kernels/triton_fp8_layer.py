@@ -102,7 +102,7 @@ def _norm_kernel(x, delta, weight, bias, out, scale, x_stride, num_rows, rows_ea
     columns = tl.arange(0, PADDED)
     w, b = _load_row(weight, columns, WIDTH, PADDED), _load_row(bias, columns, WIDTH, PADDED)
     first = tl.program_id(0).to(tl.int64) * rows_each
-    for i in range(0, tl.minimum(rows_each, num_rows - first)):
+    for i in range(tl.minimum(rows_each, num_rows - first)):
         row = first + i
         values = _load_row(x + row * x_stride, columns, WIDTH, PADDED)
         if ADD:
@@ -127,7 +127,7 @@ def _gate_kernel(u, o, weight, bias, y, scale, u_stride, o_stride, num_rows, row
     columns = tl.arange(0, PADDED)
     w, b = _load_row(weight, columns, WIDTH, PADDED), _load_row(bias, columns, WIDTH, PADDED)
     first = tl.program_id(0).to(tl.int64) * rows_each
-    for i in range(0, tl.minimum(rows_each, num_rows - first)):
+    for i in range(tl.minimum(rows_each, num_rows - first)):
         row = first + i
         active = _silu(_load_row(u + row * u_stride, columns, WIDTH, PADDED), NATIVE)
         raw_o = _load_row(o + row * o_stride, columns, WIDTH, PADDED)
