@@ -19,7 +19,19 @@ from helmrec.codes import NAN_EXPONENT
 from helmrec.kernels.kv_rounding import Codes, ScaledPages, query_lift
 from helmrec.kernels.kv_rounding import lane_order as lanes_of
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.triton_rounding import FP8, encode_scaled, exponent_of, lane_order, power_of_two, token_at
+from helmrec.kernels.triton_pairs import (
+    encode_fours,
+    encode_pairs,
+    high_of,
+    load_pairs,
+    low_of,
+    peak_bits,
+    scale_pairs,
+    store_bytes,
+    store_fours,
+    store_pairs,
+)
+from helmrec.kernels.triton_rounding import FP8, exponent_of, lane_order, power_of_two, token_at
 
 OWN_TOKENS = 128  # tokens of a block of own values, which lie as pages of so many tokens would
 REGISTERS: int | None = None  # of a thread, at most; None: as many as the compiler takes
@@ -52,43 +64,11 @@ def _sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(source, strides, tokens, heads, is_token, PAIRS: tl.constexpr, PADDED: tl.constexpr):
-    """Two values of 16 bits in each integer: rows of a token and a head, half as long as a head."""
-    pairs = tl.arange(0, PADDED)
-    at = (source + tokens * strides[0] + heads * strides[1])[:, None] + pairs[None, :]
-    return tl.load(at, mask=is_token[:, None] & (pairs < PAIRS)[None, :], other=0)
-
-
-@triton.jit
-def _low(pairs):
-    return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pairs):
-    return (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale_pairs(pairs, factors):
-    """Values times the factor of their row, rounded to bfloat16."""
-    low = (_low(pairs) * factors[:, None]).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True)
-    high = (_high(pairs) * factors[:, None]).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True)
-    return ((low >> 16) & 0xFFFF) | (high & -65536)
-
-
-@triton.jit
-def _peak_bits(pairs):
-    """The largest absolute value of each row, as the bits of a float32; in this order NaN is above infinity."""
-    return tl.max(tl.maximum(pairs & 0x7FFF0000, (pairs << 16) & 0x7FFF0000), axis=1)
-
-
-@triton.jit
 def _load_values(v, strides, v_scale, tokens, heads, is_token, PAIRS: tl.constexpr, PADDED: tl.constexpr,
                  SCALED: tl.constexpr):
-    values = _load_pairs(v, strides, tokens, heads, is_token, PAIRS, PADDED)
+    values = load_pairs(v, strides, tokens, heads, is_token, PAIRS, PADDED)
     if SCALED:
-        values = _scale_pairs(values, tl.load(v_scale + tokens, mask=is_token, other=0.0).to(tl.float32))
+        values = scale_pairs(values, tl.load(v_scale + tokens, mask=is_token, other=0.0).to(tl.float32))
     return values
 
 
@@ -98,67 +78,8 @@ def _exponents(peaks, LIFT: tl.constexpr):
 
 
 @triton.jit
-def _encode_pairs(pairs, exponents, NATIVE: tl.constexpr):
-    """Two codes in each integer of 16 bits."""
-    factors = power_of_two(-exponents)[:, None]
-    low, high = _low(pairs) * factors, _high(pairs) * factors
-    if NATIVE:
-        codes = tl.inline_asm_elementwise("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high],
-                                          dtype=tl.int16, is_pure=True, pack=1)
-    else:
-        codes = encode_scaled(low, _FP8).to(tl.int16) | (encode_scaled(high, _FP8).to(tl.int16) << 8)
-    return codes
-
-
-@triton.jit
-def _encode_fours(first, second, third, fourth, NATIVE: tl.constexpr):
-    """The codes of four values in one integer."""
-    if NATIVE:
-        codes = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        codes = encode_scaled(first, _FP8).to(tl.int32) | (encode_scaled(second, _FP8).to(tl.int32) << 8)
-        codes |= (encode_scaled(third, _FP8).to(tl.int32) << 16) | (encode_scaled(fourth, _FP8).to(tl.int32) << 24)
-    return codes
-
-
-@triton.jit
-def _store_pairs(target, row_starts, codes, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr):
-    pairs = tl.arange(0, PADDED)
-    tl.store((target + row_starts)[:, None] + pairs[None, :], codes, mask=mask[:, None] & (pairs < PAIRS)[None, :])
-
-
-@triton.jit
 def _in_pages(slots, heads, strides, PAGE_TOKENS: tl.constexpr):
     return slots // PAGE_TOKENS * strides[0] + slots % PAGE_TOKENS * strides[1] + heads * strides[2]
-
-
-@triton.jit
-def _store_fours(target, row_starts, low, high, of_head, columns, PAIRS: tl.constexpr, PADDED: tl.constexpr):
-    """Codes of four tokens each. target: integers of four tokens, a dim every `columns` of them."""
-    pairs = tl.arange(0, PADDED)
-    mask = of_head[:, None] & (pairs < PAIRS)[None, :]
-    at = (target + row_starts)[:, None] + (2 * columns) * pairs[None, :]
-    tl.store(at, low, mask=mask)
-    tl.store(at + columns, high, mask=mask)
-
-
-@triton.jit
-def _store_bytes(target, row_starts, codes, columns, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr):
-    """Two codes of a token, byte by byte. target: bytes, a dim every `columns` of them."""
-    pairs = tl.arange(0, PADDED)
-    at = (target + row_starts)[:, None] + (2 * columns) * pairs[None, :]
-    mask = mask[:, None] & (pairs < PAIRS)[None, :]
-    tl.store(at, (codes & 0xFF).to(tl.uint8), mask=mask)
-    tl.store(at + columns, ((codes >> 8) & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -176,9 +97,9 @@ def _encode_apart(k, v, flats, pages, bytes_of, exponents, page_exponents, k_pag
         place = index % fours * 4 + i
         tokens = first_token + token_at(place)
         is_token = (tokens < end) & of_head
-        keys = _load_pairs(k, strides[1], tokens, heads, is_token, PAIRS, PADDED)
+        keys = load_pairs(k, strides[1], tokens, heads, is_token, PAIRS, PADDED)
         values = _load_values(v, strides[2], v_scale, tokens, heads, is_token, PAIRS, PADDED, SCALED)
-        k_peaks, v_peaks = _peak_bits(keys), _peak_bits(values)
+        k_peaks, v_peaks = peak_bits(keys), peak_bits(values)
         of_token = tl.max(tl.reshape(tl.maximum(k_peaks, v_peaks), (HEADS, fours)), axis=0)
         of_row = tl.reshape(tl.broadcast_to(of_token[None, :], (HEADS, fours)), (fours * HEADS,))
         is_wrong = of_row >= _BEYOND  # a token is isolated as a whole
@@ -187,24 +108,24 @@ def _encode_apart(k, v, flats, pages, bytes_of, exponents, page_exponents, k_pag
         in_exponents = _in_pages(slots, heads, exponent_strides, PAGE_TOKENS)
 
         exponent = _exponents(tl.where(is_wrong, 0, k_peaks), 0)
-        codes = _encode_pairs(tl.where(is_wrong[:, None], 0, keys), exponent, NATIVE)
+        codes = encode_pairs(tl.where(is_wrong[:, None], 0, keys), exponent, NATIVE)
         biased = tl.where(is_wrong, _NAN_EXPONENT, exponent + 127).to(tl.uint8)
-        _store_pairs(flats[1], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS, PADDED)
+        store_pairs(flats[1], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS, PADDED)
         tl.store(exponents[1] + heads * num_tokens + tokens, biased, mask=is_token)
         in_pages = _in_pages(slots, heads, k_page_strides, PAGE_TOKENS)
-        _store_pairs(pages[0], in_pages, codes, kept, PAIRS, PADDED)
+        store_pairs(pages[0], in_pages, codes, kept, PAIRS, PADDED)
         tl.store(page_exponents[0] + in_exponents, biased, mask=kept)
 
         exponent = _exponents(tl.where(is_wrong, 0, v_peaks), 0)
-        codes = _encode_pairs(tl.where(is_wrong[:, None], 0, values), exponent, NATIVE)
+        codes = encode_pairs(tl.where(is_wrong[:, None], 0, values), exponent, NATIVE)
         biased = (exponent + 127).to(tl.uint8)
         # Zeros after the last token: the block has no other owner.
         in_block = heads * (2 * PAIRS * OWN_TOKENS) + place
-        _store_bytes(own_bytes, in_block, codes, OWN_TOKENS, of_head, PAIRS, PADDED)
+        store_bytes(own_bytes, in_block, codes, OWN_TOKENS, of_head, PAIRS, PADDED)
         tl.store(exponents[2] + heads * num_tokens + tokens, biased, mask=is_token)
         in_pages = slots // PAGE_TOKENS * v_byte_strides[0] + heads * v_byte_strides[1]
         in_pages += lane_order(slots % PAGE_TOKENS)
-        _store_bytes(bytes_of[1], in_pages, codes, PAGE_TOKENS, kept, PAIRS, PADDED)
+        store_bytes(bytes_of[1], in_pages, codes, PAGE_TOKENS, kept, PAIRS, PADDED)
         tl.store(page_exponents[1] + in_exponents, biased, mask=kept)
 
 
@@ -234,7 +155,7 @@ def _encode_keys_and_values(k, v, flats, pages, bytes_of, exponents, page_expone
     of_head, of_head4 = heads < NUM_HEADS, heads4 < NUM_HEADS
     is_token = (tokens < end) & of_head
     is0, is1, is2, is3 = (t0 < end) & of_head4, (t1 < end) & of_head4, (t2 < end) & of_head4, (t3 < end) & of_head4
-    keys = _load_pairs(k, strides[1], tokens, heads, is_token, PAIRS, PADDED)
+    keys = load_pairs(k, strides[1], tokens, heads, is_token, PAIRS, PADDED)
     v0 = _load_values(v, strides[2], v_scale, t0, heads4, is0, PAIRS, PADDED, SCALED)
     v1 = _load_values(v, strides[2], v_scale, t1, heads4, is1, PAIRS, PADDED, SCALED)
     v2 = _load_values(v, strides[2], v_scale, t2, heads4, is2, PAIRS, PADDED, SCALED)
@@ -242,33 +163,33 @@ def _encode_keys_and_values(k, v, flats, pages, bytes_of, exponents, page_expone
     slots = tl.load(write_slots + first_token + rows, mask=first_token + rows < end, other=-1)
     slot = tl.load(write_slots + first_token)
     is_whole = (slot >= 0) & (slot % ROWS == 0) & (tl.max(tl.where(slots == slot + rows, 0, 1), axis=0) == 0)
-    peaks, p0, p1, p2, p3 = _peak_bits(keys), _peak_bits(v0), _peak_bits(v1), _peak_bits(v2), _peak_bits(v3)
+    peaks, p0, p1, p2, p3 = peak_bits(keys), peak_bits(v0), peak_bits(v1), peak_bits(v2), peak_bits(v3)
     most = tl.maximum(tl.max(peaks, axis=0), tl.max(tl.maximum(tl.maximum(p0, p1), tl.maximum(p2, p3)), axis=0))
     if (most < _BEYOND) & (is_whole | (tl.max(slots, axis=0) < 0)):  # all are finite, and kept side by side or not
         page, place = slot // PAGE_TOKENS, tl.multiple_of(slot % PAGE_TOKENS, ROWS)
         exponent = _exponents(peaks, 0)
-        codes, biased = _encode_pairs(keys, exponent, NATIVE), (exponent + 127).to(tl.uint8)
-        _store_pairs(flats[1], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS, PADDED)
+        codes, biased = encode_pairs(keys, exponent, NATIVE), (exponent + 127).to(tl.uint8)
+        store_pairs(flats[1], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS, PADDED)
         tl.store(exponents[1] + heads * num_tokens + tokens, biased, mask=is_token)
         if is_whole:
             in_page = (place + index % ROWS) * k_page_strides[1] + heads * k_page_strides[2]
-            _store_pairs(pages[0] + page * k_page_strides[0], in_page, codes, of_head, PAIRS, PADDED)
+            store_pairs(pages[0] + page * k_page_strides[0], in_page, codes, of_head, PAIRS, PADDED)
             in_page = (place + index % ROWS) * exponent_strides[1] + heads * exponent_strides[2]
             tl.store(page_exponents[0] + page * exponent_strides[0] + in_page, biased, mask=of_head)
 
         e0, e1, e2, e3 = _exponents(p0, 0), _exponents(p1, 0), _exponents(p2, 0), _exponents(p3, 0)
         f0, f1 = power_of_two(-e0)[:, None], power_of_two(-e1)[:, None]
         f2, f3 = power_of_two(-e2)[:, None], power_of_two(-e3)[:, None]
-        low = _encode_fours(_low(v0) * f0, _low(v1) * f1, _low(v2) * f2, _low(v3) * f3, NATIVE)
-        high = _encode_fours(_high(v0) * f0, _high(v1) * f1, _high(v2) * f2, _high(v3) * f3, NATIVE)
+        low = encode_fours(low_of(v0) * f0, low_of(v1) * f1, low_of(v2) * f2, low_of(v3) * f3, NATIVE)
+        high = encode_fours(high_of(v0) * f0, high_of(v1) * f1, high_of(v2) * f2, high_of(v3) * f3, NATIVE)
         own_block = flats[2] + block.to(tl.int64) * (NUM_HEADS * 2 * PAIRS * OWN_TOKENS // 4) + chunk // 4
         in_block = heads4 * (2 * PAIRS * OWN_TOKENS // 4) + four
-        _store_fours(own_block, in_block, low, high, of_head4, OWN_TOKENS // 4, PAIRS, PADDED)
+        store_fours(own_block, in_block, low, high, of_head4, OWN_TOKENS // 4, PAIRS, PADDED)
         of_values = exponents[2] + heads4 * num_tokens
         _store_four_exponents(of_values, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3, 1)
         if is_whole:
             to = pages[1] + page * v_page_strides[0] + place // 4
-            _store_fours(to, heads4 * v_page_strides[1] + four, low, high, of_head4, PAGE_TOKENS // 4, PAIRS, PADDED)
+            store_fours(to, heads4 * v_page_strides[1] + four, low, high, of_head4, PAGE_TOKENS // 4, PAIRS, PADDED)
             of_values = page_exponents[1] + page * exponent_strides[0] + heads4 * exponent_strides[2]
             of_values += (place - first_token) * exponent_strides[1]
             _store_four_exponents(of_values, t0, t1, t2, t3, e0, e1, e2, e3, is0, is1, is2, is3, exponent_strides[1])
@@ -285,14 +206,13 @@ def _encode_queries(q, flats, exponents, strides, first_token, end, num_tokens, 
     index = tl.arange(0, ROWS * HEADS)
     heads, tokens = index // ROWS, first_token + index % ROWS
     is_token = (tokens < end) & (heads < NUM_HEADS)
-    queries = _load_pairs(q, strides, tokens, heads, is_token, PAIRS, PADDED)
-    peaks = _peak_bits(queries)
+    queries = load_pairs(q, strides, tokens, heads, is_token, PAIRS, PADDED)
+    peaks = peak_bits(queries)
     is_wrong = (peaks >= _BEYOND).to(tl.int32)
     exponent = _exponents(tl.where(is_wrong == 1, 0, peaks), LIFT)
-    codes = _encode_pairs(tl.where((is_wrong == 1)[:, None], 0, queries), exponent, NATIVE)
+    codes = encode_pairs(tl.where((is_wrong == 1)[:, None], 0, queries), exponent, NATIVE)
     biased = tl.where(is_wrong == 1, _NAN_EXPONENT, exponent + 127).to(tl.uint8)
-    _store_pairs(flats[0], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS,
-                 PADDED)
+    store_pairs(flats[0], (tokens * NUM_HEADS + heads) * PAIRS, codes, is_token, PAIRS, PADDED)
     tl.store(exponents[0] + heads * num_tokens + tokens, biased, mask=is_token)
 
 
