@@ -12,15 +12,15 @@ _UNKNOWN = ("unknown", "-dirty")  # ends of the name of a commit that does not s
 
 
 class MeasuredParts:
-    """Parts by name, and how each was made."""
+    """Parts by name, and how each was made. Calls that measure different parts may run side by side."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         """names: of all parts; what else the file holds is dropped when it is written."""
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        self._path = path
-        self._made = {name: made for name, made in found.get("made", {}).items() if name in names}
-        self._parts = {name: found[name] for name in self._made}
+        self._path, self._names = path, names
+        self._made: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}
         self._now = provenance(this_command())
+        self._read()
 
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
@@ -30,6 +30,7 @@ class MeasuredParts:
 
     def put(self, name: str, part: Any) -> None:
         """Write a part to the file at once, so that a run that is stopped leaves what it has."""
+        self._read()
         self._parts[name], self._made[name] = part, self._now
         write_measurement(self._path, {"made": self._made, **self._parts})
 
@@ -39,3 +40,8 @@ class MeasuredParts:
         is_known = not commit.endswith(_UNKNOWN)
         is_same = is_known and self._made.get(name, {}).get("commit") == commit
         return list(self._parts[name]) if is_same else []
+
+    def _read(self) -> None:
+        found = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        self._made = {name: made for name, made in found.get("made", {}).items() if name in self._names}
+        self._parts = {name: found[name] for name in self._made}

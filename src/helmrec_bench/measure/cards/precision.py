@@ -233,6 +233,10 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
 
 
+def default_out(flags: Namespace) -> str:
+    return "gpu-precision-h200.json" if flags.device == "cuda" else "precision-cpu.json"
+
+
 def time_variants(out: Path) -> None:
     """Time layers in every variant, then check the kernels; the table comes last."""
     found: dict[str, Any] = {"layers": all_times()}
