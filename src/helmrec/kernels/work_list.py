@@ -15,8 +15,14 @@ Counts = npt.NDArray[np.int64]
 
 FIELDS = 8  # of an item: sequence, first row, first block, end block, part, parts, slot, unused
 MIN_PART_BLOCKS = 8  # a smaller part costs more to start and add up than to compute
-# In blocks, measured on an H200: starting and storing an item, publishing a part, adding up each part of a tile.
-ITEM_COST, PART_COST, SUM_COST = 1.5, 3.0, 2.0
+
+
+class Costs(NamedTuple):
+    """Costs in blocks, measured on an H200."""
+
+    item: float = 1.5  # starting and storing an item
+    part: float = 3.0  # publishing a part
+    add: float = 2.0  # adding up each part of a tile
 
 
 class Tiling(NamedTuple):
@@ -29,6 +35,7 @@ class Tiling(NamedTuple):
     max_parts: int
     window: int = 0  # tokens before it that a row sees; 0 is all of them
     tail: int = 0  # last rows before the candidates that see all, if there is a window
+    costs: Costs = Costs()
 
 
 def max_items(max_tokens: int, max_sequences: int, tiling: Tiling) -> int:
@@ -122,12 +129,12 @@ def _duration(tiles: Lengths, parts: Counts, tiling: Tiling) -> float:
     """
     free_at = [0.0 for _ in range(max(1, tiling.num_programs // tiling.num_heads))]
     for t in range(len(tiles)):
-        cost = ITEM_COST + tiles[t, 2] / parts[t]
+        cost = tiling.costs.item + tiles[t, 2] / parts[t]
         if parts[t] > 1:
-            cost += PART_COST
+            cost += tiling.costs.part
         for part in range(parts[t]):
             adds_up = 1 < parts[t] == part + 1
-            heapq.heapreplace(free_at, free_at[0] + cost + (SUM_COST * parts[t] if adds_up else 0.0))
+            heapq.heapreplace(free_at, free_at[0] + cost + (tiling.costs.add * parts[t] if adds_up else 0.0))
     return max(free_at)
 
 
