@@ -15,7 +15,6 @@ MAX_PARAMETERS = 6
 LONG_FILES: dict[str, str] = {
     "helmrec/engine/engine.py": "one class: the loop, and the background work between its steps",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
-    "helmrec_bench/measure/cards/relay.py": "one measurement: an engine, a cascade and its replay",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",
 }
 LONG_FUNCTIONS: dict[str, str] = {
