@@ -58,6 +58,7 @@ class Prepared:
     num_events: int = field(init=False)
     num_unkept: int = field(init=False)  # last events of the window whose K/V are not kept
     num_attending: int = field(init=False)  # tokens that are not of its cacheable history
+    most_tokens: int = field(init=False)  # to compute for it, if nothing is resident
     places: tuple[int, int, int, int] = field(init=False, repr=False)  # of `columns`, then of `candidate_rows`
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class Prepared:
         put(self, "num_events", num_events)
         put(self, "num_unkept", num_unkept)
         put(self, "num_attending", num_others if self.is_retrieval else num_others + num_candidates)
+        put(self, "most_tokens", self.history.num_tokens + num_others + num_candidates)
         put(self, "places", (*place_of(self.columns), *place_of(self.candidate_rows)))
 
     def __reduce__(self) -> NoReturn:

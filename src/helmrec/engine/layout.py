@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from helmrec.model.window import gap_bucket
@@ -89,7 +90,7 @@ def _type_pointer(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int64)(types.int64), generate
+    return types.CPointer(types.int64)(types.int64), generate  # type: ignore[no-untyped-call]
 
 
 _pointer: Callable[[int], Any] = intrinsic(_type_pointer)  # type: ignore[assignment]
@@ -98,7 +99,7 @@ _pointer: Callable[[int], Any] = intrinsic(_type_pointer)  # type: ignore[assign
 @numba.njit(cache=True, nogil=True)
 def _numbers_at(address: int, start: int, num: int) -> IntArray:
     """Return `num` numbers in the memory at an address, from number `start` on."""
-    return numba.carray(_pointer(address + _NUMBER_BYTES * start), num, np.int64)
+    return carray(_pointer(address + _NUMBER_BYTES * start), num, np.int64)
 
 
 @numba.njit(cache=True, nogil=True)
