@@ -47,6 +47,8 @@ def lent(intake: Intake, requests: list[RankRequest]) -> list[Prepared]:
 
 def assert_same(one: object, other: object, kind: type) -> None:
     for field in fields(kind):
+        if field.name == "places":  # addresses in this process
+            continue
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, History):
             assert_same(a, b, History)

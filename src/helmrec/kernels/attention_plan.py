@@ -12,12 +12,11 @@ from torch import Tensor
 
 from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.work_list import FIELDS, Costs, Lengths, Tiling, build_work, max_items
+from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
 from helmrec.types import AttentionWindow
 
 HOPPER = 9  # major compute capability
 BLOCK_OF_CODES = 128  # keys of a block of codes
-COSTS_OF_CODES = Costs()
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
 
@@ -86,9 +85,9 @@ class AttentionPlan:
         max_tokens, num_heads, qk = q.shape
         self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens, scores)
         block_m = self.launch.block_m
-        local, costs = (0, 0) if window is None else window, COSTS_OF_CODES if scores == "codes" else Costs()
+        local = (0, 0) if window is None else window
         programs = num_programs(q.device)
-        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, programs, MAX_PARTS, *local, costs)
+        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, programs, MAX_PARTS, *local)
         num_items = max_items(max_tokens, max_sequences, self.tiling)
         # Row 0 holds the number of items, the items follow.
         self.work = torch.zeros((1 + num_items, FIELDS), dtype=torch.int32, device=q.device)

@@ -214,14 +214,14 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
 
 
 def figures(latency_ms: NDArray[np.float64]) -> dict[str, Any]:
-    """Of requests; NaN: not served, which counts as later than anyone."""
+    """Of requests; NaN: not served, which counts as later than anyone. Latencies are None if nobody was served."""
     served, with_late = latency_ms[~np.isnan(latency_ms)], np.nan_to_num(latency_ms, nan=np.inf)
     p99_ms = float(np.percentile(with_late, 99, method="higher"))
     return {
         "offered": latency_ms.size,
         "served": served.size,
-        "mean_ms": round(float(served.mean()), 2),
-        "p50_ms": round(float(np.percentile(served, 50)), 2),
+        "mean_ms": round(float(served.mean()), 2) if served.size else None,
+        "p50_ms": round(float(np.percentile(served, 50)), 2) if served.size else None,
         "p99_ms": round(p99_ms, 2) if np.isfinite(p99_ms) else None,
         "slo_satisfaction": round(float((with_late <= SLO_MS).mean()), 4),
     }
@@ -288,7 +288,7 @@ def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: 
         assert course is not None
         screened[alpha] = figures(stand.run(course, f"static:{alpha}").latency_ms)
         say(f"screened {alpha}: {screened[alpha]}")
-    best = min(screened, key=lambda alpha: screened[alpha]["mean_ms"]) if screened else "0.3"
+    best = min(screened, key=lambda alpha: _mean_ms(screened[alpha])) if screened else "0.3"
     policies = dict.fromkeys(f"static:{best}" if name == BEST else name for name in flags.policies)
     turns = [(turn, name) for turn in range(flags.repeats) for name in policies if len(runs.get(name, [])) <= turn]
     course = stand.course(flags.seconds) if turns else None
@@ -300,6 +300,11 @@ def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: 
         runs.setdefault(name, []).append(described)
         say("\n".join((f"{name}: {described['scored']}, whole {described['whole']}", *described["moves"])))
     return True
+
+
+def _mean_ms(found: dict[str, Any]) -> float:
+    """Mean latency by the figures of a run; infinite if nobody was served."""
+    return math.inf if found["mean_ms"] is None else float(found["mean_ms"])
 
 
 def earlier(flags: Namespace) -> dict[str, Any]:
