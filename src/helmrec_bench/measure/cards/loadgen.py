@@ -187,20 +187,23 @@ def compare_precisions(flags: Namespace, plan: SearchPlan) -> None:
     parts = MeasuredParts(flags.out, ("set_up", *PRECISIONS))
     parts.put("set_up", described(plan) | {"table_bytes": plan.table_bytes})
     for name in flags.precisions:
-        engine, found = make_engine(shape(plan), plan, PRECISIONS[name]), {}
-        traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
-        for way, is_known in (("with_reuse", True), ("without_reuse", False)):
-            if time.perf_counter() - STARTED_S > flags.limit_s:
-                say(f"out of time: {name}, {way} is not measured")
-                continue
-            say(f"{name}, {way}")
-            offers = Offers(traffic, plan.hot_share, is_known=is_known)
-            found[way] = search(engine, offers, plan, flags.steps, lowest=LOWEST)
-            parts.put(name, {**PRECISIONS[name]._asdict(), "report": str(engine.report()).splitlines(), **found})
-        engine.close()
-        del engine, traffic
-        free_memory()
+        search_precision(flags, plan, parts, name)
+        free_memory()  # pools of two engines do not fit the card
     print_rates({name: parts[name] for name in PRECISIONS if name in parts})
+
+
+def search_precision(flags: Namespace, plan: SearchPlan, parts: MeasuredParts, name: str) -> None:
+    engine, found = make_engine(shape(plan), plan, PRECISIONS[name]), {}
+    traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
+    for way, is_known in (("with_reuse", True), ("without_reuse", False)):
+        if time.perf_counter() - STARTED_S > flags.limit_s:
+            say(f"out of time: {name}, {way} is not measured")
+            continue
+        say(f"{name}, {way}")
+        offers = Offers(traffic, plan.hot_share, is_known=is_known)
+        found[way] = search(engine, offers, plan, flags.steps, lowest=LOWEST)
+        parts.put(name, {**PRECISIONS[name]._asdict(), "report": str(engine.report()).splitlines(), **found})
+    engine.close()
 
 
 def print_rates(found: dict[str, Any]) -> None:
