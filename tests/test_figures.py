@@ -166,6 +166,12 @@ def kept_quality(kv_dtype: str, name: str) -> float:
     return float(100 * row[name] / row[f"full_{name}"])
 
 
+def load_over_best(*names: str) -> list[float]:
+    """Percent by which the controller's largest load differs from the best constant's, without the sign."""
+    found = {name: read("controller-loads.json")["scenarios"][name] for name in names}
+    return [100 * abs(one["loads"]["helm"] / one["loads"][one["best_constant"]] - 1) for one in found.values()]
+
+
 _EVALUATION, _TRADE_OFF, _PEERS = "docs/evaluation.md", "docs/trade-off.md", "docs/peers.md"
 _PRECISION, _CONTROLLER = "docs/precision.md", "docs/controller.md"
 DERIVED: tuple[Derived, ...] = (
@@ -198,6 +204,9 @@ DERIVED: tuple[Derived, ...] = (
     Derived(_TRADE_OFF, "-6 to +7%", lambda: _ends(tier_changes((6, 24), (0.1, 0.6)))),
     Derived(_TRADE_OFF, "-18 to +10%", lambda: _ends(tier_changes((1, 6, 24), (0.7, 0.9)))),
     Derived(_TRADE_OFF, "2% more requests/s on average, -3 to +7%", tier_rule_changes),
+    Derived(_CONTROLLER, "1.6% larger on main-trend", lambda: load_over_best("main-trend")),
+    Derived(_CONTROLLER, "1.4% smaller on main-steady", lambda: load_over_best("main-steady")),
+    Derived(_CONTROLLER, "6.8% smaller on", lambda: load_over_best("stress-burst-20s")),
     Derived(_PRECISION, "(100.01%)", lambda: [kept_quality("fp8_e4m3", "auc")]),
     Derived(_PRECISION, "(99.63%)", lambda: [kept_quality("fp8_e4m3", "ndcg")]),
     Derived(_PRECISION, "(100.00%)", lambda: [kept_quality("int8", "auc")]),

@@ -143,9 +143,6 @@ VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
-    "64 registers": Variant(_LAYERS, ((f"{_KERNELS}.triton_encode.REGISTERS", 64),)),
-    "16 tokens": Variant(_LAYERS, ((f"{_KERNELS}.triton_encode.MOST_ROWS", 16),), TIMED[1:5]),
-    "a row a warp": Variant(_LAYERS, ((f"{_KERNELS}.triton_fp8_layer.WARP_WIDTH", 1024),), (TIMED[0], TIMED[5])),
     "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
 }
 
