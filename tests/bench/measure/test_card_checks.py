@@ -46,7 +46,7 @@ def test_no_checks_at_all_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
 def test_times_are_shown_before_the_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(precision, "failed_checks", lambda *_: ["FAILED one"])
+    monkeypatch.setattr(precision, "failed_checks", lambda *_, limit_s: ["FAILED one"])
     monkeypatch.setattr(precision, "layer_times", lambda keep: keep(LAYERS))
     out = tmp_path / "found.json"
     flags = REGISTERED["precision"].parse(["--only", "checks", "layers", "--out", str(out)])

@@ -74,6 +74,16 @@ def test_rows_of_other_code_are_measured_again(tmp_path: Path, monkeypatch: pyte
         parts.put("quality", [{"precision": "fp8"}])
 
 
+def test_a_part_names_every_command_that_made_it(tmp_path: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "found.json"
+    for number in ("1", "2", "2"):
+        monkeypatch.setattr("sys.argv", ["helmrec", "bench", number])
+        MeasuredParts(out, ["quality"]).put("quality", [])
+    made = json.loads(out.read_text())["made"]["quality"]
+    assert made["commands"] == ["helmrec bench 1", "helmrec bench 2"]
+    assert made["commit"] == commit
+
+
 def test_layers_without_a_card_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--device cuda"):
         run(tmp_path / "found.json", "--only", "layers")

@@ -12,7 +12,7 @@ _UNKNOWN = ("unknown", "-dirty")  # ends of the name of a commit that does not s
 
 
 class MeasuredParts:
-    """Parts by name, and how each was made. Calls that measure different parts may run side by side."""
+    """Parts by name, and the commands that made each. Calls that measure different parts may run side by side."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         """names: of all parts; what else the file holds is dropped when it is written."""
@@ -31,15 +31,18 @@ class MeasuredParts:
     def put(self, name: str, part: Any) -> None:
         """Write a part to the file at once, so that a run that is stopped leaves what it has."""
         self._read()
-        self._parts[name], self._made[name] = part, self._now
+        before = self._made.get(name, {}).get("commands", []) if self._goes_on(name) else []
+        commands = list(dict.fromkeys([*before, self._now["command"]]))
+        self._parts[name], self._made[name] = part, self._now | {"commands": commands}
         write_measurement(self._path, {"made": self._made, **self._parts})
 
     def rows_of_this_commit(self, name: str) -> list[Row]:
-        """Rows of a part that a call before measured, with the same code."""
+        """Rows of a part that calls before measured, with the same code."""
+        return list(self._parts[name]) if self._goes_on(name) else []
+
+    def _goes_on(self, name: str) -> bool:
         commit = self._now["commit"]
-        is_known = not commit.endswith(_UNKNOWN)
-        is_same = is_known and self._made.get(name, {}).get("commit") == commit
-        return list(self._parts[name]) if is_same else []
+        return not commit.endswith(_UNKNOWN) and self._made.get(name, {}).get("commit") == commit
 
     def _read(self) -> None:
         found = json.loads(self._path.read_text()) if self._path.is_file() else {}
