@@ -63,6 +63,7 @@ class Prepared:
 
     def __post_init__(self) -> None:
         num_events, num_candidates = self.columns.shape[1], self.candidate_rows.shape[1]
+        assert len(self.columns) == len(self.candidate_rows) + 2, "events and candidates have other features"
         num_unkept = num_events - self.history.event_rows.shape[1]
         num_others = num_unkept + self.request_rows.size
         put = object.__setattr__
