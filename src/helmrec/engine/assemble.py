@@ -126,6 +126,7 @@ class Outline:
             num_events, num_context = num_total - skipped + num_candidates, max(0, num_user - resident) + num_request
             known += (num_total, num_candidates, request.candidate_gap, resident, plan.num_tokens, len(plan.pages))
             known += request.places
+            assert len(request.candidate_rows) == num_features, "a request for another model"  # read by address
             self.num_candidates.append(num_candidates)
             self.num_rows.append(num_features * num_events + num_context)
             self.num_skipped.append(skipped)

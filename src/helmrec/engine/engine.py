@@ -23,7 +23,7 @@ from helmrec.costs.learned import Estimator, StageCosts
 from helmrec.engine.audit import Auditor
 from helmrec.engine.curves import CurveFeed
 from helmrec.engine.dense import Dense, Progress
-from helmrec.engine.intake import Intake, IntakeRecipe, Prepared, RowUpdate, less_spent, prepare_rows
+from helmrec.engine.intake import Intake, IntakeRecipe, Prepared, RowUpdate, prepare_rows
 from helmrec.engine.pipeline import Ended, Pipeline
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.engine.relay.pre_inference import Relay, RelayStats
@@ -184,8 +184,7 @@ class Engine:
         Their own deadlines count from `spent_ms` ago. With several requests, RequestError names the one that is wrong.
         """
         now = self._now()
-        prepared = self._intake.prepare_all(requests)
-        return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
+        return self._scheduler.submit_all(self._intake.prepare_all(requests), now, spent_ms)
 
     @property
     def intake_recipe(self) -> IntakeRecipe:
@@ -198,8 +197,7 @@ class Engine:
 
     def submit_prepared(self, prepared: Sequence[Prepared], spent_ms: float = 0.0) -> "list[Future[RankResult]]":
         """As `submit_all`, for requests that were prepared from this engine's recipe."""
-        now = self._now()
-        return self._scheduler.submit_all([less_spent(each, spent_ms) for each in prepared], now)
+        return self._scheduler.submit_all(prepared, self._now(), spent_ms)
 
     def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a user's history before its rank request, while none waits, if that request would be late otherwise.

@@ -5,7 +5,7 @@ Pure: it reads the model's shape and changes no state, so a refused request has 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -24,7 +24,7 @@ from helmrec.engine.id_checks import (
     whole_number,
 )
 from helmrec.engine.layout import place_of
-from helmrec.errors import DeadlineExceeded, RequestError
+from helmrec.errors import RequestError
 from helmrec.memory.prefix_hash import HashKey, History, chain
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import latest_window
@@ -63,6 +63,7 @@ class Prepared:
 
     def __post_init__(self) -> None:
         num_events, num_candidates = self.columns.shape[1], self.candidate_rows.shape[1]
+        assert len(self.columns) == len(self.candidate_rows) + 2, "events and candidates have other features"
         num_unkept = num_events - self.history.event_rows.shape[1]
         num_others = num_unkept + self.request_rows.size
         put = object.__setattr__
@@ -268,15 +269,6 @@ class Intake:
         if now < timestamps[-1]:
             raise RequestError("request_time", now, f"it lies before the last event at {timestamps[-1]}")
         return int(gap_bucket(now - int(timestamps[-1]), self._config.time_buckets))
-
-
-def less_spent(request: Prepared, spent_ms: float) -> Prepared:
-    """Subtract time already spent from the request's own deadline; DeadlineExceeded if none is left."""
-    if request.deadline_ms is None:
-        return request
-    if spent_ms >= request.deadline_ms:
-        raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
-    return replace(request, deadline_ms=request.deadline_ms - spent_ms)
 
 
 def _query_time(request_time: int | None, timestamps: IntArray) -> int:

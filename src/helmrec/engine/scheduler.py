@@ -129,35 +129,39 @@ class Scheduler:
         """Expected wait of a request that is submitted now."""
         return self._times.request_ms * len(self._queue)
 
-    def submit_all(self, requests: Sequence[Prepared], now: float) -> "list[Future[RankResult]]":
-        """Queue all requests of a call, or none: one that is refused takes those before it out of the queue again."""
+    def submit_all(self, requests: Sequence[Prepared], now: float, spent_ms: float = 0.0) -> "list[Future[RankResult]]":
+        """Queue all requests of a call, or none: one that is refused takes those before it out of the queue again.
+
+        Their own deadlines count from `spent_ms` ago.
+        """
         futures: list[Future[RankResult]] = []
         try:
-            futures.extend(self.submit(request, now) for request in requests)
+            futures.extend(self.submit(request, now, spent_ms) for request in requests)
         except BaseException:
             self.withdraw(futures)
             raise
         return futures
 
-    def submit(self, request: Prepared, now: float) -> "Future[RankResult]":
+    def submit(self, request: Prepared, now: float, spent_ms: float = 0.0) -> "Future[RankResult]":
         """Queue a request; raise Refused if the queue is full or its deadline is unlikely to be met."""
         with self._lock:
             if self._ended_by is not None:
                 raise self._ended_by
-            self._refuse_if_hopeless(request, now)
-            deadline_ms = request.deadline_ms or self._config.deadline_ms
+            deadline_ms = self._config.deadline_ms if request.deadline_ms is None else request.deadline_ms - spent_ms
+            self._refuse_if_hopeless(deadline_ms, spent_ms, now)
             deadline_s = None if deadline_ms is None else now + deadline_ms / 1e3
             waiting = Waiting(request, Future(), now, deadline_s)
             self._queue.append(waiting)
             return waiting.future
 
-    def _refuse_if_hopeless(self, request: Prepared, now: float) -> None:
+    def _refuse_if_hopeless(self, deadline_ms: float | None, spent_ms: float, now: float) -> None:
         """Raise Refused if the queue is full, or if the request is expected to miss its deadline."""
+        if deadline_ms is not None and deadline_ms <= 0:
+            raise DeadlineExceeded(f"the deadline passed {spent_ms:.1f} ms after the request came in, on its way")
         num, limit = len(self._queue), self._config.queue_limit
         if num >= limit:
             self.refused += 1
             raise QueueFull(f"the queue is full: {num} requests wait, the limit is {limit}")
-        deadline_ms = request.deadline_ms or self._config.deadline_ms
         if deadline_ms is None or not (num or self._in_flight):  # an idle engine always tries
             return
         num_running = sum(len(batch.members) for batch in self._in_flight)
